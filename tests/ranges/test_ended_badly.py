@@ -202,7 +202,7 @@ def test_a_loss_that_broke_is_said_to_be_after_the_last_module() -> None:
     inspector = _trained(broken_at=4)
     event = inspector.session().events[0]
     assert (event.module, event.after, event.place) == ("2", True, "after 2")
-    assert first_line(event) == "step 4, backward, after 2, first NaN, scale 1, forward finite"
+    assert first_line(event) == "step 4, backward, after 2, first NaN, scale 1, outputs finite"
     finding = next(each for each in _unexplained(inspector) if "backward" in each.message)
     assert "the gradient that arrived at the output of '2' held a NaN already" in finding.message
     assert "what comes after '2', the loss first of all" in finding.fix

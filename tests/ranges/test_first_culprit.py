@@ -747,3 +747,24 @@ def test_the_culprit_is_the_one_that_was_made(name: str, kinds: tuple[str, ...])
     event = inspector.session().events[0]
     assert (event.phase, event.module, event.after) == expected, event
     assert words in event.explanation
+
+
+def test_the_code_after_the_model_is_the_culprit_where_one_of_its_calls_broke() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    with Inspector(model, capture=(), optimizers=torch.optim.SGD(model.parameters(), lr=0.1)) as inspector:
+        one, other = model(_GOOD), model(_GOOD + 1)
+        # A metric's loss: the gradient of the square root at zero breaks the first call's output alone.
+        ((one - one.detach()).square().sum().sqrt() + other.square().sum()).backward()
+    event = inspector.session().events[0]
+    assert (event.phase, event.module, event.after) == ("backward", "2", True)
+    assert "it arose in the code after it" in event.explanation
+
+
+def test_inputs_that_autocast_makes_infinite_are_told_by_their_size() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with Inspector(model, capture=(), optimizers=torch.optim.SGD(model.parameters(), lr=0.1)) as inspector:
+        with torch.autocast("cpu", torch.float16):
+            output = model(torch.full((2, 4), 1e5))
+        output.float().sum().backward()
+    assert "what went in was finite, up to 1e+05, beyond FP16's 65504" in inspector.session().events[0].explanation

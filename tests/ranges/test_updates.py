@@ -174,8 +174,8 @@ def test_what_is_not_read_in_one_go_is_judged_by_torch(monkeypatch: pytest.Monke
 
 
 def test_unmoved_weights_with_a_gradient() -> None:
-    before, after = torch.tensor([1.0, 1.0, 1.0, 2.0]), torch.tensor([1.0, 1.5, 1.0, 2.0])
-    gradient = torch.tensor([0.5, 0.5, 0.0, float("inf")])
+    before, after = torch.tensor([1.0, 1.0, 1.0, 2.0, 1.0]), torch.tensor([1.0, 1.5, 1.0, 2.0, float("-inf")])
+    gradient = torch.tensor([0.5, 0.5, 0.0, float("inf"), 0.5])
     assert unmoved(before, after, gradient).tolist() == [1, 2]
 
 

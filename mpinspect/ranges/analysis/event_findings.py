@@ -98,7 +98,7 @@ def _forward(events: Sequence[Event], in_half: bool) -> Finding:
     skipped = len({event.step for event in events if event.skipped})
     useless = (
         f" The loss scale was backed off for it {_times(skipped)}, which can't help: the forward does not depend on it, and"
-        " every such step only takes half of the scale away."
+        " every such step only halves the scale."
         if skipped
         else ""
     )
@@ -305,7 +305,7 @@ def _what(event: Event) -> str:
         return f"the {what} of an input of {event.tensor or 'the model'!r} held {value}{rank}"
     if event.after:
         return f"the gradient that arrived at the output of {event.module or 'the model'!r} held {value} already{rank}"
-    of = "" if event.what in LOSSES else f" of {event.module or 'the model'!r}"
+    of = "" if event.what in LOSSES else f" of {event.tensor or 'the model'!r}"
     return f"the {what}{of} held {value}{rank}"
 
 

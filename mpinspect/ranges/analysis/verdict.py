@@ -38,7 +38,7 @@ def verdict(
         return Verdict(True, precision, sentences)
     worst = grave[0]
     opening = "In trouble" if worst.severity == _ERROR else "To be mended"
-    others = in_counts(finding for finding in findings if finding is not worst)
+    others = in_counts((finding for finding in findings if finding is not worst), named=True)
     more = f"Also below: {others}." if others else ""
     sure = "" if worst.certainty == "measured" else " (inferred)"
     return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more)
@@ -74,7 +74,11 @@ def _healthy(session: Session) -> str:
         looked = f", {watched:,} of them watched"
     else:
         looked = ""
-    skipped = f" {progress.skipped_steps:,} skipped while the scaler probed." if progress.skipped_steps else ""
+    skipped = (
+        f" The scaler skipped {number_of(progress.skipped_steps, 'step')}, as it may in search of its scale."
+        if progress.skipped_steps
+        else ""
+    )
     # A run that still goes on, or was killed, is judged by what it has written.
     so_far = "" if progress.ended else " so far"
     return f"Healthy{so_far}: nothing wrong was found in {steps}{looked}.{skipped}"

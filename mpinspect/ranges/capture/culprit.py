@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import LOSSES, Event, containers, is_below
 
@@ -208,7 +209,7 @@ def find_culprit(
         if all(call.module != look.module for call in calls):
             reason += "; no call of it was seen, as inside torch.compile, so it may have arisen in any code after it"
         return Culprit(BACKWARD, look.module, look, reason)
-    return _in_backward(look, seen, stories, innocent)
+    return _in_backward(look, seen, stories, calls, innocent)
 
 
 def _in_forward(
@@ -226,7 +227,10 @@ def _in_forward(
     overwritten = call.overwritten and look.module in innocent
     if not overwritten and not bad.intersection(call.given):
         return Culprit(
-            FORWARD, look.module, look, f"its output was the first that was not finite; {_what_went_in(call, read)}"
+            FORWARD,
+            look.module,
+            look,
+            f"its output was the first that was not finite; {_what_went_in(call, seen, read)}",
         )
     inner, outermost = look.module, look.module == ""
     for container in containers(look.module):
@@ -265,16 +269,23 @@ def read_all(call: Call, read: Collection[int]) -> bool:
     return not call.overwritten and all(number in read for number in call.given)
 
 
-def _what_went_in(call: Call, read: Collection[int]) -> str:
+def _what_went_in(call: Call, seen: Sequence[Seen], read: Collection[int]) -> str:
     if read_all(call, read):
-        return "what went in was finite"
+        largest = max((look.largest for look in seen if look.tensor in call.given), default=0.0)
+        # Autocast casts it to FP16 inside the call.
+        beyond = f", up to {largest:.3g}, beyond FP16's {FLOAT16.max_finite:g}" if largest > FLOAT16.max_finite else ""
+        return f"what went in was finite{beyond}"
     if call.overwritten:
         return "it changed its input in place, and whether that was finite before is not known"
     return "whether all that went in was finite is not known: not all of it was read"
 
 
 def _in_backward(
-    look: Seen, seen: Sequence[Seen], stories: Sequence[TensorStory], innocent: Collection[str]
+    look: Seen,
+    seen: Sequence[Seen],
+    stories: Sequence[TensorStory],
+    calls: Sequence[Call],
+    innocent: Collection[str],
 ) -> Culprit:
     story = stories[look.tensor]
     if story.altered and story.producers:
@@ -284,7 +295,7 @@ def _in_backward(
     consumers = [module for module in _innermost(story.consumers) if module not in innocent]
     suspects = [module for module in consumers if module in finite_at_output]
     if not suspects:
-        return _in_code_after(look, story, finite_at_output, consumers)
+        return _in_code_after(look, story, calls, finite_at_output, consumers)
     by_weight = {
         other.module for other in seen if other.what == WEIGHT_GRADIENT and other.phase == BACKWARD and not other.finite
     }
@@ -308,13 +319,18 @@ def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], unti
     return largest
 
 
-def _in_code_after(look: Seen, story: TensorStory, finite_at_output: Collection[str], unread: Sequence[str]) -> Culprit:
+def _in_code_after(
+    look: Seen, story: TensorStory, calls: Sequence[Call], finite_at_output: Collection[str], unread: Sequence[str]
+) -> Culprit:
     """Return as the culprit the code of a container around the producer, or the loss: none of the tensor's consumers made it."""
     producer = story.producers[0] if story.producers else look.module
     what = "input" if look.is_input else "output"
     doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
     for container in containers(producer):
-        if container in finite_at_output:
+        returned = [call.returned for call in calls if call.module == container]
+        # What returns this tensor alone is done with it: the gradient that arrives here comes from the code after it.
+        is_done = container in story.producers and all(len(tensors) == 1 for tensors in returned)
+        if container in finite_at_output and not is_done:
             first, second = "its output", f"the {what} of {producer!r} inside it"
             if container in story.producers:
                 # What arrives at this tensor is a sum over both.

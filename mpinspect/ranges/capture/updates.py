@@ -163,12 +163,14 @@ def _lost(weight: torch.Tensor, update: torch.Tensor, dtype: torch.dtype) -> tor
 def unmoved(before: torch.Tensor, after: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return how many weights the step left unchanged although their gradient is finite and not zero.
 
+    Weights that the step made infinite or NaN are left out.
+
     Args:
         before, after: the weight before and after the step, of the same dtype.
         gradient: the weight's gradient, strided, of the same shape.
 
     Returns:
-        int64 tensor of shape (2,): (unchanged weights, finite non-zero gradients).
+        int64 tensor of shape (2,): (unchanged weights, weights that should have moved).
     """
-    wanted = (gradient != 0) & torch.isfinite(gradient)
+    wanted = (gradient != 0) & torch.isfinite(gradient) & torch.isfinite(after)
     return torch.stack([(wanted & (before == after)).sum(), wanted.sum()])

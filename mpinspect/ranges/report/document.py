@@ -220,8 +220,11 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         yield Line(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
     if _moves(advice.blocks):
         groups = [list(equal) for _, equal in groupby(advice.blocks, _window)]
-        finite = "" if advice.all_finite else ", where all was finite"
-        yield Line(f"The window over time{finite}: " + "; ".join(_block(group[0], group[-1]) for group in groups))
+        finite = "" if advice.all_finite else " where all was finite"
+        yield Line(
+            f"The window over time, by the sampled steps{finite}: "
+            + "; ".join(_block(group[0], group[-1]) for group in groups)
+        )
 
 
 def _last_scale(session: Session) -> float | None:

@@ -90,13 +90,14 @@ def _alternatives(parts: list[str]) -> str:
 def badness(layer: LayerReport) -> tuple[float, ...]:
     """Return a sort key, larger for worse layers.
 
-    In order: non-finite values, not rounding noise, overflow, lost updates, lost L1 share, flushed share.
+    In order: infinities, NaNs, not rounding noise, overflow, lost updates, lost L1 share, flushed share.
     """
     histogram = layer.histogram
-    broken = histogram.nonfinite if histogram is not None else 0
+    # An infinity is nearer to where it began than a NaN.
+    broken = 0 if histogram is None else (histogram.infs > 0) + (histogram.nonfinite > 0)
     lost = max((update.fraction for update in (layer.lost_updates or {}).values()), default=0.0)
     return (
-        broken > 0,
+        broken,
         not layer.rounding_noise,
         bool(layer.overflowed),
         lost,

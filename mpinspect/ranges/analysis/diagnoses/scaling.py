@@ -246,7 +246,7 @@ def overflow_recurs(case: Case) -> Iterator[Finding]:
         f"{with_power(scales[-1])} and had no time to grow in between: it is the batches of these steps, not the scale.",
         {"steps": steps, "period": period, "scales": scales},
         "Look at the batches of these steps: an outlier, a padded last batch, a sample that comes by once a period. Clip its "
-        "loss, or leave it out; each such step takes half of the scale away from all the others.",
+        "loss, or leave it out; each such step halves the scale for all the others.",
         certainty=INFERRED,
         step=steps[0],
     )
@@ -275,7 +275,7 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
         "error",
         first.module,
         f"The scaler backed off in {len(steps)} steps because the forward itself was not finite, from step {steps[0]} on: the "
-        f"loss scale is not the cause, and every such step takes half of it away.",
+        f"loss scale is not the cause, and every such step halves it.",
         {"steps": len(steps), "first_step": steps[0]},
         f"{mend}. Then begin with a new scaler, since this one's scale was lowered without need.",
         code,
@@ -348,7 +348,11 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         return
     log2 = round(_powers(recommended)) if recommended else _room(case)
     wanted = f", init_scale=2.0**{log2}" if log2 and log2 > 0 and (recommended or log2 < _LOG2_INITIAL) else ""
-    room = f" (up to 2^{log2} nothing seen overflows)" if wanted and not recommended else ""
+    room = (
+        f" (up to 2^{log2} nothing seen overflows; whether it needs as much is not known)"
+        if wanted and not recommended
+        else ""
+    )
     yield Finding(
         "scaler-missing-in-float16",
         "warning",
