@@ -245,6 +245,12 @@ class Event:
         place = self.module or ("the loss" if self.what in LOSSES else "the model itself")
         return f"after {place}" if self.after else place
 
+    @property
+    def quantity(self) -> str:
+        """What held the value, in words: "the weight gradient of 'fc.weight'", "the loss"."""
+        of = "" if self.what in LOSSES else f" of {self.tensor or 'the model'!r}"
+        return f"the {self.what.replace('_', ' ')}{of}"
+
 
 #: Maximum number of rows of a batch that a measurement names.
 MOST_ROWS = 8
@@ -473,6 +479,16 @@ class Session:
             if not found or change.scale != found[-1].scale:
                 found.append(change)
         return tuple(found)
+
+    @property
+    def last_scale(self) -> float | None:
+        """The run's last loss scale; None if unknown, as after a step that overflowed at it and made it fall."""
+        history = self.scale_history()
+        if not history:
+            return None
+        step, scale = history[-1]
+        fell = any(event.skipped and event.step >= step and event.loss_scale == scale for event in self.events)
+        return None if fell else scale
 
     def totals(self) -> dict[TensorKey, TensorWindow]:
         """Return each tensor's counts merged over the whole run, in the order in which the tensors were watched."""

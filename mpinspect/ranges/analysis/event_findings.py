@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import END, LOSSES, Event, Progress, Session, TensorKey, TensorWindow
+from mpinspect.ranges.session import END, Event, Progress, Session, TensorKey, TensorWindow
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import some
 
@@ -297,16 +297,14 @@ def _value(event: Event) -> str:
 
 def _what(event: Event) -> str:
     value = _value(event)
-    what = event.what.replace("_", " ")
     rank = "" if event.rank is None else f" on rank {event.rank}"
     if event.given:
         return f"what the model was given was not finite{rank}"
     if event.of_input:
-        return f"the {what} of an input of {event.tensor or 'the model'!r} held {value}{rank}"
+        return f"the {event.what.replace('_', ' ')} of an input of {event.tensor or 'the model'!r} held {value}{rank}"
     if event.after:
         return f"the gradient that arrived at the output of {event.module or 'the model'!r} held {value} already{rank}"
-    of = "" if event.what in LOSSES else f" of {event.tensor or 'the model'!r}"
-    return f"the {what}{of} held {value}{rank}"
+    return f"{event.quantity} held {value}{rank}"
 
 
 def _known_cause(event: Event) -> str:

@@ -36,7 +36,11 @@ def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[T
         }
         # A weight's gradient is computed from activation gradients, and lacks the values that these lost.
         sources = GRADIENT_KINDS if kind in GRADIENT_KINDS else (kind,)
-        unknown = {window.passed_through for key, window in totals.items() if key.kind in sources and _hides(window)}
+        unknown = {
+            window.passed_through
+            for key, window in totals.items()
+            if key.kind in sources and key not in noise and _hides(window)
+        }
         if histograms and kind != UPDATE:
             found = [format_verdict(kind, histograms, format, scaling) for format, scaling in CANDIDATES]
             # Values that were seen may exceed a format whatever was lost before counting: such a verdict stands.

@@ -25,9 +25,7 @@ def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: 
     """Return all findings on gradients, made from the layers' reports and the decision on the loss scale."""
     advice, decision = advised.advice, advised.decision
     gradients = [layer for layer in layers if layer.kind in GRADIENT_KINDS and layer.range_offset is not None]
-    if not session.progress.scale_known:
-        return [_scale_unknown(advice)]
-    found: list[Finding | None] = []
+    found: list[Finding | None] = [] if session.progress.scale_known else [_scale_unknown(advice)]
     if advised.diverged:
         found.append(_diverged(advice))
     if decision is not None:

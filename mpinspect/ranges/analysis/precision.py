@@ -18,7 +18,7 @@ def run_format(session: Session) -> FloatFormat | None:
     This is the autocast dtype, else the dtype of most weights, else (without a ledger) the narrow format to which
     values had been rounded. If both FP16 and BF16 occur, the result is FP16, which has the narrower range.
     """
-    if _is_out_of_sight(session):
+    if _is_autocast_unknown(session):
         return None
     ledger = session.precision
     told = {dtype for dtype in ledger.autocast if dtype}
@@ -43,7 +43,7 @@ def holds_without_scale(session: Session, keys: Collection[TensorKey]) -> str:
     return f"The run computes in {format_name(format.name)}, which holds them."
 
 
-def _is_out_of_sight(session: Session) -> bool:
+def _is_autocast_unknown(session: Session) -> bool:
     """Return whether autocast is unknown: it is read at module calls, and none is seen if the whole model is compiled."""
     return "" in session.progress.compiled and not session.precision.autocast
 
@@ -57,7 +57,7 @@ def _parts(session: Session) -> Iterator[str]:
     precision = session.precision
     yield f"{_names(_worth_naming(precision.weights))} weights"
     autocast = [dtype for dtype in precision.autocast if dtype]
-    if _is_out_of_sight(session):
+    if _is_autocast_unknown(session):
         yield "autocast not known (the model is compiled)"
     elif autocast:
         yield f"{_names(autocast)} autocast{' of some modules' if '' in precision.autocast else ''}"

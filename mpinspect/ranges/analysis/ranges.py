@@ -167,7 +167,7 @@ def layer_report(
 
 
 #: The reason given for a gradient that never arrived although other tensors were seen or a backward ran.
-NO_GRADIENT_SEEN = "no backward reached it: its output needs no gradient, or it was not called"
+NO_GRADIENT_SEEN = "no backward reached it: not called, detached, needing no gradient, or not used by the loss"
 
 
 def coverage(session: Session, infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]) -> Coverage:

@@ -79,7 +79,10 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
             f"2^{window.log2_lowest} times more is needed, and nothing seen would overflow with up to "
             f"2^{window.log2_highest} times more."
         )
-    worst = max(gradients, key=lambda gradient: gradient.seen.lost_l1_share(format).high)
+    worst = max(
+        (gradient for gradient in gradients if not gradient.is_noise),
+        key=lambda gradient: gradient.seen.lost_l1_share(format).high,
+    )
     finite = "finite " if any(gradient.histogram.nonfinite for gradient in gradients) else ""
     may_weigh = worst.seen.lost_l1_share(format).high > tolerance
     hidden = f"; it may have flushed much of {phrase(*worst.key)} before it could be counted" if may_weigh else ""
@@ -182,14 +185,15 @@ def _overflowed(decision: Decision) -> str:
             f"The run itself overflowed at 2^{ceiling.log2_overflowed}; how large its gradients were then is not known: keep a "
             "scaler that skips such steps."
         )
-    if not ceiling.margin or not decision.all_finite:
-        # Beside steps that were not finite the spread of the others proves nothing.
+    if not ceiling.margin:
         return ""
-    interval = decision.rules.growth_interval
+    leaves = f"2^{top} leaves {ceiling.margin} {'power' if ceiling.margin == 1 else 'powers'} of two above the largest"
+    if not decision.all_finite:
+        # Beside steps that were not finite the spread of the others proves nothing.
+        return f"{leaves} finite gradient seen, for the steps not sampled."
     return (
-        f"2^{top} leaves {ceiling.margin} {'power' if ceiling.margin == 1 else 'powers'} of two above the largest gradient seen, "
-        f"for the steps not sampled: by the spread of the peaks so far fewer than one in {interval} would overflow "
-        "(95% confidence)."
+        f"{leaves} gradient seen, for the steps not sampled: by the spread of the peaks so far fewer than one in "
+        f"{decision.rules.growth_interval} would overflow (95% confidence)."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
@@ -100,7 +101,7 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
     else:
         fits = f"the gradients would fit FP16 without a loss scale ({_window(told)})"
     if format == BFLOAT16:
-        finer = ", with rounding up to 8 times finer" if told.needed is not None and "not" not in fits else ""
+        finer = ", with rounding up to 8 times finer" if told.needed is not None and not told.serves_none else ""
         yield f"BF16 needs no loss scale; {fits}{finer}."
     elif format == FLOAT32:
         yield f"For a change to 16 bits: {fits}; BF16 needs none."
@@ -110,13 +111,13 @@ def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
     if not advice.available:
         yield advice.reason
         return
-    scales = session.scale_history()
-    used = scales[-1].scale if scales else None
+    used = session.last_scale
     if used is None:
         return
     scale, highest = f"The loss scale, {with_power(used)},", as_power(advice.highest)
     if advice.needed is None or advice.lowest is None or advice.highest is None:
-        yield f"{scale} lies below the overflow at {highest}."
+        where = "below" if used <= (advice.highest or math.inf) else "above"
+        yield f"{scale} lies {where} {highest}, the largest without overflow."
     elif advice.lowest <= used <= advice.highest:
         where = "in" if used < advice.highest else "at the top of"
         yield f"{scale} lies {where} the window {as_power(advice.lowest)} .. {highest}."
@@ -141,8 +142,7 @@ def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -
 
 
 def _next_in_float16(session: Session, advice: LossScaleAdvice) -> str:
-    scales = session.scale_history()
-    used = scales[-1].scale if scales else None
+    used = session.last_scale
     if not advice.available or used is None:
         return "Nothing to do in what was seen."
     if advice.needed is None or advice.lowest is None or advice.highest is None:

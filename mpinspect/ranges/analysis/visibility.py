@@ -61,12 +61,14 @@ class Visibility:
         Of the hidden values only those can be lost at this scale that lie at or below its flush edge.
         """
         share = self.histogram.lost_l1_share(format, log2_scale)
-        if not self.hidden:
+        if not self.hidden or self.floor_exponent is None:
             return share
         ratio = self._hidden_mass_ratio(format.flush_exponent - log2_scale)
-        if ratio is None:
+        every = self._hidden_mass_ratio(self.floor_exponent)
+        if ratio is None or every is None:
             return Interval(0.0, 0.0, 1.0)
-        low = share.low if self.hidden_flush(format, log2_scale) else share.low / (1 + ratio)
+        # Hidden values above the flush edge are not lost, and part of the whole all the same.
+        low = share.low if self.hidden_flush(format, log2_scale) else share.low / (1 + every)
         # (lost + hidden) / (whole + hidden) falls as the whole grows, so the whole's lower bound gives the upper one.
         return Interval(share.estimate, low, (share.high + ratio) / (1 + ratio))
 

@@ -163,26 +163,22 @@ class Watch(Observer):
         """Read a gradient at an output, or at an input that no observed module produced."""
         if gradient.number < 0:
             return
-        layer = gradient.layer
-        value = self._read(layer.gradient_key, gradient.values, gradient.found, False)
-        if value is None:
-            gradient.found = None
-            return
-        path = layer.path
-        self._log.readings.append(
-            Reading(
-                BACKWARD,
-                ACTIVATION_GRADIENT,
-                path,
-                path,
-                gradient.number,
-                backward.micro_batch,
-                value,
-                gradient.is_input,
-            )
+        path = gradient.layer.path
+        reading = self._log_reading(
+            BACKWARD,
+            ACTIVATION_GRADIENT,
+            path,
+            path,
+            gradient.number,
+            backward.micro_batch,
+            gradient.values,
+            gradient.found,
+            gradient.is_input,
         )
-        if gradient.found is None:
-            gradient.found = value
+        if reading is None:
+            gradient.found = None
+        elif gradient.found is None:
+            gradient.found = reading.value
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Read a parameter's gradient if it was counted or no scaler checks it."""
@@ -207,12 +203,12 @@ class Watch(Observer):
         for each in gradients:
             if each.found is None and backward.checked_by_scaler:
                 continue
-            value = self._read(each.watched.gradient_key, each.values, each.found, False)
+            name, owner = each.watched.name, each.watched.owner
+            value = self._read(name, WEIGHT_GRADIENT, each.values, each.found, False)
             if value is None:
                 continue
             merged += readings[done : each.place]
             done = max(done, each.place)
-            name, owner = each.watched.name, each.watched.owner
             merged.append(Reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, backward.micro_batch, value))
         readings[:] = merged + readings[done:]
 
@@ -316,17 +312,17 @@ class Watch(Observer):
         found: Found | None,
         is_input: bool = False,
     ) -> Reading | None:
-        value = self._read(TensorKey(name, what), tensor, found, phase == FORWARD)
+        value = self._read(name, what, tensor, found, phase == FORWARD)
         if value is None:
             return None
         reading = Reading(phase, what, name, module, number, micro_batch, value, is_input)
         self._log.readings.append(reading)
         return reading
 
-    def _read(self, key: TensorKey, tensor: torch.Tensor, found: Found | None, at_once: bool) -> Value | None:
+    def _read(self, name: str, what: str, tensor: torch.Tensor, found: Found | None, at_once: bool) -> Value | None:
         """Return a tensor's largest magnitude; None if the tensor has no values or can't be read."""
         try:
             return largest_of(tensor, found, at_once)
         except Exception as error:
-            self.unread.failed(key, error)
+            self.unread.failed(TensorKey(name, what), error)
             return None

@@ -35,7 +35,7 @@ from mpinspect.ranges.report.scale_line import (
     scale_line,
     steps_and_samples,
 )
-from mpinspect.ranges.session import Event, Session
+from mpinspect.ranges.session import Event
 from mpinspect.reporting.document import (
     Block,
     Cell,
@@ -207,7 +207,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         return
     yield Line(scale_line(advice), "strong")
     yield Line(advice.reason)
-    yield Line(reserve_line(advice, None if _would_change(report) else _last_scale(report.session)))
+    yield Line(reserve_line(advice, None if _would_change(report) else report.session.last_scale))
     # Where layers are at odds, no scale is worth beginning with.
     moves = advice.dynamic is not None and advice.dynamic.init_scale != advice.static_scale
     if advice.dynamic is not None and advice.needed is not False and (moves or not advice.serves_none):
@@ -220,21 +220,11 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         yield Line(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
     if _moves(advice.blocks):
         groups = [list(equal) for _, equal in groupby(advice.blocks, _window)]
-        finite = "" if advice.all_finite else " where all was finite"
+        none = "" if advice.all_finite else " (none: not all was finite)"
         yield Line(
-            f"The window over time, by the sampled steps{finite}: "
+            f"The window over time, by the sampled steps{none}: "
             + "; ".join(_block(group[0], group[-1]) for group in groups)
         )
-
-
-def _last_scale(session: Session) -> float | None:
-    """Return the run's last loss scale; None if unknown, as after a step that overflowed at it and made it fall."""
-    history = session.scale_history()
-    if not history:
-        return None
-    step, scale = history[-1]
-    fell = any(event.skipped and event.step >= step and event.loss_scale == scale for event in session.events)
-    return None if fell else scale
 
 
 def _moves(blocks: tuple[TimeBlock, ...]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -113,18 +113,21 @@ def log2_recommended(advice: LossScaleAdvice) -> int | None:
 
 def flushed_at_recommended(layer: LayerReport, report: RangeReport) -> Interval | None:
     """Return the share of non-zero elements flushed at the recommended scale; None without a scale or values."""
-    k = log2_recommended(report.loss_scale)
-    if k is None or layer.histogram is None or layer.flushed_fraction is None:
-        return None
-    return Visibility(layer.histogram, layer.floor_exponent).flushed_fraction(FORMATS[report.format], k)
+    return _at_recommended(Visibility.flushed_fraction, layer, report)
 
 
 def lost_l1_at_recommended(layer: LayerReport, report: RangeReport) -> Interval | None:
     """Return the share of the sum of magnitudes lost at the recommended scale; None without a scale or values."""
+    return _at_recommended(Visibility.lost_l1_share, layer, report)
+
+
+def _at_recommended(
+    share_of: Callable[[Visibility, FloatFormat, int], Interval], layer: LayerReport, report: RangeReport
+) -> Interval | None:
     k = log2_recommended(report.loss_scale)
     if k is None or layer.histogram is None or layer.lost_l1_share is None:
         return None
-    return Visibility(layer.histogram, layer.floor_exponent).lost_l1_share(FORMATS[report.format], k)
+    return share_of(Visibility(layer.histogram, layer.floor_exponent), FORMATS[report.format], k)
 
 
 def flushed_words(layer: LayerReport, elements: Interval | None) -> str:

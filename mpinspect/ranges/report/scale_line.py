@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
-from mpinspect.ranges.session import END, LOSSES, Event, Progress
+from mpinspect.ranges.session import END, Event, Progress
 from mpinspect.reporting.words import UNKNOWN, as_power, format_name, lower_first, number_of, with_power
 
 
@@ -35,8 +35,7 @@ def event_maxima(event: Event) -> str:
     scaled = event.loss_scale not in (None, 1.0) and event.phase == "backward"
     largest = ", ".join(f"{value:.3g}" for value in event.last_maxima)
     times = ", times the loss scale," if scaled else ""
-    what = event.what.replace("_", " ") + ("" if event.what in LOSSES else f" of {event.tensor or 'the model'!r}")
-    return f"the largest magnitudes of the {what}{times} in the steps before, oldest first: {largest}"
+    return f"the largest magnitudes of {event.quantity}{times} in the steps before, oldest first: {largest}"
 
 
 def scale_line(advice: LossScaleAdvice) -> str:

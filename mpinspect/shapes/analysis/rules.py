@@ -294,7 +294,8 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         message="{products} in {where} run{s} in FP32 under {autocast} autocast, on CUDA cores: autocast is disabled around "
         "them, or their operands are made in FP32 by an operation that autocast leaves alone (torch's own math attention "
         "computes in FP32 too); {gain_words}",
-        fix="drop autocast(enabled=False) around {where} or cast the operands to {autocast}; where FP32's range is needed: "
+        fix="drop autocast(enabled=False) around {where} or cast the operands to {autocast}; where it is attention, give "
+        "scaled_dot_product_attention operands of 4 dimensions, which a fused kernel takes; where FP32's range is needed: "
         "{tf32_switch}",
         time=lowered_time,
     ),

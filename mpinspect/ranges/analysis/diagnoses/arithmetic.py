@@ -24,7 +24,11 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
         module, _, buffer = first.name.rpartition(".")
         kind = format_name(first.text.rpartition(" ")[2])
         is_wide = first.text.endswith("float32")
-        begun = any(event.step <= first.step and event.phase == "forward" for event in case.events)
+        begun = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
+        mend = "Look at what makes the values too large, infinite or NaN"
+        if begun is not None:
+            what = "the batch" if begun.given else f"the forward of {begun.module or 'the model'!r}"
+            mend = f"Mend {what}, which was not finite in step {begun.step}"
         yield Finding(
             "statistics-broken",
             "error",
@@ -33,7 +37,7 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             "batch's own statistics and goes on, but evaluation uses the running statistics and gives zeros or NaN."
             + (" A forward that was not finite wrote it; skipping its step does not undo that." if begun else ""),
             {"buffers": [each.name for each in broken]},
-            "Look at what makes the values too large, infinite or NaN, and begin the statistics anew."
+            f"{mend}, and begin the statistics anew."
             if is_wide
             else "Keep normalisations and their statistics in FP32 (a variance exceeds 65504 long before the values do), and "
             "begin the statistics anew.",

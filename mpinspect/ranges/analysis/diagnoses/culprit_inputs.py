@@ -39,8 +39,9 @@ def _aftermath(case: Case, event: Event | None) -> str:
     if event is None or event.skipped is not False or event.gradients_finite:
         return ""
     later = [each for each in case.events if each.step > event.step]
+    if any(each.step == event.step for each in case.measured("replaced-before-step")):
+        return " The gradients were made finite before the optimizer's step, which was taken on them."
     if case.progress.steps > event.step + 1 and all(each.forward_finite for each in later):
-        # Something replaced what was not finite before the step.
         return ""
     return " The optimizer took the step: the weights are lost, go back to a checkpoint before that step."
 
@@ -95,6 +96,8 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
     that the model is meant to clean (NaN for missing values) is still reported if the loss is not finite.
     """
     for found in case.session.measurements:
+        if not found.what.startswith("examined-"):
+            continue
         event = _event_at(case, found.step)
         # A non-finite difference from a target is the target's fault only if the model's own output was finite.
         of_targets = found.what == "examined-target" or (

@@ -35,14 +35,14 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
     on purpose is reported.
     """
     found = [each for each in case.measured("changed-while-scaled") if not math.isnan(each.figures["factor"])]
-    scales = {change.step: change.scale for change in case.progress.scales}
-    if not found or not scales or all(scale in (1.0, None) for scale in scales.values()) or _is_average(found):
+    scales = {change.scale for change in case.progress.scales}
+    if not found or scales <= {1.0, None} or _is_average(found):
         return
     first = found[0]
     factor, scale = first.figures["factor"], case.progress.scale_at(first.step)
     is_by_norm = first.figures["is_uniform"]
     clip = f"clip_grad_{'norm' if is_by_norm else 'value'}_(model.parameters(), {'max_norm' if is_by_norm else 'clip_value'})"
-    how = "clipped by their norm" if first.figures["is_uniform"] else "changed, or clipped value by value,"
+    how = "clipped by their norm" if is_by_norm else "changed, or clipped value by value,"
     yield Finding(
         "unscale-missing",
         "warning",
@@ -52,7 +52,7 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
         "The limit was meant for the true gradients, which are smaller by a factor of the loss scale.",
         {
             "factor": factor,
-            "is_uniform": bool(first.figures["is_uniform"]),
+            "is_uniform": bool(is_by_norm),
             "loss_scale": scale,
             "measured_steps": len(found),
         },
@@ -117,7 +117,7 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
     if squares > FLOAT16.max_finite or not_finite:
         norm = math.sqrt(squares)
         too_large = f"their norm ({norm:.3g}) or its square ({squares:.3g}) is beyond {FLOAT16.max_finite:g}"
-        is_too_large = FLOAT16.max_finite < squares < math.inf
+        is_too_large = squares > FLOAT16.max_finite
         cause = (
             f"{not_finite:.0f} of them held infinities or NaNs, so that the norm was not finite"
             + (f" (nor is that of the others, if it is summed up in FP16: {too_large})" if is_too_large else "")
@@ -189,12 +189,14 @@ def gradients_stale(case: Case) -> Iterator[Finding]:
     if not found:
         return
     names = list(dict.fromkeys(name for each in found for name in each.names))
+    later = [name for name in names if name not in found[0].names]
+    others = f", later also those of {_grouped(later)}" if later else ""
     yield Finding(
         "gradients-stale",
         "warning",
         names[0],
         f"In step {found[0].step}{_again(found)} the optimizer stepped with gradients that an earlier step had left in "
-        f"parameters that no backward had reached since: those of {_grouped(names)}.",
+        f"parameters that no backward had reached since: those of {_grouped(found[0].names)}{others}.",
         {"parameters": len(names), "names": names[:20], "measured_steps": len(found)},
         "Zero every gradient before each backward, also those of branches that this batch does not use.",
         "optimizer.zero_grad(set_to_none=True)",

@@ -57,7 +57,8 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     False alarms: Every dynamic scaler may skip a few steps at first: up to two steps, or a tenth of the run, are only
     "info".
     """
-    opening, steps = _opening(_skips(case)), case.progress.steps
+    skips, steps = _skips(case), case.progress.steps
+    opening = _opening(skips)
     first = opening[0].loss_scale if opening else None
     last = opening[-1].loss_scale if opening else None
     if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
@@ -66,7 +67,7 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     history = case.session.scale_history()
     after = next((each.scale for each in history if each.step > opening[-1].step and each.scale), None)
     settled = min(after or last / 2, last / 2)
-    again = next((event for event in _skips(case)[len(opening) :] if event.loss_scale == settled), None)
+    again = next((event for event in skips[len(opening) :] if event.loss_scale == settled), None)
     too_high = round(_powers(first) - _powers(settled)) + (again is not None)
     skipped, share = len(opening), len(opening) / steps
     # Where no one scale serves every layer, the scale at which nothing overflows is no remedy.
@@ -236,8 +237,9 @@ def overflow_recurs(case: Case) -> Iterator[Finding]:
         if period
         else f"in steps {', '.join(map(str, steps[:6]))}{', ...' if len(steps) > 6 else ''}"
     )
-    modules = {event.module for event in later}
-    where = f" in {modules.pop()!r}" if len(modules) == 1 and "" not in modules else ""
+    places = {(event.module, event.after) for event in later}
+    module, is_after = places.pop() if len(places) == 1 else ("", False)
+    where = f" {'after' if is_after else 'in'} {module!r}" if module else ""
     yield Finding(
         "overflow-recurs",
         "warning",

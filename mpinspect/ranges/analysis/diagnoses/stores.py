@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, fp32_weights
 from mpinspect.reporting.finding import INFERRED, Finding
-from mpinspect.reporting.words import format_name, percent
+from mpinspect.reporting.words import format_name, percent, some
 
 #: The optimizer's setting that says which share of a state each step keeps, by the state's name.
 _KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}
@@ -119,9 +119,9 @@ def average_lost(case: Case) -> Iterator[Finding]:
             "average-lost",
             "warning",
             found.name,
-            f"A copy of the weights in {name}, watched from step {found.step} on, was changed in place {writes:.0f} times, and "
-            f"{percent(share)} of its elements that differ from the weights stayed what they were: each of these changes was "
-            "below half a unit in the last place.",
+            f"The copy in {name} of {some(list(found.names), 2)}, watched from step {found.step} on, was changed in place "
+            f"{writes:.0f} times, and {percent(share)} of its elements that differ from the weights stayed what they were: each "
+            "of these changes was below half a unit in the last place.",
             {"dtype": found.text, "copies_of": list(found.names), **found.figures},
             "Keep averages (EMA, SWA) of weights in FP32.",
             "average = parameter.detach().float().clone()  # of each parameter; of a model: copy.deepcopy(model).float()",

@@ -59,8 +59,8 @@ class Magnitudes(NamedTuple):
         return dict(zip(self.names, found, strict=True))
 
     def sum_of_squares(self) -> float:
-        """Return the sum of squares of all FP16 gradients together. Waits for the device."""
-        return math.fsum(value**2 for part in self.squares for value in part.tolist())
+        """Return the sum of squares of all finite FP16 gradients together. Waits for the device."""
+        return math.fsum(value**2 for part in self.squares for value in part.tolist() if math.isfinite(value))
 
 
 @torch.no_grad()
@@ -210,14 +210,13 @@ class HandedOver(Observer):
         """Record optimized parameters that never had a gradient, and parameters with gradients that are in no optimizer."""
         if not self._optimized or not self._ever:
             return
+        never, only_ever = self._optimized - self._ever, self._ever - self._optimized
         missing = [
-            watched.name
-            for watched in self._parameters
-            if watched.parameter.requires_grad and watched.name in self._optimized - self._ever
+            watched.name for watched in self._parameters if watched.parameter.requires_grad and watched.name in never
         ]
         if missing:
             self._tell(MISSING, self._clock.step, missing, {"of": float(len(self._parameters))})
-        left_out = [watched for watched in self._parameters if watched.name in self._ever - self._optimized]
+        left_out = [watched for watched in self._parameters if watched.name in only_ever]
         if left_out:
             elements = sum(watched.parameter.numel() for watched in self._parameters)
             share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
