@@ -81,7 +81,7 @@ def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
     useless = min((event.step for event in session.events if event.skipped and forward_broke(event)), default=math.inf)
     spans = [
         (start, end, scale)
-        for scale, start, end in session.reached().scale_spans()
+        for scale, start, end in session.progress.scale_spans()
         if scale and (scale <= 2.0**COLLAPSED_LOG2_SCALE or (scale < 1 and start > useless))
     ]
     kept: list[Window] = []

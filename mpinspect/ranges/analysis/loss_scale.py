@@ -56,9 +56,10 @@ def recommend_loss_scale(
     """
     rules = ScaleRules(as_format(format), headroom, tolerance, growth_interval)
     if isinstance(histograms, Session):
-        seen = evidence(histograms)
+        session = replace(histograms, progress=histograms.reached())
+        seen = evidence(session)
         totals = seen.session.totals()
-        ceilings = rounding_noise_ceilings(tensor_infos(histograms, totals), totals)
+        ceilings = rounding_noise_ceilings(tensor_infos(session, totals), totals)
         return advise(seen, totals, ceilings, noise_of(totals, ceilings), rules).advice
     gradients = [
         GradientRange(TensorKey(name, _GRADIENT), Visibility(histogram))
@@ -137,16 +138,17 @@ def _advised(
 
 
 def _without_broken(session: Session, group: list[Window], peaks: dict[int, int]) -> dict[int, int]:
-    """Return the peaks without those of steps that were not finite, which are only those of what was left finite.
+    """Return a block's peaks without those that only bound the true ones from below.
 
-    In FP16 an overflow at scale 2^k gives a peak of 2^(16 - k) whatever the true one; else windows with such steps are left out.
+    In FP16 an overflow at scale 2^k shows as a peak of 2^(16 - k), whatever its size: these exponents are left out. In other
+    formats windows with non-finite gradients are.
     """
-    if "float16" not in session.passed_through():
+    if FLOAT16.name not in session.passed_through():
         return add_counts(part.gradient_peaks for part in group if _has_finite_gradients(part))
     first, last = group[0].first_step, max(part.last_step for part in group)
     shown = {
         FLOAT16.max_exponent + 1 - floor_log2(scale)
-        for scale, start, end in session.reached().scale_spans()
+        for scale, start, end in session.progress.scale_spans()
         if scale and start <= last and end > first
     }
     return {exponent: count for exponent, count in peaks.items() if exponent not in shown}

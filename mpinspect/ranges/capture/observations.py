@@ -40,6 +40,7 @@ class Call:
 
     __slots__ = (
         "_args",
+        "_inputs",
         "_kwargs",
         "counts_gradients",
         "fresh",
@@ -55,6 +56,7 @@ class Call:
     ) -> None:
         self.layer = layer
         self._args, self._kwargs = args, kwargs
+        self._inputs: list[torch.Tensor] | None = None
         self.outputs = outputs
         self.recomputed = recomputed
         self.micro_batch = micro_batch
@@ -63,8 +65,12 @@ class Call:
         self.fresh: list[Fresh] = []
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return the tensors in the module's arguments."""
-        return tensor_list(self._args) + tensor_list(self._kwargs) if self._kwargs else tensor_list(self._args)
+        """Return the tensors in the module's arguments: one list for all observers, not to be changed."""
+        if self._inputs is None:
+            self._inputs = (
+                tensor_list(self._args) + tensor_list(self._kwargs) if self._kwargs else tensor_list(self._args)
+            )
+        return self._inputs
 
 
 class Backward(NamedTuple):

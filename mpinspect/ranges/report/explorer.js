@@ -11,6 +11,7 @@
  * @property {number} top            of the largest finite value
  * @property {number} edge           significand of the overflow edge
  * @property {boolean} tie           whether a value on the edge overflows
+ * @property {number} flush          from which on not everything is flushed: above it half of the smallest subnormal rounds up
  * @property {boolean} ftz           whether subnormals are flushed
  *
  * @typedef {object} Histogram
@@ -77,9 +78,8 @@ const at = (h, array, exponent) => array[exponent - h.min] ?? 0;
 
 /** Non-zero elements of x * 2^k that the format rounds to zero: exact. @param {Histogram} h @param {Format} f @param {number} k */
 export function flushed(h, f, k) {
-  if (f.ftz) return countBelow(h, f.normal - k);
-  const edge = f.low - 1 - k;
-  return countBelow(h, edge) + at(h, h.powers, edge);
+  const edge = f.flush - k;
+  return countBelow(h, edge) + (f.ftz ? 0 : at(h, h.powers, edge));
 }
 
 /** Elements that survive with fewer bits: exact. @param {Histogram} h @param {Format} f @param {number} k */
@@ -120,7 +120,7 @@ export function lostMass(h, f, k) {
     mass = sums(h.counts.map((count, bin) => (h.powers[bin] + 2 * h.tops[bin] + MEAN_SIGNIFICAND * (count - h.powers[bin] - h.tops[bin])) * 2 ** (bin + 1 - bins)));
     masses.set(h, mass);
   }
-  const edge = (f.ftz ? f.normal : f.low - 1) - k;
+  const edge = f.flush - k;
   const onEdge = f.ftz ? 0 : at(h, h.powers, edge) * 2 ** (edge - h.min + 1 - bins);
   return (mass[clamp(edge - h.min, 0, bins)] + onEdge) / mass[bins];
 }
@@ -447,13 +447,11 @@ export function render(root, data) {
     context.clearRect(0, 0, width, height);
     return context;
   }
-  /** Exponent from which on not everything is flushed: of a subnormal the upper half of the binade below rounds up. */
-  const flushEdge = () => (state.format.ftz ? state.format.normal : state.format.low - 1);
   const place = (/** @type {number} */ exponent) => ((exponent - ends[0]) / (ends[1] - ends[0])) * width;
   /** Where the format flushes, holds fewer bits, and overflows: hatched, with lines at the edges. */
   function limits(/** @type {CanvasRenderingContext2D} */ context, /** @type {number} */ height, /** @type {(name: string) => string} */ colour) {
     const [k, f] = [log2Scale(), state.format];
-    const zones = [[ends[0], flushEdge() - k, "warning", 1], [f.top + 1 - k, ends[1], "error", -1]];
+    const zones = [[ends[0], state.format.flush - k, "warning", 1], [f.top + 1 - k, ends[1], "error", -1]];
     for (const [from, to, name, slope] of /** @type {[number, number, string, number][]} */ (zones)) {
       const [left, right] = [Math.max(place(from), 0), Math.min(place(to), width)];
       if (right <= left) continue;
@@ -461,7 +459,7 @@ export function render(root, data) {
       context.fillRect(left, 0, right - left, height);
     }
     context.strokeStyle = colour("soft");
-    for (const exponent of [flushEdge() - k, f.normal - k, f.top + 1 - k]) {
+    for (const exponent of [state.format.flush - k, f.normal - k, f.top + 1 - k]) {
       const x = Math.round(place(exponent)) + 0.5;
       context.setLineDash(exponent === f.normal - k ? [2, 2] : []);
       context.beginPath();

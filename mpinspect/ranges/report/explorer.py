@@ -241,5 +241,6 @@ def _format(format: FloatFormat) -> dict[str, Any]:
         "top": format.max_exponent,
         "edge": format.overflow_significand,
         "tie": format.overflow_edge_overflows,
+        "flush": format.flush_exponent,
         "ftz": format.flushes_subnormals,
     }

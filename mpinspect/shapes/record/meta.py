@@ -64,19 +64,19 @@ def _key(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
 def all_on_meta(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
     """Replace tensors on other devices among the arguments by meta tensors; return None if devices are not mixed."""
     args = list(args)
-    tensors = list(tensors_in([*args, *kwargs.values()]))
+    tensors = list(all_tensors_in([*args, *kwargs.values()]))
     if not any(one.is_meta for one in tensors) or all(one.is_meta for one in tensors):
         return None
     return [_moved(one) for one in args], {name: _moved(one) for name, one in kwargs.items()}
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def all_tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors among these values and in nested lists and tuples of them, of any dtype."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+            yield from all_tensors_in(value)
 
 
 def _moved(value: Any) -> Any:

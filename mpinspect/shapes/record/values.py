@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mpinspect.shapes.operators import product_name
-from mpinspect.shapes.record.meta import tensors_in
+from mpinspect.shapes.record.meta import all_tensors_in
 from mpinspect.shapes.record.stand_ins import on_meta
 
 aten = torch.ops.aten
@@ -207,7 +207,7 @@ def targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[to
         for place, one in enumerate(func._schema.arguments)
         if one.alias_info is not None and one.alias_info.is_write
     ]
-    return list(tensors_in(found))
+    return list(all_tensors_in(found))
 
 
 class Values:
@@ -229,7 +229,7 @@ class Values:
         rule = self._rules.get(func)
         if rule is None:
             rule = self._rules[func] = _Rule.of(func)
-        tensors = list(tensors_in((*args, *kwargs.values())))
+        tensors = list(all_tensors_in((*args, *kwargs.values())))
         here = not _on_meta(kwargs) and not any(one.is_meta for one in tensors)
         written = targets(func, args, kwargs) if rule.writes else []
         if here:
@@ -265,7 +265,7 @@ class Values:
             raise error
         result = func(*args, **kwargs)
         if lack is not None:
-            for one in tensors_in((result,)):
+            for one in all_tensors_in((result,)):
                 forget(one, lack)
         return result
 
@@ -309,12 +309,12 @@ def _keep_results(
         lack = None
     if lack is COMPUTED:
         return
-    made = list(tensors_in((result,)))
+    made = list(all_tensors_in((result,)))
     if lack is None and any(one.numel() * one.element_size() > MOST_BYTES for one in made):
         lack = TOO_LARGE
     if lack is None and made:
         try:
-            values = list(tensors_in((_filled(rule, made[0], args) or _computed(func, args, kwargs),)))
+            values = list(all_tensors_in((_filled(rule, made[0], args) or _computed(func, args, kwargs),)))
         except Exception:
             return
         for one, value in zip(made, values, strict=False):

@@ -12,6 +12,7 @@ from mpinspect.ranges.capture.layers import Layer
 from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.session import Measurement
 
 _NORMS = (torch.nn.modules.batchnorm._NormBase,)
@@ -58,7 +59,7 @@ class Buffers(Observer):
         for name, buffer, writes in self._statistics():
             before, value = self._began.get(name, (writes, math.nan))
             if writes - before >= _FEWEST_WRITES and _sum(buffer) == value:
-                self._tell(name, 0, {"writes": writes - before}, f"stuck, {_dtype(buffer)}")
+                self._tell(name, 0, {"writes": writes - before}, f"stuck, {dtype_name(buffer.dtype)}")
 
     def _tell_broken(self, step: int) -> None:
         for name, dtype in self._broken().items():
@@ -80,7 +81,9 @@ class Buffers(Observer):
         broken: dict[str, str] = {}
         for found in by_device.values():
             finite = torch.stack([buffer.isfinite().all() for _, buffer in found]).tolist()
-            broken |= {name: _dtype(buffer) for (name, buffer), fine in zip(found, finite, strict=True) if not fine}
+            broken |= {
+                name: dtype_name(buffer.dtype) for (name, buffer), fine in zip(found, finite, strict=True) if not fine
+            }
         return broken
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -109,7 +112,3 @@ def _sum(buffer: torch.Tensor) -> float:
     """Return a checksum of the values, to detect whether they have changed."""
     wide = buffer.detach().double().reshape(-1)
     return float((wide * torch.arange(1, wide.numel() + 1, device=wide.device)).sum())
-
-
-def _dtype(buffer: torch.Tensor) -> str:
-    return str(buffer.dtype).removeprefix("torch.")
