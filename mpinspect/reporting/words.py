@@ -14,6 +14,8 @@ from mpinspect.numeric.formats import floor_log2, is_power_of_two
 
 #: Bounds of a share that are no further apart do not matter, unless a threshold lies between them.
 _NEAR = 0.1
+#: An estimate may be off by this much without a word.
+_ROUGHLY = 0.01
 
 UNKNOWN = "?"
 NOT_APPLICABLE = "-"
@@ -58,7 +60,7 @@ def number_or_power(scale: float) -> str:
 
 
 def share(interval: Interval | None, *, is_estimate: bool = False, near: float = _NEAR) -> str:
-    """Return a share in words: "87%" measured, "~9.8%" or "~9.8% [2.5%..35%]" estimated, "0%..35%" bounded, "?" unknown.
+    """Return a share in words: "87%" measured, "~9.8%" or "~9.8% [2.5%..35%]" estimated, "0%..35%", ">=0%" bounded, "?" unknown.
 
     Args:
         interval: the share.
@@ -74,7 +76,8 @@ def share(interval: Interval | None, *, is_estimate: bool = False, near: float =
         return f"~{low}" if is_estimate else low
     estimate = percent(interval.estimate)
     if interval.high - interval.low <= near:
-        return f"~{estimate}"
+        # Where the estimate is the lower bound, "~" would claim more than is known.
+        return f">={low}" if estimate == low and interval.high - interval.low > _ROUGHLY else f"~{estimate}"
     # An estimate that is the lower bound says no more than the bounds.
     return f"{low}..{high}" if estimate == low else f"~{estimate} [{low}..{high}]"
 

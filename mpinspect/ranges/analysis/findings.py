@@ -244,13 +244,17 @@ def reduction_reports(totals: Mapping[TensorKey, TensorWindow], format: FloatFor
 
 
 def reduction_report(key: TensorKey, window: TensorWindow, format: FloatFormat) -> ReductionReport:
-    """Return the average sums per sample (totals divided by samples); if the average overflows, at least one sample does."""
-    first = _per_sample(window.histogram.sum_abs(), window.samples)
-    second = _per_sample(window.histogram.sum_squares(), window.samples)
+    """Return the average sums per sample; if the average overflows, at least one sample does.
+
+    Samples count by the share of their elements that is finite: infinities and NaNs add nothing to the sums.
+    """
+    histogram = window.histogram
+    samples = window.samples * (1 - histogram.nonfinite / histogram.total)
+    first, second = _per_sample(histogram.sum_abs(), samples), _per_sample(histogram.sum_squares(), samples)
     return ReductionReport(key, first, second, _verdict(first, format), _verdict(second, format))
 
 
-def _per_sample(total: Interval, samples: int) -> Interval:
+def _per_sample(total: Interval, samples: float) -> Interval:
     return Interval(total.estimate / samples, total.low / samples, total.high / samples)
 
 

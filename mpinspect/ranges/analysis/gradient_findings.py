@@ -162,7 +162,8 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
         # A small share of overflowing steps is normal under a dynamic scaler; the layers' reports still show them.
         return None
     format = decision.rules.format
-    worst = min(over, key=lambda layer: layer.max_log2_scale or 0)
+    worst = max(over, key=lambda layer: layer.histogram.max_abs if layer.histogram else 0.0)
+    others = f" So would {len(over) - 1} more." if len(over) > 1 else ""
     fix = (
         f"Clip where they arise, begin a scaler at {scale_of(decision.log2_scale):.17g} (without one, multiply the loss by it), "
         "or use BF16."
@@ -172,7 +173,7 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
         "info" if holds_without_scale(session, [layer.key for layer in over]) else "warning",
         worst.name,
         f"Without loss scaling {phrase(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest "
-        f"is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.",
+        f"is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.{others}",
         {
             "overflowed": worst.overflowed,
             "max_log2_scale": worst.max_log2_scale,

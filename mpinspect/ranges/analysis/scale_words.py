@@ -182,8 +182,8 @@ def _overflowed(decision: Decision) -> str:
     ceiling, top = decision.ceiling, decision.window.log2_highest
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
         return (
-            f"The run itself overflowed at 2^{ceiling.log2_overflowed}; how large its gradients were then is not known: keep a "
-            "scaler that skips such steps."
+            f"The run itself overflowed at 2^{ceiling.log2_overflowed}; how large its gradients were then is not known, and "
+            "may be too large for a smaller scale as well: keep a scaler that skips such steps."
         )
     if not ceiling.margin:
         return ""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
+from mpinspect.ranges.analysis.diagnoses.scaling import LOG2_INITIAL
 from mpinspect.ranges.analysis.precision import ledger_line, run_format
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
 from mpinspect.ranges.session import Session
@@ -13,6 +14,7 @@ from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
 from mpinspect.reporting.words import as_power, format_name, number_of, with_power
 
 _INFO, _WARNING, _ERROR = SEVERITIES
+_INITIAL = 2.0**LOG2_INITIAL
 
 
 def verdict(
@@ -137,7 +139,9 @@ def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -
         return "Nothing to do."
     if not told.available or told.needed is None or told.serves_none:
         return "Nothing to do; to train in 16 bits take BF16 autocast."
-    scale = f" from {with_power(told.recommended)}" if told.needed else ""
+    # A GradScaler begins at 2^16 by itself.
+    start = told.recommended if told.needed else min(told.highest or _INITIAL, _INITIAL)
+    scale = f" from {with_power(start)}" if told.needed or start != _INITIAL else ""
     return f"Nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast with a GradScaler{scale}."
 
 

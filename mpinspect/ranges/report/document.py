@@ -92,7 +92,7 @@ TERMS = (
     ),
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )
-_LEGEND = "~ estimate, [bounds] or a..b where far apart; ? not known; {0..11}: the worst of them"
+_LEGEND = "~ estimate, >= at least, [bounds] or a..b where far apart; ? not known; {0..11}: the worst of them"
 
 
 def title(report: RangeReport) -> str:

@@ -141,7 +141,7 @@ def _shapes(report: RunReport) -> str:
     native = shapes.flops_by_verdict.get("native", 0) / shapes.flops
     more = " (--lint, report.md)" if report.is_shape_detail else ""
     in_fp32 = sum(row.flops * row.calls for row in shapes.matmuls if row.judged.cause in DTYPE_CAUSES) / shapes.flops
-    first = "run in FP32 in spite of autocast" if shapes.autocast_dtype else "need TF32 or 16 bits first"
+    first = "run in FP32" if shapes.autocast_dtype else "need TF32 or 16 bits first"
     why = f"; {percent(in_fp32)} {first}" if in_fp32 else ""
     return f"{percent(native)} of one step's FLOPs suit the Tensor Cores of {shapes.gpu.name}{why}{more}"
 

@@ -291,11 +291,11 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         "float32-under-autocast",
         on=("tf32-off", "float32"),
         when=lambda symptom: symptom.recording.autocast_dtype is not None,
-        message="{products} in {where} run{s} in FP32 under {autocast} autocast, on CUDA cores: autocast is disabled around "
+        message="{products} in {where} run{s} in FP32 beside {autocast} autocast, on CUDA cores: autocast is off around "
         "them, or their operands are made in FP32 by an operation that autocast leaves alone (torch's own math attention "
         "computes in FP32 too); {gain_words}",
-        fix="drop autocast(enabled=False) around {where} or cast the operands to {autocast}; where it is attention, give "
-        "scaled_dot_product_attention operands of 4 dimensions, which a fused kernel takes; where FP32's range is needed: "
+        fix="run {where} under autocast too (without enabled=False) or cast the operands to {autocast}; where it is attention, "
+        "give scaled_dot_product_attention operands of 4 dimensions, which a fused kernel takes; where FP32's range is needed: "
         "{tf32_switch}",
         time=lowered_time,
     ),

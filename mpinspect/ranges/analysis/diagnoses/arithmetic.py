@@ -72,6 +72,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
         # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
         broke = any(event.step == found.step and event.gradients_finite is False for event in case.events)
         cancels = any(operator in _CANCELLING for operator in found.names) and "NllLoss" not in found.names
+        weighs = any(operator in ("Mul", "KlDiv") for operator in found.names)
         yield Finding(
             "loss-in-16-bits",
             "error" if overflowed else "warning" if cancels else "info",
@@ -91,10 +92,11 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
                 "dtype": found.text,
                 "operators": list(found.names),
             },
-            "Compute the loss in FP32: cast the model's output before the loss begins, and the target before its softmax."
+            "Compute the loss in FP32: cast the model's output before the loss begins"
+            f"{', and a target of probabilities before its softmax' if weighs else ''}."
             if overflowed or cancels
             else "",
-            "output = model(x).float()  # and the target's logits, before their softmax\nloss = loss_fn(output, target)"
+            f"output = model(x).float(){_AND_TARGET if weighs else ''}\nloss = loss_fn(output, target)"
             if overflowed or cancels
             else "",
             step=found.step,
@@ -102,6 +104,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
         return
 
 
+_AND_TARGET = "  # and the logits of a target, before their softmax"
 #: Operators, as autograd names them, whose results may cancel in a sum.
 _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
 

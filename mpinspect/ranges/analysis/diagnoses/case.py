@@ -68,7 +68,7 @@ def fp32_weights(dtype: str = BFLOAT16.name) -> str:
     return (
         "model.float()  # FP32 weights; then the optimizer's states are FP32 too\n"
         f"with torch.autocast(device_type, dtype=torch.{narrow}):\n"
-        "    loss = ..."
+        f"    loss = ...{'  # for torch.amp.GradScaler to scale' if narrow == FLOAT16.name else ''}"
     )
 
 

@@ -18,7 +18,7 @@ from mpinspect.reporting.words import format_name, with_power
 _SEARCH_TOLERANCE = 0.1
 _FEWEST_STEPS = 3
 #: torch.amp.GradScaler's default initial scale, as a power of two.
-_LOG2_INITIAL = 16
+LOG2_INITIAL = 16
 #: Share of overflowing steps from which on a scale counts as never settling.
 _MOST = 0.5
 
@@ -349,7 +349,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         )
         return
     log2 = round(_powers(recommended)) if recommended else _room(case)
-    wanted = f", init_scale=2.0**{log2}" if log2 and log2 > 0 and (recommended or log2 < _LOG2_INITIAL) else ""
+    wanted = f", init_scale=2.0**{log2}" if log2 and log2 > 0 and (recommended or log2 < LOG2_INITIAL) else ""
     room = (
         f" (up to 2^{log2} nothing seen overflows; whether it needs as much is not known)"
         if wanted and not recommended

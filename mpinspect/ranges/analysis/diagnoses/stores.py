@@ -98,9 +98,10 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
                 "error" if broke else "warning",
                 "",
                 f"{optimizer.type} adds eps = {epsilon:g} to a denominator in {name}, where it is zero (magnitudes up to "
-                f"{edge:.2g} are flushed): an element whose squared gradients are flushed as well is divided by zero.",
+                f"{edge:.2g} are flushed): an element whose squared gradients are flushed as well is divided by zero."
+                + (f" In step {broke[0].step} the run was no longer finite." if broke else ""),
                 {"optimizer": optimizer.type, "dtype": dtype, "eps": epsilon, "flush_edge": edge},
-                "Keep the weights and states in FP32; a larger eps (2^-14 = 6e-05, say) avoids 0/0 and holds small steps back.",
+                "Keep the weights and states in FP32; a larger eps (2^-14 = 6e-05, say) avoids it and holds small steps back.",
                 fp32_weights(dtype),
                 INFERRED if not broke else "measured",
                 broke[0].step if broke else None,
