@@ -190,7 +190,7 @@ def _overflowed(decision: Decision) -> str:
     leaves = f"2^{top} leaves {ceiling.margin} {'power' if ceiling.margin == 1 else 'powers'} of two above the largest"
     if not decision.all_finite:
         # Beside steps that were not finite the spread of the others proves nothing.
-        return f"{leaves} finite gradient seen, for the steps not sampled."
+        return f"{leaves} finite gradient seen, as a margin."
     return (
         f"{leaves} gradient seen, for the steps not sampled: by the spread of the peaks so far fewer than one in "
         f"{decision.rules.growth_interval} would overflow (95% confidence)."

@@ -249,8 +249,8 @@ def _block(first: TimeBlock, last: TimeBlock) -> str:
 
 # -- the layers -----------------------------------------------------------------------------------------------------
 
-#: Returns a layer's figure in words, or the cell to show.
-Figure = Callable[[LayerReport], str | Cell]
+#: Returns a figure of a row's layers in words, or the cell to show.
+Figure = Callable[[Repeated], str | Cell]
 
 
 def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
@@ -276,7 +276,7 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
             else f"{kind_named(kind).title} in {report.format} {_as_counted(kind, report)}"
         )
         rows = tuple(
-            (_name(blocks[place]), *(_as_cell(figure(seen[place])) for _, figure in columns)) for place in places
+            (_name(blocks[place]), *(_as_cell(figure(blocks[place])) for _, figure in columns)) for place in places
         )
         headings = (Column("layer", is_name=True), *(column for column, _ in columns))
         tables.append(Table(headings, rows, title, tuple(ranks[place] for place in places)))
@@ -298,15 +298,15 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
     columns: list[tuple[Column, Figure]] = [
         (
             Column("offset", meaning="unused powers of two at the top"),
-            lambda layer: UNKNOWN if layer.range_offset is None else str(layer.range_offset),
+            lambda row: UNKNOWN if row.range_offset is None else str(row.range_offset),
         ),
         (
             Column("flushed", meaning="of the non-zero elements"),
-            lambda layer: flushed_words(layer, layer.flushed_fraction),
+            lambda row: flushed_words(row.worst, row.worst.flushed_fraction),
         ),
         (
             Column("L1 lost", meaning="of the sum of magnitudes, by flushing"),
-            lambda layer: _lost(layer.lost_l1_share),
+            lambda row: _lost(row.worst.lost_l1_share),
         ),
     ]
     k = log2_recommended(report.loss_scale)
@@ -315,15 +315,18 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
         columns.append(
             (
                 Column(f"at 2^{k}", meaning="L1 lost at that scale"),
-                lambda layer: _lost(lost_l1_at_recommended(layer, report)),
+                lambda row: _lost(lost_l1_at_recommended(row.worst, report)),
             )
         )
     format = FORMATS[report.format]
     columns += [
-        (Column("largest", meaning="rounded down"), _largest),
+        (
+            Column("largest", meaning="rounded down"),
+            lambda row: NOT_APPLICABLE if row.max_exponent is None else f"2^{row.max_exponent}",
+        ),
         (
             Column("subnormal", priority=1, meaning="survives with fewer bits"),
-            lambda layer: UNKNOWN if layer.subnormal_fraction is None else percent(layer.subnormal_fraction),
+            lambda row: UNKNOWN if row.worst.subnormal_fraction is None else percent(row.worst.subnormal_fraction),
         ),
         (
             Column(
@@ -332,7 +335,7 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
                 priority=2,
                 meaning="the non-zero elements, small to large, against the format from its flush edge to its top",
             ),
-            lambda layer: Cell() if layer.histogram is None else Cell(strip=range_strip(layer.histogram, format)),
+            lambda row: Cell() if row.worst.histogram is None else Cell(strip=range_strip(row.worst.histogram, format)),
         ),
     ]
     return [(column, partial(_of_values, figure)) for column, figure in columns]
@@ -342,19 +345,19 @@ def _lost(lost_l1_share: Interval | None) -> str:
     return share(lost_l1_share, is_estimate=True, near=LOST_L1_TOLERANCE)
 
 
-def _of_values(figure: Figure, layer: LayerReport) -> str | Cell:
-    """Return a figure of a layer's finite non-zero values; "-" for a layer that has none, not even flushed ones."""
-    histogram, lost = layer.histogram, layer.lost_l1_share
+def _of_values(figure: Figure, row: Repeated) -> str | Cell:
+    """Return a figure of finite non-zero values; "-" for layers that have none, not even flushed ones."""
+    histogram, lost = row.worst.histogram, row.worst.lost_l1_share
     has_none = histogram is not None and not histogram.nonzero and (lost is None or not lost.high)
-    return NOT_APPLICABLE if has_none else figure(layer)
+    return NOT_APPLICABLE if has_none else figure(row)
 
 
 def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
     """Return the columns for updates: for each storage format, the share of updates with w + dw rounded back to w."""
 
     def lost_in(storage: str) -> Figure:
-        def words(layer: LayerReport) -> str:
-            lost = (layer.lost_updates or {}).get(storage)
+        def words(row: Repeated) -> str:
+            lost = (row.worst.lost_updates or {}).get(storage)
             if lost is None:
                 return UNKNOWN
             if not lost.nonzero:
@@ -367,28 +370,24 @@ def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
     return [(Column(f"lost in {storage}"), lost_in(storage)) for storage in storages]
 
 
-def _largest(layer: LayerReport) -> str:
-    """Return the layer's largest finite magnitude as a power of two, rounded down."""
-    if layer.histogram is None:
-        return UNKNOWN
-    return f"2^{layer.histogram.max_exponent}" if layer.histogram.nonzero else NOT_APPLICABLE
-
-
 def _name(block: Repeated) -> Cell:
     """Return the cell with a layer's name; for repeated layers, a note names the worst one, which the row describes."""
     layer = block.worst
     loses = layer.lost_l1_share is not None and layer.lost_l1_share.high > LOST_L1_TOLERANCE
     of_worst = (f"the worst: {layer.name}",) if block.name != layer.name and loses else ()
-    return Cell(block.name or "(the model)", notes=(*of_worst, *(() if layer.kind == UPDATE else _remarks(layer))))
+    return Cell(block.name or "(the model)", notes=(*of_worst, *(() if layer.kind == UPDATE else _remarks(block))))
 
 
-def _remarks(layer: LayerReport) -> Iterator[str]:
-    """Yield short remarks on a layer: non-finite values, overflow, no non-zero values, rounding noise."""
+def _remarks(block: Repeated) -> Iterator[str]:
+    """Yield short remarks: non-finite values and overflow in all layers of the row; no non-zero values and noise in the worst."""
+    histograms = [each.histogram for each in block.members if each.histogram is not None]
+    infs, nans = sum(each.infs for each in histograms), sum(each.nans for each in histograms)
+    if infs or nans:
+        yield f"{infs:,} inf, {nans:,} NaN"
+    if overflowed := sum(each.overflowed or 0 for each in block.members):
+        yield f"{overflowed:,} overflow"
+    layer = block.worst
     histogram = layer.histogram
-    if histogram is not None and histogram.nonfinite:
-        yield f"{histogram.infs:,} inf, {histogram.nans:,} NaN"
-    if layer.overflowed:
-        yield f"{layer.overflowed:,} overflow"
     if histogram is not None and not histogram.nonzero:
         zero = "all finite values are zero" if histogram.nonfinite else "all zero"
         yield zero if histogram.zeros else "no finite value"

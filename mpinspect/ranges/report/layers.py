@@ -40,6 +40,17 @@ class Repeated:
     worst: LayerReport
     members: tuple[LayerReport, ...]
 
+    @property
+    def range_offset(self) -> int | None:
+        """The smallest of the members' range offsets; None if no member has values."""
+        return min((layer.range_offset for layer in self.members if layer.range_offset is not None), default=None)
+
+    @property
+    def max_exponent(self) -> int | None:
+        """The largest exponent in any member; None if none has a finite non-zero value."""
+        found = [layer.histogram for layer in self.members if layer.histogram is not None and layer.histogram.nonzero]
+        return max((histogram.max_exponent for histogram in found), default=None)
+
 
 def repeated(layers: Iterable[LayerReport], at_most: int | None = 0) -> list[Repeated]:
     """Group layers whose names differ only in their blocks' numbers; groups are in the order of their first members.

@@ -72,13 +72,13 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     skipped, share = len(opening), len(opening) / steps
     # Where no one scale serves every layer, the scale at which nothing overflows is no remedy.
     is_grave = skipped >= _FEWEST_STEPS and share > _SEARCH_TOLERANCE and not _serves_none(case)
-    recommended = case.advised.advice.recommended
-    needs_one = case.advised.advice.needed is True
-    highest = case.advised.advice.highest or settled
-    or_lower = " or lower (no loss scale is needed at all)" if case.advised.advice.needed is False else ""
-    start = min(settled, highest, recommended if recommended and needs_one else settled)
+    advice = case.advised.advice
+    recommended, highest = advice.recommended, advice.highest or settled
+    none = "no loss scale is needed at all" if advice.all_finite else "the finite gradients need none at all"
+    or_lower = f" or lower ({none})" if advice.needed is False else ""
+    start = min(settled, highest, recommended if recommended and advice.needed else settled)
     held = f"; step {again.step} overflowed at that too" if again else ""
-    conflicts = case.advised.advice.conflicts if _serves_none(case) else ()
+    conflicts = advice.conflicts if _serves_none(case) else ()
     whom = f" for {conflicts[0].needs_small!r}" if conflicts else ""
     yield Finding(
         "initial-scale-too-high",
