@@ -57,7 +57,8 @@ def watched(directory: Path, **options: object) -> Iterator[Watched]:
 
 
 def _replaced() -> tuple[object, ...]:
-    return (torch.optim.Optimizer.__init__, torch.autograd.backward, torch.jit.script, torch.compile, gc.freeze)
+    tracers = (torch.jit.script, torch.export.export)
+    return (torch.optim.Optimizer.__init__, torch.autograd.backward, *tracers, torch.compile, gc.freeze)
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, width: int = 4) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, compress, islice
+from itertools import chain, compress, islice, tee
 from typing import Any
 
 
@@ -25,7 +25,7 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def living(kinds: Iterable[type]) -> list[Any]:
+def living(kinds: Iterable[type], *having: tuple[Callable[[Any], Any], Container[Any]]) -> list[Any]:
     """Return the objects of exactly these types that the garbage collector tracks, in no particular order.
 
     Reads only types, since reading an attribute of a lazy proxy would trigger it. Takes some 0.2 s for a million objects.
@@ -33,10 +33,20 @@ def living(kinds: Iterable[type]) -> list[Any]:
     While anything holds all objects, no other thread may run: ``tuple(generator)`` in it raises SystemError where somebody else
     refers to the tuple that it fills (CPython before 3.14). So the list of them is made, searched and freed within one call of a
     C function, which holds the interpreter's lock throughout, and no finalizer runs meanwhile.
+
+    Args:
+        having: for each, a function and a container: only objects for which the container has the function's result are
+            returned. Both must be C code that keeps the lock, such as an ``operator.attrgetter`` and a set.
     """
+    held: deque[list[object]] = deque()
     with without_collection():
-        # No variable may refer to the iterator, which keeps some of the objects until it is freed.
-        return list(_of_types(frozenset(map(id, kinds))))
+        try:
+            # No variable may refer to the iterator, which keeps some of the objects until it is freed.
+            return list(_of_types(frozenset(map(id, kinds)), having, held))
+        finally:
+            # There is none unless a function has failed: then its iterators, which it holds, still hold the list.
+            for objects in held:
+                objects.clear()
 
 
 def with_subclasses(kind: type) -> set[type]:
@@ -44,14 +54,20 @@ def with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(with_subclasses, kind.__subclasses__()))
 
 
-def _of_types(wanted: frozenset[int]) -> Iterator[object]:
+def _of_types(
+    wanted: frozenset[int],
+    having: Iterable[tuple[Callable[[Any], Any], Container[Any]]],
+    held: deque[list[object]],
+) -> Iterator[object]:
     """Iterate over the tracked objects whose types have these ids. No Python code runs in it, and at its end the list is freed.
 
     The list holds these very iterators, so it lives on unless each of them has come to its end: hence the last None.
     """
-    held: deque[list[object]] = deque()
     these, those = (chain.from_iterable(map(held.__getitem__, (0,))) for _ in range(2))
-    found = compress(chain(these, (None,)), map(wanted.__contains__, map(id, map(type, those))))
+    found: Iterator[object] = compress(chain(these, (None,)), map(wanted.__contains__, map(id, map(type, those))))
+    for function, values in having:
+        each, same = tee(found)
+        found = compress(each, map(values.__contains__, map(function, same)))
     # Of one list: that of all objects, as they are when the first is asked for.
     taken = map(held.append, islice(iter(gc.get_objects, None), 1))
     return chain(filter(None, taken), found, filter(None, map(held.__delitem__, (0,))))

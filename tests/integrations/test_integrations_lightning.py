@@ -235,7 +235,8 @@ def test_an_inspector_that_fails_stops_nothing(monkeypatch):
     callback, module, (_, by_hand) = InspectorCallback(), Module(), train_by_hand()
     # Half-way: some hooks are on the model then.
     monkeypatch.setattr("mpinspect.ranges.capture.optimizer_steps.listen", lambda capture: 1 / 0)
-    with warnings.catch_warnings(record=True, action="always") as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         make_trainer(callback).fit(module, loader())
     (said,) = [str(warning.message) for warning in caught if warning.category is mpinspect.MpinspectWarning]
     assert "this training is not inspected" in said

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from models import cnn
+from sharded_training import NO_FSDP2
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -587,6 +588,7 @@ def single_process_group(tmp_path: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning:torch")
+@pytest.mark.skipif(bool(NO_FSDP2), reason=NO_FSDP2)
 def test_fsdp2_parameters_are_seen_after_accumulation(single_process_group: None) -> None:
     from torch.distributed.fsdp import fully_shard
 

@@ -22,7 +22,12 @@ from mpinspect.ranges.kinds import UPDATE, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey
 from mpinspect.run.directory import ALL_RANKS
 
-CASES = [*((2, name) for name in trained.MODELS), (4, "copies"), (4, "shards")]
+CASES = [
+    pytest.param(ranks, name, marks=pytest.mark.skipif(bool(trained.NO_FSDP2), reason=trained.NO_FSDP2))
+    if name == "shards"
+    else (ranks, name)
+    for ranks, name in (*((2, name) for name in trained.MODELS), (4, "copies"), (4, "shards"))
+]
 Run = Callable[[int], Path]
 
 

@@ -281,6 +281,17 @@ def test_models_that_an_object_holds_are_called_as_its_attributes(tmp_path):
     assert sorted(names_in(script, tmp_path)) == ["critic", "generator"]
 
 
+def test_variables_that_a_closure_shares_are_names_before_a_comprehensions_own(tmp_path):
+    script = """
+        def main():
+            G, D = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 1))
+            o = [torch.optim.SGD(each.parameters(), 0.1) for each in (G, D)]
+            def train():
+    """
+    loop = textwrap.indent(gan("G", "D"), " " * 8)
+    assert sorted(names_in(textwrap.dedent(script) + loop + "\n    train()\nmain()", tmp_path)) == ["D", "G"]
+
+
 def test_models_in_a_list_have_its_name_and_their_place(tmp_path):
     script = """
         nets = [nn.Linear(4, 4), nn.Linear(4, 1)]

@@ -16,8 +16,11 @@ from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey
 
 _TRAINS = """
-import os, sys, torch, mpinspect
+import os, sys, warnings, torch, mpinspect
 from torch import nn
+
+# Of the folder that torch 2.6 makes when it makes an optimizer, and leaves to the interpreter's end.
+warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
 
 def train(steps=7):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))

@@ -142,16 +142,18 @@ def names_of(wanted: Collection[int], kin: tuple[type, ...]) -> dict[int, str]:
 
 
 def _scopes() -> Iterator[Mapping[str, Any]]:
-    """Yield each frame's locals and attributes of ``self``, outermost frame first, then the global namespaces."""
+    """Yield each frame's attributes of ``self`` and its locals, outermost frame first, then the global namespaces.
+
+    Attributes precede the locals, among which from Python 3.12 on are the variables of comprehensions.
+    """
     frames = list(_script_frames(sys._getframe(1)))
     seen: set[int] = set()
     for frame in reversed(frames):
         held = _locals(frame)
-        yield held
-        owner = held.get("self")
-        attributes = _attributes(owner)
+        attributes = _attributes(held.get("self"))
         if attributes is not None:
             yield attributes
+        yield held
     for frame in reversed(frames):
         if id(frame.f_globals) not in seen:
             seen.add(id(frame.f_globals))
@@ -170,15 +172,21 @@ def _script_frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _locals(frame: FrameType) -> Mapping[str, Any]:
-    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED or sys.version_info >= (3, 13):
-        return frame.f_locals
-    if sys.gettrace() is not None or not _READ_LOCALS.isdisjoint(frame.f_code.co_names):
+def _locals(frame: FrameType) -> dict[str, Any]:
+    """Return a frame's variables by name, those that may be a comprehension's last, or left out where they can be told."""
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED:
+        # The fast locals of a module or class are the variables of its comprehensions, from Python 3.12 on.
+        return {name: value for name, value in frame.f_locals.items() if name not in code.co_varnames}
+    is_cached = sys.version_info < (3, 13)
+    if is_cached and (sys.gettrace() is not None or not _READ_LOCALS.isdisjoint(code.co_names)):
         return {}
-    # Before Python 3.13 the frame caches this dictionary, which would keep the models alive.
     kept = frame.f_locals
-    names = dict(kept)
-    kept.clear()
+    # Those that a closure shares are no fast locals.
+    names = dict(sorted(kept.items(), key=lambda item: item[0] in code.co_varnames))
+    if is_cached:
+        # Before Python 3.13 the frame caches this dictionary, which would keep the models alive.
+        kept.clear()
     return names
 
 

@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from mpinspect.run.watcher import Watcher
 
 
+#: Functions that turn a module into a program; hooks would enter it, and torch 2.6 exports no module with hooks inside.
+_TRACERS = (
+    *((torch.jit, name) for name in ("script", "trace", "trace_module")),
+    *((torch.export, name) for name in ("export", "export_for_training", "export_for_inference")),
+)
+
+
 class TorchPatches:
     """Calls the methods of ``listener`` from ``install`` to ``remove``."""
 
@@ -40,7 +47,7 @@ class TorchPatches:
         self._replaced = [
             _replace(gc, "freeze", _remembered_modules),
             _replace(torch, "compile", self._wrapped_compile),
-            *(_replace(torch.jit, name, _without_our_hooks) for name in ("script", "trace", "trace_module")),
+            *(_replace(owner, name, _without_our_hooks) for owner, name in _TRACERS if hasattr(owner, name)),
         ]
         self.watch_backwards(True)
         self.listen_last()
@@ -93,16 +100,16 @@ def _remembered_modules(original: Callable[[], None]) -> Callable[[], None]:
 
 
 def _without_our_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a TorchScript function so that it runs without our hooks, which would otherwise enter the scripted code."""
+    """Wrap one of ``_TRACERS`` so that the module it is given has none of our hooks while it runs."""
 
     @functools.wraps(original)
-    def script(*args: Any, **kwargs: Any) -> Any:
+    def trace(*args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else next((kwargs[name] for name in ("obj", "func", "mod") if name in kwargs), None)
         model = getattr(given, "__self__", given)
         with _set_aside(model) if isinstance(model, torch.nn.Module) else contextlib.nullcontext():
             return original(*args, **kwargs)
 
-    return script
+    return trace
 
 
 @contextlib.contextmanager

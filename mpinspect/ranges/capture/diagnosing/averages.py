@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,10 @@ _FARTHEST = 0.5
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_NAMES = 20
 _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+#: What copies have, for ``living``: to hold any other tensor is to risk that another thread's backward frees it meanwhile, of
+#: which torch 2.6 warns there, and where warnings are errors that backward fails. A nested tensor has no shape to ask for.
+_MAY_BE_COPIES = (attrgetter("dtype", "is_leaf", "is_nested"), frozenset((dtype, True, False) for dtype in _DTYPES))
+_SHAPE = attrgetter("shape")
 
 
 class _Copy(NamedTuple):
@@ -105,19 +110,20 @@ class Averages(Observer):
                 shapes.setdefault(tuple(watched.parameter.shape), []).append(watched)
             ours |= {id(watched.parameter), id(watched.parameter.grad)}
         ours |= self._optimizers.states()
-        found = [each for each in living(_TYPES) if id(each) not in ours and id(each) not in self._copies]
+        ours |= self._copies.keys()
         if not self._copies:
             self._first_step = step
+        # A tensor mode of the script's would be asked for the attributes.
+        with torch._C.DisableTorchFunction():
+            found = living(_TYPES, _MAY_BE_COPIES, (_SHAPE, shapes))
         for each in found:
-            if each.dtype in _DTYPES and each.grad_fn is None and each.numel() > 1:
-                alike = shapes.get(tuple(each.shape), [])
-                if alike and is_plain(each) and not each.is_inference():
-                    values = _drawn(each).clone()
-                    distance, _, nearest = min(
-                        (_distance(values, watched), place, watched) for place, watched in enumerate(alike)
-                    )
-                    if distance <= _FARTHEST:
-                        self._copies[id(each)] = _Copy(weakref.ref(each), each._version, values, nearest)
+            if id(each) not in ours and each.numel() > 1 and is_plain(each) and not each.is_inference():
+                values, alike = _drawn(each).clone(), shapes[tuple(each.shape)]
+                distance, _, nearest = min(
+                    (_distance(values, watched), place, watched) for place, watched in enumerate(alike)
+                )
+                if distance <= _FARTHEST:
+                    self._copies[id(each)] = _Copy(weakref.ref(each), each._version, values, nearest)
 
 
 def _drawn(tensor: torch.Tensor) -> torch.Tensor:
