@@ -24,6 +24,8 @@ from mpinspect.ranges.kinds import UPDATE, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.run.all_ranks import AllRanks
 
 STEPS, MIDDLE, LIMIT_S = 4, 2, 120
+#: Of steps 0..3 the last in which averaged gradients are counted: 0, 1, 2, 4, 8, ...
+LAST_AVERAGED = 2
 #: Exponent -> elements; "zeros" beside.
 Counts = Counter[Any]
 
@@ -71,7 +73,10 @@ def _names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def train(name: str, place: Path) -> dict[str, Any]:
-    """Train and return what this rank's own hooks counted: before the all-reduce of DDP, else whole gradients on rank 0."""
+    """Train and return what this rank's own hooks counted: before the all-reduce of DDP, else whole gradients on rank 0.
+
+    "averaged" is of all parameters' ``.grad`` together, after the all-reduce.
+    """
     rank = dist.get_rank()
     inner = network(10 if name == "split products" else 9)
     # Attached before any wrapper is made.
@@ -89,19 +94,22 @@ def train(name: str, place: Path) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 if name == "split products" else 1 + rank)
     middle: dict[str, Counts] = {}
+    averaged: Counts = Counter()
     for number in range(STEPS):
         model(torch.randn(4, 8)).square().sum().backward()
         if name != "copies":
             for tensor, parameter in _names(model):
                 whole = parameter.grad.full_tensor()  # type: ignore[union-attr]
                 own[tensor].update(counted(whole) if rank == 0 else Counter())
+        if name == "copies" and number == LAST_AVERAGED:
+            averaged = sum((counted(parameter.grad) for parameter in inner.parameters()), Counter())  # type: ignore[arg-type]
         optimizer.step()
         optimizer.zero_grad()
         if number == MIDDLE - 1:
             middle = {tensor: Counter(counts) for tensor, counts in own.items()}
             _add_up_so_far(inspector, place)
     inspector.detach()
-    return {"whole": own, "middle": middle}
+    return {"whole": own, "middle": middle, "averaged": averaged}
 
 
 def _add_up_so_far(inspector: Inspector, place: Path) -> None:

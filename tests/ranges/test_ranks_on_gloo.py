@@ -17,7 +17,9 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from mpinspect import Session
 from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
+from mpinspect.ranges.capture.diagnosing.averaged import AVERAGED
 from mpinspect.ranges.kinds import UPDATE, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey
 from mpinspect.run.directory import ALL_RANKS
@@ -95,6 +97,24 @@ def test_what_is_added_up_while_they_train_is_what_they_had_counted(ranks: int, 
     assert not so_far.progress.ended
     without_zeros = {tensor: counts - Counter(zeros=counts["zeros"]) for tensor, counts in oracle.items()}
     assert _in_the_log(folder / name / ALL_RANKS / "Net") == without_zeros
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_averaged_gradients_stand_beside_the_ranks_own(ranks: int, run: Run) -> None:
+    folder = run(ranks)
+    merged = merge_ranks(Session.load(folder / "copies" / f"rank{rank}" / "Net") for rank in range(ranks))
+    found = {each.step: each for each in merged.measurements if each.what == AVERAGED}
+    # Attached before there was a DistributedDataParallel, so not in step 0; by rank 0 alone, since all have the same.
+    assert {step: each.rank for step, each in found.items()} == {1: 0, trained.LAST_AVERAGED: 0}
+    figures = found[trained.LAST_AVERAGED].figures
+    counts = Counter({int(name): count for name, count in figures.items() if name.lstrip("-").isdigit()})
+    for rank in range(ranks):
+        averaged = torch.load(folder / f"rank{rank}.pt", weights_only=False)["copies"]["averaged"]
+        assert counts + Counter(zeros=figures["zeros"]) == averaged
+    said = f"Averaged, as the optimizer was given them in step 2, they reach from 2^{min(counts)} to 2^{max(counts)}, on average "
+    assert said in " ".join(str(analyse(merged)).split())
+    shards = merge_ranks(Session.load(folder / "shards" / f"rank{rank}" / "Net") for rank in range(ranks))
+    assert AVERAGED not in {each.what for each in shards.measurements}
 
 
 def _in_the_log(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from mpinspect.numeric.exponents import merge
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.comparison import scales_part
 from mpinspect.ranges.analysis.first_line import first_line
@@ -16,7 +17,7 @@ from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Measurement, RankRecord, RunInfo, Session
 from mpinspect.reporting.finding import INFERRED, Finding
-from mpinspect.reporting.words import format_name, number_of, upper_first, with_power
+from mpinspect.reporting.words import format_name, number_of, steps_named, upper_first, with_power
 
 Value = TypeVar("Value", bound=Hashable)
 #: Of a rank whose session has not ended, where nothing is known of its process.
@@ -118,12 +119,40 @@ def _of_what(session: Session) -> Iterator[str]:
         return
     if "own" in gradients:
         yield "Weight gradients are each rank's own, before they are averaged over the ranks."
+        yield from _averaged(session)
     if "shard" in gradients:
         yield "Weight gradients of sharded parameters are the ranks' shards, which together are the tensor, as in .grad."
     if any(info.replicas > 1 for info in session.watched):
         yield "What several ranks hold copies of is counted on the first of them."
     if any(info.kind in OUTPUT_KINDS for info in session.watched):
         yield "Activations and their gradients are what passed on each rank; a copy on another rank is counted, too."
+
+
+def _averaged(session: Session) -> Iterator[str]:
+    """Yield a sentence on the range of the averaged gradients in the last step of which it is known, beside the ranks' own."""
+    pairs = [
+        (each, window)
+        for each in session.measurements
+        for window in session.windows
+        if each.what == "gradients-averaged" and window.first_step <= each.step <= window.last_step
+    ]
+    if not pairs:
+        return
+    last, window = max(pairs, key=lambda pair: pair[0].step)
+    own = merge(each.histogram for key, each in window.tensors.items() if key.kind == WEIGHT_GRADIENT)
+    averaged = {int(name): count for name, count in last.figures.items() if name.lstrip("-").isdigit()}
+    its_own = {own.min_exponent + place: float(count) for place, count in enumerate(own.counts) if count}
+    if averaged and its_own:
+        lower = _mean(its_own) - _mean(averaged)
+        yield (
+            f"Averaged, as the optimizer was given them in step {last.step:,}, they reach from 2^{min(averaged)} to "
+            f"2^{max(averaged)}, on average {abs(lower):.1f} powers of two {'lower' if lower > 0 else 'higher'} than the ranks' "
+            f"own in {steps_named(window.first_step, window.last_step)} (2^{min(its_own)} to 2^{max(its_own)})."
+        )
+
+
+def _mean(counts: Mapping[int, float]) -> float:
+    return sum(exponent * count for exponent, count in counts.items()) / sum(counts.values())
 
 
 # -- ranks that differ --------------------------------------------------------------------------------------------------
