@@ -92,7 +92,8 @@ def rank_sentences(session: Session) -> Iterator[str]:
     """Yield sentences on what the sum of the ranks contains; none for a session of one process."""
     if not session.ranks:
         return
-    ranks, world = [rank.info.rank for rank in session.ranks], session.info.world_size
+    counted = [rank for rank in session.ranks if rank.progress.steps] or session.ranks
+    ranks, world = [rank.info.rank for rank in counted], session.info.world_size
     whose = f"all {world:,} ranks" if len(ranks) >= world > 1 else f"{ranks_named(ranks)} of {world:,}"
     yield f"The counts of {whose} are added up; a step counts once."
     yield from _of_what(session)
@@ -115,7 +116,7 @@ def _of_what(session: Session) -> Iterator[str]:
     gradients = _held(session, WEIGHT_GRADIENT)
     tensors = [rank.tensors for rank in session.ranks]
     if len(tensors) > 1 and min(tensors) and sum(tensors) == len(session.watched):
-        yield "No two ranks watched one tensor: each counted layers of its own (stages of a pipeline)."
+        yield "No two ranks watched one tensor: each counted layers of its own."
         return
     if "own" in gradients:
         yield "Weight gradients are each rank's own, before they are averaged over the ranks."
@@ -144,10 +145,11 @@ def _averaged(session: Session) -> Iterator[str]:
     its_own = {own.min_exponent + place: float(count) for place, count in enumerate(own.counts) if count}
     if averaged and its_own:
         lower = _mean(its_own) - _mean(averaged)
+        powers = f"{abs(lower):.1f} powers of two {'lower' if lower > 0 else 'higher'} than"
         yield (
             f"Averaged, as the optimizer was given them in step {last.step:,}, they reach from 2^{min(averaged)} to "
-            f"2^{max(averaged)}, on average {abs(lower):.1f} powers of two {'lower' if lower > 0 else 'higher'} than the ranks' "
-            f"own in {steps_named(window.first_step, window.last_step)} (2^{min(its_own)} to 2^{max(its_own)})."
+            f"2^{max(averaged)}, on average {powers if abs(lower) >= 0.05 else 'as large as'} the ranks' own in "
+            f"{steps_named(window.first_step, window.last_step)} (2^{min(its_own)} to 2^{max(its_own)})."
         )
 
 
@@ -321,9 +323,13 @@ def _settings(session: Session) -> Iterator[Finding]:
         ("sampling", lambda info: f"every={info.every}, watch={info.watch}, max_overhead={info.max_overhead}"),
     ]
     found: dict[str, list[str]] = {}
-    for name, words in parts:
-        common, odd = _odd_ones(session.ranks, lambda rank, words=words: words(rank.info))  # type: ignore[misc]
-        found[name] = [f"{_ranks_of(group)}: {value} (the others: {common})" for value, group in odd.items()]
+    # A damaged file tells nothing of its run, which is said elsewhere.
+    told = [
+        rank for rank in session.ranks if rank.info != RunInfo(rank=rank.info.rank, world_size=rank.info.world_size)
+    ]
+    for name, words in parts if told else ():
+        common, odd = _odd_ones(told, lambda rank, words=words: words(rank.info))  # type: ignore[misc]
+        found[name] = [f"{_ranks_of(group)}: {name} {value} (the others: {common})" for value, group in odd.items()]
     started = sorted(filter(None, (rank.info.started for rank in session.ranks)))
     if started and (apart := _seconds(started[0], started[-1])) > _SECONDS_APART:
         late = [rank.info.rank for rank in session.ranks if _seconds(started[0], rank.info.started) > _SECONDS_APART]
@@ -336,6 +342,9 @@ def _settings(session: Session) -> Iterator[Finding]:
             "",
             f"The ranks are not alike: {'; '.join(sentences[:4])}{'; ...' if sentences[4:] else ''}.",
             {name: each[:20] for name, each in found.items() if each},
+            "Ranks that began so far apart are of two runs, or one was started again: keep only one run's folders together."
+            if "start" in found
+            else "Start all ranks in the same environment and with the same options; counts are added up as they are.",
         )
 
 

@@ -98,7 +98,7 @@ class RankSum:
         unfinished: Mapping[int, str] = MappingProxyType({}),
         left: Iterable[Measurement] = (),
     ) -> Session:
-        """Return the sum.
+        """Return the sum; that of a world of one is a session without ranks.
 
         Args:
             absent: ranks of the job that left nothing, with what is known of each; None: all that were not added. A rank that
@@ -128,7 +128,8 @@ class RankSum:
             for each in self._sum.measurements
             if (each.what, each.rank) not in again and not (each.what == MISSING and each.rank in known)
         )
-        return replace(self._sum, notes=tuple(self._all_notes()), measurements=(*kept, *found))
+        ranks = self._sum.ranks if self._sum.info.world_size > 1 else ()
+        return replace(self._sum, notes=tuple(self._all_notes()), measurements=(*kept, *found), ranks=ranks)
 
     def _all_notes(self) -> Iterator[str]:
         """Yield the notes; a note that only some ranks have begins with their numbers."""
