@@ -10,7 +10,7 @@ import faulthandler
 import os
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,12 @@ def counted(tensor: torch.Tensor) -> Counts:
     return found
 
 
-def network(width: int = 9) -> nn.Sequential:
+def network(name: str) -> nn.Sequential:
     torch.manual_seed(0)
+    if name == "stages":
+        return nn.Sequential(OrderedDict({f"layer{dist.get_rank()}": nn.Linear(8, 8)}))
     # 9 rows: shards of 5 and 4, or of 3, 3, 3 and 0.
+    width = 12 if name == "split products" else 9
     return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
 
 
@@ -65,7 +68,25 @@ MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "copies": nn.parallel.DistributedDataParallel,
     "shards": _shards,
     "split products": _split_products,
+    "stages": lambda stage: stage,
 }
+
+
+def _squares(output: torch.Tensor, target: object = None) -> torch.Tensor:
+    return output.square().sum()
+
+
+def _step(name: str, model: nn.Module) -> Callable[[torch.Tensor], None]:
+    """Return a function that runs a step's forwards and backwards."""
+    if name != "stages":
+        return lambda x: _squares(model(x)).backward()
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank, last, part = dist.get_rank(), dist.get_world_size() - 1, torch.empty(2, 8, requires_grad=True)
+    # With the shapes given, no trial run gives the oracle's hooks gradients that mean nothing.
+    stage = PipelineStage(model, rank, last + 1, torch.device("cpu"), input_args=(part,), output_args=(part,))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=_squares)
+    return lambda x: schedule.step(*([] if rank else [x]), **({"target": x} if rank == last else {}))
 
 
 def _names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -73,12 +94,13 @@ def _names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def train(name: str, place: Path) -> dict[str, Any]:
-    """Train and return what this rank's own hooks counted: before the all-reduce of DDP, else whole gradients on rank 0.
+    """Train and return what this rank's own hooks counted: before the all-reduce of DDP, of each micro-batch of a stage,
+    else whole gradients on rank 0.
 
     "averaged" is of all parameters' ``.grad`` together, after the all-reduce.
     """
     rank = dist.get_rank()
-    inner = network(10 if name == "split products" else 9)
+    inner = network(name)
     # Attached before any wrapper is made.
     inspector = Inspector(inner, capture=(WEIGHT_GRADIENT, WEIGHT, UPDATE), log_dir=place / f"rank{rank}" / "Net")
     inspector.attach()
@@ -88,16 +110,18 @@ def train(name: str, place: Path) -> dict[str, Any]:
     def counter(name: str) -> Callable[[torch.Tensor], None]:
         return lambda gradient: own[name].update(counted(gradient))
 
-    if name == "copies":
+    is_each_ranks = name in ("copies", "stages")
+    if is_each_ranks:
         for tensor, parameter in _names(model):
             parameter.register_hook(counter(tensor))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 if name == "split products" else 1 + rank)
     middle: dict[str, Counts] = {}
     averaged: Counts = Counter()
+    step = _step(name, model)
     for number in range(STEPS):
-        model(torch.randn(4, 8)).square().sum().backward()
-        if name != "copies":
+        step(torch.randn(4, 8))
+        if not is_each_ranks:
             for tensor, parameter in _names(model):
                 whole = parameter.grad.full_tensor()  # type: ignore[union-attr]
                 own[tensor].update(counted(whole) if rank == 0 else Counter())
@@ -134,14 +158,14 @@ def _on_rank(rank: int, ranks: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
-    models = MODELS if ranks == 2 else ("copies", "shards")
-    torch.save({name: train(name, folder / name) for name in models}, folder / f"rank{rank}.pt")
+    torch.save({name: train(name, folder / name) for name in MODELS}, folder / f"rank{rank}.pt")
     dist.barrier()
 
 
 def main(folder: Path, ranks: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch.distributed.fsdp
+    import torch.distributed.pipelining
     import torch.distributed.tensor.parallel  # noqa: F401
 
     others: list[int] = []

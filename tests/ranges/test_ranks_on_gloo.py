@@ -1,4 +1,4 @@
-"""Two and four gloo processes under DDP, FSDP2 and tensor parallelism: the ranks' sessions add up to what an oracle counts."""
+"""Two and four gloo processes under DDP, FSDP2, tensor parallelism and a pipeline: the ranks' sessions add up to what an oracle counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpinspect.ranges.kinds import UPDATE, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey
 from mpinspect.run.directory import ALL_RANKS
 
-CASES = [*((2, name) for name in trained.MODELS), (4, "copies"), (4, "shards")]
+CASES = [(ranks, name) for ranks in (2, 4) for name in trained.MODELS]
 Run = Callable[[int], Path]
 
 
@@ -80,10 +80,10 @@ def test_the_sum_is_what_an_oracle_counts(ranks: int, name: str, run: Run) -> No
     if name == "split products":
         assert held == {"0.weight": "shard", "0.bias": "shard", "2.weight": "shard", "2.bias": "replica"}
     else:
-        assert set(held.values()) == {"own" if name == "copies" else "shard"}
+        assert set(held.values()) == {"shard" if name == "shards" else "own"}
     assert [(rank.info.rank, rank.info.world_size) for rank in merged.ranks] == [(rank, ranks) for rank in range(ranks)]
     assert merged.progress.steps == merged.progress.sampled_steps == trained.STEPS
-    assert merged.precision.reduced == (() if name == "split products" else ("float32",))
+    assert merged.precision.reduced == (("float32",) if name in ("copies", "shards") else ())
 
 
 @pytest.mark.parametrize(("ranks", "name"), CASES)
