@@ -136,6 +136,29 @@ def train(name: str, place: Path) -> dict[str, Any]:
     return {"whole": own, "middle": middle, "averaged": averaged}
 
 
+def exactly(name: str, place: Path) -> dict[str, Counts]:
+    """Train a step on whole numbers, whose sums are exact in any order; return one process's gradients of the whole batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Counts] = {}
+    for is_whole in (False, True):
+        torch.manual_seed(0)
+        inner = network(name)
+        inner[1] = nn.ReLU()
+        for parameter in inner.parameters():
+            parameter.data = torch.randint(-2, 3, parameter.shape).float()
+        model = inner if is_whole else MODELS[name](inner)
+        x = torch.randint(-2, 3, (4 * ranks, 8)).float()
+        if is_whole:
+            # The ranks' gradients are averaged, not added up.
+            (_squares(model(x)) / ranks).backward()
+            found |= {tensor: counted(parameter.grad) for tensor, parameter in inner.named_parameters()}  # type: ignore[arg-type]
+        else:
+            with Inspector(inner, capture=(WEIGHT_GRADIENT,), log_dir=place / f"rank{rank}" / "Net"):
+                _squares(model(x[4 * rank :][:4])).backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return found
+
+
 def _add_up_so_far(inspector: Inspector, place: Path) -> None:
     """Let all ranks write what they have counted, and rank 0 add it up, as it does every minute."""
     inspector.session()
@@ -158,7 +181,9 @@ def _on_rank(rank: int, ranks: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
-    torch.save({name: train(name, folder / name) for name in MODELS}, folder / f"rank{rank}.pt")
+    found = {name: train(name, folder / name) for name in MODELS}
+    exact = {f"exact {name}": exactly(name, folder / f"exact {name}") for name in ("copies", "shards")}
+    torch.save(found | exact, folder / f"rank{rank}.pt")
     dist.barrier()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +100,41 @@ def test_what_is_added_up_while_they_train_is_what_they_had_counted(ranks: int, 
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+def test_where_arithmetic_is_exact_the_sums_are_those_of_one_process_on_the_whole_batch(ranks: int, run: Run) -> None:
+    folder = run(ranks)
+    whole = torch.load(folder / "rank0.pt", weights_only=False)
+    shards, copies = (
+        merge_ranks(Session.load(folder / name / f"rank{rank}" / "Net") for rank in range(ranks))
+        for name in ("exact shards", "exact copies")
+    )
+    assert _gradients(shards) == whole["exact shards"] == whole["exact copies"]
+    (averaged,) = (_counted(each.figures) for each in copies.measurements if each.what == AVERAGED)
+    assert averaged == sum(whole["exact copies"].values(), Counter())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_the_averaged_gradients_stand_beside_the_ranks_own(ranks: int, run: Run) -> None:
     folder = run(ranks)
     merged = merge_ranks(Session.load(folder / "copies" / f"rank{rank}" / "Net") for rank in range(ranks))
     found = {each.step: each for each in merged.measurements if each.what == AVERAGED}
     # Attached before there was a DistributedDataParallel, so not in step 0; by rank 0 alone, since all have the same.
     assert {step: each.rank for step, each in found.items()} == {1: 0, trained.LAST_AVERAGED: 0}
-    figures = found[trained.LAST_AVERAGED].figures
-    counts = Counter({int(name): count for name, count in figures.items() if name.lstrip("-").isdigit()})
+    counts = _counted(found[trained.LAST_AVERAGED].figures)
     for rank in range(ranks):
         averaged = torch.load(folder / f"rank{rank}.pt", weights_only=False)["copies"]["averaged"]
-        assert counts + Counter(zeros=figures["zeros"]) == averaged
-    said = f"Averaged, as the optimizer was given them in step 2, they reach from 2^{min(counts)} to 2^{max(counts)}, on average "
+        assert counts == averaged
+    exponents = counts.keys() - {"zeros"}
+    reach = f"2^{min(exponents)} to 2^{max(exponents)}"
+    said = f"Averaged, as the optimizer was given them in step 2, they reach from {reach}, on average "
     assert said in " ".join(str(analyse(merged)).split())
     shards = merge_ranks(Session.load(folder / "shards" / f"rank{rank}" / "Net") for rank in range(ranks))
     assert AVERAGED not in {each.what for each in shards.measurements}
+
+
+def _counted(figures: Mapping[str, float]) -> trained.Counts:
+    """What the measurement of averaged gradients counted, as the oracle does."""
+    assert figures["nonfinite"] == 0
+    return +Counter({name if name == "zeros" else int(name): figures[name] for name in figures if name != "nonfinite"})
 
 
 def _in_the_log(folder: Path) -> dict[str, Any]:
