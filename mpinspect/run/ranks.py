@@ -78,7 +78,7 @@ class ModelsOfRanks:
                 raise NotOneModelError(f"it says that it is rank {rank:,} of {world:,}")
             # A process whose record is missing has no job: only its rank shows where it belongs.
             if record.job and record.job != (self._jobs.setdefault(name, record.job) or record.job):
-                raise NotOneModelError("it is of another run: two runs are in one folder, where one's ranks belong")
+                raise NotOneModelError("it is of another run: two runs are in one folder, so move one away")
             if not isinstance(total, RankSum):
                 raise NotOneModelError("another model has its name")
             total.add(found)

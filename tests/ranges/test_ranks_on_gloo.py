@@ -1,4 +1,4 @@
-"""Two and four gloo processes under DDP, FSDP2, tensor parallelism and a pipeline: the ranks' sessions add up to what an oracle counts."""
+"""Two and four gloo processes under DDP, FSDP2, TP and a pipeline: the ranks' sessions add up to what an oracle counts."""
 
 from __future__ import annotations
 

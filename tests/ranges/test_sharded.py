@@ -47,6 +47,10 @@ def test_the_rank_that_made_an_infinity_names_step_phase_and_module(found: Found
     for told in (case["gradients"], case["everything"]):
         assert told["events"][0][:3] == (trained.BROKEN_AT, phase, "1")
         assert told["notes"] == ()
+    for capture in trained.CAPTURES:
+        merged = merge_ranks(rank[f"planted {way} {phase}"][capture]["session"] for rank in found)
+        first = merged.events[0]
+        assert (first.rank, first.step, first.phase, first.module) == (1, trained.BROKEN_AT, phase, "1")
 
 
 @pytest.mark.parametrize(

@@ -202,8 +202,9 @@ def _added(first: Session, second: Session) -> Session:
     )
 
 
-def _event_order(event: Event) -> tuple[int, int, bool, int]:
-    return event.step, event.micro_batch, event.phase != "forward", event.rank or 0
+def _event_order(event: Event) -> tuple[int, int, bool, bool, int]:
+    """Return a sort key: of one moment, what arose on a rank comes before what may have come to it from another."""
+    return event.step, event.micro_batch, event.phase != "forward", event.elsewhere, event.rank or 0
 
 
 def _watched(low: Sequence[TensorInfo], high: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:

@@ -189,9 +189,10 @@ class Judge:
     def _event(self, found: culprit.Culprit, seen: list[Seen], log: StepLog) -> Event:
         if (found.first.name if found.first.what == WEIGHT_GRADIENT else found.first.tensor) in log.of_all_ranks:
             doubt = "it is made of the values of all ranks, so it may have arisen on another one"
-            found = replace(found, explanation=f"{found.explanation}; {doubt}")
+            found = replace(found, explanation=f"{found.explanation}; {doubt}", elsewhere=True)
         elif found.given and log.is_later_stage:
-            found = replace(found, explanation="it came from the stage before, of a pipeline: look at that one's rank")
+            reason = "it came from the stage before, of a pipeline: look at that one's rank"
+            found = replace(found, explanation=reason, elsewhere=True)
         event = culprit.event_of(
             found,
             seen,
