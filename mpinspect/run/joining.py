@@ -191,7 +191,7 @@ def with_others(report: RunReport, others: Iterable[Path], added: Collection[Pat
 
 
 def _first(report: RunReport, others: Iterable[Path]) -> _Break | None:
-    """Return the most severe break, and of equally severe ones the earliest; in a tie what arose there, then this process's own."""
+    """Return the most severe break, of equally severe ones the earliest; in a tie what arose there, then this process's own."""
     from mpinspect.ranges.analysis.first_line import gravest
 
     breaks = [*_own(report), *_theirs(others)]
