@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS
-from mpinspect.ranges.session import Measurement, Session, TensorKey
-from mpinspect.ranges.store.columns import TensorColumns
+from mpinspect.ranges.session import Measurement, Session, TensorKey, Window
 from mpinspect.runtime.background import give_way
 
 Floats = npt.NDArray[np.float64]
@@ -42,19 +41,20 @@ class RankRanges:
 
     def add(self, session: Session) -> None:
         """Add a rank's session."""
-        windows = [window.columns() for window in session.windows]
+        windows = session.windows
         if not windows:
             return
-        places = {id(window.order): window.order for window in windows}
-        at = {each: [self._keys.setdefault(key, len(self._keys)) for key in order] for each, order in places.items()}
+        orders = {id(order): order for order in (window.columns().order for window in windows)}
+        at = {each: [self._keys.setdefault(key, len(self._keys)) for key in order] for each, order in orders.items()}
         # Neighbours are added up until there are at most _MOST_WINDOWS.
         size = -(-len(windows) // _MOST_WINDOWS)
         elements, sums = np.zeros((2, -(-len(windows) // size), len(self._keys)))
         for number, window in enumerate(windows):
             give_way()
+            place = number // size, at[id(window.columns().order)]
             counted, exponents = _sums(window)
-            elements[number // size, at[id(window.order)]] += counted
-            sums[number // size, at[id(window.order)]] += exponents
+            elements[place] += counted
+            sums[place] += exponents
         self._shards.update(info.key for info in session.watched if info.held == "shard")
         total = elements.sum(axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -133,13 +133,14 @@ def _median(rows: Floats) -> Floats:
     return found
 
 
-def _sums(window: TensorColumns) -> tuple[Floats, Floats]:
+def _sums(window: Window) -> tuple[Floats, Floats]:
     """Return the number of each tensor's finite non-zero elements, and the sum of their exponents."""
-    bins = window.columns["bins"].astype(np.int64)
-    counts = window.columns["counts"].astype(np.float64)
+    columns = window.columns().columns
+    bins = columns["bins"].astype(np.int64)
+    counts = columns["counts"].astype(np.float64)
     owners = np.repeat(np.arange(len(bins)), bins)
     starts = np.cumsum(bins) - bins
-    exponents = np.arange(len(counts)) - np.repeat(starts - window.columns["min_exponent"], bins)
+    exponents = np.arange(len(counts)) - np.repeat(starts - columns["min_exponent"], bins)
     elements, sums = (
         np.bincount(owners, weights=weights, minlength=len(bins)).astype(np.float64)
         for weights in (counts, counts * exponents)
