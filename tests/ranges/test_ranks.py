@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import made_sessions as made
 import numpy as np
@@ -144,6 +145,31 @@ def test_tensors_of_some_ranks_alone_stay():
     }
     assert any("each counted layers of its own" in sentence for sentence in rank_sentences(merged))
     assert ids(analyse(merged)) == []
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        (
+            {"-12": 300, "-10": 100, "zeros": 9, "nonfinite": 0},
+            "from 2^-12 to 2^-10, on average 2.3 powers of two lower than",
+        ),
+        (
+            {"-9": 1, "--9": 5, "x": 1, "7": math.nan, "8": math.inf, "9": -1},
+            "from 2^-10 to 2^-9, on average as large as",
+        ),
+        ({"zeros": 12}, None),
+    ],
+)
+def test_averaged_gradients_stand_beside_the_ranks_own_of_their_step(figures, said):
+    ranks = [of_rank(rank, of=2, blocks=1) for rank in range(2)]
+    found = s.Measurement("gradients-averaged", "", 3, figures), s.Measurement("gradients-averaged", "", 900, {"1": 1})
+    ranks[0] = dataclasses.replace(ranks[0], measurements=found)
+    (sentence,) = [each for each in rank_sentences(merge_ranks(ranks)) if "Averaged" in each] or [None]
+    assert (sentence is None) is (said is None)
+    if said is not None:
+        assert sentence.startswith(f"Averaged, as the optimizer was given them in step 3, they reach {said}")
+        assert sentence.endswith("(2^-10 to 2^-8).")
 
 
 def test_events_keep_their_rank_and_come_in_their_order():

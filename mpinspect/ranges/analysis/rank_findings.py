@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -24,6 +25,8 @@ Value = TypeVar("Value", bound=Hashable)
 _UNFINISHED = "had not ended: still running, killed, or the file is cut off"
 #: Bits of the significand, the hidden one among them: a value added to 2^bits times as much is rounded away.
 _SIGNIFICAND_BITS = {BFLOAT16.name: 8, FLOAT16.name: 11}
+#: Of the figures of averaged gradients those that count elements.
+_EXPONENT = re.compile(r"-?[0-9]{1,4}")
 #: Ranks that start further apart than this, in seconds, are of two runs, or one was started again.
 _SECONDS_APART = 600.0
 
@@ -141,7 +144,10 @@ def _averaged(session: Session) -> Iterator[str]:
         return
     last, window = max(pairs, key=lambda pair: pair[0].step)
     own = merge(each.histogram for key, each in window.tensors.items() if key.kind == WEIGHT_GRADIENT)
-    averaged = {int(name): count for name, count in last.figures.items() if name.lstrip("-").isdigit()}
+    counted = {
+        name: count for name, count in last.figures.items() if _EXPONENT.fullmatch(name) and 0 < count < math.inf
+    }
+    averaged = {int(name): count for name, count in counted.items()}
     its_own = {own.min_exponent + place: float(count) for place, count in enumerate(own.counts) if count}
     if averaged and its_own:
         lower = _mean(its_own) - _mean(averaged)
