@@ -155,7 +155,7 @@ def test_tensors_of_some_ranks_alone_stay():
             "from 2^-12 to 2^-10, on average 2.3 powers of two lower than",
         ),
         (
-            {"-9": 1, "--9": 5, "x": 1, "7": math.nan, "8": math.inf, "9": -1},
+            {"-9": 4, "-10": 1, "--9": 5, "x": 1, "7": math.nan, "8": math.inf, "9": -1},
             "from 2^-10 to 2^-9, on average as large as",
         ),
         ({"zeros": 12}, None),
