@@ -11,7 +11,6 @@ ratios, not the times, are what carries over to other machines.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -19,13 +18,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from hard_data import DENSE, HALF_ZEROS, KINDS, fresh
-from machine import write_results
+from machine import arguments, write_results
 from targets import checked, verdicts
 from torch.utils.tensorboard import SummaryWriter
 
@@ -171,11 +169,10 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="elements; 1000000000 needs 12 GB of memory")
     parser.add_argument("--repeats", type=int, default=7, help="fresh allocations to take the median of (default 7)")
     parser.add_argument("--quick", action="store_true", help="float32 alone, two sizes, three repetitions")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     sizes = [size for size in SIZES if size <= options.largest]
     sizes += [options.largest] if options.largest > SIZES[-1] else []

@@ -8,7 +8,6 @@ other in validation loss with every seed, FP16 without scaling at least 0.4 abov
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -16,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from machine import write_results
+from machine import arguments, write_results
 
 from mpinspect.demo.curves import UNSCALED, Comparison, Setting, run
 from mpinspect.demo.loss_curves import Curve
@@ -57,8 +56,7 @@ def results(comparison: Comparison, measured: Margins, seconds: float) -> dict[s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the results to this file")
+    parser = arguments(__doc__)
     parser.add_argument("--png", help="keep the chart as this file")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run; the demo's by default")

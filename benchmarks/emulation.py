@@ -8,14 +8,13 @@ does falls on all of them; a ratio is the median of the ratios of neighbouring s
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import time
 from dataclasses import asdict, dataclass
 
 import torch
-from machine import write_results
+from machine import arguments, write_results
 
 from mpinspect.demo.demo import LEARNING_RATE, stdlib_tokens, word_loss, word_model
 from mpinspect.runtime.emulation import half_arithmetic
@@ -81,8 +80,7 @@ def measure(steps: int) -> list[Cost]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the results to this file")
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=31)
     options = parser.parse_args()
     costs = measure(options.steps)

@@ -12,16 +12,14 @@ the script works.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import ResultsFile
+from machine import ResultsFile, arguments
 from targets import checked, verdicts
 
 from mpinspect.counting import reference
@@ -206,10 +204,9 @@ def why_not(device: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="size of the large tensors (default 1024)")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that the script works; also on a CPU")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,7 +12,6 @@ sizes, on the CPU where there is no GPU, to see that the script works.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import time
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 from entrances import Stopwatch, faults_are_errors
-from machine import ResultsFile
+from machine import ResultsFile, arguments
 from networks import GPT, Subject, adamw, gpt2_small, images, resnet, resnet50, sgd, tokens
 from targets import checked, verdicts
 from torch.nn import functional as F
@@ -198,8 +197,7 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="write the results to this file")
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that the script works; also on a CPU")

@@ -9,14 +9,13 @@ with 1; not so with --tiny, since such a machine can only tell whether the tests
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import ResultsFile
+from machine import ResultsFile, arguments
 
 ROOT = Path(__file__).parents[1]
 _MARK = "pytest.mark.gpu"
@@ -59,8 +58,7 @@ class Recorder:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser = arguments(__doc__)
     parser.add_argument("--tiny", action="store_true", help="that all are skipped is no failure")
     options = parser.parse_args()
     recorder = Recorder(ResultsFile(options.json, rehearsal=options.tiny))

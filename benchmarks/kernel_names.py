@@ -9,7 +9,6 @@ way other tools do it; it is faster, and calls a run of FP32 sgemm 93% Tensor Co
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import re
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from machine import write_results
+from machine import arguments, write_results
 
 from mpinspect.kernels.names import RULES, RULES_VERSION, classify_kernel
 
@@ -44,10 +43,9 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--names", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     names = distinct_names(options.names)
     ours = [milliseconds(lambda: [classify_kernel(name) for name in names]) for _ in range(options.repeats)]

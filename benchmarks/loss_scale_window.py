@@ -8,13 +8,12 @@ whose gradients are not finite is skipped, as a loss scaler would. About a minut
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 from dataclasses import asdict, dataclass
 
 import torch
-from machine import write_results
+from machine import arguments, write_results
 
 from mpinspect.demo.demo import LEARNING_RATE, Corpus, stdlib_tokens, word_loss, word_model
 from mpinspect.runtime.emulation import half_arithmetic
@@ -72,8 +71,7 @@ def train_at(scale: float | None, training: Corpus, held_out: Corpus, steps: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the results to this file")
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=160)
     options = parser.parse_args()
     training, held_out = stdlib_tokens().split()

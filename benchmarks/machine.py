@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import platform
@@ -35,6 +36,13 @@ def machine() -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "mpinspect": mpinspect.__version__,
     }
+
+
+def arguments(described: str | None) -> argparse.ArgumentParser:
+    """The parser of a benchmark's arguments: --json, and its docstring as help."""
+    parser = argparse.ArgumentParser(description=described, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    return parser
 
 
 def results_file(name: str, device: str | None = None, folder: Path = RESULTS) -> Path:

@@ -10,14 +10,13 @@ add_histogram of every gradient and Transformers' DebugUnderflowOverflow run bes
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from entrances import Stopwatch, faults_are_errors, uncovered
-from machine import write_results
+from machine import arguments, write_results
 from module_calls import added_us
 from networks import GPT, LSTM, Subject, adamw, images, resnet50, sgd, tiny_layers, tokens, vectors
 from onlookers import ONLOOKERS, Onlooker, Trainer
@@ -106,10 +105,9 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="two take under six minutes on two cores")
     parser.add_argument("--quick", action="store_true", help="one round; the GPT and the tiny layers alone")
-    parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args()
     faults_are_errors()
     fastest.warm_up(compile_here=True)

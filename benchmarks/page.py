@@ -10,7 +10,6 @@ Needs playwright (pip install 'mpinspect[browser]') and a Chromium of the system
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import write_results
+from machine import arguments, write_results
 from targets import checked, verdicts
 
 from mpinspect.numeric.exponents import ExponentHistogram
@@ -119,9 +118,8 @@ def measure(maps: int, save: Callable[[Path], Path]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--tensors", type=int, default=2000)
-    parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args()
     one, other = (session(options.tensors, seed=seed) for seed in (0, 1))
     rows = [measure(1, analyse(one).save), measure(2, diff(one, other).save)]

@@ -10,7 +10,6 @@ run that takes longer than LIMIT_S is a hang. While the ranks train, rank 0 adds
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import os
 import random
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.utils.tensorboard
-from machine import write_results
+from machine import arguments, write_results
 
 from mpinspect.commands import cli
 from mpinspect.counting import fastest
@@ -191,10 +190,9 @@ def measure(runs: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     fastest.warm_up(compile_here=True)

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from machine import write_results
+from machine import arguments, write_results
 from session import PEAK, MadeRun, write
 
 from mpinspect.ranges.session import Session
@@ -97,11 +97,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, default=2000)
     parser.add_argument("--samples", type=int, default=1000, help="sampled steps of each rank")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     results = measure(options)
     print(json.dumps(results, indent=2))

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import write_results
+from machine import arguments, write_results
 from targets import checked
 
 from mpinspect.numeric.exponents import ExponentHistogram
@@ -254,7 +254,7 @@ def promises(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--layers", type=int, default=2000)
     parser.add_argument(
         "--kinds",
@@ -267,7 +267,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1000)
     parser.add_argument("--writes", type=int, default=150, help="windows written beside a loop; 0: none")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     runs = [measure(options, kinds) for kinds in options.kinds]
     results = {"runs": runs, "checked": promises(runs)}

@@ -10,17 +10,15 @@ memory is the process' peak, torch and Transformers included.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from machine import write_results
+from machine import arguments, write_results
 
 LLAMA_70B = {
     "hidden_size": 8192,
@@ -92,11 +90,10 @@ def summary(runs: list[dict[str, float | int]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--gpu", default="hopper")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--one", action="store_true", help="a single run in this process, its numbers as JSON")
     options = parser.parse_args()
     if options.one:

@@ -10,7 +10,6 @@ nothing, but for --tiny: toy sizes, on the CPU where there is no GPU, to see tha
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import ResultsFile
+from machine import ResultsFile, arguments
 from torch import nn
 from torch.nn import functional as F
 
@@ -180,10 +179,9 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--tiny", action="store_true", help="toy sizes, on the CPU where there is no GPU")
     parser.add_argument("--traces", type=Path, help="keep the traces in this folder")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available() and not options.tiny:
         print("There is no CUDA GPU here: nothing to measure. --tiny runs toy sizes on the CPU.")

@@ -11,7 +11,6 @@ missed.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import re
@@ -25,7 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from machine import write_results
+from machine import arguments, write_results
 from targets import checked, verdicts
 
 BASE = Path(__file__).parents[1] / "tests" / "data" / "traces" / "a100_tf32_convnet.json.gz"
@@ -136,10 +135,9 @@ def promises(results: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--without-hta", action="store_true", help="HolisticTraceAnalysis takes most of the time")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
     with_hta = not options.without_hta and find_spec("hta") is not None
     if not with_hta:

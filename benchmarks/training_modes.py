@@ -9,7 +9,6 @@ nothing, but for --tiny: toy sizes, on the CPU where there is no GPU, to see tha
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from machine import ResultsFile
+from machine import ResultsFile, arguments
 from networks import GPT, LSTM, Batch, adamw, gpt2_small, images, resnet, resnet50, sgd, tokens
 from torch import nn
 from torch.nn import functional as F
@@ -171,8 +170,7 @@ def line(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the results to this file")
+    parser = arguments(__doc__)
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to see that the script works; also on a CPU")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,7 +11,6 @@ follows from these alone. Under three minutes on two cores.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import time
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from machine import write_results
+from machine import arguments, write_results
 from torch import nn
 
 import mpinspect
@@ -225,8 +224,7 @@ def verdict(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the results to this file")
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     rows = [row for workload in WORKLOADS for row in measure(workload, options.rounds)]

@@ -10,7 +10,6 @@ inspector takes of a step is for benchmarks/overhead.py to say.
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import pstats
 from collections import defaultdict
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 from entrances import faults_are_errors
-from machine import write_results
+from machine import arguments, write_results
 from networks import GPT, adamw, tokens
 from onlookers import Trainer
 
@@ -111,11 +110,10 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rows", type=int, default=15, help="how many functions to name (default 15)")
     parser.add_argument("--quick", action="store_true", help="two steps")
-    parser.add_argument("--json", help="write the results to this file")
     options = parser.parse_args()
     faults_are_errors()
     fastest.warm_up(compile_here=True)

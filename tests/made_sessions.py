@@ -183,6 +183,7 @@ def full_session() -> s.Session:
                 after=True,
                 given=True,
                 of_input=True,
+                elsewhere=True,
                 rank=3,
             ),
         ),

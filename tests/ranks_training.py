@@ -10,7 +10,7 @@ import faulthandler
 import os
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from mpinspect.ranges.kinds import UPDATE, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.run.all_ranks import AllRanks
 
 STEPS, MIDDLE, LIMIT_S = 4, 2, 120
+#: Of steps 0..3 the last in which averaged gradients are counted: 0, 1, 2, 4, 8, ...
+LAST_AVERAGED = 2
 #: Exponent -> elements; "zeros" beside.
 Counts = Counter[Any]
 
@@ -39,9 +41,12 @@ def counted(tensor: torch.Tensor) -> Counts:
     return found
 
 
-def network(width: int = 9) -> nn.Sequential:
+def network(name: str) -> nn.Sequential:
     torch.manual_seed(0)
+    if name == "stages":
+        return nn.Sequential(OrderedDict({f"layer{dist.get_rank()}": nn.Linear(8, 8)}))
     # 9 rows: shards of 5 and 4, or of 3, 3, 3 and 0.
+    width = 12 if name == "split products" else 9
     return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 3))
 
 
@@ -59,12 +64,44 @@ def _split_products(model: nn.Module) -> nn.Module:
     return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
 
 
+def _copied_shards(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shape = (2, dist.get_world_size() // 2)
+    return fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")))
+
+
 #: What each makes of the network.
 MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "copies": nn.parallel.DistributedDataParallel,
     "shards": _shards,
+    "copied shards": _copied_shards,
     "split products": _split_products,
+    "stages": lambda stage: stage,
 }
+
+
+def models_of(ranks: int) -> list[str]:
+    """Return the models that so many ranks train: with two, copies of shards would be copies alone."""
+    return [name for name in MODELS if ranks > 2 or name != "copied shards"]
+
+
+def _squares(output: torch.Tensor, target: object = None) -> torch.Tensor:
+    return output.square().sum()
+
+
+def _step(name: str, model: nn.Module) -> Callable[[torch.Tensor], None]:
+    """Return a function that runs a step's forwards and backwards."""
+    if name != "stages":
+        return lambda x: _squares(model(x)).backward()
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank, last, part = dist.get_rank(), dist.get_world_size() - 1, torch.empty(2, 8, requires_grad=True)
+    # With the shapes given, no trial run gives the oracle's hooks gradients that mean nothing.
+    stage = PipelineStage(model, rank, last + 1, torch.device("cpu"), input_args=(part,), output_args=(part,))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=_squares)
+    return lambda x: schedule.step(*([] if rank else [x]), **({"target": x} if rank == last else {}))
 
 
 def _names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -72,9 +109,13 @@ def _names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def train(name: str, place: Path) -> dict[str, Any]:
-    """Train and return what this rank's own hooks counted: before the all-reduce of DDP, else whole gradients on rank 0."""
+    """Train and return what this rank's own hooks counted: before the all-reduce of DDP, of each micro-batch of a stage,
+    else whole gradients on rank 0.
+
+    "averaged" is of all parameters' ``.grad`` together, after the all-reduce.
+    """
     rank = dist.get_rank()
-    inner = network(10 if name == "split products" else 9)
+    inner = network(name)
     # Attached before any wrapper is made.
     inspector = Inspector(inner, capture=(WEIGHT_GRADIENT, WEIGHT, UPDATE), log_dir=place / f"rank{rank}" / "Net")
     inspector.attach()
@@ -84,25 +125,53 @@ def train(name: str, place: Path) -> dict[str, Any]:
     def counter(name: str) -> Callable[[torch.Tensor], None]:
         return lambda gradient: own[name].update(counted(gradient))
 
-    if name == "copies":
+    is_each_ranks = name in ("copies", "stages")
+    if is_each_ranks:
         for tensor, parameter in _names(model):
             parameter.register_hook(counter(tensor))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(1 if name == "split products" else 1 + rank)
     middle: dict[str, Counts] = {}
+    averaged: Counts = Counter()
+    step = _step(name, model)
     for number in range(STEPS):
-        model(torch.randn(4, 8)).square().sum().backward()
-        if name != "copies":
+        step(torch.randn(4, 8))
+        if not is_each_ranks:
             for tensor, parameter in _names(model):
                 whole = parameter.grad.full_tensor()  # type: ignore[union-attr]
                 own[tensor].update(counted(whole) if rank == 0 else Counter())
+        if name == "copies" and number == LAST_AVERAGED:
+            averaged = sum((counted(parameter.grad) for parameter in inner.parameters()), Counter())  # type: ignore[arg-type]
         optimizer.step()
         optimizer.zero_grad()
         if number == MIDDLE - 1:
             middle = {tensor: Counter(counts) for tensor, counts in own.items()}
             _add_up_so_far(inspector, place)
     inspector.detach()
-    return {"whole": own, "middle": middle}
+    return {"whole": own, "middle": middle, "averaged": averaged}
+
+
+def exactly(name: str, place: Path) -> dict[str, Counts]:
+    """Train a step on whole numbers, whose sums are exact in any order; return one process's gradients of the whole batch."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found: dict[str, Counts] = {}
+    for is_whole in (False, True):
+        torch.manual_seed(0)
+        inner = network(name)
+        inner[1] = nn.ReLU()
+        for parameter in inner.parameters():
+            parameter.data = torch.randint(-2, 3, parameter.shape).float()
+        model = inner if is_whole else MODELS[name](inner)
+        x = torch.randint(-2, 3, (4 * ranks, 8)).float()
+        if is_whole:
+            # The ranks' gradients are averaged, not added up.
+            (_squares(model(x)) / ranks).backward()
+            found |= {tensor: counted(parameter.grad) for tensor, parameter in inner.named_parameters()}  # type: ignore[arg-type]
+        else:
+            with Inspector(inner, capture=(WEIGHT_GRADIENT,), log_dir=place / f"rank{rank}" / "Net"):
+                _squares(model(x[4 * rank :][:4])).backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return found
 
 
 def _add_up_so_far(inspector: Inspector, place: Path) -> None:
@@ -127,15 +196,17 @@ def _on_rank(rank: int, ranks: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
-    models = MODELS if ranks == 2 else ("copies", "shards")
-    found = {name: train(name, folder / name) for name in models if name != "shards" or not NO_FSDP2}
-    torch.save(found, folder / f"rank{rank}.pt")
+    names = [name for name in models_of(ranks) if "shards" not in name or not NO_FSDP2]
+    found = {name: train(name, folder / name) for name in names}
+    exact = {f"exact {name}": exactly(name, folder / f"exact {name}") for name in names if name in ("copies", "shards")}
+    torch.save(found | exact, folder / f"rank{rank}.pt")
     dist.barrier()
 
 
 def main(folder: Path, ranks: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch.distributed.fsdp
+    import torch.distributed.pipelining
     import torch.distributed.tensor.parallel  # noqa: F401
 
     others: list[int] = []

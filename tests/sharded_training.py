@@ -152,14 +152,15 @@ def told(session: Session) -> dict[str, Any]:
         "types": {info.module_type for info in session.watched},
         "samples": {key: window.samples for key, window in totals.items()},
         "totals": totals,
+        "session": session,
     }
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------
 
 
-def planted(way: str, phase: str) -> dict[str, Any]:
-    """Return for each capture what was told of an infinity that rank 1 plants in a phase (none: "")."""
+def planted(way: str, phase: str, on: int = 1) -> dict[str, Any]:
+    """Return for each capture what was told of an infinity that one rank plants in a phase (none: "")."""
     found: dict[str, Any] = {"same": []}
     bare = None
     for name, kinds in (("bare", None), *CAPTURES.items()):
@@ -167,7 +168,7 @@ def planted(way: str, phase: str) -> dict[str, Any]:
         inspector = None if kinds is None else Inspector(model, capture=kinds).attach()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for number in range(STEPS):
-            spoils = number == BROKEN_AT and dist.get_rank() == 1
+            spoils = number == BROKEN_AT and dist.get_rank() == on
             inner[1].factors = (
                 INF if phase == "forward" and spoils else 1.0,
                 INF if phase == "backward" and spoils else 1.0,
@@ -411,6 +412,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     for way in WAYS:
         for phase in ("", "forward", "backward"):
             yield f"planted {way} {phase}", lambda way=way, phase=phase: planted(way, phase)
+    yield "first stage", lambda: planted("pipeline", "forward", 0)
     for ranks in (1, RANKS):
         for when in ("before", "made before", "after"):
             yield f"{when} {ranks}", lambda when=when, ranks=ranks: replaced(when, ranks)

@@ -216,6 +216,7 @@ class Event:
             so that the gradient arriving at the module's output was already non-finite.
         given: whether the value was in what the model was given.
         of_input: whether it was first seen in the gradient of an input of ``tensor``, not of its output.
+        elsewhere: whether the tensor is made of other ranks' values, or came from one, so that it may have arisen there.
         rank: the rank that saw it; None in a session of one process.
     """
 
@@ -235,6 +236,7 @@ class Event:
     after: bool = False
     given: bool = False
     of_input: bool = False
+    elsewhere: bool = False
     rank: Count | None = None
 
     @property

@@ -191,11 +191,13 @@ def with_others(report: RunReport, others: Iterable[Path], added: Collection[Pat
 
 
 def _first(report: RunReport, others: Iterable[Path]) -> _Break | None:
-    """Return the most severe break, and of equally severe ones the earliest; prefer this process's own in a tie."""
+    """Return the most severe break, of equally severe ones the earliest; in a tie what arose there, then this process's own."""
     from mpinspect.ranges.analysis.first_line import gravest
 
     breaks = [*_own(report), *_theirs(others)]
-    breaks.sort(key=lambda each: (each.event.step, each.event.phase != "forward", bool(each.process)))
+    breaks.sort(
+        key=lambda each: (each.event.step, each.event.phase != "forward", each.event.elsewhere, bool(each.process))
+    )
     event = gravest([each.event for each in breaks])
     return next((each for each in breaks if each.event is event), None)
 

@@ -67,7 +67,7 @@ class ModelsOfRanks:
         alone = f"{process}/{name}" if process else name
         found = _with_rank(session, process, record.world_size)
         rank, world = found.info.rank, found.info.world_size
-        if world < 2 or self._each:
+        if (world < 2 and not _RANK.match(process)) or self._each:
             self._models[alone] = session
             return
         # Inspectors that a script makes itself, one log_dir per rank, are distinguished by their directories.
@@ -78,7 +78,7 @@ class ModelsOfRanks:
                 raise NotOneModelError(f"it says that it is rank {rank:,} of {world:,}")
             # A process whose record is missing has no job: only its rank shows where it belongs.
             if record.job and record.job != (self._jobs.setdefault(name, record.job) or record.job):
-                raise NotOneModelError("it is of another run: two runs are in one folder")
+                raise NotOneModelError("it is of another run: two runs are in one folder, so move one away")
             if not isinstance(total, RankSum):
                 raise NotOneModelError("another model has its name")
             total.add(found)
@@ -166,9 +166,9 @@ def left_early(process: str, record: ProcessRecord) -> Measurement | None:
 
 
 def _with_rank(session: Session, process: str, world_size: int) -> Session:
-    """Return the session with its rank; a session written by an older version has that of its process."""
+    """Return the session with its rank: one begun before its process group was has its folder's, in a world of no fewer."""
     match = _RANK.match(process)
     if session.info.world_size > 1 or match is None:
         return session
     rank = int(match[1])
-    return replace(session, info=replace(session.info, rank=rank, world_size=max(world_size, rank + 1, 2)))
+    return replace(session, info=replace(session.info, rank=rank, world_size=max(world_size, rank + 1)))

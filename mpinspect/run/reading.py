@@ -57,7 +57,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
     first = next(iter(records.values()))
     shapes: ShapeReport | None = None
     for name, record in records.items():
-        if record is not first and record.outcome not in ("ended", first.outcome):
+        if record is not first and not record.trouble and record.outcome not in ("ended", first.outcome):
             saw.setdefault(record.outcome, []).append(name)
         models.process(name, record)
         for found in _found(processes[name], record):

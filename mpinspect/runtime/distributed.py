@@ -68,6 +68,11 @@ def is_pipeline_trial() -> bool:
     return False
 
 
+def is_from_stage_before(tensor: torch.Tensor) -> bool:
+    """Return whether a module's input that no module made came from the stage before, of a pipeline: it gets a gradient."""
+    return _PIPELINING in sys.modules and tensor.requires_grad and tensor.is_leaf
+
+
 def rank_and_world() -> tuple[int, int]:
     """Return this process's rank and the number of ranks: the process group's, else the launcher's; (0, 1) without either."""
     if has_process_group():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import made_sessions as made
 import numpy as np
@@ -142,8 +143,33 @@ def test_tensors_of_some_ranks_alone_stay():
         "layers.0.weight": 10,
         "layers.1.weight": 11,
     }
-    assert any("stages of a pipeline" in sentence for sentence in rank_sentences(merged))
+    assert any("each counted layers of its own" in sentence for sentence in rank_sentences(merged))
     assert ids(analyse(merged)) == []
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        (
+            {"-12": 300, "-10": 100, "zeros": 9, "nonfinite": 0},
+            "from 2^-12 to 2^-10, on average 2.3 powers of two lower than",
+        ),
+        (
+            {"-9": 4, "-10": 1, "--9": 5, "x": 1, "7": math.nan, "8": math.inf, "9": -1},
+            "from 2^-10 to 2^-9, on average as large as",
+        ),
+        ({"zeros": 12}, None),
+    ],
+)
+def test_averaged_gradients_stand_beside_the_ranks_own_of_their_step(figures, said):
+    ranks = [of_rank(rank, of=2, blocks=1) for rank in range(2)]
+    found = s.Measurement("gradients-averaged", "", 3, figures), s.Measurement("gradients-averaged", "", 900, {"1": 1})
+    ranks[0] = dataclasses.replace(ranks[0], measurements=found)
+    (sentence,) = [each for each in rank_sentences(merge_ranks(ranks)) if "Averaged" in each] or [None]
+    assert (sentence is None) is (said is None)
+    if said is not None:
+        assert sentence.startswith(f"Averaged, as the optimizer was given them in step 3, they reach {said}")
+        assert sentence.endswith("(2^-10 to 2^-8).")
 
 
 def test_events_keep_their_rank_and_come_in_their_order():
@@ -190,6 +216,7 @@ def test_a_world_of_one_adds_up_to_itself():
     alone = of_rank(0, of=1)
     merged = merge_ranks([alone])
     assert merged.windows == alone.windows
+    assert merged.ranks == ()
     assert ids(analyse(merged)) == []
 
 
@@ -317,9 +344,9 @@ def test_infinities_on_one_rank_alone_name_it():
 @pytest.mark.parametrize(
     ("info", "said"),
     [
-        ({"versions": {"torch": "2.6"}}, "rank 1: torch 2.6"),
-        ({"model": "Other"}, "rank 1: Other"),
-        ({"include": ("head.*",)}, r"rank 1: include=['head.*'], exclude=[]"),
+        ({"versions": {"torch": "2.6"}}, "rank 1: versions torch 2.6"),
+        ({"model": "Other"}, "rank 1: model Other (the others: ?)"),
+        ({"include": ("head.*",)}, r"rank 1: patterns include=['head.*'], exclude=[]"),
         ({"started": "2026-01-01T12:00:00+00:00"}, "rank 1 began up to 720 minutes after the first"),
     ],
 )
@@ -328,6 +355,15 @@ def test_ranks_that_are_not_alike_are_named(info, said):
     ranks = [ranked(of_rank(rank), rank, 4, **(started | (info if rank == 1 else {}))) for rank in range(4)]
     found = finding(analyse(merge_ranks(ranks)), "rank-settings-differ")
     assert said in found.message
+    assert ("two runs" in found.fix) is ("started" in info)
+
+
+def test_of_a_rank_whose_file_tells_nothing_no_setting_differs_and_nothing_is_added_up():
+    ranks = [of_rank(rank, of=2) for rank in range(2)]
+    ranks[1] = s.Session(s.RunInfo(rank=1, world_size=2))
+    merged = merge_ranks(ranks)
+    assert ids(analyse(merged)) == ["rank-steps-differ"]
+    assert next(rank_sentences(merged)) == "The counts of rank 0 of 2 are added up; a step counts once."
 
 
 @pytest.mark.parametrize(("dtype", "world", "severity"), [("bfloat16", 8, "info"), ("bfloat16", 256, "warning")])

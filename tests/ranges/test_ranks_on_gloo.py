@@ -1,10 +1,10 @@
-"""Two and four gloo processes under DDP, FSDP2 and tensor parallelism: the ranks' sessions add up to what an oracle counts."""
+"""Two and four gloo processes under DDP, FSDP2, TP and a pipeline: the ranks' sessions add up to what an oracle counts."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,18 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from mpinspect import Session
 from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
+from mpinspect.ranges.capture.diagnosing.averaged import AVERAGED
 from mpinspect.ranges.kinds import UPDATE, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey
 from mpinspect.run.directory import ALL_RANKS
 
+_WITHOUT_FSDP2 = pytest.mark.skipif(bool(trained.NO_FSDP2), reason=trained.NO_FSDP2)
 CASES = [
-    pytest.param(ranks, name, marks=pytest.mark.skipif(bool(trained.NO_FSDP2), reason=trained.NO_FSDP2))
-    if name == "shards"
-    else (ranks, name)
-    for ranks, name in (*((2, name) for name in trained.MODELS), (4, "copies"), (4, "shards"))
+    pytest.param(ranks, name, marks=_WITHOUT_FSDP2 if "shards" in name else ())
+    for ranks in (2, 4)
+    for name in trained.models_of(ranks)
 ]
 Run = Callable[[int], Path]
 
@@ -83,10 +85,10 @@ def test_the_sum_is_what_an_oracle_counts(ranks: int, name: str, run: Run) -> No
     if name == "split products":
         assert held == {"0.weight": "shard", "0.bias": "shard", "2.weight": "shard", "2.bias": "replica"}
     else:
-        assert set(held.values()) == {"own" if name == "copies" else "shard"}
+        assert set(held.values()) == {"shard" if "shards" in name else "own"}
     assert [(rank.info.rank, rank.info.world_size) for rank in merged.ranks] == [(rank, ranks) for rank in range(ranks)]
     assert merged.progress.steps == merged.progress.sampled_steps == trained.STEPS
-    assert merged.precision.reduced == (() if name == "split products" else ("float32",))
+    assert merged.precision.reduced == (("float32",) if name == "copies" or "shards" in name else ())
 
 
 @pytest.mark.parametrize(("ranks", "name"), CASES)
@@ -100,6 +102,45 @@ def test_what_is_added_up_while_they_train_is_what_they_had_counted(ranks: int, 
     assert not so_far.progress.ended
     without_zeros = {tensor: counts - Counter(zeros=counts["zeros"]) for tensor, counts in oracle.items()}
     assert _in_the_log(folder / name / ALL_RANKS / "Net") == without_zeros
+
+
+@_WITHOUT_FSDP2
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_where_arithmetic_is_exact_the_sums_are_those_of_one_process_on_the_whole_batch(ranks: int, run: Run) -> None:
+    folder = run(ranks)
+    whole = torch.load(folder / "rank0.pt", weights_only=False)
+    shards, copies = (
+        merge_ranks(Session.load(folder / name / f"rank{rank}" / "Net") for rank in range(ranks))
+        for name in ("exact shards", "exact copies")
+    )
+    assert _gradients(shards) == whole["exact shards"] == whole["exact copies"]
+    (averaged,) = (_counted(each.figures) for each in copies.measurements if each.what == AVERAGED)
+    assert averaged == sum(whole["exact copies"].values(), Counter())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_averaged_gradients_stand_beside_the_ranks_own(ranks: int, run: Run) -> None:
+    folder = run(ranks)
+    merged = merge_ranks(Session.load(folder / "copies" / f"rank{rank}" / "Net") for rank in range(ranks))
+    found = {each.step: each for each in merged.measurements if each.what == AVERAGED}
+    # Attached before there was a DistributedDataParallel, so not in step 0; by rank 0 alone, since all have the same.
+    assert {step: each.rank for step, each in found.items()} == {1: 0, trained.LAST_AVERAGED: 0}
+    counts = _counted(found[trained.LAST_AVERAGED].figures)
+    for rank in range(ranks):
+        averaged = torch.load(folder / f"rank{rank}.pt", weights_only=False)["copies"]["averaged"]
+        assert counts == averaged
+    exponents = counts.keys() - {"zeros"}
+    reach = f"2^{min(exponents)} to 2^{max(exponents)}"
+    said = f"Averaged, as the optimizer was given them in step 2, they reach from {reach}, on average "
+    assert said in " ".join(str(analyse(merged)).split())
+    stages = merge_ranks(Session.load(folder / "stages" / f"rank{rank}" / "Net") for rank in range(ranks))
+    assert AVERAGED not in {each.what for each in stages.measurements}
+
+
+def _counted(figures: Mapping[str, float]) -> trained.Counts:
+    """What the measurement of averaged gradients counted, as the oracle does."""
+    assert figures["nonfinite"] == 0
+    return +Counter({name if name == "zeros" else int(name): figures[name] for name in figures if name != "nonfinite"})
 
 
 def _in_the_log(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import sharded_training as trained
 import torch
 import warm
 
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analysis.ranks import merge_ranks
 from mpinspect.ranges.session import TensorKey
 
 
@@ -55,6 +57,10 @@ def test_the_rank_that_made_an_infinity_names_step_phase_and_module(found: Found
     for told in (case["gradients"], case["everything"]):
         assert told["events"][0][:3] == (trained.BROKEN_AT, phase, "1")
         assert told["notes"] == ()
+    for capture in trained.CAPTURES:
+        merged = merge_ranks(rank[f"planted {way} {phase}"][capture]["session"] for rank in found)
+        first = merged.events[0]
+        assert (first.rank, first.step, first.phase, first.module) == (1, trained.BROKEN_AT, phase, "1")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +85,17 @@ def test_the_other_rank_says_that_it_may_come_from_elsewhere(
     for told in (case["gradients"], case["everything"]):
         assert told["events"][0][0] == step
         assert says in told["events"][0][3]
+
+
+@pytest.mark.parametrize("capture", trained.CAPTURES)
+def test_what_a_stage_was_given_by_the_one_before_is_not_the_batch(found: Found, capture: str) -> None:
+    first, second = (rank["first stage"][capture] for rank in found)
+    assert first["events"][0][:3] == (trained.BROKEN_AT, "forward", "1")
+    given = (trained.BROKEN_AT, "forward", "", "it came from the stage before, of a pipeline: look at that one's rank")
+    assert second["events"][0] == given
+    reports = [analyse(second["session"]), analyse(merge_ranks(each["session"] for each in (first, second)))]
+    assert not [each for report in reports for each in report.findings if each.id == "batch-not-finite"]
+    assert "the activation of '1' held an inf on rank 0" in " ".join(str(reports[1]).split())
 
 
 @pytest.mark.parametrize("way", ["pipeline", "pipeline-fsdp"])

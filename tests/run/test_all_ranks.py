@@ -205,6 +205,19 @@ def test_of_a_rank_without_a_folder_is_said_what_is_known(fields, why, tmp_path)
     assert why in found.message
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_process_alone_misses_nobody_and_the_ranks_of_inspectors_older_than_their_group_are_one_run(world, tmp_path):
+    for rank in range(world):
+        session = s.Session(s.RunInfo("Net"), windows=(made.step_window(0),))
+        (tmp_path / f"rank{rank}" / "Net").mkdir(parents=True)
+        session.save(tmp_path / f"rank{rank}" / "Net")
+    report = read_run(tmp_path)
+    (part,) = report.parts
+    assert [rank.info.rank for rank in part.ranges.session.ranks] == list(range(world) if world > 1 else ())
+    assert not [each.id for each in report.findings if each.id.startswith("rank-")]
+    assert "rank 1" not in " ".join(report.saw)
+
+
 def test_a_damaged_rank_is_neither_killed_nor_a_stage(made_ranks, tmp_path):
     ranks = made_ranks(tmp_path)
     for rank in range(2):
@@ -215,7 +228,7 @@ def test_a_damaged_rank_is_neither_killed_nor_a_stage(made_ranks, tmp_path):
     # Its description is there, and none of its tensors.
     file.write_bytes(whole[: whole.index(b"WTCH")])
     text = " ".join(str(read_run(tmp_path)).split())
-    assert "stages of a pipeline" not in text
+    assert "layers of its own" not in text
     assert "Rank 1 left a session file that is damaged or cut off." in text
     file.write_bytes(b"")
     text = " ".join(str(read_run(tmp_path)).split())

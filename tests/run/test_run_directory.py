@@ -95,7 +95,10 @@ def test_ranks_of_two_runs_or_two_models_are_not_added_up(tmp_path):
     report = read_run(tmp_path)
     assert [part.name for part in report.parts] == ["Net", "rank1/Net"]
     assert [rank.info.rank for rank in report.parts[0].ranges.session.ranks] == [0, 2]
-    assert report.saw[0] == "rank1/Net is shown by itself: it is of another run: two runs are in one folder"
+    assert (
+        report.saw[0]
+        == "rank1/Net is shown by itself: it is of another run: two runs are in one folder, so move one away"
+    )
 
 
 def test_stages_of_a_pipeline_are_models_of_their_own_and_no_rank_is_missed(tmp_path):

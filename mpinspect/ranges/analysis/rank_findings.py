@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from mpinspect.numeric.exponents import merge
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.comparison import scales_part
 from mpinspect.ranges.analysis.first_line import first_line
@@ -16,13 +18,15 @@ from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Measurement, RankRecord, RunInfo, Session
 from mpinspect.reporting.finding import INFERRED, Finding
-from mpinspect.reporting.words import format_name, number_of, upper_first, with_power
+from mpinspect.reporting.words import format_name, number_of, steps_named, upper_first, with_power
 
 Value = TypeVar("Value", bound=Hashable)
 #: Of a rank whose session has not ended, where nothing is known of its process.
 _UNFINISHED = "had not ended: still running, killed, or the file is cut off"
 #: Bits of the significand, the hidden one among them: a value added to 2^bits times as much is rounded away.
 _SIGNIFICAND_BITS = {BFLOAT16.name: 8, FLOAT16.name: 11}
+#: Of the figures of averaged gradients those that count elements.
+_EXPONENT = re.compile(r"-?[0-9]{1,4}")
 #: Ranks that start further apart than this, in seconds, are of two runs, or one was started again.
 _SECONDS_APART = 600.0
 
@@ -91,7 +95,8 @@ def rank_sentences(session: Session) -> Iterator[str]:
     """Yield sentences on what the sum of the ranks contains; none for a session of one process."""
     if not session.ranks:
         return
-    ranks, world = [rank.info.rank for rank in session.ranks], session.info.world_size
+    counted = [rank for rank in session.ranks if rank.progress.steps] or session.ranks
+    ranks, world = [rank.info.rank for rank in counted], session.info.world_size
     whose = f"all {world:,} ranks" if len(ranks) >= world > 1 else f"{ranks_named(ranks)} of {world:,}"
     yield f"The counts of {whose} are added up; a step counts once."
     yield from _of_what(session)
@@ -114,16 +119,48 @@ def _of_what(session: Session) -> Iterator[str]:
     gradients = _held(session, WEIGHT_GRADIENT)
     tensors = [rank.tensors for rank in session.ranks]
     if len(tensors) > 1 and min(tensors) and sum(tensors) == len(session.watched):
-        yield "No two ranks watched one tensor: each counted layers of its own (stages of a pipeline)."
+        yield "No two ranks watched one tensor: each counted layers of its own."
         return
     if "own" in gradients:
         yield "Weight gradients are each rank's own, before they are averaged over the ranks."
+        yield from _averaged(session)
     if "shard" in gradients:
         yield "Weight gradients of sharded parameters are the ranks' shards, which together are the tensor, as in .grad."
     if any(info.replicas > 1 for info in session.watched):
         yield "What several ranks hold copies of is counted on the first of them."
     if any(info.kind in OUTPUT_KINDS for info in session.watched):
         yield "Activations and their gradients are what passed on each rank; a copy on another rank is counted, too."
+
+
+def _averaged(session: Session) -> Iterator[str]:
+    """Yield a sentence on the range of the averaged gradients in the last step of which it is known, beside the ranks' own."""
+    pairs = [
+        (each, window)
+        for each in session.measurements
+        for window in session.windows
+        if each.what == "gradients-averaged" and window.first_step <= each.step <= window.last_step
+    ]
+    if not pairs:
+        return
+    last, window = max(pairs, key=lambda pair: pair[0].step)
+    own = merge(each.histogram for key, each in window.tensors.items() if key.kind == WEIGHT_GRADIENT)
+    counted = {
+        name: count for name, count in last.figures.items() if _EXPONENT.fullmatch(name) and 0 < count < math.inf
+    }
+    averaged = {int(name): count for name, count in counted.items()}
+    its_own = {own.min_exponent + place: float(count) for place, count in enumerate(own.counts) if count}
+    if averaged and its_own:
+        lower = _mean(its_own) - _mean(averaged)
+        powers = f"{abs(lower):.1f} powers of two {'lower' if lower > 0 else 'higher'} than"
+        yield (
+            f"Averaged, as the optimizer was given them in step {last.step:,}, they reach from 2^{min(averaged)} to "
+            f"2^{max(averaged)}, on average {powers if abs(lower) >= 0.05 else 'as large as'} the ranks' own in "
+            f"{steps_named(window.first_step, window.last_step)} (2^{min(its_own)} to 2^{max(its_own)})."
+        )
+
+
+def _mean(counts: Mapping[int, float]) -> float:
+    return sum(exponent * count for exponent, count in counts.items()) / sum(counts.values())
 
 
 # -- ranks that differ --------------------------------------------------------------------------------------------------
@@ -292,9 +329,13 @@ def _settings(session: Session) -> Iterator[Finding]:
         ("sampling", lambda info: f"every={info.every}, watch={info.watch}, max_overhead={info.max_overhead}"),
     ]
     found: dict[str, list[str]] = {}
-    for name, words in parts:
-        common, odd = _odd_ones(session.ranks, lambda rank, words=words: words(rank.info))  # type: ignore[misc]
-        found[name] = [f"{_ranks_of(group)}: {value} (the others: {common})" for value, group in odd.items()]
+    # A damaged file tells nothing of its run, which is said elsewhere.
+    told = [
+        rank for rank in session.ranks if rank.info != RunInfo(rank=rank.info.rank, world_size=rank.info.world_size)
+    ]
+    for name, words in parts if told else ():
+        common, odd = _odd_ones(told, lambda rank, words=words: words(rank.info))  # type: ignore[misc]
+        found[name] = [f"{_ranks_of(group)}: {name} {value} (the others: {common})" for value, group in odd.items()]
     started = sorted(filter(None, (rank.info.started for rank in session.ranks)))
     if started and (apart := _seconds(started[0], started[-1])) > _SECONDS_APART:
         late = [rank.info.rank for rank in session.ranks if _seconds(started[0], rank.info.started) > _SECONDS_APART]
@@ -307,6 +348,9 @@ def _settings(session: Session) -> Iterator[Finding]:
             "",
             f"The ranks are not alike: {'; '.join(sentences[:4])}{'; ...' if sentences[4:] else ''}.",
             {name: each[:20] for name, each in found.items() if each},
+            "Ranks that began so far apart are of two runs, or one was started again: keep only one run's folders together."
+            if "start" in found
+            else "Start all ranks in the same environment and with the same options; counts are added up as they are.",
         )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS
-from mpinspect.ranges.session import Measurement, Session, TensorKey, Window, merge_windows
+from mpinspect.ranges.session import Measurement, Session, TensorKey, Window
+from mpinspect.runtime.background import give_way
 
 Floats = npt.NDArray[np.float64]
 
@@ -23,7 +24,7 @@ _OF_NEIGHBOURS = 2.0
 _OF_CHANCE, _SCATTER = 3.0, 3.0
 #: Fewest windows that show how much a tensor changes by itself.
 _LEAST_WINDOWS = 4
-#: Most windows of which means are taken: enough for a change between neighbours.
+#: Most stretches of which means are taken: enough for a change between neighbours.
 _MOST_WINDOWS = 16
 
 
@@ -40,25 +41,27 @@ class RankRanges:
 
     def add(self, session: Session) -> None:
         """Add a rank's session."""
-        windows = _some(session.windows)
+        windows = session.windows
         if not windows:
             return
-        for window in windows:
-            for key in window.tensors:
-                self._keys.setdefault(key, len(self._keys))
-        means = np.full((len(windows), len(self._keys)), np.nan)
-        elements = np.zeros_like(means)
-        for row, window in enumerate(windows):
-            places, found, counted = _means(window)
-            at = [self._keys[key] for key in places]
-            means[row, at], elements[row, at] = found, counted
+        orders = {id(order): order for order in (window.columns().order for window in windows)}
+        at = {each: [self._keys.setdefault(key, len(self._keys)) for key in order] for each, order in orders.items()}
+        # Neighbours are added up until there are at most _MOST_WINDOWS.
+        size = -(-len(windows) // _MOST_WINDOWS)
+        elements, sums = np.zeros((2, -(-len(windows) // size), len(self._keys)))
+        for number, window in enumerate(windows):
+            give_way()
+            place = number // size, at[id(window.columns().order)]
+            counted, exponents = _sums(window)
+            elements[place] += counted
+            sums[place] += exponents
         self._shards.update(info.key for info in session.watched if info.held == "shard")
         total = elements.sum(axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):
-            mean = np.nansum(means * elements, axis=0) / total
+            means, mean = sums / elements, sums.sum(axis=0) / total
         changes = np.abs(np.diff(means, axis=0))
         by_itself = np.where(np.isnan(changes), 0, changes).max(axis=0, initial=0)
-        if len(windows) < _LEAST_WINDOWS:
+        if len(means) < _LEAST_WINDOWS:
             by_itself[:] = np.inf
         found = np.stack([mean, by_itself, total])
         # As of tensors that later ranks bring, so that the order of the ranks makes no difference.
@@ -130,23 +133,16 @@ def _median(rows: Floats) -> Floats:
     return found
 
 
-def _some(windows: Sequence[Window]) -> list[Window]:
-    """Return the windows, neighbours merged until there are at most _MOST_WINDOWS."""
-    size = -(-len(windows) // _MOST_WINDOWS)
-    return [merge_windows(*windows[start : start + size]) for start in range(0, len(windows), max(size, 1))]
-
-
-def _means(window: Window) -> tuple[tuple[TensorKey, ...], Floats, Floats]:
-    """Return the window's tensors, the mean exponent of each one's finite non-zero elements (or NaN), and their number."""
-    columns = window.columns()
-    bins = columns.columns["bins"].astype(np.int64)
-    counts = columns.columns["counts"].astype(np.float64)
+def _sums(window: Window) -> tuple[Floats, Floats]:
+    """Return the number of each tensor's finite non-zero elements, and the sum of their exponents."""
+    columns = window.columns().columns
+    bins = columns["bins"].astype(np.int64)
+    counts = columns["counts"].astype(np.float64)
     owners = np.repeat(np.arange(len(bins)), bins)
     starts = np.cumsum(bins) - bins
-    exponents = np.arange(len(counts)) - np.repeat(starts - columns.columns["min_exponent"], bins)
+    exponents = np.arange(len(counts)) - np.repeat(starts - columns["min_exponent"], bins)
     elements, sums = (
         np.bincount(owners, weights=weights, minlength=len(bins)).astype(np.float64)
         for weights in (counts, counts * exponents)
     )
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return columns.order, sums / elements, elements
+    return elements, sums

@@ -98,7 +98,7 @@ class RankSum:
         unfinished: Mapping[int, str] = MappingProxyType({}),
         left: Iterable[Measurement] = (),
     ) -> Session:
-        """Return the sum.
+        """Return the sum; that of a world of one is a session without ranks.
 
         Args:
             absent: ranks of the job that left nothing, with what is known of each; None: all that were not added. A rank that
@@ -128,7 +128,8 @@ class RankSum:
             for each in self._sum.measurements
             if (each.what, each.rank) not in again and not (each.what == MISSING and each.rank in known)
         )
-        return replace(self._sum, notes=tuple(self._all_notes()), measurements=(*kept, *found))
+        ranks = self._sum.ranks if self._sum.info.world_size > 1 else ()
+        return replace(self._sum, notes=tuple(self._all_notes()), measurements=(*kept, *found), ranks=ranks)
 
     def _all_notes(self) -> Iterator[str]:
         """Yield the notes; a note that only some ranks have begins with their numbers."""
@@ -201,8 +202,9 @@ def _added(first: Session, second: Session) -> Session:
     )
 
 
-def _event_order(event: Event) -> tuple[int, int, bool, int]:
-    return event.step, event.micro_batch, event.phase != "forward", event.rank or 0
+def _event_order(event: Event) -> tuple[int, int, bool, bool, int]:
+    """Return a sort key: of one moment, what arose on a rank comes before what may have come to it from another."""
+    return event.step, event.micro_batch, event.phase != "forward", event.elsewhere, event.rank or 0
 
 
 def _watched(low: Sequence[TensorInfo], high: Sequence[TensorInfo]) -> tuple[TensorInfo, ...]:

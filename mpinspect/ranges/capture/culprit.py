@@ -141,6 +141,8 @@ class Culprit:
     after: bool = False
     #: Whether it was already in the model's input.
     given: bool = False
+    #: Whether it may have arisen on another rank.
+    elsewhere: bool = False
 
 
 def event_of(
@@ -172,6 +174,7 @@ def event_of(
         found.after,
         found.given,
         first.is_input and first.phase == BACKWARD,
+        found.elsewhere,
     )
 
 
@@ -347,7 +350,7 @@ def _in_code_after(
             f"the gradient arriving at its {what} was not finite: it arose in the code after it (the loss, or a "
             f"function){doubt}"
         )
-    return Culprit(BACKWARD, producer, look, reason, after=True)
+    return Culprit(BACKWARD, producer, look, reason, after=True, elsewhere=story.root)
 
 
 def _innermost(modules: Sequence[str]) -> list[str]:

@@ -56,6 +56,8 @@ class StepLog:
     unseen_inputs: set[int] = field(default_factory=set)
     #: Numbers of the tensors and names of the parameters' gradients that are made of values of all ranks.
     of_all_ranks: set[int | str] = field(default_factory=set)
+    #: Whether the model is a stage of a pipeline to which the one before gave its input.
+    is_later_stage: bool = False
     #: Whether an output whose value is already known is not finite.
     broken: bool = False
     #: Modules that can't have made the first infinity or NaN; None unless determined before the optimizer's step.
@@ -187,7 +189,10 @@ class Judge:
     def _event(self, found: culprit.Culprit, seen: list[Seen], log: StepLog) -> Event:
         if (found.first.name if found.first.what == WEIGHT_GRADIENT else found.first.tensor) in log.of_all_ranks:
             doubt = "it is made of the values of all ranks, so it may have arisen on another one"
-            found = replace(found, explanation=f"{found.explanation}; {doubt}")
+            found = replace(found, explanation=f"{found.explanation}; {doubt}", elsewhere=True)
+        elif found.given and log.is_later_stage:
+            reason = "it came from the stage before, of a pipeline: look at that one's rank"
+            found = replace(found, explanation=reason, elsewhere=True)
         event = culprit.event_of(
             found,
             seen,

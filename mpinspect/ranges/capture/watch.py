@@ -31,7 +31,7 @@ from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, TensorKey
-from mpinspect.runtime.distributed import is_distributed, local_part, world_size
+from mpinspect.runtime.distributed import is_distributed, is_from_stage_before, local_part, world_size
 from mpinspect.runtime.guard import Unread
 
 #: Number of steps in which the watch learns which outputs containers return.
@@ -98,6 +98,7 @@ class Watch(Observer):
         call.fresh = fresh = self._log.calls.called(path, inputs, call.outputs)
         if fresh and fresh[0][2]:
             self._log.unseen_inputs.update(number for _, number, is_input in fresh if is_input)
+            self._log.is_later_stage |= is_from_stage_before(fresh[0][0])
         if not call.recomputed:
             rows = call.rows
             for tensor, number, is_input in fresh:

@@ -145,9 +145,9 @@ class BrokenWeights:
         broken = next((name for name, value in own.items() if not math.isfinite(value)), None)
         if broken is not None:
             reason = f"{broken!r} itself is not finite: the optimizer's step before, or whoever set it, made it so"
-            if world_size() > 1:
+            if is_many := world_size() > 1:
                 reason += "; its gradients may be sums over the ranks, so look for the rank with the earliest event"
-            return replace(event, explanation=reason)
+            return replace(event, explanation=reason, elsewhere=is_many)
         name = max(own, key=own.__getitem__, default="")
         if own.get(name, 0.0) < _HUGE:
             return event

@@ -371,7 +371,7 @@ def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
 
 
 def _name(block: Repeated) -> Cell:
-    """Return the cell with a layer's name; for repeated layers, a note names the worst one, which the row describes."""
+    """Return the cell with a layer's name; for repeated layers, a note names the worst one, of which the losses are."""
     layer = block.worst
     loses = layer.lost_l1_share is not None and layer.lost_l1_share.high > LOST_L1_TOLERANCE
     of_worst = (f"the worst: {layer.name}",) if block.name != layer.name and loses else ()

@@ -52,13 +52,16 @@ def _only(parts: Sequence[TensorColumns]) -> TensorColumns:
 
 def _common_order(parts: Sequence[TensorColumns]) -> tuple[tuple[TensorKey, ...], list[Column]]:
     """Return all keys, in order of first appearance, and the positions of each part's tensors among them."""
+    first = parts[0].order
+    # Sessions of several ranks have equal orders, if not the same one.
+    if all(part.order == first for part in parts):
+        return first, [np.arange(len(first))] * len(parts)
     positions: dict[TensorKey, int] = {}
     places: dict[int, Column] = {}
     for part in parts:
         if id(part.order) not in places:
             found = [positions.setdefault(key, len(positions)) for key in part.order]
             places[id(part.order)] = np.array(found, dtype=np.intp)
-    first = parts[0].order
     order = first if len(positions) == len(first) else tuple(positions)
     return order, [places[id(part.order)] for part in parts]
 
@@ -145,12 +148,13 @@ def _merged_contexts(
     numbers: dict[Context, int] = {}
     merged = np.full(tensors, -1, dtype=np.int64)
     for part, place in zip(parts, places, strict=True):
-        pairs = np.stack([merged[place], part.context])
-        met, which = np.unique(pairs, axis=1, return_inverse=True)
+        # One number for each pair: sorting numbers takes a third of sorting pairs.
+        pairs = (merged[place] + 1) * len(part.contexts) + part.context
+        met, which = np.unique(pairs, return_inverse=True)
         known = list(numbers)
         results = [
-            part.contexts[new] if before < 0 else known[before].merged(part.contexts[new])
-            for before, new in met.T.tolist()
+            part.contexts[new] if not before else known[before - 1].merged(part.contexts[new])
+            for before, new in (divmod(pair, len(part.contexts)) for pair in met.tolist())
         ]
         found = [numbers.setdefault(context, len(numbers)) for context in results]
         merged[place] = np.array(found, dtype=np.int64)[which.reshape(-1)]
@@ -159,8 +163,8 @@ def _merged_contexts(
 
 def _used_contexts(contexts: tuple[Context, ...], context: Column) -> tuple[tuple[Context, ...], Column]:
     """Return the contexts without those that no tensor has after merging, and each tensor's new position among them."""
-    used, numbered = np.unique(context, return_inverse=True)
-    return tuple(contexts[number] for number in used.tolist()), numbered.reshape(-1)
+    is_used = np.bincount(context, minlength=len(contexts)) > 0
+    return tuple(contexts[number] for number in np.flatnonzero(is_used).tolist()), (np.cumsum(is_used) - 1)[context]
 
 
 def _merged_lost_updates(parts: Sequence[TensorColumns], places: Sequence[Column]) -> tuple[Lost, ...]:

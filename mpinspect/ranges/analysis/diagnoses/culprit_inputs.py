@@ -105,6 +105,9 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
         )
         if not of_targets and found.what != "examined-batch":
             continue
+        # What another rank made first may have been sent to this one as its input.
+        if event is not None and event.rank != found.rank:
+            continue
         whose, name = ("targets", "targets hold") if of_targets else ("batch", "batch itself holds")
         yield Finding(
             "batch-not-finite",

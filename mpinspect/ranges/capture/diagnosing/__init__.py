@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpinspect.ranges.capture.diagnosing.accumulation import Accumulation
+from mpinspect.ranges.capture.diagnosing.averaged import Averaged
 from mpinspect.ranges.capture.diagnosing.averages import Averages
 from mpinspect.ranges.capture.diagnosing.buffers import Buffers
 from mpinspect.ranges.capture.diagnosing.equal_by_rounding import EqualByRounding
@@ -31,6 +32,7 @@ def diagnosing_observers(
         Ledger(parameters, optimizers, clock, recording, modules),
         HandedOver(parameters, optimizers, clock, recording),
         Averages(parameters, optimizers, clock, recording),
+        Averaged(optimizers, clock, recording),
         Accumulation(clock, recording),
         Buffers(layers, clock, recording),
         Examination(layers, parameters, clock, recording),

@@ -22,6 +22,7 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.session import MOST_ROWS, Measurement
+from mpinspect.runtime.distributed import is_from_stage_before
 
 #: The most nodes that are searched if the loss is not finite, and if it is finite.
 _MOST_NODES, _NEAREST_NODES = 20_000, 48
@@ -81,7 +82,8 @@ class Examination(Observer):
             return
         for tensor in call.inputs():
             if tensor.is_floating_point() and tensor.grad_fn is None and id(tensor) not in self._made:
-                self._inputs.append(weakref.ref(tensor))
+                if not is_from_stage_before(tensor):
+                    self._inputs.append(weakref.ref(tensor))
                 if call.outputs[0].grad_fn is None:
                     self._graphless.append((call.layer.path, weakref.ref(tensor), weakref.ref(call.outputs[0])))
         self._made.update(map(id, call.outputs))

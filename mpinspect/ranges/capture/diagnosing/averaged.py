@@ -1,0 +1,76 @@
+"""An observer that counts the gradients which DistributedDataParallel has averaged over the ranks, in a few steps of a run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from mpinspect.counting.fastest import count
+from mpinspect.counting.layout import decode
+from mpinspect.numeric.exponents import ExponentHistogram, merge
+from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.observations import Backward, Observer
+from mpinspect.ranges.capture.optimizers import ModelOptimizers
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.session import Measurement
+from mpinspect.runtime.distributed import copy_held
+
+#: The name of the measurement.
+AVERAGED = "gradients-averaged"
+
+
+class Averaged(Observer):
+    """Counts ``.grad`` of all parameters together when the optimizer steps: averaged, unscaled, and clipped where the script
+    clips. Works on the first rank alone, in the first sampled step at or after 0, 1, 2, 4, 8, ...
+
+    Args:
+        optimizers: those that step the parameters.
+        clock: the run's step clock.
+        recording: receives the measurements: figures are elements by exponent ("-12"), and "zeros" and "nonfinite".
+    """
+
+    def __init__(self, optimizers: ModelOptimizers, clock: StepClock, recording: Recording) -> None:
+        self._optimizers, self._clock, self._recording = optimizers, clock, recording
+        self._next_step = 0
+        #: Whether a backward has reached the model in this step.
+        self._has_gradients = False
+        #: The rows counted in this step, by device and length.
+        self._rows: dict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Activate this observer in a sampled step that is twice as far as the last one counted."""
+        self.at_work = sampled and self._clock.step >= self._next_step
+        self._has_gradients = False
+        self._rows.clear()
+
+    def backward_begins(self, backward: Backward) -> None:
+        """Record that the gradients are of this step: an optimizer with a closure steps before its backward."""
+        self._has_gradients = True
+
+    @torch.no_grad()
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the gradients that the optimizer receives, unless they are still scaled, as a fused optimizer's may be."""
+        if not self.at_work or not self._has_gradients or getattr(optimizer, "grad_scale", None) is not None:
+            return
+        for watched in self._optimizers.parameters(optimizer):
+            gradient = watched.parameter.grad
+            if watched.counted and gradient is not None and is_plain(gradient) and watched.parallel is not None:
+                held = copy_held(watched.parallel)
+                if held.is_first and held.replicas > 1:
+                    row = count(gradient)
+                    self._rows[row.device, len(row)].append(row)
+
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Record the counts. Waits for the device."""
+        rows = [row for group in self._rows.values() for row in torch.stack(group).cpu().numpy()]
+        self._rows.clear()
+        if rows and sampled:
+            self._next_step = max(2 * step, 1)
+            self._recording.measured(Measurement(AVERAGED, "", step, _figures(merge(map(decode, rows)))))
+
+
+def _figures(found: ExponentHistogram) -> dict[str, float]:
+    counts = {str(found.min_exponent + place): float(number) for place, number in enumerate(found.counts) if number}
+    return counts | {"zeros": float(found.zeros), "nonfinite": float(found.nonfinite)}
