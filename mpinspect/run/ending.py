@@ -217,10 +217,8 @@ class Ending:
             others = others_of(self.directory, self._whole)
             ranks = [path for path in others if path.parent == self._whole != self.directory]
             if ranks or (self.outcome.by_error and self._whole != self.directory):
-                # After an error of this rank the others may hang in a collective.
-                wait = {"patience_s": 0.0} if self.outcome.by_error else {}
                 try:
-                    models, added, notes = with_ranks(models, self.directory, ranks, outcome=self.outcome, **wait)
+                    models, added, notes = with_ranks(models, self.directory, ranks, outcome=self.outcome)
                 except Exception as error:
                     notes = [f"the counts of the other ranks could not be added: {brief(error)}"]
         if self._all_ranks is not None:

@@ -101,25 +101,24 @@ def with_ranks(
     ranks: list[Path],
     *,
     outcome: Outcome,
-    patience_s: float = _ENDS_WITHIN_S,
 ) -> tuple[list[RecordedModel], list[Path], list[str]]:
     """Return this rank's models with what other ranks have recorded on disk added up.
 
-    Waits for ranks that are about to end, and reads for _PATIENCE_S seconds at most.
+    Waits for ranks that are about to end (not after an error, when they may hang in a collective), and reads for _PATIENCE_S
+    seconds at most.
 
     Args:
         models: this rank's models.
         own: this rank's directory.
         ranks: the other ranks' directories.
         outcome: of this rank, whose record says so only later.
-        patience_s: most seconds to wait for ranks that still run.
 
     Returns:
         The models of all ranks, the directories that were read, and sentences on the parts that are missing.
     """
     from mpinspect.run.ranks import ModelsOfRanks
 
-    running = _still_running(ranks, patience_s)
+    running = _still_running(ranks, 0.0 if outcome.by_error else _ENDS_WITHIN_S)
     whole, read = ModelsOfRanks(), []
     whole.process(own.name, replace(read_record(own), outcome=outcome.words, by_error=outcome.by_error))
     for model in models:

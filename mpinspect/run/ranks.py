@@ -9,8 +9,9 @@ from pathlib import Path
 
 from mpinspect.ranges.analysis.rank_findings import ended_early
 from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, NotOneModelError, RankSum, ranks_named
-from mpinspect.ranges.session import Measurement, Session
+from mpinspect.ranges.session import Measurement, RunInfo, Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
+from mpinspect.reporting.words import number_of
 from mpinspect.run.options import MOST_RANKS
 from mpinspect.run.record import KILLED, STILL_RUNNING, ProcessRecord, read_record
 from mpinspect.runtime.background import give_way
@@ -110,12 +111,15 @@ class ModelsOfRanks:
     @property
     def died(self) -> str:
         """A sentence on the ranks that ended before their script did; "" if none did."""
-        found = ended_early(Session(measurements=tuple(self._left)))
+        found = ended_early(Session(RunInfo(world_size=self._world), measurements=tuple(self._left)))
         return next((finding.message for finding in found), "")
 
     def models(self) -> Iterator[tuple[str, Session]]:
         """Yield each model's name and session, which of several ranks is their sum."""
-        absent = {rank: self._why_absent(rank) for rank in range(self._world) if rank not in self._present}
+        without_folder = self._why_no_folder()
+        absent = {
+            rank: self._why_absent(rank, without_folder) for rank in range(self._world) if rank not in self._present
+        }
         ranks: dict[str, list[int]] = {}
         for rank, why in absent.items():
             ranks.setdefault(why, []).append(rank)
@@ -125,23 +129,27 @@ class ModelsOfRanks:
         for name, found in self._models.items():
             yield name, found.session(absent, unfinished, self._left) if isinstance(found, RankSum) else found
 
-    def _why_absent(self, rank: int) -> str:
+    def _why_absent(self, rank: int, without_folder: str) -> str:
         """Return what is known of a rank of which nothing was added."""
         if rank in self._unreadable:
             return "what it wrote can't be read"
         record = self._records.get(f"rank{rank}")
         if record is not None:
-            return f"it recorded no model ({record.outcome})"
+            return f"no model was recorded ({record.outcome})"
+        return without_folder
+
+    def _why_no_folder(self) -> str:
+        """Return why ranks may have no folder here."""
         known = {each.host: each.ranks_here for name, each in self._records.items() if _RANK.fullmatch(name)}
         if not known or not all(known.values()):
-            return "it has no folder here"
-        here = sum(number or 0 for number in known.values())
-        if here < self._world:
+            return "no folder here"
+        elsewhere = self._world - sum(number or 0 for number in known.values())
+        if elsewhere > 0:
             return (
-                f"it has no folder here, and {self._world - here:,} ranks were started on other machines: copy their folders "
-                f"(rank{rank}, ...) to these"
+                f"no folder here, and {number_of(elsewhere, 'rank')} started on other machines: copy their folders "
+                "(rank0, rank1, ...) to these"
             )
-        return "it has no folder, though it was started on this machine: it ended before it made one, or ran without mpinspect"
+        return "no folder, though started on this machine: ended before there was one, or ran without mpinspect"
 
 
 def _unfinished(record: ProcessRecord) -> str:

@@ -186,11 +186,11 @@ def _record(place: Path, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({}, "it has no folder here"),
-        ({"local_world_size": 2, "host": "a"}, "it has no folder, though it was started on this machine"),
+        ({}, "no folder here"),
+        ({"local_world_size": 2, "host": "a"}, "no folder, though started on this machine"),
         (
             {"local_world_size": 1, "host": "a"},
-            "1 ranks were started on other machines: copy their folders (rank1, ...)",
+            "1 rank started on other machines: copy their folders (rank0, rank1, ...)",
         ),
     ],
 )

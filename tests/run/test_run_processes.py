@@ -342,7 +342,7 @@ def test_a_rank_that_is_killed_is_named_with_its_step_and_the_other_ends_as_it_w
     for text in (first.err, str(read_run(directory))):
         said = " ".join(text.split())
         if when == "at once":
-            assert f"rank 1 of 2 left nothing that can be added: it recorded no model ({dead})" in said
+            assert f"rank 1 of 2 left nothing that can be added: no model was recorded ({dead})" in said
         else:
             step = re.search(r"Rank 1 ended after step (\d+) without a report \(killed, or it crashed\)", said)
             assert step is not None
@@ -372,7 +372,8 @@ def test_torchrun_kills_the_others_of_a_dead_rank_and_the_report_names_it(tmp_pa
     assert re.search(r"Ranks? (0 and )?1 ended after step 0 without a report \(killed, or it crashed\)", said)
 
 
-def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path):
+def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpinspect.run.joining._ENDS_WITHIN_S", 0.2)
     for rank, outcome in enumerate(("running", "running", "ended")):
         model = tmp_path / f"rank{rank}" / "Net"
         model.mkdir(parents=True)
@@ -385,12 +386,12 @@ def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path):
             own = RecordedModel("Net", session)
     others = [tmp_path / "rank1", tmp_path / "rank2"]
     began = time.monotonic()
-    (model,), read, notes = with_ranks([own], tmp_path / "rank0", others, outcome=Outcome(), patience_s=0.2)
+    (model,), read, notes = with_ranks([own], tmp_path / "rank0", others, outcome=Outcome())
     assert time.monotonic() - began < 5
     assert [rank.info.rank for rank in model.session.ranks] == [0, 1, 2]
     assert read == others
     assert notes == [
-        "rank 3 of 4 left nothing that can be added: it has no folder here",
+        "rank 3 of 4 left nothing that can be added: no folder here",
         "rank 1 had not ended when this was made: of that only what was on disk is in, mpinspect report adds the rest",
     ]
 

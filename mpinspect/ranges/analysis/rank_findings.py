@@ -9,8 +9,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from mpinspect.numeric.exponents import merge
-from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.comparison import scales_part
+from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
 from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, MISSING, UNFINISHED, ranks_named
@@ -23,8 +23,6 @@ from mpinspect.reporting.words import format_name, number_of, steps_named, upper
 Value = TypeVar("Value", bound=Hashable)
 #: Of a rank whose session has not ended, where nothing is known of its process.
 _UNFINISHED = "had not ended: still running, killed, or the file is cut off"
-#: Bits of the significand, the hidden one among them: a value added to 2^bits times as much is rounded away.
-_SIGNIFICAND_BITS = {BFLOAT16.name: 8, FLOAT16.name: 11}
 #: Of the figures of averaged gradients those that count elements.
 _EXPONENT = re.compile(r"-?[0-9]{1,4}")
 #: Ranks that start further apart than this, in seconds, are of two runs, or one was started again.
@@ -368,7 +366,7 @@ def _summed(session: Session, advised: Advised) -> Iterator[Finding]:
     """Yield a finding if the ranks' gradients are summed in 16 bits."""
     world = session.info.world_size
     for dtype in session.precision.reduced:
-        bits = _SIGNIFICAND_BITS.get(dtype)
+        bits = SIGNIFICAND_BITS.get(dtype)
         if bits is None or world < 2:
             continue
         name, many = format_name(dtype), world >= 2**bits
