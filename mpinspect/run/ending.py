@@ -98,7 +98,7 @@ class Ending:
 
             if self.options.tracker is not None:
                 self._tracker = ActiveRun(self.options.tracker, self._before_the_tracker_ends)
-            if self.speaks and self._whole != self.directory:
+            if self.speaks and self._is_rank:
                 from mpinspect.run.all_ranks import AllRanks
 
                 self._all_ranks = AllRanks(self._whole)
@@ -130,7 +130,7 @@ class Ending:
         """
         if not self._once.acquire(blocking=False):
             return
-        put_off = sigterm_put_off() if self._whole != self.directory else nullcontext()
+        put_off = sigterm_put_off() if self._is_rank else nullcontext()
         try:
             with put_off:
                 self._finish(flush)
@@ -167,7 +167,7 @@ class Ending:
         if not self.started:
             self._never_started()
             return
-        if self.outcome.by_error and self._whole != self.directory and recordings.models:
+        if self.outcome.by_error and self._is_rank and recordings.models:
             self.speaks = self._reports_for_all()
         report = self.report = self._joined(recordings)
         if flush:
@@ -186,6 +186,11 @@ class Ending:
         else:
             if self.speaks:
                 say(f"to explore in a browser: {shown(self.directory / PAGE)}")
+
+    @property
+    def _is_rank(self) -> bool:
+        """Whether this process is one of several ranks, whose directories lie in one."""
+        return self._whole != self.directory
 
     @property
     def _failed_with_torch(self) -> bool:
@@ -215,8 +220,8 @@ class Ending:
         models = recordings.models
         if self.speaks:
             others = others_of(self.directory, self._whole)
-            ranks = [path for path in others if path.parent == self._whole != self.directory]
-            if ranks or (self.outcome.by_error and self._whole != self.directory):
+            ranks = [path for path in others if self._is_rank and path.parent == self._whole]
+            if ranks or (self.outcome.by_error and self._is_rank):
                 try:
                     models, added, notes = with_ranks(models, self.directory, ranks, outcome=self.outcome)
                 except Exception as error:

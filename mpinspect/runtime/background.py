@@ -22,8 +22,8 @@ _REST = 9.0
 _LONGEST_REST_S = 0.05
 _LOOK_AGAIN_S = 0.05
 
-#: Seconds until the first of what is costly, and least seconds between two; as a multiple of the processor time that one
-#: takes, half a percent of it; and as a share of the time since the beginning, so that a long run has some hundred of them.
+#: Seconds before the first time. Each later pause is the longest of: _INTERVAL_S; _COST_FACTOR times the processor time that
+#: the work last took (so it takes 0.5% at most); _GROWTH times the time since the start (so a long run has about a hundred).
 _FIRST_S, _INTERVAL_S, _COST_FACTOR, _GROWTH = 10.0, 60.0, 200, 0.1
 
 _of_this_thread = threading.local()
@@ -37,7 +37,7 @@ def give_way() -> None:
 
 
 class Seldom:
-    """Tells when to do something costly again that a long run does now and then, so that it takes half a percent at most.
+    """Schedules costly work that a long run repeats, so that it takes half a percent of the processor at most.
 
     Args:
         clock: returns monotonic seconds.
@@ -46,21 +46,21 @@ class Seldom:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._begun = clock()
-        #: When it is due; infinity while it is done.
+        #: When the work is due; infinity while it is done.
         self.due_at = self._begun + _FIRST_S
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to do it."""
+        """Whether it is time to do the work."""
         return self._clock() >= self.due_at
 
     def begin(self) -> None:
-        """Make it not due before ``doing`` has ended; to be called where the work is handed to another thread."""
+        """Make the work not due before ``doing`` has ended. Call it when the work is handed to another thread."""
         self.due_at = math.inf
 
     @contextmanager
     def doing(self) -> Iterator[None]:
-        """Measure the work done within the block, on this thread, and set when it is due again."""
+        """Measure the work that the block does on this thread, and set when it is due again."""
         begun = time.thread_time()
         try:
             yield

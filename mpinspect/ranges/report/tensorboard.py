@@ -204,7 +204,6 @@ class TensorBoardSink(ScalarSink):
         super().__init__()
         self._log = TensorBoardLog(log_dir)
         self._session = session
-        #: When to conclude: a quarter of the 2% that writing may take.
         self._seldom = Seldom(clock)
         #: The thread that makes verdict and maps during the run; only the thread that calls this sink writes to the log.
         self._aside = Background()
