@@ -289,15 +289,15 @@ def _added_up(run: Found) -> Session:
     """Return the sum of the ranks, with what their records say of those that ended early."""
     from mpinspect.ranges.analysis.ranks import RankSum
     from mpinspect.ranges.store import read_session
-    from mpinspect.run.ranks import left_early
+    from mpinspect.run.ranks import early_end
     from mpinspect.run.record import read_record
 
     total = RankSum()
     for path in run.ranks:
         total.add(read_session(path))
     places = [path.parent.parent for path in run.ranks] if run.has_beside else []
-    left = [left_early(place.name, read_record(place)) for place in places]
-    return total.session(left=[each for each in left if each is not None])
+    left = [early_end(place.name, read_record(place)) for place in places]
+    return total.session(ended_early=[each for each in left if each is not None])
 
 
 def _shown(run: Any, place: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpinspect.ranges.analysis.rank_findings import ended_early
-from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, NotOneModelError, RankSum, ranks_named
+from mpinspect.ranges.analysis.ranks import ENDED_EARLY, ENDINGS, NotOneModelError, RankSum, ranks_named
 from mpinspect.ranges.session import Measurement, RunInfo, Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.reporting.words import number_of
@@ -18,7 +18,9 @@ from mpinspect.runtime.background import give_way
 
 _RANK = re.compile(r"rank(\d+)")
 #: What torch's collectives raise on the ranks that are left when another is gone.
-_BEREFT = re.compile(r"Dist\w*Error|[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|NCCL|[Gg]loo|[Tt]imed out")
+_IN_A_COLLECTIVE = re.compile(
+    r"Dist\w*Error|[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|NCCL|[Gg]loo|[Tt]imed out"
+)
 
 
 class ModelsOfRanks:
@@ -39,7 +41,7 @@ class ModelsOfRanks:
         self._present: dict[int, str] = {}
         self._unreadable: set[int] = set()
         self._world = 0
-        self._left: list[Measurement] = []
+        self._ended_early: list[Measurement] = []
         #: Sentences on what was not added up, and why.
         self.notes: list[str] = []
 
@@ -51,8 +53,8 @@ class ModelsOfRanks:
             record: what its run.json says.
         """
         self._records[process] = record
-        if found := left_early(process, record):
-            self._left.append(found)
+        if found := early_end(process, record):
+            self._ended_early.append(found)
         if _RANK.fullmatch(process):
             self._world = max(self._world, record.world_size)
 
@@ -109,9 +111,9 @@ class ModelsOfRanks:
                 self.notes.append(f"{place.name}/{file.parent.name} can't be read: {str(error).rstrip('.')}")
 
     @property
-    def died(self) -> str:
+    def ended_early(self) -> str:
         """A sentence on the ranks that ended before their script did; "" if none did."""
-        found = ended_early(Session(RunInfo(world_size=self._world), measurements=tuple(self._left)))
+        found = ended_early(Session(RunInfo(world_size=self._world), measurements=tuple(self._ended_early)))
         return next((finding.message for finding in found), "")
 
     def models(self) -> Iterator[tuple[str, Session]]:
@@ -127,7 +129,7 @@ class ModelsOfRanks:
         self.notes[:0] = [f"{ranks_named(of)} of {self._world:,} {left}: {why}" for why, of in ranks.items()]
         unfinished = {rank: why for rank, why in self._present.items() if why}
         for name, found in self._models.items():
-            yield name, found.session(absent, unfinished, self._left) if isinstance(found, RankSum) else found
+            yield name, found.session(absent, unfinished, self._ended_early) if isinstance(found, RankSum) else found
 
     def _why_absent(self, rank: int, without_folder: str) -> str:
         """Return what is known of a rank of which nothing was added."""
@@ -159,7 +161,7 @@ def _unfinished(record: ProcessRecord) -> str:
     return "left a session file that is damaged or cut off" if record.ended and not record.ended_early else ""
 
 
-def left_early(process: str, record: ProcessRecord) -> Measurement | None:
+def early_end(process: str, record: ProcessRecord) -> Measurement | None:
     """Return how a rank's process ended before its script did; None if it did not, or is no rank's."""
     match = _RANK.fullmatch(process)
     if match is None or not record.ended_early:
@@ -168,9 +170,9 @@ def left_early(process: str, record: ProcessRecord) -> Measurement | None:
     words = f"{'by' if record.by_error else 'with'} {record.outcome}"
     if record.outcome == KILLED:
         kind, words = "killed", record.outcome.removeprefix("ended ")
-    elif record.by_error and _BEREFT.search(record.outcome):
-        kind, words = "bereft", f"by {record.outcome.partition(':')[0]} in a collective"
-    return Measurement(LEFT, rank=int(match[1]), figures={"order": float(LEFT_ORDER.index(kind))}, text=words)
+    elif record.by_error and _IN_A_COLLECTIVE.search(record.outcome):
+        kind, words = "in a collective", f"by {record.outcome.partition(':')[0]} in a collective"
+    return Measurement(ENDED_EARLY, rank=int(match[1]), figures={"order": float(ENDINGS.index(kind))}, text=words)
 
 
 def _with_rank(session: Session, process: str, world_size: int) -> Session:

@@ -82,7 +82,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
         log_dir=str(folder),
         is_shape_detail=not first.lint,
         # Without a model there is no verdict that could say it.
-        broke_elsewhere="" if parts else models.died,
+        broke_elsewhere="" if parts else models.ended_early,
     )
 
 

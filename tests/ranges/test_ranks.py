@@ -18,7 +18,7 @@ from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.rank_findings import rank_sentences
-from mpinspect.ranges.analysis.ranks import LEFT, NotOneModelError, RankSum, largest_of, merge_ranks, ranks_named
+from mpinspect.ranges.analysis.ranks import ENDED_EARLY, NotOneModelError, RankSum, largest_of, merge_ranks, ranks_named
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import TensorKey
 
@@ -280,7 +280,7 @@ def test_uneven_steps_and_missing_ranks_are_named():
 
 
 def left(rank, words, order=0.0):
-    return s.Measurement(LEFT, rank=rank, figures={"order": order}, text=words)
+    return s.Measurement(ENDED_EARLY, rank=rank, figures={"order": order}, text=words)
 
 
 def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
@@ -294,7 +294,7 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
         left(2, killed, 1.0),
         left(3, killed, 1.0),
     ]
-    report = analyse(total.session(left=measured))
+    report = analyse(total.session(ended_early=measured))
     said = finding(report, "rank-ended-early")
     assert report.findings[0] is said
     assert (said.severity, said.step) == ("error", 570)
@@ -306,13 +306,15 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
     assert "rank 1" in report.verdict.change
     # How it ended says why rank 3 left nothing.
     assert "rank-missing" not in ids(report)
-    alone = analyse(total.session(left=[left(3, killed, 1.0)]))
+    alone = analyse(total.session(ended_early=[left(3, killed, 1.0)]))
     assert finding(alone, "rank-ended-early").message == f"Rank 3 ended before a step was recorded, {killed}."
-    slow = analyse(total.session(left=[left(2, killed, 1.0)]))
+    slow = analyse(total.session(ended_early=[left(2, killed, 1.0)]))
     assert finding(slow, "rank-ended-early").message == f"Rank 2 ended after step 579 {killed}."
     assert "signal 9" in finding(slow, "rank-ended-early").fix
     # Somebody may have stopped the whole job.
-    stopped = finding(analyse(total.session(left=[left(rank, killed, 1.0) for rank in range(4)])), "rank-ended-early")
+    stopped = finding(
+        analyse(total.session(ended_early=[left(rank, killed, 1.0) for rank in range(4)])), "rank-ended-early"
+    )
     assert stopped.severity == "warning"
     assert "the job was stopped" in stopped.message
     assert finding(slow, "rank-steps-differ").severity == "info"

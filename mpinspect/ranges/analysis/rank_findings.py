@@ -13,7 +13,7 @@ from mpinspect.ranges.analysis.comparison import scales_part
 from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
-from mpinspect.ranges.analysis.ranks import LEFT, LEFT_ORDER, MISSING, UNFINISHED, ranks_named
+from mpinspect.ranges.analysis.ranks import ENDED_EARLY, ENDINGS, MISSING, UNFINISHED, ranks_named
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Measurement, RankRecord, RunInfo, Session
@@ -31,13 +31,13 @@ _SECONDS_APART = 600.0
 
 def ended_early(session: Session) -> Iterator[Finding]:
     """Yield an error that names the ranks whose processes ended first, in which step and how, and what became of the others."""
-    left = [each for each in session.measurements if each.what == LEFT and each.rank is not None]
+    left = [each for each in session.measurements if each.what == ENDED_EARLY and each.rank is not None]
     if not left:
         return
     causes = [each for each in left if each.figures["order"] == min(each.figures["order"] for each in left)]
     numbers = [each.rank for each in causes if each.rank is not None]
     parts = ["; ".join(_ended(causes, session)), "; ".join(_ended([each for each in left if each not in causes]))]
-    was_killed = causes[0].figures["order"] == LEFT_ORDER.index("killed")
+    was_killed = causes[0].figures["order"] == ENDINGS.index("killed")
     read = "what the launcher says of" if was_killed else "what is printed of the exception on"
     why = ": signal 9 is mostly a lack of memory, 11 a crash in native code" if was_killed else ""
     after = f" After that {parts[1]}." if parts[1] else ""
@@ -170,7 +170,7 @@ def _missing_ranks(session: Session) -> set[int]:
 
 def _missing(session: Session) -> Iterator[Finding]:
     # How a rank ended says why it left nothing.
-    told = _known_of(session, LEFT)
+    told = _known_of(session, ENDED_EARLY)
     gone = {rank: why for rank, why in _known_of(session, MISSING).items() if rank not in told}
     if not gone:
         return
@@ -284,7 +284,7 @@ def _scale(scale: float | None) -> str:
 
 def _steps(session: Session) -> Iterator[Finding]:
     common, odd = _odd_ones(session.ranks, lambda rank: rank.progress.steps)
-    told, known = _known_of(session, LEFT), _known_of(session, UNFINISHED)
+    told, known = _known_of(session, ENDED_EARLY), _known_of(session, UNFINISHED)
     running = [rank.info.rank for rank in session.ranks if not rank.progress.ended and rank.info.rank not in told]
     unfinished = {rank: known.get(rank) or _UNFINISHED for rank in running}
     # All running, or all ended.

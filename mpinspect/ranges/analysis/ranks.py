@@ -36,8 +36,8 @@ from mpinspect.runtime.background import give_way
 MISSING, UNFINISHED = "rank-missing", "rank-unfinished"
 #: Name of the measurement that a rank's process ended before its script did; ``text`` is how ("by ValueError: 3"). Its figure
 #: "order" tells what ended it: something of its own, a signal, or that another rank was gone. The cause has the least.
-LEFT = "rank-left"
-LEFT_ORDER = ("itself", "killed", "bereft")
+ENDED_EARLY = "rank-ended-early"
+ENDINGS = ("itself", "killed", "in a collective")
 #: Most events kept of all ranks, the first ones; each rank's record has the number of its events.
 MOST_EVENTS = 1000
 
@@ -96,7 +96,7 @@ class RankSum:
         self,
         absent: Mapping[int, str] | None = None,
         unfinished: Mapping[int, str] = MappingProxyType({}),
-        left: Iterable[Measurement] = (),
+        ended_early: Iterable[Measurement] = (),
     ) -> Session:
         """Return the sum; that of a world of one is a session without ranks.
 
@@ -104,7 +104,7 @@ class RankSum:
             absent: ranks of the job that left nothing, with what is known of each; None: all that were not added. A rank that
                 recorded another model only (a stage of a pipeline) is not absent.
             unfinished: ranks whose sessions have not ended, with what is known of each: words that follow its name.
-            left: the measurements LEFT of ranks that ended before their time.
+            ended_early: the measurements of that name, of ranks whose processes ended before their script did.
 
         Raises:
             ValueError: nothing was added.
@@ -116,7 +116,7 @@ class RankSum:
             others = (rank for rank in range(self._sum.info.world_size) if rank not in known)
             absent = dict.fromkeys(islice(others, MOST_EVENTS), "")
         found = (
-            *islice(left, MOST_EVENTS),
+            *islice(ended_early, MOST_EVENTS),
             *(Measurement(MISSING, rank=rank, text=why) for rank, why in islice(absent.items(), MOST_EVENTS)),
             *(Measurement(UNFINISHED, rank=rank, text=why) for rank, why in unfinished.items() if rank in known),
             *self._ranges.differing(),
