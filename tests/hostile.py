@@ -153,7 +153,7 @@ class Hostile:
         """A trace, gzipped or not."""
         data = self._document(self._trace)
         if self._random.random() < 0.3:
-            data = gzip.compress(data, 1)
+            data = gzip.compress(data, 1, mtime=0)
             if self._random.random() < 0.7:
                 data = self._bytes_changed(data)
         return data

@@ -165,13 +165,19 @@ def summed_in(parameter: torch.Tensor, wrapper: Any = None) -> torch.dtype | Non
 def sharded_sum_in(module: torch.nn.Module) -> torch.dtype | None:
     """Return the dtype in which ``fully_shard`` sums the gradients of a module's group; None if unknown or not sharded.
 
-    FSDP2 has no public way to read its policy back.
+    FSDP2 has no public way to read its policy back. From torch 2.15 on each parameter has one, and without a dtype to reduce in
+    its gradients are summed in the dtype that it asks of them; before, in that of the computation.
     """
     get_state = getattr(module, "_get_fsdp_state", None)
     group = getattr(get_state(), "_fsdp_param_group", None) if callable(get_state) else None
     policy = getattr(group, "mp_policy", None)
-    if policy is None:
+    own = next(module.parameters(), None)
+    found: torch.dtype | None
+    if policy is not None:
+        found = policy.reduce_dtype or policy.param_dtype or getattr(own, "dtype", None)
+        return found
+    policies = [policy for each in getattr(group, "fsdp_params", ()) if (policy := getattr(each, "mp_policy", None))]
+    if not policies:
         return None
-    own = next((parameter.dtype for parameter in module.parameters()), None)
-    found: torch.dtype | None = policy.reduce_dtype or policy.param_dtype or own
+    found = policies[0].reduce_dtype or getattr(own, "grad_dtype", None)
     return found

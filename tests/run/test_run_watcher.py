@@ -566,7 +566,8 @@ def test_scripting_exporting_and_tracing(tmp_path, trained):
         train(model, optimizer, steps=2 * trained)
         hooks = hooks_of(model)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            for category in (DeprecationWarning, FutureWarning):
+                warnings.simplefilter("ignore", category)
             outputs = [torch.jit.script(model)(x), torch.jit.trace(model, x)(x), torch.jit.trace(model.forward, x)(x)]
         outputs += [torch.fx.symbolic_trace(model)(x), torch.export.export(model, (x,)).module()(x)]
         after = hooks_of(model)
