@@ -119,11 +119,14 @@ def serve(connection: int) -> None:
     """Fork for each request; the child runs what was asked for and returns, so that its interpreter ends as any does."""
     # No script here has a GPU, and an interpreter that ends without Triton's library ends sooner.
     sys.modules["triton"] = None  # type: ignore[assignment]
+    path = list(sys.path)
     for name in _MODULES:
         try:
             __import__(name)
         except ImportError:
             continue
+    # torch 2.6 adds a folder of its own.
+    sys.path[:] = path
     # What is frozen no child's garbage collector walks through, at its end above all: a second each.
     gc.freeze()
     with socket.socket(fileno=connection) as server:

@@ -121,6 +121,7 @@ CASES: dict[str, Callable[[Tensors], Any]] = {
     "triplet_margin_loss": lambda t: F.triplet_margin_loss(t.h(2, 3), t.h(2, 3), t.h(2, 3)),
     "multi_margin_loss": lambda t: F.multi_margin_loss(t.h(2, 3), t.i(2)),
     "binary_cross_entropy_with_logits": lambda t: F.binary_cross_entropy_with_logits(t.h(3), t.h(3)),
+    "linalg_matrix_sqrth": lambda t: torch.ops.aten.linalg_matrix_sqrth(torch.diag(t.h(3).abs() + 1)),
     "dist": lambda t: torch.dist(t.h(3), t.h(3)),
     "pdist": lambda t: F.pdist(t.h(3, 4)),
     "cdist": lambda t: torch.cdist(t.h(2, 3), t.h(2, 3)),
@@ -173,7 +174,16 @@ ELSEWHERE = {
     "grid_sampler",  # the fake one wants a GPU: test_grid_sample_... below
     "cudnn_convolution",
     "cudnn_convolution_transpose",
+    "_cudnn_rnn",  # from torch 2.15 on
     "binary_cross_entropy",
+    # Of named tensors, which later versions than torch 2.6 leave out.
+    "cumprod.dimname",
+    "cumsum.dimname",
+    "log_softmax.Dimname",
+    "norm.names_ScalarOpt_dim",
+    "prod.dim_Dimname",
+    "softmax.Dimname",
+    "sum.dim_DimnameList",
 }
 
 #: Reached in other ways, with other dtypes, or where CUDA's autocast does nothing and the CPU's own something.
@@ -238,9 +248,19 @@ def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
         torch.set_autocast_dtype("cuda", before[1])
 
 
-def on_cuda(case: Callable[[Tensors], Any], dtype: torch.dtype) -> torch.dtype:
-    with FakeTensorMode(), cuda_autocast(dtype):
-        return case(Tensors("cuda", dtype)).dtype
+#: What torch 2.6 built for CUDA says where its fake tensors of CUDA ask for the GPU itself.
+NEEDS_GPU = ("NVIDIA driver", "CUDA driver", "convolution_overrideable")
+
+
+def on_cuda(case: Callable[[Tensors], Any], dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype that CUDA's autocast gives; None where this torch can't tell without a GPU."""
+    try:
+        with FakeTensorMode(), cuda_autocast(dtype):
+            return case(Tensors("cuda", dtype)).dtype
+    except RuntimeError as error:
+        if torch.cuda.is_available() or not any(words in str(error) for words in NEEDS_GPU):
+            raise
+        return None
 
 
 def on_cpu(case: Callable[[Tensors], Any], dtype: torch.dtype) -> torch.Tensor:
@@ -248,15 +268,18 @@ def on_cpu(case: Callable[[Tensors], Any], dtype: torch.dtype) -> torch.Tensor:
         return case(Tensors("cpu", dtype))
 
 
-@pytest.mark.filterwarnings("ignore:at..(frobenius|nuclear)_norm is deprecated")
+@pytest.mark.filterwarnings("ignore:(at..(frobenius|nuclear)_norm|torch.chain_matmul) is deprecated")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", [*CASES, *ALSO])
 def test_a_result_has_the_dtype_that_cuda_gives_it(name, dtype):
     case = CASES.get(name) or ALSO[name]
     if name not in ALSO and not hasattr(torch.ops.aten, name.partition(".")[0]):
         pytest.skip(f"this torch has no {name}")
+    expected = on_cuda(case, dtype)
+    if expected is None:
+        pytest.skip(f"torch {torch.__version__} needs a GPU to say what dtype CUDA gives")
     made = on_cpu(case, dtype)
-    assert made.dtype == on_cuda(case, dtype)
+    assert made.dtype == expected
     if name != "gumbel_softmax":
         # In FP32 the values are right to its rounding; else to that of the operands and the result.
         exact = case(Tensors("cpu", dtype, exact=True))
@@ -271,7 +294,7 @@ def test_every_name_of_cudas_lists_has_its_case():
     assert names - ELSEWHERE <= set(CASES)
 
 
-@pytest.mark.filterwarnings("ignore:at..(frobenius|nuclear)_norm is deprecated")
+@pytest.mark.filterwarnings("ignore:(at..(frobenius|nuclear)_norm|torch.chain_matmul) is deprecated")
 def test_the_cpus_own_lists_differ():
     """Else the cases above would show nothing."""
     differing = []
@@ -279,9 +302,12 @@ def test_the_cpus_own_lists_differ():
         with torch.autocast("cpu", torch.float16):
             try:
                 dtype = case(Tensors("cpu", torch.float16)).dtype
+            except AttributeError:  # of an operation that this torch has not
+                continue
             except RuntimeError:
                 dtype = None
-        if dtype != on_cuda(case, torch.float16):
+        expected = on_cuda(case, torch.float16)
+        if expected is not None and dtype != expected:
             differing.append(name)
     assert {"softmax.int", "exp", "sum", "layer_norm", "pow.Scalar", "mv", "reflection_pad2d"} <= set(differing)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import pytest
 import torch
 
 from mpinspect.shapes.lint import lint_shapes
 
+# torch 2.6 can't import its compiler, which Transformers asks for, while a device is set.
+importlib.import_module("torch._dynamo")
 transformers = pytest.importorskip("transformers")
 
 
