@@ -370,6 +370,19 @@ def half_loss(broken):
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16, loss_of=loss_of)
 
 
+def half_loss_scaled(broken):
+    """Its product with the scale is FP32, and the gradients are finite though the loss is not."""
+    model = mlp()
+
+    def loss_of(model, x, y, step):
+        made = model(x)
+        return ((made if broken else made.float()) * 300).square().mean()
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    return train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+
+
 class Positions(nn.Module):
     def __init__(self, dtype):
         super().__init__()
@@ -529,9 +542,16 @@ class TwoHeads(nn.Module):
         return self.large(x), self.small(x)
 
 
-def two_branches(broken):
+class OneHeadInFP32(TwoHeads):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            small = self.small(x.float())
+        return self.large(x), small
+
+
+def two_branches(broken, model=None):
     """In FP16, with a scaler that comes down for one branch and takes the other one's gradients away."""
-    model = TwoHeads()
+    model = model or TwoHeads()
     weight = 1e-9 if broken else 1.0
 
     def loss_of(model, x, y, step):
@@ -541,6 +561,19 @@ def two_branches(broken):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     return train(model, optimizer, steps=20, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+
+
+def test_a_branch_in_fp32_needs_no_scale():
+    """The remedy ends the finding, though the branch's gradients are as small as before."""
+    report = two_branches(True, OneHeadInFP32())
+    assert named(report, "scale-window-empty") == []
+    assert report.loss_scale.needed is False
+    small, large = (
+        next(layer for layer in report.layers if (layer.name, layer.kind) == (f"{name}.0.weight", "weight_gradient"))
+        for name in ("small", "large")
+    )
+    assert report.session.passed_through([small.key]) == {"float32"}
+    assert report.session.passed_through([large.key]) == {"float16"}
 
 
 def test_branches_that_no_scale_serves_get_one_remedy():
@@ -594,6 +627,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("statistics-broken", "1", None, stuck_statistics),
     ("argument-out-of-range", "", 5, class_weight),
     ("loss-in-16-bits", "", 0, half_loss),
+    ("loss-in-16-bits", "", 0, half_loss_scaled),
     ("positions-collapse", "positions", 0, positions),
     ("positions-collapse", "", 0, timesteps),
     ("router-ties", "", 0, ties),

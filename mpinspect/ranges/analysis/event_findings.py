@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import END, Event, Progress, Session, TensorKey, TensorWindow
+from mpinspect.ranges.session import END, LOSSES, Event, Progress, Session, TensorKey, TensorWindow
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import some
 
@@ -84,10 +84,11 @@ def _left_broken(event: Event, session: Session) -> Finding:
 
 def _harmless(events: Sequence[Event]) -> Finding:
     first = min(events, key=lambda event: (event.step, event.micro_batch))
+    why = "they do not depend on its value" if first.what in LOSSES else "it may be intended (a mask)"
     return _finding(
         first,
         "info",
-        f"In step {first.step} {_what(first)} and every gradient was finite nevertheless: it may be intended (a mask).",
+        f"In step {first.step} {_what(first)} and every gradient was finite nevertheless: {why}.",
         _evidence(first),
     )
 
@@ -115,6 +116,8 @@ def _forward(events: Sequence[Event], in_half: bool) -> Finding:
 def _look_at(first: Event, in_half: bool) -> str:
     if first.given:
         return f"Look at the data of step {first.step}, and at what is done to it before it reaches the model."
+    if first.what in LOSSES:
+        return f"Look at the loss function, and at the targets of step {first.step}."
     overflow = (
         "; where its values grow beyond 65504, compute it, and the operations that take its result, in FP32 or BF16"
     )

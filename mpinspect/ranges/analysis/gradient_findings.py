@@ -157,7 +157,8 @@ def _already_flushed(layers: Mapping[TensorKey, LayerReport], decision: Decision
 
 
 def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Decision) -> Finding | None:
-    over = [layer for layer in gradients if layer.overflowed]
+    judged = {loss.key for loss in decision.losses}
+    over = [layer for layer in gradients if layer.overflowed and layer.key in judged]
     if not over or not decision.overflows_unscaled:
         # A small share of overflowing steps is normal under a dynamic scaler; the layers' reports still show them.
         return None

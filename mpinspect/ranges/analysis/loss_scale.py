@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mpinspect.numeric.exponents import ExponentHistogram
@@ -86,7 +86,8 @@ def advise(
 ) -> Advised:
     """Return the advice for a session's evidence, given its totals, noise ceilings and rounding-noise tensors."""
     session, format = seen.session, rules.format
-    gradients = gradient_ranges({key: Visibility.of(window) for key, window in totals.items()}, ceilings, noise)
+    scaled = _scaled(session, totals)
+    gradients = gradient_ranges({key: Visibility.of(totals[key]) for key in scaled}, ceilings, noise)
     if not session.progress.scale_known:
         return Advised(no_advice(scale_unknown(session, gradients, rules.format, rules.tolerance)))
     if not session.windows and seen.left_out:
@@ -111,7 +112,8 @@ def advise(
         return Advised(no_advice(diverged), diverged=True)
     blocks = []
     for group, of_steps in zip(groups, peaks, strict=True):
-        found = gradient_ranges(block_histograms(group), ceilings, noise)
+        of_block = {key: each for key, each in block_histograms(group).items() if key in scaled}
+        found = gradient_ranges(of_block, ceilings, noise)
         first, last = group[0].first_step, max(part.last_step for part in group)
         top = log2_highest([of_steps], format, rules.growth_interval) if of_steps else None
         own = overflowed_at(event for event in overflowed if first <= event.step <= last)
@@ -135,6 +137,16 @@ def _advised(
             no_advice("No advice: no scale that FP32 holds would bring these gradients into the format's range.")
         )
     return Advised(scale_advice(decision, blocks, advice_reason(decision, gradients, left_out)), decision)
+
+
+def _scaled(session: Session, totals: Mapping[TensorKey, TensorWindow]) -> Collection[TensorKey]:
+    """Return the keys of the tensors that a loss scale has to serve: all, or in a run that computes in 16 bits those that do.
+
+    Beside 16-bit gradients an FP32 one is known to be never rounded only where it was captured by hooks, as the ledger shows.
+    """
+    narrow = {key: window for key, window in totals.items() if window.passed_through != "float32"}
+    is_narrow = session.precision.weights and any(key.kind in GRADIENT_KINDS for key in narrow)
+    return (narrow if is_narrow else totals).keys()
 
 
 def _without_broken(session: Session, group: list[Window], peaks: dict[int, int]) -> dict[int, int]:

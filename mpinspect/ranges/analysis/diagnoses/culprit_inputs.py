@@ -101,7 +101,8 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
         event = _event_at(case, found.step)
         # A non-finite difference from a target is the target's fault only if the model's own output was finite.
         of_targets = found.what == "examined-target" or (
-            found.what == "examined-difference" and (event is None or event.forward_finite is not False)
+            found.what == "examined-difference"
+            and (event is None or event.what in LOSSES or event.forward_finite is not False)
         )
         if not of_targets and found.what != "examined-batch":
             continue

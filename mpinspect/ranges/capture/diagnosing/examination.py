@@ -89,6 +89,11 @@ class Examination(Observer):
         self._made.update(map(id, call.outputs))
         self._ends.update(output.grad_fn._sequence_nr() for output in call.outputs if output.grad_fn is not None)
 
+    def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
+        """Record the dtype of the losses: their products with a scale are FP32."""
+        if self._clock.measured and not self._told_loss:
+            self._look_at_dtype(losses)
+
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Search the graph of the losses."""
@@ -188,7 +193,7 @@ class Examination(Observer):
         for loss in losses:
             if loss.dtype in (torch.float16, torch.bfloat16) and loss.numel() == 1:
                 operators = [node.name().partition("Backward")[0] for node in graph([loss.grad_fn], 12)]
-                value = float(loss) if self._on_cpu else float("nan")
+                value = float(loss.detach()) if self._on_cpu else float("nan")
                 figures = {"value": value, "is_known": float(self._on_cpu)}
                 self._told_loss = True
                 self._recording.measured(
