@@ -73,6 +73,8 @@ FAULTS = (
     Fault("frozen_prefix.py", "gradients-missing", "blocks.10"),
     Fault("detached_encoder.py", "gradients-missing", "encoder"),
     Fault("never_zeroed.py", "gradients-never-zeroed", step=1),
+    Fault("forgotten_step.py", "never-updated"),
+    Fault("silent_head.py", "gradients-all-zero", "auxiliary"),
     Fault("late_module.py", "parameters-not-optimized", "head"),
     Fault("nan_in_batch.py", "batch-not-finite", step=7),
     Fault("masked_row.py", "mask-hides-whole-row", "attn", 9),

@@ -563,6 +563,84 @@ def two_branches(broken, model=None):
     return train(model, optimizer, steps=20, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
 
 
+def silent_branch(broken):
+    """A branch whose gradients FP16 flushes, all of them in every step, at the scale of the other."""
+    model = TwoHeads()
+    weight = 1e-9 if broken else 1.0
+
+    def loss_of(model, x, y, step):
+        large, small = model(x)
+        return large.float().square().mean() + weight * nn.functional.cross_entropy(small.float(), y)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+
+
+def never_stepped(broken):
+    """Scaled, unscaled and updated, but the optimizer's step is missing."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    with Inspector(model) as inspector:
+        for x, y in batches(6, torch.float32):
+            with torch.autocast("cpu", torch.float16):
+                loss = nn.functional.cross_entropy(model(x).float(), y)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if not broken:
+                scaler.step(optimizer)
+            scaler.update()
+    return inspector.report()
+
+
+def test_gradients_alone_are_no_training():
+    model = mlp()
+    with Inspector(model) as inspector:
+        for x, y in batches(6, torch.float32):
+            nn.functional.cross_entropy(model(x), y).backward()
+    report = inspector.report()
+    assert report.verdict.healthy is None
+    assert "none of 6 backwards led to an update" in str(report.verdict)
+    assert [finding for finding in report.findings if finding.severity != "info"] == []
+
+
+class Normalized(nn.Module):
+    """Divides by its neighbours' number in code of its own, without any gradient, before it calls a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.inner(x.sum(1, keepdim=True).pow(-0.5).mul(0) * x)
+
+
+def test_what_a_module_makes_of_a_finite_batch_is_not_blamed_on_the_batch():
+    model = nn.Sequential(Normalized())
+    batch_of = lambda step, x: x.abs() if step < 5 else torch.zeros_like(x)  # noqa: E731
+    report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_of=batch_of)
+    assert report.events[0].step == 5
+    assert named(report, "batch-not-finite") == []
+
+
+def test_weights_that_exploded_far_into_a_run_are_named_with_what_the_scheduler_did():
+    """The step in which they grew is none of those that are measured."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 20 else 30000.0)
+
+    def loss_of(model, x, y, step):
+        return model(x).square().mean()
+
+    report = train(model, optimizer, steps=26, loss_of=loss_of, after_step=lambda step: scheduler.step())
+    (finding,) = named(report, "weights-exploded")
+    assert "at a learning rate of 300, to which a scheduler had brought it from 0.01" in finding.message
+    assert "Lower the largest learning rate of the scheduler" in finding.fix
+    assert "optimizer =" not in finding.code
+
+
 def test_a_branch_in_fp32_needs_no_scale():
     """The remedy ends the finding, though the branch's gradients are as small as before."""
     report = two_branches(True, OneHeadInFP32())
@@ -628,6 +706,8 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("argument-out-of-range", "", 5, class_weight),
     ("loss-in-16-bits", "", 0, half_loss),
     ("loss-in-16-bits", "", 0, half_loss_scaled),
+    ("gradients-all-zero", "small", None, silent_branch),
+    ("never-updated", "", None, never_stepped),
     ("positions-collapse", "positions", 0, positions),
     ("positions-collapse", "", 0, timesteps),
     ("router-ties", "", 0, ties),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
+from mpinspect.numeric.formats import FLOAT16, FloatFormat
 from mpinspect.ranges.analysis.drift import moved
 from mpinspect.ranges.analysis.precision import holds_without_scale
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice
 from mpinspect.ranges.analysis.scale_advice import Advised, Decision, Loss
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.analysis.scale_words import in_steps
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
+from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
-from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import format_name, percent, scale_of, some, steps_named, upper_first, with_power
 
@@ -28,12 +31,14 @@ def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: 
     found: list[Finding | None] = [] if session.progress.scale_known else [_scale_unknown(advice)]
     if advised.diverged:
         found.append(_diverged(advice))
+    if not session.progress.scale_known:
+        found.append(_flushed_on_arrival(gradients))
     if decision is not None:
         found += [
             _window_empty(session, decision),
             _flushed(session, decision),
             _weights_fine(decision),
-            _already_flushed({layer.key: layer for layer in gradients}, decision),
+            _already_flushed(gradients, decision),
             _overflow(session, gradients, decision),
             _drift(advice),
         ]
@@ -116,25 +121,64 @@ def _weights_fine(decision: Decision) -> Finding | None:
     )
 
 
-def _already_flushed(layers: Mapping[TensorKey, LayerReport], decision: Decision) -> Finding | None:
+def _flushed_on_arrival(gradients: Sequence[LayerReport]) -> Finding | None:
+    """Return a finding if gradients whose loss scale is not known likely lost too much before counting."""
+    hiding = {
+        layer.key: Visibility(layer.histogram, layer.floor_exponent)
+        for layer in gradients
+        if layer.histogram is not None and layer.floor_exponent is not None
+    }
+    likely = {key: seen for key, seen in hiding.items() if seen.likely_hidden_l1_share() > LOST_L1_TOLERANCE}
+    if not likely:
+        return None
+    key = max(likely, key=lambda key: likely[key].likely_hidden_l1_share())
+    layer = next(layer for layer in gradients if layer.key == key)
+    return _were_flushed(
+        layer,
+        likely[key],
+        FLOAT16,
+        True,
+        len(likely),
+        "Take the gradients of a few batches in FP32 (autocast off) to see them, or scale the loss.",
+    )
+
+
+def _already_flushed(gradients: Sequence[LayerReport], decision: Decision) -> Finding | None:
     """Return a finding if values flushed before counting may need a larger scale than the counted ones; a warning if likely."""
     if not decision.hides:
         return None
-    format, tolerance = decision.rules.format, decision.rules.tolerance
+    layers = {layer.key: layer for layer in gradients}
     doubtful = [loss for loss in decision.losses if loss.log2_certain > max(loss.log2_lowest, 0) and loss.key in layers]
     if not doubtful:
         return None
     worst = max(doubtful, key=lambda loss: (loss.gradient.seen.likely_hidden_l1_share(), loss.log2_certain))
-    layer = layers[worst.key]
-    likely = worst.gradient.seen.likely_hidden_l1_share()
-    alarm = likely > tolerance
+    seen = worst.gradient.seen
+    larger = (
+        f", or run at a loss scale of at least 2^{worst.log2_certain}."
+        if worst.log2_certain <= decision.window.log2_highest
+        else "."
+    )
+    return _were_flushed(
+        layers[worst.key],
+        seen,
+        decision.rules.format,
+        seen.likely_hidden_l1_share() > decision.rules.tolerance,
+        len(doubtful),
+        f"Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them{larger}",
+    )
+
+
+def _were_flushed(
+    layer: LayerReport, seen: Visibility, format: FloatFormat, alarm: bool, layers: int, fix: str
+) -> Finding:
+    """Return the finding on the worst of the layers whose values may have been flushed before counting."""
     share = layer.already_flushed_fraction.high if layer.already_flushed_fraction else 0.0
     return Finding(
         "gradients-already-flushed",
         "warning" if alarm else "info",
-        worst.key.name,
-        f"Of {phrase(*worst.key)} up to {percent(share)} were flushed before they could be counted, being no larger than "
-        f"2^{layer.floor_exponent}; "
+        layer.name,
+        f"Of {phrase(layer.name, layer.kind)} up to {percent(share)} were flushed before they could be counted, being no "
+        f"larger than 2^{layer.floor_exponent}; "
         + (
             "the counts crowd just above that, so some of the zeros were values."
             if alarm
@@ -143,16 +187,11 @@ def _already_flushed(layers: Mapping[TensorKey, LayerReport], decision: Decision
         {
             "floor_exponent": layer.floor_exponent,
             "already_flushed_fraction_high": share,
-            "lost_l1_share_high": worst.gradient.seen.lost_l1_share(format).high,
-            "lost_l1_share_likely": likely,
-            "layers_count": len(doubtful),
+            "lost_l1_share_high": seen.lost_l1_share(format).high,
+            "lost_l1_share_likely": seen.likely_hidden_l1_share(),
+            "layers_count": layers,
         },
-        "Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them"
-        + (
-            f", or run at a loss scale of at least 2^{worst.log2_certain}."
-            if worst.log2_certain <= decision.window.log2_highest
-            else "."
-        ),
+        fix,
     )
 
 

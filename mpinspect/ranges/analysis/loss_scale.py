@@ -7,7 +7,13 @@ from dataclasses import replace
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format, floor_log2
-from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, block_histograms, divergence, time_blocks
+from mpinspect.ranges.analysis.drift import (
+    LONGEST_GROWTH_INTERVAL,
+    block_histograms,
+    divergence,
+    has_finite_gradients,
+    time_blocks,
+)
 from mpinspect.ranges.analysis.evidence import Evidence, evidence
 from mpinspect.ranges.analysis.noise import is_rounding_noise, rounding_noise_ceilings
 from mpinspect.ranges.analysis.overflow_odds import Ceiling, log2_highest, overflowed_at
@@ -156,7 +162,7 @@ def _without_broken(session: Session, group: list[Window], peaks: dict[int, int]
     formats windows with non-finite gradients are.
     """
     if FLOAT16.name not in session.passed_through():
-        return add_counts(part.gradient_peaks for part in group if _has_finite_gradients(part))
+        return add_counts(part.gradient_peaks for part in group if has_finite_gradients(part))
     first, last = group[0].first_step, max(part.last_step for part in group)
     shown = {
         FLOAT16.max_exponent + 1 - floor_log2(scale)
@@ -164,12 +170,6 @@ def _without_broken(session: Session, group: list[Window], peaks: dict[int, int]
         if scale and start <= last and end > first
     }
     return {exponent: count for exponent, count in peaks.items() if exponent not in shown}
-
-
-def _has_finite_gradients(window: Window) -> bool:
-    tensors = window.columns()
-    broken = (tensors.columns["infs"] != 0) | (tensors.columns["nans"] != 0)
-    return not any(key.kind in GRADIENT_KINDS for key, each in zip(tensors.order, broken.tolist(), strict=True) if each)
 
 
 def _overflowed(session: Session, format: FloatFormat) -> list[Event]:

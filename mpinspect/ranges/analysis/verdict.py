@@ -34,7 +34,7 @@ def verdict(
     precision = f"{_computes_in(session, format)}{line}." if line else ""
     if not grave:
         seen = session.progress.sampled_steps or (session.info.watch and session.progress.steps)
-        if not session.progress.backwards or not seen:
+        if not session.progress.backwards or not seen or session.progress.weights_moved is False:
             return Verdict(None, precision, (_nothing_seen(session),))
         told = in_float16 or advice
         sentences = (_healthy(session), *_scale(session, format, told), _next(session, format, told))
@@ -58,6 +58,8 @@ def _computes_in(session: Session, format: FloatFormat | None) -> str:
 
 def _nothing_seen(session: Session) -> str:
     progress = session.progress
+    if progress.weights_moved is False:
+        return f"Not known whether it is healthy: none of {progress.backwards:,} backwards led to an update."
     if progress.backwards:
         return f"Not known whether it is healthy: of {progress.steps} steps none was sampled or watched."
     if progress.steps or session.windows:

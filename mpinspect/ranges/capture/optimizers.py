@@ -43,6 +43,11 @@ class ModelOptimizers:
         #: Whether any of the model's optimizers has stepped, and whether a scaler's step was called for any.
         self.any_stepped = self.scaler_has_stepped = False
 
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The class names of the model's optimizers."""
+        return tuple(type(optimizer).__name__ for optimizer, ours in self._ours.items() if ours)
+
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether this optimizer belongs to the model."""
         known = self._ours.get(optimizer)

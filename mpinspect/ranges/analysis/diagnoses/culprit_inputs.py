@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
-from mpinspect.ranges.session import END, LOSSES, MOST_ROWS, Event, Measurement
+from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event, Measurement
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import number_of, some
 
@@ -218,32 +218,42 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
     zero-initialised head): it is reported only if something also became infinite or the training diverged.
     """
     grown = list(case.measured("weight-growth"))
-    broken = [event for event in case.events if event.phase in ("forward", END) and not event.gradients_finite]
+    broken = [event for event in case.events if not event.gradients_finite and not event.skipped]
     if not grown or not (broken or case.advised.diverged):
         return
     first = min(grown, key=lambda each: each.step)
     at_once = [each for each in grown if each.step == first.step]
     before = min((event.step for event in broken), default=case.progress.steps)
+    in_forward = any(event.step == before and event.phase != "backward" for event in broken)
     ratio = max(each.figures["ratio"] for each in at_once)
     if first.step > before:
         return
-    rates = [optimizer.settings["lr"] for optimizer in case.precision.optimizers if "lr" in optimizer.settings]
-    kind = f"torch.optim.{case.precision.optimizers[0].type}" if rates else ""
-    rate = f" at a learning rate of {max(rates):g}" if rates else ""
+    rate, initial = first.figures.get("lr"), first.figures.get("initial_lr")
+    optimizer = next((optimizer.type for optimizer in case.precision.optimizers), "")
+    scheduled = initial is not None and initial != rate
+    at_rate = f" at a learning rate of {rate:g}" if rate else ""
+    at_rate += f", to which a scheduler had brought it from {initial:g}" if rate and scheduled else ""
+    lower = "the largest learning rate of the scheduler" if scheduled else "the learning rate"
     yield Finding(
         "weights-exploded",
         "error",
         first.name.rpartition(".")[0] or first.name,
-        f"The weights exploded{rate}: after step {first.step} the norm of {some([each.name for each in at_once], 3)} had "
+        f"The weights exploded{at_rate}: after step {first.step} the norm of {some([each.name for each in at_once], 3)} had "
         f"grown to {ratio:.2g} times what it was at the start"
-        + (f", and in step {before} the forward was no longer finite." if broken else "."),
-        {"ratios": {each.name: each.figures["ratio"] for each in grown}, "lr": max(rates) if rates else None},
-        "Lower the learning rate (a tenth is a first guess), and warm it up or clip the gradients. No precision and no loss "
-        "scale mends this.",
-        f"optimizer = {kind}(model.parameters(), lr={max(rates) / 10:g})\n"
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # between backward() and step()"
-        if rates
-        else "",
+        + (
+            f", and in step {before} the {'forward' if in_forward else 'backward'} was no longer finite."
+            if broken
+            else "."
+        ),
+        {"ratios": {each.name: each.figures["ratio"] for each in grown}, "lr": rate},
+        f"Lower {lower} (a tenth is a first guess), and warm it up or clip the gradients. No precision and no loss scale mends "
+        "this.",
+        (
+            f"optimizer = torch.optim.{optimizer}(model.parameters(), lr={rate / 10:g})\n"
+            if rate and not scheduled
+            else ""
+        )
+        + "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # between backward() and step()",
         INFERRED,
         first.step,
     )

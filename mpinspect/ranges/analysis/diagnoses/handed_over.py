@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights, quoted
+from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import FROZEN, Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
@@ -16,6 +17,10 @@ from mpinspect.reporting.words import some, with_power
 
 #: Fewest measured steps that must begin with gradients of earlier steps before these count as never zeroed.
 _FEWEST_LEFT_OVER = 2
+#: Fewest backwards without an update that count as a training that never updates.
+_FEWEST_BACKWARDS = 3
+#: Fewest samples of a gradient that must be zero before it counts as always zero.
+_FEWEST_SILENT = 3
 #: Share of the parameters that must hold such gradients.
 _MOST_LEFT_OVER = 0.9
 #: A smaller factor is not clipping: it leaves nothing to learn from.
@@ -26,6 +31,38 @@ _SAME = 0.01
 _UNSCALED_BY_HAND = 2.0
 #: Division by a whole number up to this is taken for averaging over micro-batches, which may happen before unscaling.
 _MOST_MICRO_BATCHES = 1024
+
+
+def never_updated(case: Case) -> Iterator[Finding]:
+    """Backwards of which none was followed by an update of the weights.
+
+    False alarms: A script that only looks at gradients is reported if it has an optimizer or a scaler, from three backwards on.
+    A run whose steps a scaler skipped is not: other findings cover it.
+    """
+    for found in case.measured("never-updated"):
+        backwards = found.figures["backwards"]
+        if backwards < _FEWEST_BACKWARDS or case.progress.skipped_steps:
+            continue
+        has_scaler = any(scaler.enabled for scaler in case.precision.scalers)
+        broke = next((event for event in case.events if event.gradients_finite is False), None)
+        whose = f" of {' and '.join(dict.fromkeys(found.names))}" if found.names else ""
+        yield Finding(
+            "never-updated",
+            "error",
+            "",
+            f"None of {backwards:.0f} backwards led to an update: no step{whose} was seen, and the weights are what they were "
+            "at the start."
+            + (
+                " Gradients were infinite or NaN: a loop that skips such steps by itself may skip all." if broke else ""
+            ),
+            {"backwards": backwards, "optimizers": list(found.names)},
+            "Take a smaller loss scale, or let torch.amp.GradScaler find one."
+            if broke
+            else "Let the scaler step the optimizer of these weights after their backward."
+            if has_scaler
+            else "Call the optimizer's step after the backward; see that it holds these weights.",
+            "scaler.step(optimizer)\nscaler.update()" if has_scaler or broke else "optimizer.step()",
+        )
 
 
 def unscale_missing(case: Case) -> Iterator[Finding]:
@@ -257,6 +294,44 @@ def gradients_missing(case: Case) -> Iterator[Finding]:
     yield from _caught_by_prefix(case)
 
 
+def gradients_all_zero(case: Case) -> Iterator[Finding]:
+    """Modules whose weights get gradients in FP16 that are zero in every sampled step.
+
+    False alarms: Gradients that are zero in FP32 too (an expert that no sample reached, a dead ReLU) are reported likewise, since
+    the counts cannot tell them from flushed ones. A module is reported only if all its weights get zeros, in at least three
+    samples each.
+    """
+    if run_format(case.session) != FLOAT16:
+        return
+    silent: dict[str, list[str]] = defaultdict(list)
+    heard: set[str] = set()
+    for key, window in case.totals.items():
+        if key.kind == WEIGHT_GRADIENT and window.samples:
+            module, histogram = key.name.rpartition(".")[0], window.histogram
+            is_silent = not histogram.nonzero and not histogram.nonfinite and window.floor_exponent is not None
+            if is_silent and window.samples >= _FEWEST_SILENT:
+                silent[module].append(key.name)
+            else:
+                heard.add(module)
+    names = [name for module in silent if module not in heard for name in silent[module]]
+    if not names:
+        return
+    scale = case.session.last_scale
+    at_scale = f" at the loss scale of {with_power(scale)}" if scale else ""
+    yield Finding(
+        "gradients-all-zero",
+        "warning",
+        names[0],
+        f"Every gradient of {_grouped(names)} was zero in all sampled steps: these weights do not learn. FP16 flushes magnitudes "
+        f"up to 2^-25{at_scale}; whether that made the zeros is not known.",
+        {"parameters": len(names), "names": names[:20], "loss_scale": scale},
+        "Take the gradients of one batch with autocast off. If they are not zero there, multiply this part's loss by a factor of "
+        "its own, or compute its modules in FP32.",
+        "with torch.autocast(device_type, enabled=False):\n    y = module(x.float())",
+        INFERRED,
+    )
+
+
 def _never_fired(case: Case) -> Iterator[tuple[str, str, str]]:
     for key, info in case.infos.items():
         window = case.totals.get(key)
@@ -336,6 +411,7 @@ def _grouped(names: Iterable[str]) -> str:
 
 
 DIAGNOSES: tuple[Diagnosis, ...] = (
+    never_updated,
     gradients_gone,
     gradients_replaced,
     gradients_never_zeroed,
@@ -343,5 +419,6 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
     stepped_while_scaled,
     gradients_stale,
     gradients_missing,
+    gradients_all_zero,
     parameters_not_optimized,
 )

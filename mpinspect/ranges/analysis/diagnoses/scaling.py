@@ -266,7 +266,8 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
     first = min(broken, key=lambda event: event.step)
     module = repr(first.module) if first.module else "the model"
     mend, code = f"Mend the forward of {module}", ""
-    if run_format(case.session) == FLOAT16:
+    is_explained = any(each.what.startswith("examined-") for each in case.session.measurements)
+    if run_format(case.session) == FLOAT16 and not is_explained:
         mend = (
             f"Find what exceeds {FLOAT16.max_finite:g} in the forward of {module}; compute it, and the operations that take its "
             "result, in FP32 or BF16"

@@ -21,7 +21,7 @@ from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.session import MOST_ROWS, Measurement
+from mpinspect.ranges.session import MOST_ROWS, Measurement, containers
 from mpinspect.runtime.distributed import is_from_stage_before
 
 #: The most nodes that are searched if the loss is not finite, and if it is finite.
@@ -32,6 +32,8 @@ _MOST_ELEMENTS = 1 << 16
 _MOST_EXAMINED = 3
 #: A weight is recorded once its norm has grown by this factor since the first step.
 _GROWN = 16.0
+#: Weights are compared, too, when a finite loss exceeds the first one by this factor.
+_LOSS_GROWN = 100.0
 
 
 class Examination(Observer):
@@ -53,16 +55,22 @@ class Examination(Observer):
         self._events = self._examined = 0
         #: The singular operation near this step's finite loss, recorded if the backward turns out to be non-finite.
         self._candidate: Singular | None = None
-        #: This step's inputs that no module made, and its calls without a graph, as weak references.
-        self._inputs: list[weakref.ref[torch.Tensor]] = []
+        #: This step's inputs that no module made, by the module that got them, and its calls without a graph; weak references.
+        self._inputs: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         self._graphless: list[tuple[str, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
         self._made: set[int] = set()
+        self._called: set[str] = set()
         #: The sequence numbers of the graph nodes that made modules' outputs.
         self._ends: set[int] = set()
         #: Norms of the weights before the first step, and the names of the weights recorded as grown.
         self._norms: dict[str, float] | None = None
         self._grown: set[str] = set()
         self._told_loss = False
+        self._first_loss: float | None = None
+        #: The last step's learning rate, and the one with which a scheduler began, where the optimizer tells.
+        self._rates: dict[str, float] = {}
+        #: Number of times that a grown loss made the weights be compared.
+        self._compared = 0
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in watched steps (on a GPU: measured ones, or after an event) until enough were examined."""
@@ -72,6 +80,7 @@ class Examination(Observer):
         self._inputs.clear()
         self._graphless.clear()
         self._made.clear()
+        self._called.clear()
         self._ends.clear()
         if self._norms is None:
             self._norms = self._weight_norms()
@@ -83,9 +92,10 @@ class Examination(Observer):
         for tensor in call.inputs():
             if tensor.is_floating_point() and tensor.grad_fn is None and id(tensor) not in self._made:
                 if not is_from_stage_before(tensor):
-                    self._inputs.append(weakref.ref(tensor))
+                    self._inputs.append((call.layer.path, weakref.ref(tensor)))
                 if call.outputs[0].grad_fn is None:
                     self._graphless.append((call.layer.path, weakref.ref(tensor), weakref.ref(call.outputs[0])))
+        self._called.add(call.layer.path)
         self._made.update(map(id, call.outputs))
         self._ends.update(output.grad_fn._sequence_nr() for output in call.outputs if output.grad_fn is not None)
 
@@ -105,6 +115,7 @@ class Examination(Observer):
         if all(bool(loss.isfinite().all()) for loss in losses):
             near = [node for node in graph(starts, _NEAREST_NODES) if _is_small(node)]
             self._candidate = self._earliest(near)
+            self._compare_if_grown(losses)
             return
         self._examined += 1
         step = self._clock.step
@@ -126,6 +137,12 @@ class Examination(Observer):
         if found is not None:
             self._tell_singular(step, found, loss_finite=False)
 
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the learning rate."""
+        if self.at_work and optimizer.param_groups:
+            named = {name: optimizer.param_groups[0].get(name) for name in ("lr", "initial_lr")}
+            self._rates = {name: float(rate) for name, rate in named.items() if isinstance(rate, (int, float))}
+
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the singular operation near a finite loss if the backward was not finite; compare the weights' norms."""
         events, self._events = self._events, len(self._recording.events)
@@ -146,10 +163,18 @@ class Examination(Observer):
         return min(certain, key=lambda each: each.order, default=None)
 
     def _batch_not_finite(self) -> tuple[tuple[str, ...], int] | None:
-        """Return the non-finite rows and number of elements of the first non-finite model input that still exists, or None."""
-        for reference in self._inputs:
+        """Return the non-finite rows and number of elements of the first non-finite model input that still exists, or None.
+
+        The inputs of a module that another one called may be made by the code of that one.
+        """
+        for path, reference in self._inputs:
             tensor = reference()
-            if tensor is None or id(tensor) in self._made or not is_plain(tensor):
+            if (
+                tensor is None
+                or self._called.intersection(containers(path))
+                or id(tensor) in self._made
+                or not is_plain(tensor)
+            ):
                 continue
             broken = ~tensor.isfinite()
             elements = int(broken.sum())
@@ -215,6 +240,15 @@ class Examination(Observer):
             found.update(zip((each.name for each in members), values, strict=True))
         return found
 
+    def _compare_if_grown(self, losses: list[torch.Tensor]) -> None:
+        """Compare the norms of the weights, in a few steps, when the loss has grown far beyond the first one."""
+        loss = max((abs(float(loss)) for loss in losses if loss.numel() == 1), default=0.0)
+        if self._first_loss is None:
+            self._first_loss = loss
+        elif loss > _LOSS_GROWN * max(self._first_loss, 1.0) and self._compared < _MOST_EXAMINED:
+            self._compared += 1
+            self._compare_norms(self._clock.step, self._weight_norms())
+
     def _compare_norms(self, step: int, norms: dict[str, float]) -> None:
         """Record each weight whose norm has grown far beyond its first one, once."""
         for name, norm in norms.items():
@@ -222,7 +256,8 @@ class Examination(Observer):
             ratio = norm / began if began > 0 else 0.0
             if name not in self._grown and _GROWN <= ratio < math.inf and len(self._grown) < MOST_ROWS:
                 self._grown.add(name)
-                self._recording.measured(Measurement("weight-growth", name, step, {"ratio": ratio, "began": began}))
+                figures = {"ratio": ratio, "began": began, **self._rates}
+                self._recording.measured(Measurement("weight-growth", name, step, figures))
 
 
 def _on_cpu(parameters: Sequence[WatchedParameter]) -> bool:
