@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 LOSSES = ("loss", "scaled_loss")
 #: The first word of a note on a tensor that needs no gradient.
 FROZEN = "frozen"
+#: The note on activation gradients that no weight asks for.
+NEEDS_NO_GRADIENT = f"{FROZEN}: nothing in it or before it needs a gradient"
 #: The phase of an event found only when the run ended, not in any step.
 END = "end"
 

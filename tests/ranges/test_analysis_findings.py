@@ -434,7 +434,7 @@ def test_what_is_frozen_as_a_whole_needs_no_gradient():
     assert (reasons["head"], reasons["other"]) == (NO_GRADIENT_SEEN, NO_GRADIENT_SEEN)
     (found,) = report.findings
     assert (
-        "2 of the 3 watched tensors that are not frozen: the activation gradients of 'head', the activation"
+        "2 of the 3 watched tensors that are not frozen were never counted: the activation gradients of 'head', the activation"
         in found.message
     )
 

@@ -76,6 +76,46 @@ def test_of_several_models_the_one_that_broke_first_is_named():
     assert lines.index(f"broke  {report.first_line}") > lines.index("In brief")
 
 
+# -- in brief -----------------------------------------------------------------------------------------------------------
+
+
+def brief(*products, **fields):
+    """The lines on shapes and findings of a run of these products."""
+    judged = analyse_shapes(shape_records.recording(*products, **fields), gpus.named("ampere"))
+    report = RunReport("a.py", "ended", shapes=judged, is_shape_detail=True)
+    lines = (line.strip().split("  ", 1) for line in render(report, ".txt", width=400).splitlines())
+    found = dict(line for line in lines if len(line) == 2)
+    return found["shapes"].removesuffix(" (--lint, report.md)"), found.get("findings", "")
+
+
+def test_what_runs_in_fp32_is_told_with_what_16_bits_would_do():
+    even, odd = (shape_records.linear(64, size, 512, "float32") for size in (1024, 1023))
+    gpu = "of one step's FLOPs suit the Tensor Cores of A100"
+    assert brief(*even)[0].startswith(f"0% {gpu}; all run in FP32, in 16 bits all would suit")
+    assert brief(*odd)[0].startswith(f"0% {gpu}; all run in FP32, in 16 bits none would suit")
+    assert brief(*even, *shape_records.linear(64, 1024, 512))[0].startswith(
+        f"50% {gpu}; 50% run in FP32, in 16 bits all would suit"
+    )
+    # A product with a vector is in FP32 too, whatever keeps it off Tensor Cores.
+    assert "; all run in FP32, in 16 bits none would suit" in brief(*shape_records.linear(1, 1024, 512, "float32"))[0]
+    assert brief(*shape_records.linear(64, 1024, 512)) == (f"100% {gpu}", "")
+
+
+def test_tf32_that_cudnn_takes_by_itself_is_named():
+    products = (shape_records.convolution(dtype="float32"), *shape_records.linear(64, 1024, 512))
+    words, _ = brief(products[0])
+    assert words == "100% of one step's FLOPs suit the Tensor Cores of A100 (in TF32, cuDNN's default)"
+    assert "in TF32, cuDNN's default); " not in brief(*products)[0]
+    assert "% in TF32, cuDNN's default)" in brief(*products)[0]
+
+
+def test_the_worst_finding_on_shapes_is_named_where_the_shapes_are_not_shown():
+    products = shape_records.linear(4096, 4096, 4096, "float32", name="attention")
+    words, findings = brief(*products, autocast_dtype="bfloat16")
+    assert words.endswith("; worst: float32-under-autocast in 'attention'")
+    assert findings == "1 warning on shapes (report.md)"
+
+
 # -- module by module ---------------------------------------------------------------------------------------------------
 
 

@@ -140,13 +140,15 @@ def _never_fired(coverage: Coverage) -> list[Finding]:
     names = [phrase(name, kind) for name, kind, _ in unexpected]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     not_frozen = coverage.watched - len(coverage.never_fired) + len(unexpected)
+    that = " that are not frozen" if not_frozen < coverage.watched else ""
+    were = "was" if len(names) == 1 else "were"
     return [
         Finding(
             "never-fired",
             "info",
             unexpected[0][0],
-            f"Nothing was counted of {len(names)} of the {not_frozen} watched tensors that are not frozen: "
-            f"{', '.join(names[:_NAMED])}{more}. The coverage says what is known of the cause.",
+            f"{len(names)} of the {not_frozen} watched tensors{that} {were} never counted: {', '.join(names[:_NAMED])}{more} "
+            "(Coverage says what is known of the cause).",
             {
                 "never_fired": [list(entry) for entry in unexpected[:MOST_LAYERS_LISTED]],
                 "count": len(names),

@@ -25,6 +25,7 @@ from mpinspect.ranges.kinds import (
 )
 from mpinspect.ranges.session import (
     FROZEN,
+    NEEDS_NO_GRADIENT,
     Session,
     TensorInfo,
     TensorKey,
@@ -203,7 +204,7 @@ class _Frozen:
         nearest = next((name for name in (info.module, *containers(info.module)[:-1]) if name in self._trains), None)
         if nearest is None or self._trains[nearest]:
             return ""
-        return f"{FROZEN}: nothing in it or before it needs a gradient"
+        return NEEDS_NO_GRADIENT
 
 
 def _reason(info: TensorInfo, session: Session, seen: set[TensorKey]) -> str:

@@ -218,8 +218,10 @@ class Capture(Dispatcher):
         window = self._tally.close_window(wait=wait)
         if window is not None:
             self._recording.add_window(window)
-        if wait and self._watch is not None:
-            self.attempt("drain", self._watch.drain)
+        if wait:
+            self._recording.need_no_gradient(self._counting.not_needed)
+            if self._watch is not None:
+                self.attempt("drain", self._watch.drain)
         self._name_unread()
 
     @guarded

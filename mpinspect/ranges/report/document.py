@@ -22,6 +22,7 @@ from mpinspect.ranges.report.layers import (
     flushed_words,
     log2_recommended,
     lost_l1_at_recommended,
+    names_in,
     range_strip,
     repeated,
     seen_layers,
@@ -92,7 +93,7 @@ TERMS = (
     ),
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )
-_LEGEND = "~ estimate, >= at least, [bounds] or a..b where far apart; ? not known; {0..11}: the worst of them"
+_LEGEND = "~ estimate, <= at most, [bounds] or a..b where far apart; ? not known; {0..11}: the worst of them"
 
 
 def title(report: RangeReport) -> str:
@@ -254,15 +255,27 @@ Figure = Callable[[Repeated], str | Cell]
 
 
 def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
-    """Yield a table for each kind of tensor counted; with many layers, only the worst, and one per repeated block."""
+    """Yield a table for each kind of tensor counted, of updates only if any could be lost.
+
+    With many layers, only those that findings name and the worst, and one row per repeated block.
+    """
     counted = seen_layers(report)
     if not counted:
         yield from section("Layers", Line("No tensor was counted."))
         return
     limit = None if everything else LAYERS
-    blocks = repeated(counted, None if limit is None else limit.terminal)
+    loses_updates = any(lost.nonzero for layer in counted for lost in (layer.lost_updates or {}).values())
+    blocks = repeated(
+        (layer for layer in counted if layer.kind != UPDATE or loses_updates), None if limit is None else limit.terminal
+    )
     seen = [block.worst for block in blocks]
-    worst_first = sorted(range(len(seen)), key=lambda place: badness(seen[place]), reverse=True)
+    named = names_in(report.findings)
+
+    def importance(place: int) -> tuple[float, ...]:
+        # What a finding names is looked for in the tables.
+        return (any(layer.name in named for layer in blocks[place].members), *badness(seen[place]))
+
+    worst_first = sorted(range(len(seen)), key=importance, reverse=True)
     ranks = {place: rank for rank, place in enumerate(worst_first[: most(limit, len(seen))])}
     chosen = sorted(ranks, key=lambda place: (KINDS.index(seen[place].kind), place))
     tables = []
@@ -352,6 +365,13 @@ def _of_values(figure: Figure, row: Repeated) -> str | Cell:
     return NOT_APPLICABLE if has_none else figure(row)
 
 
+#: What the share of lost updates is a share of, by whether it was measured.
+_LOST_UPDATES = {
+    True: "measured: of the weights whose gradient is not zero, those that the step left as they were",
+    False: "if stored so: of the updates that are not zero, those that rounding would undo",
+}
+
+
 def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
     """Return the columns for updates: for each storage format, the share of updates with w + dw rounded back to w."""
 
@@ -367,7 +387,9 @@ def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
         return words
 
     storages = sorted({storage for layer in layers for storage in layer.lost_updates or {}})
-    return [(Column(f"lost in {storage}"), lost_in(storage)) for storage in storages]
+    measured = {lost.measured for layer in layers for lost in (layer.lost_updates or {}).values()}
+    meaning = "; ".join(_LOST_UPDATES[how] for how in sorted(measured, reverse=True))
+    return [(Column(f"lost in {storage}", meaning=meaning), lost_in(storage)) for storage in storages]
 
 
 def _name(block: Repeated) -> Cell:

@@ -18,7 +18,9 @@ def steps_and_samples(progress: Progress, state: str = "") -> str:
     Args:
         state: words to put after "steps".
     """
-    words = [f"{number_of(progress.steps, 'step')}{state}", f"{progress.sampled_steps:,} sampled"]
+    # A step that never ended counts as a sample if there is no other.
+    sampled = "begun and sampled" if progress.sampled_steps > progress.steps else "sampled"
+    words = [f"{number_of(progress.steps, 'step')}{state}", f"{progress.sampled_steps:,} {sampled}"]
     if progress.eager_steps is not None and (progress.compiled or progress.eager_steps):
         words[-1] += f" ({progress.eager_steps:,} of them run eagerly instead of compiled)"
     if progress.skipped_steps:
