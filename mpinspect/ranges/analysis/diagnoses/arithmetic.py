@@ -25,7 +25,7 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
         module, kind = first.name.rpartition(".")[0], format_name(first.text.rpartition(" ")[2])
         places = [each.name.rpartition(".") for each in broken if each.step == first.step]
         buffers = [buffer for where, _, buffer in places if where == module]
-        has = "has" if len(buffers) == 1 else "have"
+        has, it = ("has", "it") if len(buffers) == 1 else ("have", "them")
         # Where only the variance is infinite, what is divided by it is zero.
         gives = "NaN" if "running_mean" in buffers else "zeros or NaN"
         is_wide = first.text.endswith("float32")
@@ -41,7 +41,7 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             f"{' and '.join(buffers)} of {module or 'the model'!r} ({kind}) {has} not been finite since step {first.step}: "
             "training uses the batch's own statistics and goes on, but evaluation uses the running statistics and gives "
             f"{gives}."
-            + (" A forward that was not finite wrote it; skipping its step does not undo that." if begun else ""),
+            + (f" A forward that was not finite wrote {it}; skipping its step does not undo that." if begun else ""),
             {"buffers": [each.name for each in broken]},
             f"{mend}, and reset the running statistics."
             if is_wide

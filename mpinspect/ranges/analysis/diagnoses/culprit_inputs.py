@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
@@ -28,7 +29,7 @@ def _rows(found: Measurement, one: str = "row", several: str = "rows", of: str =
         return ""
     if found.figures.get("rows") == found.figures.get("of_rows", 0) > 1:
         return f"all {found.figures['rows']:.0f} {several} of {of}"
-    more = ", ..." if found.figures.get("rows", MOST_ROWS) > len(found.names) >= MOST_ROWS else ""
+    more = ", ..." if found.figures.get("rows", math.inf) > len(found.names) >= MOST_ROWS else ""
     return f"{several if len(found.names) > 1 else one} {', '.join(found.names)}{more} of {of}"
 
 

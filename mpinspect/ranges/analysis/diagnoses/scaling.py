@@ -121,7 +121,7 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
     wanted = recommended if recommended and recommended < first else None
     factors = [scaler.backoff_factor for scaler in _enabled(case) if (scaler.backoff_factor or 0) > _HARDLY_LOWER]
     static = (
-        f" The backoff_factor of {factors[0]:.12g} hardly lowers the scale: leave it and growth_factor at their defaults."
+        f" A backoff_factor of {factors[0]:.12g} hardly lowers it: leave backoff_factor and growth_factor at their defaults."
         if factors
         else ""
     )
@@ -135,7 +135,7 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
         (
             f"Scale by {with_power(wanted)}, and let a scaler skip what overflows."
             if wanted
-            else "Let a dynamic scaler find it."
+            else "Let a dynamic scaler find the scale."
         )
         + static,
         f"scaler = torch.amp.GradScaler(device_type{f', init_scale=2.0**{round(_powers(wanted))}' if wanted else ''})",
