@@ -70,9 +70,9 @@ def test_weights_that_broke_while_nobody_watched_are_an_error(tmp_path: Path) ->
     assert "watch at every step" in finding.fix
     broke = what_broke(inspector.report())
     assert broke is not None
-    assert first_line(broke) == "end of the run (step 5), 0.weight, first NaN"
+    assert first_line(broke) == "end of the run (step 5), '0.weight', first NaN"
     text = str(inspector.report())
-    assert "first: step 5, end, 0: nan in the weight of 0.weight\n  no step reported it\n" in text
+    assert "first: step 5, end, '0': nan in the weight of '0.weight'\n  no step reported it\n" in text
 
 
 def test_weights_that_broke_between_two_looks_of_a_budget_are_an_error() -> None:
@@ -208,7 +208,7 @@ train(sys.argv[1] == "broken")
     assert ended.status == 0
     assert "non-finite-event" not in ended.err
     ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py", "broken"), forked=True)
-    assert "broke  end of the run (step 5), 0.weight, first NaN" in ended.err
+    assert "broke  end of the run (step 5), '0.weight', first NaN" in ended.err
 
 
 # -- the loss ------------------------------------------------------------------------------------------------------------
@@ -227,8 +227,8 @@ def test_a_loss_that_broke_is_named() -> None:
 def test_a_loss_whose_gradient_alone_broke_is_said_to_be_after_the_last_module() -> None:
     inspector = _trained(broken_at=4, broken=_of_infinite_slope)
     event = inspector.session().events[0]
-    assert (event.module, event.after, event.place) == ("2", True, "after 2")
-    assert first_line(event) == "step 4, backward, after 2, first NaN, scale 1, outputs finite"
+    assert (event.module, event.after, event.place) == ("2", True, "after '2'")
+    assert first_line(event) == "step 4, backward, after '2', first NaN, scale 1, outputs finite"
     finding = next(each for each in _unexplained(inspector) if "backward" in each.message)
     assert "the gradient that arrived at the output of '2' held a NaN already" in finding.message
     assert "what comes after '2', the loss first of all" in finding.fix

@@ -338,7 +338,7 @@ def test_infinities_on_one_rank_alone_name_it():
     report = analyse(merge_ranks(ranks))
     said = finding(report, "rank-events-differ").message
     assert said.startswith("Infinities or NaNs came on rank 2 in 1 step, the others saw none")
-    assert "rank 2, step 4, backward, fc, first inf" in str(report)
+    assert "rank 2, step 4, backward, 'fc', first inf" in str(report)
     everywhere = [dataclasses.replace(rank, events=(event,)) for rank in ranks]
     assert ids(analyse(merge_ranks(everywhere))) == []
 

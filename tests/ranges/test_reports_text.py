@@ -39,7 +39,7 @@ def test_golden_html(name, golden):
 
 def test_the_first_event_comes_before_everything_else():
     rendered = render(sessions.report_by_hand(sessions.everything()), 200)
-    event = rendered.index("step 412, micro-batch 1, backward, decoder.3.attn: inf in the activation gradient")
+    event = rendered.index("step 412, micro-batch 1, backward, 'decoder.3.attn': inf in the activation gradient")
     assert event < rendered.index("Suggested loss scale")
     for fact in ("loss scale 65536 (2^16)", "forward was finite", "step was skipped", "0.12, 0.25, 0.5, 0.97"):
         assert fact in rendered
@@ -59,7 +59,7 @@ def test_doubt_no_need_and_no_advice_are_three_things():
 
     assert "Scale 1 will do; window" in heading(needed=False, recommended=1.0)
     assert "8192 (2^13) (if one is needed)" in heading(needed=None)
-    assert "no scale serves all: 2^30 is needed, 2^20 the largest" in heading(lowest=2.0**30)
+    assert "no scale serves all: at least 2^30 is needed, 2^20 the largest" in heading(lowest=2.0**30)
     none = render(dataclasses.replace(report, loss_scale=sessions.no_advice("Because.")), 200)
     assert "No loss scale can be suggested.\n  Because." in none
     assert "Suggested" not in none
@@ -157,9 +157,9 @@ def test_a_window_that_moves_by_one_power_is_noise():
         )
 
     assert "over time" not in moving(18, 19, 18)
-    assert "The window over time, by the sampled steps: step 0 2^3 .. 2^18; step 1 2^3 .. 2^20" in moving(18, 20)
+    assert "The window over time, by the sampled steps: step 0: 2^3 .. 2^18; step 1: 2^3 .. 2^20" in moving(18, 20)
     # Neighbours that have the same window are one.
-    assert "sampled steps: steps 0-1 2^3 .. 2^18; steps 2-4 2^3 .. 2^21; step 5 2^3 .. 2^18" in moving(
+    assert "sampled steps: steps 0-1: 2^3 .. 2^18; steps 2-4: 2^3 .. 2^21; step 5: 2^3 .. 2^18" in moving(
         18, 18, 21, 21, 21, 18
     )
 

@@ -46,14 +46,14 @@ def shapes():
 
 
 def test_the_first_line_says_step_phase_module_value_scale_and_the_forward():
-    assert first_line(INF) == "step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite"
+    assert first_line(INF) == "step 412, backward, 'decoder.3.attn', first inf, scale 65536, forward finite"
 
 
 def test_what_is_not_known_is_left_out_and_what_matters_is_added():
     event = Event(7, 2, "forward", "", "activation", "", "nan")
     assert first_line(event) == "step 7, micro-batch 2, forward, the model itself, first NaN"
     assert first_line(dataclasses.replace(INF, forward_finite=False, skipped=True, loss_scale=2.0**-20)) == (
-        "step 412, backward, decoder.3.attn, first inf, scale 2^-20, forward not finite, step skipped"
+        "step 412, backward, 'decoder.3.attn', first inf, scale 2^-20, forward not finite, step skipped"
     )
 
 
@@ -69,7 +69,7 @@ def test_probing_of_a_scaler_and_harmless_masks_come_after_what_did_harm():
 def test_of_several_models_the_one_that_broke_first_is_named():
     later, earlier = broken(INF), broken(dataclasses.replace(INF, step=9))
     report = RunReport("gan.py", "ended", (ModelPart("Generator", later), ModelPart("Critic", earlier)))
-    assert report.first_line.startswith("Critic: step 9, backward, decoder.3.attn, first inf")
+    assert report.first_line.startswith("Critic: step 9, backward, 'decoder.3.attn', first inf")
     assert RunReport("gan.py", "ended", (ModelPart("Generator", ranges()),)).first_line == ""
     lines = [line.strip() for line in render(report, ".txt", width=140).splitlines()]
     assert lines[0] == report.first_line
@@ -271,4 +271,4 @@ def test_probing_alone_is_no_first_line_but_a_scale_that_never_fits_is():
     progress = dataclasses.replace(sessions.word_model().progress, steps=40, skipped_steps=40)
     report = analyse(dataclasses.replace(sessions.word_model(), events=stuck, progress=progress))
     line = RunReport("a.py", "ended", (ModelPart("Net", report),)).first_line
-    assert line == "step 0, backward, decoder.3.attn, first inf, scale 65536, forward finite, step skipped"
+    assert line == "step 0, backward, 'decoder.3.attn', first inf, scale 65536, forward finite, step skipped"

@@ -68,7 +68,7 @@ def divergence(windows: Sequence[Window]) -> str:
     else:
         return ""
     return (
-        f"No advice: the training diverged. Its largest gradients {course}, and no loss scale mends that: a lower learning "
+        f"The training diverged. Its largest gradients {course}, and no loss scale mends that: a lower learning "
         "rate, a warm-up or clipping the gradients may."
     )
 

@@ -177,7 +177,7 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
     return _finding(
         first,
         "info",
-        f"{begin}; the scaler skipped the step.",
+        f"{begin}; the scaler skipped {'the step' if count == 1 else 'them all'}.",
         evidence,
     )
 

@@ -19,7 +19,7 @@ from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
 from mpinspect.ranges.session import FROZEN, LostUpdates, Session, TensorInfo, TensorKey, TensorWindow
 from mpinspect.reporting.finding import Finding, gravest_first
-from mpinspect.reporting.words import format_name, number_of, percent
+from mpinspect.reporting.words import format_name, number_of, percent, some
 
 
 def findings(
@@ -104,8 +104,12 @@ def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format:
     over = [report for report in reduction_reports(totals, format) if report.overflows]
     if not over:
         return []
+    # FP32 weights have FP32 gradients under autocast too, and sums of these are FP32.
+    in_format = [report for report in over if format.name in totals[report.key].dtypes]
+    held = " and ".join(format_name(name) for name in {name: 0 for each in over for name in totals[each.key].dtypes})
     spared = holds_without_scale(session, [report.key for report in over])
-    largest = max(over, key=lambda report: report.sum_squares.estimate)
+    spared = spared or ("" if in_format else f"The run holds {'it' if len(over) == 1 else 'them'} in {held}.")
+    largest = max(in_format or over, key=lambda report: report.sum_squares.estimate)
     return [
         Finding(
             "reductions-overflow",
@@ -189,7 +193,9 @@ def _stored_in(storage: str, name: str, lost: LostUpdates, infos: dict[TensorKey
 
 def _finding(severity: str, storage: str, updates: dict[str, LostUpdates], *, hypothetical: bool = False) -> Finding:
     # Of equal ones that with the most updates: a bias before a normalisation has rounding noise for a gradient.
-    worst = max(updates, key=lambda name: (updates[name].fraction, updates[name].nonzero))
+    ordered = sorted(updates, key=lambda name: (updates[name].fraction, updates[name].nonzero), reverse=True)
+    worst, share = ordered[0], updates[ordered[0]].fraction
+    equal = [name for name in ordered if updates[name].fraction == share]
     lost, nonzero = (sum(getattr(part, field) for part in updates.values()) for field in ("lost", "nonzero"))
     name = format_name(storage)
     if hypothetical:
@@ -200,11 +206,11 @@ def _finding(severity: str, storage: str, updates: dict[str, LostUpdates], *, hy
         "updates-lost",
         severity,
         worst,
-        f"{message}; {percent(updates[worst].fraction)} of those of {worst!r}.",
+        f"{message}; {percent(share)} of those of {some(equal, 3)}.",
         {
             "format": storage,
             "lost_fraction": lost / nonzero,
-            "worst_lost_fraction": updates[worst].fraction,
+            "worst_lost_fraction": share,
             "layers": len(updates),
             "measured": all(part.measured for part in updates.values()),
         },

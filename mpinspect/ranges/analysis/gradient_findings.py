@@ -18,7 +18,7 @@ from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import format_name, percent, scale_of, some, steps_named, upper_first, with_power
+from mpinspect.reporting.words import format_name, percent, scale_of, some, steps_named, with_power
 
 #: How many layers the evidence lists.
 MOST_LAYERS_LISTED = 20
@@ -203,17 +203,18 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
         return None
     format = decision.rules.format
     worst = max(over, key=lambda layer: layer.histogram.max_abs if layer.histogram else 0.0)
+    finite = " finite one seen" if worst.histogram and worst.histogram.nonfinite else ""
     others = f" So would {len(over) - 1} more." if len(over) > 1 else ""
     fix = (
-        f"Clip where they arise, begin a scaler at {scale_of(decision.log2_scale):.17g} (without one, multiply the loss by it), "
-        "or use BF16."
+        "Make the loss smaller (a mean in place of a sum), begin a GradScaler at "
+        f"{scale_of(decision.log2_scale):.17g}, clip these gradients where they arise, or use BF16."
     )
     return Finding(
         "gradients-overflow",
         "info" if holds_without_scale(session, [layer.key for layer in over]) else "warning",
         worst.name,
-        f"Without loss scaling {phrase(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest "
-        f"is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.{others}",
+        f"Without loss scaling {phrase(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest"
+        f"{finite} is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.{others}",
         {
             "overflowed": worst.overflowed,
             "max_log2_scale": worst.max_log2_scale,
@@ -228,14 +229,14 @@ def _window_empty(session: Session, decision: Decision) -> Finding | None:
     if not decision.window.is_empty:
         return None
     large, small, lowest, highest = _at_odds(decision)
-    pair = f"{large!r} and {small!r}" if small else f"{large!r} alone"
+    overflow, whom = (f"{small!r} overflows", "both") if small else ("gradients overflow", "the whole run")
     spared = holds_without_scale(session, [loss.key for loss in (*decision.needing_more, *decision.overflowing_first)])
     return Finding(
         "scale-window-empty",
         "info" if spared else "warning",
         large,
-        f"In {format_name(decision.rules.format.name)} no one loss scale serves {pair}: at least 2^{lowest} is needed, above "
-        f"2^{highest} it overflows." + (f" {spared}" if spared else ""),
+        f"In {format_name(decision.rules.format.name)} {large!r} needs a loss scale of at least 2^{lowest}, but {overflow} above "
+        f"2^{highest}: no one loss scale serves {whom}." + (f" {spared}" if spared else ""),
         {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
         "" if spared else _ways_out(decision),
     )
@@ -283,7 +284,7 @@ def _diverged(advice: LossScaleAdvice) -> Finding:
         "training-diverged",
         "warning",
         "",
-        upper_first(advice.reason.removeprefix("No advice: ")),
+        advice.reason,
         {},
         "Train at a lower learning rate, warm it up, or clip the gradients.",
     )
@@ -311,13 +312,17 @@ def _noise(gradients: Sequence[LayerReport]) -> Finding | None:
     names = [layer.name for layer in gradients if layer.rounding_noise]
     if not names:
         return None
+    has, it = ("has", "it") if len(names) == 1 else ("have", "them")
+    cancels = f"a normalisation, a softmax or a difference that follows cancels {it}"
+    all_biases = all(name.rpartition(".")[2] == "bias" for name in names)
     return Finding(
         "rounding-noise",
         "info",
         names[0],
-        f"The gradients of {some(names)} look like the rounding noise of gradients that are zero in theory: no scale need "
-        "serve them.",
+        f"The gradients of {some(names)} look like the rounding noise of gradients that are zero in theory: ignore them "
+        "when choosing a loss scale.",
         {"layers": names[:MOST_LAYERS_LISTED], "layers_count": len(names)},
-        "Nothing needs to be done. Where it is a bias, it has no effect (a normalisation, a softmax or a difference behind it "
-        "cancels it) and can be left out.",
+        f"{some(names)} {has} no effect ({cancels}): leave {it} out (bias=False)."
+        if all_biases
+        else f"Nothing needs to be done. A bias among them has no effect ({cancels}) and can be left out.",
     )

@@ -26,7 +26,6 @@ from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
-from mpinspect.reporting.words import lower_first
 
 #: Largest |k| for which FP32 holds both 2^k and its inverse as normal numbers.
 FARTHEST = 126
@@ -97,7 +96,7 @@ def advise(
     if not session.progress.scale_known:
         return Advised(no_advice(scale_unknown(session, gradients, rules.format, rules.tolerance)))
     if not session.windows and seen.left_out:
-        return Advised(no_advice(f"No advice: {lower_first(seen.left_out)}"))
+        return Advised(no_advice(seen.left_out))
     groups = time_blocks(session.windows)
     peaks = [add_counts(part.gradient_peaks for part in group) for group in groups]
     overflowed = _overflowed(session, format)
@@ -139,9 +138,7 @@ def _advised(
 ) -> Advised:
     window = decision.window
     if window.log2_highest < -FARTHEST or window.log2_lowest > FARTHEST:
-        return Advised(
-            no_advice("No advice: no scale that FP32 holds would bring these gradients into the format's range.")
-        )
+        return Advised(no_advice("No scale that FP32 holds would bring these gradients into the format's range."))
     return Advised(scale_advice(decision, blocks, advice_reason(decision, gradients, left_out)), decision)
 
 

@@ -11,7 +11,7 @@ from mpinspect.ranges.analysis.precision import ledger_line, run_format
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
-from mpinspect.reporting.words import as_power, format_name, number_of, with_power
+from mpinspect.reporting.words import as_power, format_name, lower_first, number_of, with_power
 
 _INFO, _WARNING, _ERROR = SEVERITIES
 _INITIAL = 2.0**LOG2_INITIAL
@@ -103,7 +103,7 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
     elif told.needed is None:
         fits = f"whether they would need one in FP16 is not known (overflow above {as_power(told.highest)})"
     else:
-        fits = f"the gradients would fit FP16 without a loss scale ({_window(told)})"
+        fits = f"the gradients would fit FP16 at any loss scale in the {_window(told)}"
     if format == BFLOAT16:
         finer = ", with rounding up to 8 times finer" if told.needed is not None and not told.serves_none else ""
         yield f"BF16 needs no loss scale; {fits}{finer}."
@@ -113,7 +113,7 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
 
 def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
     if not advice.available:
-        yield advice.reason
+        yield f"No loss scale can be suggested: {lower_first(advice.reason)}"
         return
     used = session.last_scale
     if used is None:
@@ -144,7 +144,10 @@ def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -
     # A GradScaler begins at 2^16 by itself.
     start = told.recommended if told.needed else min(told.highest or _INITIAL, _INITIAL)
     scale = f" from {with_power(start)}" if told.needed or start != _INITIAL else ""
-    return f"Nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast with a GradScaler{scale}."
+    return (
+        f"Nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast with a GradScaler{scale}, which skips a step "
+        "that overflows."
+    )
 
 
 def _next_in_float16(session: Session, advice: LossScaleAdvice) -> str:

@@ -218,7 +218,9 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         yield Line(f"A dynamic scaler may begin with {which}: {scaler}")
     for pair in advice.conflicts[1:]:
         needs, limit = pair.needs_large, pair.needs_small
-        yield Line(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
+        yield Line(
+            f"conflict: {needs!r} needs at least 2^{pair.log2_lowest}, {limit!r} overflows above 2^{pair.log2_highest}"
+        )
     if _moves(advice.blocks):
         groups = [list(equal) for _, equal in groupby(advice.blocks, _window)]
         none = "" if advice.all_finite else " (none: not all was finite)"
@@ -244,8 +246,8 @@ def _window(block: TimeBlock) -> str:
 def _block(first: TimeBlock, last: TimeBlock) -> str:
     """Return the steps of neighbouring blocks and the window that all these blocks share."""
     if first.first_step == last.last_step:
-        return f"step {first.first_step:,} {_window(first)}"
-    return f"steps {first.first_step:,}-{last.last_step:,} {_window(first)}"
+        return f"step {first.first_step:,}: {_window(first)}"
+    return f"steps {first.first_step:,}-{last.last_step:,}: {_window(first)}"
 
 
 # -- the layers -----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, quoted
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, percent
@@ -21,8 +22,12 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
     stuck = [each for each in found if each.text.startswith("stuck")]
     if broken:
         first = broken[0]
-        module, _, buffer = first.name.rpartition(".")
-        kind = format_name(first.text.rpartition(" ")[2])
+        module, kind = first.name.rpartition(".")[0], format_name(first.text.rpartition(" ")[2])
+        places = [each.name.rpartition(".") for each in broken if each.step == first.step]
+        buffers = [buffer for where, _, buffer in places if where == module]
+        has, it = ("has", "it") if len(buffers) == 1 else ("have", "them")
+        # Where only the variance is infinite, what is divided by it is zero.
+        gives = "NaN" if "running_mean" in buffers else "zeros or NaN"
         is_wide = first.text.endswith("float32")
         begun = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
         mend = "Look at what makes the values too large, infinite or NaN"
@@ -33,14 +38,15 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             "statistics-broken",
             "error",
             module,
-            f"From step {first.step} on {buffer} of {module or 'the model'!r} ({kind}) is not finite: training uses the "
-            "batch's own statistics and goes on, but evaluation uses the running statistics and gives zeros or NaN."
-            + (" A forward that was not finite wrote it; skipping its step does not undo that." if begun else ""),
+            f"{' and '.join(buffers)} of {module or 'the model'!r} ({kind}) {has} not been finite since step {first.step}: "
+            "training uses the batch's own statistics and goes on, but evaluation uses the running statistics and gives "
+            f"{gives}."
+            + (f" A forward that was not finite wrote {it}; skipping its step does not undo that." if begun else ""),
             {"buffers": [each.name for each in broken]},
-            f"{mend}, and begin the statistics anew."
+            f"{mend}, and reset the running statistics."
             if is_wide
             else "Keep normalisations and their statistics in FP32 (a variance exceeds 65504 long before the values do), and "
-            "begin the statistics anew.",
+            "reset the running statistics.",
             ("" if is_wide else f"model.get_submodule({quoted(module)}).float()\n")
             + f"model.get_submodule({quoted(module)}).reset_running_stats()",
             step=first.step,
@@ -79,11 +85,11 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
             "",
             f"The loss is computed in {name}"
             + (
-                f", and in step {found.step} it is {value:g}: a square or a sum of it is beyond what {name} holds"
-                + ("." if broke else "; the gradients are finite all the same.")
+                f", and in step {found.step} it is {value:g}: a square or a sum inside it exceeds "
+                f"{FORMATS[found.text].max_finite:g}" + ("." if broke else "; the gradients are finite all the same.")
                 if overflowed
-                else f" ({' of '.join(found.names[:4])}): each of its terms is rounded to {bits} bits (a relative 2^-{bits}), "
-                "so that where they nearly cancel only rounding error is left."
+                else f" (autograd's {' of '.join(found.names[:4]).lower()}): each of its terms is rounded to {bits} bits "
+                f"(a relative 2^-{bits}), so that where they nearly cancel only rounding error is left."
                 if cancels
                 else f": its value and first gradient have {bits} bits."
             ),
@@ -92,8 +98,8 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
                 "dtype": found.text,
                 "operators": list(found.names),
             },
-            "Compute the loss in FP32: cast the model's output before the loss begins"
-            f"{', and a target of probabilities before its softmax' if weighs else ''}."
+            "Compute the loss in FP32: cast the model's output to FP32 before the loss"
+            f"{'; if the target is a softmax, cast its logits first, too' if weighs else ''}."
             if overflowed or cancels
             else "",
             f"output = model(x).float(){_AND_TARGET if weighs else ''}\nloss = loss_fn(output, target)"
@@ -104,7 +110,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
         return
 
 
-_AND_TARGET = "  # and the logits of a target, before their softmax"
+_AND_TARGET = "  # and the logits of a target that is a softmax"
 #: Operators, as autograd names them, whose results may cancel in a sum.
 _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
@@ -22,11 +23,14 @@ def _where(case: Case, found: Measurement) -> str:
     return found.name or ("" if is_after or event is None else event.module)
 
 
-def _rows(found: Measurement) -> str:
+def _rows(found: Measurement, one: str = "row", several: str = "rows", of: str = "the batch") -> str:
+    """Return the positions along the first dimension in words: "row 5 of the batch", "all 32 rows of the batch"."""
     if not found.names:
         return ""
-    more = ", ..." if len(found.names) >= MOST_ROWS else ""
-    return f"row{'s' if len(found.names) > 1 else ''} {', '.join(found.names)}{more} of the batch"
+    if found.figures.get("rows") == found.figures.get("of_rows", 0) > 1:
+        return f"all {found.figures['rows']:.0f} {several} of {of}"
+    more = ", ..." if found.figures.get("rows", math.inf) > len(found.names) >= MOST_ROWS else ""
+    return f"{several if len(found.names) > 1 else one} {', '.join(found.names)}{more} of {of}"
 
 
 def _brackets(*parts: str) -> str:
@@ -52,8 +56,8 @@ def _elements(found: Measurement) -> str:
 
 
 _EDGE = (
-    "Keep the argument away from the edge before the operation. A torch.where after it does not help, because the gradient of "
-    "the discarded value is computed too."
+    "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the gradient "
+    "of the discarded value is computed too."
 )
 #: The remedy, in words and as code, for each word that the operation's description may contain.
 _MENDS = (
@@ -72,7 +76,13 @@ _MENDS = (
         "Look at how the weights are made: dividing by the count of a class that never occurs gives infinity.",
         "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out",
     ),
-    ("logarithm", _EDGE, "x.clamp_min(1e-6).log()  # of a softmax: torch.log_softmax(logits, -1)"),
+    (
+        "of a softmax",
+        "Take log_softmax of the logits: it is finite, and so is its gradient. A clamp would be finite too, but gives the "
+        "clamped elements no gradient.",
+        "log_probabilities = torch.log_softmax(logits, -1)",
+    ),
+    ("logarithm", _EDGE, "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"),
     ("square root", _EDGE, "(x + 1e-12).sqrt()"),
     ("sqrt", _EDGE, "(x + 1e-12).rsqrt()"),
     ("division", _EDGE, "a / b.clamp_min(1e-6)"),
@@ -132,14 +142,14 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
     another reason are not reported.
     """
     for found in case.measured("examined-mask"):
-        module = _where(case, found)
+        module, rows = _where(case, found), int(found.figures["elements"])
         yield Finding(
             "mask-hides-whole-row",
             "error",
             module,
-            f"In step {found.step}{f', in {module!r},' if module else ''} {found.text}: "
-            f"a mask hides {number_of(int(found.figures['elements']), 'row')} of scores as a whole{_brackets(_rows(found))}, "
-            f"and 0/0 is NaN.{_aftermath(case, _event_at(case, found.step))}",
+            f"In step {found.step}{f', in {module!r},' if module else ''} a mask hides all scores of {number_of(rows, 'row')}"
+            f"{_brackets(_rows(found, 'index', 'indices', 'the first dimension'))}: {'its' if rows == 1 else 'their'} softmax is "
+            f"0/0, which is NaN.{_aftermath(case, _event_at(case, found.step))}",
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Leave each row at least one key, or mask by a large finite number. Possible causes: an empty sample, padding on the "
             "wrong side, a mask that is applied twice.",
@@ -183,25 +193,24 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
         module, event = _where(case, found), _event_at(case, found.step)
         loss_finite = bool(found.figures.get("loss_finite", 0.0))
         in_model = event is not None and not event.after and event.what not in LOSSES
-        own = (
-            "in the model's own code"
-            if event is not None and event.of_input
-            else "in the model's own code or in the loss"
-        )
-        place = own if in_model else "in the loss, or on the way to it"
-        place = f"in or before {module!r}" if module else place
+        if module:
+            place = f"the code in or before {module!r}"
+        elif in_model:
+            place = f"the model's own code{'' if event is not None and event.of_input else ', or the loss,'}"
+        else:
+            place = "the loss, or the code that leads to it,"
         fix, code = next(((fix, code) for word, fix, code in _MENDS if word in found.text), (_EDGE, ""))
         if event is None:
-            effect = "the loss is not finite, its gradients are: the step did no harm"
+            effect = "the loss is not finite, but its gradients are: the step did no harm"
         elif loss_finite:
-            effect = "the loss is finite and its gradient is not"
+            effect = "the loss is finite, but its gradient is not"
         else:
             effect = "what follows is not finite"
         yield Finding(
             "argument-out-of-range",
             "error" if event is not None else "warning",
             module,
-            f"In step {found.step}, {place}: {found.text}{_brackets(_elements(found), _rows(found))}: {effect}."
+            f"In step {found.step} {place} computes {found.text}{_brackets(_elements(found), _rows(found))}: {effect}."
             f"{_aftermath(case, event)}",
             {"operator": found.text, "elements": found.figures["elements"], "rows": list(found.names)},
             fix,

@@ -13,7 +13,7 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import FROZEN, Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
-from mpinspect.reporting.words import some, with_power
+from mpinspect.reporting.words import number_or_power, some, with_power
 
 #: Fewest measured steps that must begin with gradients of earlier steps before these count as never zeroed.
 _FEWEST_LEFT_OVER = 2
@@ -79,14 +79,15 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
     factor, scale = first.figures["factor"], case.progress.scale_at(first.step)
     is_by_norm = first.figures["is_uniform"]
     clip = f"clip_grad_{'norm' if is_by_norm else 'value'}_(model.parameters(), {'max_norm' if is_by_norm else 'clip_value'})"
-    how = "clipped by their norm" if is_by_norm else "changed, or clipped value by value,"
+    how = "clipped" if is_by_norm else "changed, or clipped value by value,"
+    smaller = f"{number_or_power(scale)} times smaller" if scale else "smaller by the loss scale"
     yield Finding(
         "unscale-missing",
         "warning",
         "",
         f"In step {first.step}{_again(found)} the gradients were {how} while they were still multiplied by the loss scale"
-        f"{f' of {with_power(scale)}' if scale else ''}: made {factor:.2g} times as large before the scaler unscaled them. "
-        "The limit was meant for the true gradients, which are smaller by a factor of the loss scale.",
+        f"{f' of {with_power(scale)}' if scale else ''}: what was left was {factor:.2g} times as large. The limit was meant "
+        f"for the true gradients, {smaller}.",
         {
             "factor": factor,
             "is_uniform": bool(is_by_norm),
@@ -123,8 +124,8 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
 
 
 def _again(found: Sequence[Measurement]) -> str:
-    """Return words on the further checked steps with the same fault; "" if there are none."""
-    return f" (and in {len(found) - 1} later ones; only a few steps are checked for it)" if len(found) > 1 else ""
+    """Return words on the further checked steps with the same fault, to follow "In step 3"; "" if there are none."""
+    return f", and in {len(found) - 1} more of the few steps that are checked for this," if len(found) > 1 else ""
 
 
 def _is_average(found: list[Measurement]) -> bool:
@@ -152,30 +153,36 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
     squares, not_finite = first.figures.get("sum_of_squares", 0.0), first.figures.get("not_finite", 0.0)
     evidence = {**first.figures, "measured_steps": len(found)}
     if squares > FLOAT16.max_finite or not_finite:
-        norm = math.sqrt(squares)
-        too_large = f"their norm ({norm:.3g}) or its square ({squares:.3g}) is beyond {FLOAT16.max_finite:g}"
-        is_too_large = squares > FLOAT16.max_finite
+        norm, limit = math.sqrt(squares), FLOAT16.max_finite
+        what, value = ("norm", norm) if norm > limit else ("sum of squares", squares)
+        others = (
+            f" (the {what} of the others, {value:.3g}, is beyond {limit:g} too: summed up in FP16 it is infinite as well)"
+            if squares > limit
+            else ""
+        )
         cause = (
-            f"{not_finite:.0f} of them held infinities or NaNs, so that the norm was not finite"
-            + (f" (nor is that of the others, if it is summed up in FP16: {too_large})" if is_too_large else "")
+            f"{not_finite:.0f} of them held infinities or NaNs, so that the norm was not finite{others}"
             if not_finite
-            else f"the gradients are FP16, and {too_large} there"
+            else f"they are FP16, and their {what}, {value:.3g}, is beyond {limit:g}, where FP16 ends"
         )
         yield Finding(
             "gradients-clipped-to-zero",
             "error",
             "",
-            f"In step {first.step} the optimizer was given zeros or NaNs instead of the gradients: {cause}, and dividing by "
-            f"it left nothing{_again(found)}.",
+            f"In step {first.step}{_again(found)} the optimizer was given zeros or NaNs instead of the gradients: {cause}, and "
+            "dividing by the norm left nothing.",
             evidence,
-            "Keep the weights in FP32, so that their gradients are, compute the norm in FP32, and skip a step whose norm is not "
-            "finite all the same. Compute in BF16, in which such gradients are finite, or multiply the loss by less than 1."
+            "Keep the weights in FP32, so that their gradients are FP32 too; compute the norm in FP32; skip a step whose norm is "
+            "not finite. Or compute in BF16, in which such gradients are finite, or begin a GradScaler below 1."
             if not_finite
             else "Compute norms in FP32 and clip by that.",
-            (f"{fp32_weights()}\n" if not_finite else "")
-            + "total = torch.stack([p.grad.float().norm() for p in parameters]).norm()  # FP32\n"
-            "for p in parameters:\n    p.grad.mul_((max_norm / total).clamp(max=1))"
-            + ("\nif torch.isfinite(total):\n    optimizer.step()" if not_finite else ""),
+            f"{fp32_weights()}\nloss.backward()\n"
+            "total = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
+            "if torch.isfinite(total):\n    optimizer.step()"
+            if not_finite
+            else "grads = [p.grad for p in model.parameters() if p.grad is not None]\n"
+            "total = torch.stack([grad.float().norm() for grad in grads]).norm()  # FP32\n"
+            "for grad in grads:\n    grad.mul_((max_norm / total).clamp(max=1))",
             INFERRED,
             first.step,
         )
@@ -184,9 +191,9 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
         "gradients-zeroed",
         "error",
         "",
-        f"In step {first.step} the backward gave gradients, and the optimizer was given "
+        f"In step {first.step}{_again(found)} the backward gave gradients, and the optimizer was given "
         + ("zeros" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times their values")
-        + f"{_again(found)}: the weights learn nothing from them.",
+        + ": the weights learn nothing from them.",
         evidence,
         "Look at the code between backward() and step(): zero_grad(), a mask, a factor.",
         "optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
@@ -203,15 +210,23 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
     if not found:
         return
     first = found[0]
+    broken, steps = len({event.step for event in case.events if event.gradients_finite is False}), case.progress.steps
+    # To skip most steps would be no training.
+    is_most = 2 * broken >= steps
     yield Finding(
         "gradients-replaced",
         "error",
         first.name,
-        f"In step {first.step} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were replaced by "
-        f"finite values before the optimizer stepped{_again(found)}: the step was taken on numbers that no backward gave.",
+        f"In step {first.step}{_again(found)} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were "
+        "replaced by finite values before the optimizer stepped: the step was taken on numbers that no backward gave.",
         {"parameters": len(first.names), "of": first.figures["of"], "names": list(first.names[:20])},
-        "Find where the infinities and NaNs arise; until then skip a step that has any, as a GradScaler does.",
-        "# in place of the replacement\n"
+        f"Find where the infinities and NaNs arise: they come in {broken} of {steps} steps, so skipping such steps would leave "
+        "few or none."
+        if is_most
+        else "Find where the infinities and NaNs arise; until then skip a step that has any, as a GradScaler does.",
+        ""
+        if is_most
+        else "# in place of the replacement\n"
         "if all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters()):\n    optimizer.step()",
         step=first.step,
     )
@@ -227,15 +242,15 @@ def gradients_stale(case: Case) -> Iterator[Finding]:
         return
     names = list(dict.fromkeys(name for each in found for name in each.names))
     later = [name for name in names if name not in found[0].names]
-    others = f", later also those of {_grouped(later)}" if later else ""
+    others = f", later also {_grouped(later)}," if later else ""
     yield Finding(
         "gradients-stale",
         "warning",
         names[0],
-        f"In step {found[0].step}{_again(found)} the optimizer stepped with gradients that an earlier step had left in "
-        f"parameters that no backward had reached since: those of {_grouped(found[0].names)}{others}.",
+        f"In step {found[0].step}{_again(found)} the optimizer stepped {_grouped(found[0].names)}{others} with gradients left "
+        "over from an earlier step: no backward had reached these parameters since.",
         {"parameters": len(names), "names": names[:20], "measured_steps": len(found)},
-        "Zero every gradient before each backward, also those of branches that this batch does not use.",
+        "Zero all gradients once a step, also those of branches that this batch does not use.",
         "optimizer.zero_grad(set_to_none=True)",
         step=found[0].step,
     )
@@ -260,8 +275,8 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
         "gradients-never-zeroed",
         "error",
         "",
-        f"When the backward of step {found[0].step} began, .grad still held the gradients of the step before, as in {len(found)} "
-        f"of the few steps that were checked for it: each step is taken with the sum of all gradients so far{grown}.",
+        f"In step {found[0].step}{_again(found)} .grad still held the gradients of the step before when the backward began: "
+        f"each step is taken with the sum of all gradients so far{grown}.",
         {"measured_steps": len(found), "largest": [each.figures["largest"] for each in found]},
         "Zero the gradients once a step; if the optimizer steps copies of the weights, zero the model's gradients too.",
         "optimizer.zero_grad()  # or model.zero_grad()",
@@ -283,12 +298,16 @@ def gradients_missing(case: Case) -> Iterator[Finding]:
                 "gradients-missing",
                 "warning",
                 names[0],
-                f"{len(names)} parameters that the optimizer is to train never got a gradient, those of {_grouped(names)}: "
-                "no gradient of the loss reaches them. A result is detached, converted to a number or computed under no_grad, or "
-                "the module is not used.",
+                (
+                    f"{names[0]!r} is in the optimizer but never got a gradient: the loss does not reach it."
+                    if len(names) == 1
+                    else f"The {len(names)} parameters of {_grouped(names)} are in the optimizer but never got a gradient: the "
+                    "loss does not reach them."
+                )
+                + " A result is detached, converted to a number or computed under no_grad, or the module is not used.",
                 {"parameters": len(names), "names": names[:20], "of": found.figures["of"]},
-                "Look for detach(), .data, .item(), argmax or torch.no_grad() behind these modules; freeze them if they are not "
-                "meant to learn.",
+                "Look for detach(), .data, .item(), argmax or torch.no_grad() in the code that uses these modules' outputs; "
+                "freeze them if they are not meant to learn.",
                 certainty=INFERRED,
             )
     yield from _caught_by_prefix(case)
@@ -364,9 +383,9 @@ def _caught_by_prefix(case: Case) -> Iterator[Finding]:
             "warning",
             f"{place[0]}{caught[0]}",
             f"{place[0]}{meant} is frozen, and with it {', '.join(f'{place[0]}{number}' for number in caught)}, while all other "
-            f"blocks are trained: it looks as if names that begin with {prefix!r} were frozen, without the dot behind it.",
+            f"blocks are trained: it looks as if names that begin with {prefix!r} were frozen, without the trailing dot.",
             {"frozen": sorted(numbers, key=int), "trained": sorted(others, key=int)},
-            f"Compare with the dot: names that begin with '{prefix}.'.",
+            f"Compare with the trailing dot: names that begin with '{prefix}.'.",
             f"if name.startswith({quoted(prefix + '.')}):\n    parameter.requires_grad_(False)",
             INFERRED,
         )
@@ -385,8 +404,10 @@ def parameters_not_optimized(case: Case) -> Iterator[Finding]:
             # Leaving out most of a model is usually intended: a head is trained on a backbone that was not frozen.
             "warning" if share < 0.5 else "info",
             found.name,
-            f"{len(found.names)} parameters get gradients and are in no optimizer that was seen, those of "
-            f"{_grouped(found.names)}: they never change.",
+            f"{found.name!r} gets gradients but is in no optimizer that was seen: it never changes."
+            if len(found.names) == 1
+            else f"The {len(found.names)} parameters of {_grouped(found.names)} get gradients but are in no optimizer that was "
+            "seen: they never change.",
             {"parameters": len(found.names), "fraction": share, "names": list(found.names[:20])},
             "Make the optimizer after the last module was added, or add that module's parameters to it; freeze what is not "
             "meant to learn.",

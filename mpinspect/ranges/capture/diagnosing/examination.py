@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.singularities import Singular, graph, singular
+from mpinspect.ranges.capture.diagnosing.singularities import Rows, Singular, graph, singular
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Call, Observer
@@ -127,8 +127,7 @@ class Examination(Observer):
             return
         batch = self._batch_not_finite()
         if batch is not None:
-            rows, elements = batch
-            self._tell("batch", step, {"elements": float(elements)}, rows)
+            self._tell("batch", step, int(batch.sum()), Rows.where(batch))
             return
         self._compare_norms(step, norms)
         if self._tell_graphless(step):
@@ -162,8 +161,8 @@ class Examination(Observer):
         certain = [each for each in found if each.kind != "difference" or each.of in self._ends]
         return min(certain, key=lambda each: each.order, default=None)
 
-    def _batch_not_finite(self) -> tuple[tuple[str, ...], int] | None:
-        """Return the non-finite rows and number of elements of the first non-finite model input that still exists, or None.
+    def _batch_not_finite(self) -> torch.Tensor | None:
+        """Return which elements of the first non-finite model input that still exists are not finite; None if there is none.
 
         The inputs of a module that another one called may be made by the code of that one.
         """
@@ -177,14 +176,8 @@ class Examination(Observer):
             ):
                 continue
             broken = ~tensor.isfinite()
-            elements = int(broken.sum())
-            if elements:
-                rows = (
-                    broken.reshape(broken.shape[0], -1).any(1).nonzero().flatten()
-                    if broken.dim()
-                    else broken.new_zeros(0)
-                )
-                return tuple(str(row) for row in rows[:MOST_ROWS].tolist()), elements
+            if bool(broken.any()):
+                return broken
         return None
 
     def _tell_graphless(self, step: int) -> bool:
@@ -198,20 +191,20 @@ class Examination(Observer):
                 continue
             rows = broken.flatten(1).any(1)
             if bool((tensor.flatten(1)[rows] == 0).all()):
-                numbers = tuple(str(row) for row in rows.nonzero().flatten()[:MOST_ROWS].tolist())
-                self._tell("zero-row", step, {"elements": float(broken.sum())}, numbers, "a division", path)
+                self._tell("zero-row", step, int(broken.sum()), Rows.where(rows), "a division", path)
                 return True
         return False
 
     def _tell_singular(self, step: int, found: Singular, *, loss_finite: bool) -> None:
-        rows = tuple(map(str, found.rows))
-        figures = {"elements": float(found.elements), "loss_finite": float(loss_finite)}
-        self._tell(found.kind, step, figures, rows, f"{found.operator} {found.what}".strip())
+        text = f"{found.operator} {found.what}".strip()
+        self._tell(found.kind, step, found.elements, found.rows, text, loss_finite=float(loss_finite))
 
     def _tell(
-        self, kind: str, step: int, figures: dict[str, float], rows: tuple[str, ...], text: str = "", name: str = ""
+        self, kind: str, step: int, elements: int, rows: Rows, text: str = "", name: str = "", **more: float
     ) -> None:
-        self._recording.measured(Measurement(f"examined-{kind}", name, step, figures, rows, text))
+        figures = {"elements": float(elements), "rows": float(rows.number), "of_rows": float(rows.of), **more}
+        numbers = tuple(map(str, rows.first))
+        self._recording.measured(Measurement(f"examined-{kind}", name, step, figures, numbers, text))
 
     def _look_at_dtype(self, losses: list[torch.Tensor]) -> None:
         """Record a loss that is computed in 16 bits: its dtype, and the operators nearest to it."""

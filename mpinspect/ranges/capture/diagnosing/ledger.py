@@ -182,12 +182,11 @@ def _states(optimizer: torch.optim.Optimizer, stepped: Sequence[torch.Tensor]) -
 
 def _scaler(scaler: Any) -> ScalerRecord:
     is_enabled = getattr(scaler, "is_enabled", None)
-    interval = getattr(scaler, "_growth_interval", None)
+    settings = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
     return ScalerRecord(
         type(scaler).__name__,
         bool(is_enabled()) if callable(is_enabled) else True,
-        _number(getattr(scaler, "_init_scale", None)),
-        _number(interval),
+        **{name: _number(getattr(scaler, f"_{name}", None)) for name in settings},
     )
 
 
