@@ -45,6 +45,12 @@ def percent(fraction: float) -> str:
     return f"{value:.0f}%" if value < 99.5 else f"{value:.4g}%" if value < 99.995 else ">99.99%"
 
 
+def at_most(fraction: float) -> str:
+    """Return an upper bound of a share in words: "at most 0.3%", "<0.001%"."""
+    told = percent(fraction)
+    return told if told.startswith("<") else f"at most {told}"
+
+
 def as_power(scale: float | None) -> str:
     """Return a scale as a power of two, "2^13"; one that is none as a plain number, and "?" for None."""
     if scale is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, SHORTEST_GROWTH_INTERVAL
 from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import END, LOSSES, Event, Progress, Session, TensorKey, TensorWindow
@@ -169,16 +170,27 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
             first,
             "warning",
             f"{begin}; {skipped} of {session.progress.steps} steps were skipped, more than a dynamic scaler's probing"
-            " explains.",
+            f" explains.{_grows_often(session)}",
             evidence,
-            f"{_take(advice)} If the scale is static, it is too large. NaNs at small scales are no overflow: look at the backward"
-            " of the module named.",
+            _take(advice),
         )
     return _finding(
         first,
         "info",
         f"{begin}; the scaler skipped {'the step' if count == 1 else 'them all'}.",
         evidence,
+    )
+
+
+def _grows_often(session: Session) -> str:
+    """Return a sentence on a scaler that doubles its scale again after a few steps; "" if none does."""
+    intervals = [scaler.growth_interval for scaler in session.precision.scalers if scaler.enabled]
+    short = min((each for each in intervals if each and each < SHORTEST_GROWTH_INTERVAL), default=None)
+    return (
+        f" The scaler doubles its scale after {short:g} steps without an overflow (growth_interval={short:g}; torch's default is "
+        f"{LONGEST_GROWTH_INTERVAL}), and so overflows again and again."
+        if short
+        else ""
     )
 
 

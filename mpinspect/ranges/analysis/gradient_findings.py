@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from mpinspect.numeric.formats import FLOAT16, FloatFormat
+from mpinspect.numeric.formats import FLOAT16, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.drift import moved
 from mpinspect.ranges.analysis.precision import holds_without_scale
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice
@@ -236,10 +236,21 @@ def _window_empty(session: Session, decision: Decision) -> Finding | None:
         "info" if spared else "warning",
         large,
         f"In {format_name(decision.rules.format.name)} {large!r} needs a loss scale of at least 2^{lowest}, but {overflow} above "
-        f"2^{highest}: no one loss scale serves {whom}." + (f" {spared}" if spared else ""),
+        f"2^{highest}: no one loss scale serves {whom}."
+        + (f" {spared}" if spared else _at_last_scale(session, decision)),
         {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
         "" if spared else _ways_out(decision),
     )
+
+
+def _at_last_scale(session: Session, decision: Decision) -> str:
+    """Return a sentence on what the gradient that needs the largest scale loses at the run's last one; "" if that is unknown."""
+    needs, scale = decision.neediest, session.last_scale
+    if not scale:
+        return ""
+    flushed = needs.gradient.histogram.flushed_fraction(decision.rules.format, floor_log2(scale))
+    which = f"the non-zero elements of {phrase(*needs.key)}"
+    return f" At the run's last scale, {with_power(scale)}, {percent(flushed)} of {which} are flushed."
 
 
 def _ways_out(decision: Decision) -> str:

@@ -7,10 +7,19 @@ from collections.abc import Iterator, Sequence
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.overflow_odds import overflow_probability_bound
 from mpinspect.ranges.analysis.scale_advice import Decision
-from mpinspect.ranges.analysis.scale_window import GradientRange, scale_window
+from mpinspect.ranges.analysis.scale_window import HEADROOM, GradientRange, scale_window
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Session
-from mpinspect.reporting.words import format_name, number_of, percent, some, steps_named, upper_first, with_power
+from mpinspect.reporting.words import (
+    at_most,
+    format_name,
+    number_of,
+    percent,
+    some,
+    steps_named,
+    upper_first,
+    with_power,
+)
 
 #: Lost share above which the sentence on a served layer also says why the loss is acceptable.
 _WORTH_A_WORD = 1e-3
@@ -84,12 +93,16 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
         key=lambda gradient: gradient.seen.lost_l1_share(format).high,
     )
     finite = "finite " if any(gradient.histogram.nonfinite for gradient in gradients) else ""
-    may_weigh = worst.seen.lost_l1_share(format).high > tolerance
-    hidden = f"; it may have flushed much of {phrase(*worst.key)} before it could be counted" if may_weigh else ""
-    return (
-        f"As the {finite}gradients arrive, {name} flushes little of what was counted{hidden}. Multiplied by up to "
-        f"2^{window.log2_highest}, nothing seen would overflow."
-    )
+    high, hidden = worst.seen.lost_l1_share(format).high, any(gradient.seen.hidden for gradient in gradients)
+    if high <= tolerance:
+        flushed = (
+            f"As the {finite}gradients arrive, {name} flushes {at_most(high)} of the sum of magnitudes of any of them"
+        )
+    elif hidden:
+        flushed = f"How much of {phrase(*worst.key)} {name} flushed before it could be counted is not known"
+    else:
+        flushed = f"As the {finite}gradients arrive, {name} flushes little of what was counted"
+    return f"{flushed}. Multiplied by up to 2^{window.log2_highest}, nothing seen would overflow."
 
 
 def in_steps(steps: tuple[int, int] | None) -> str:
@@ -183,9 +196,15 @@ def _overflowed(decision: Decision) -> str:
     """Return why the window's top is below the largest scale that the counts allow; "" if it is not."""
     ceiling, top = decision.ceiling, decision.window.log2_highest
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
+        of_finite = ceiling.log2_of_finite or top
+        others = (
+            f" Without the steps that overflowed the window would reach up to 2^{of_finite}."
+            if of_finite > top + HEADROOM
+            else ""
+        )
         return (
             f"The run overflowed at 2^{ceiling.log2_overflowed}. How large the gradients of that step were is not known, so a "
-            "smaller scale may overflow too: keep a scaler that skips such steps."
+            f"smaller scale may overflow too: keep a scaler that skips such steps.{others}"
         )
     if not ceiling.margin:
         return ""

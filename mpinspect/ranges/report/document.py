@@ -280,6 +280,7 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
     worst_first = sorted(range(len(seen)), key=importance, reverse=True)
     ranks = {place: rank for rank, place in enumerate(worst_first[: most(limit, len(seen))])}
     chosen = sorted(ranks, key=lambda place: (KINDS.index(seen[place].kind), place))
+    is_mixed = any(layer.floor_exponent is not None for layer in counted if layer.kind in GRADIENT_KINDS)
     tables = []
     for kind, group in groupby(chosen, lambda place: seen[place].kind):
         places = list(group)
@@ -291,7 +292,8 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
             else f"{kind_named(kind).title} in {report.format} {_as_counted(kind, report)}"
         )
         rows = tuple(
-            (_name(blocks[place]), *(_as_cell(figure(blocks[place])) for _, figure in columns)) for place in places
+            (_name(blocks[place], is_mixed), *(_as_cell(figure(blocks[place])) for _, figure in columns))
+            for place in places
         )
         headings = (Column("layer", is_name=True), *(column for column, _ in columns))
         tables.append(Table(headings, rows, title, tuple(ranks[place] for place in places)))
@@ -394,16 +396,21 @@ def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
     return [(Column(f"lost in {storage}", meaning=meaning), lost_in(storage)) for storage in storages]
 
 
-def _name(block: Repeated) -> Cell:
+def _name(block: Repeated, is_mixed: bool) -> Cell:
     """Return the cell with a layer's name; for repeated layers, a note names the worst one, of which the losses are."""
     layer = block.worst
     loses = layer.lost_l1_share is not None and layer.lost_l1_share.high > LOST_L1_TOLERANCE
     of_worst = (f"the worst: {layer.name}",) if block.name != layer.name and loses else ()
-    return Cell(block.name or "(the model)", notes=(*of_worst, *(() if layer.kind == UPDATE else _remarks(block))))
+    return Cell(
+        block.name or "(the model)", notes=(*of_worst, *(() if layer.kind == UPDATE else _remarks(block, is_mixed)))
+    )
 
 
-def _remarks(block: Repeated) -> Iterator[str]:
-    """Yield short remarks: non-finite values and overflow in all layers of the row; no non-zero values and noise in the worst."""
+def _remarks(block: Repeated, is_mixed: bool) -> Iterator[str]:
+    """Yield short remarks: non-finite values and overflow in all layers of the row; no non-zero values and noise in the worst.
+
+    ``is_mixed``: whether other gradients of the run were rounded to 16 bits.
+    """
     histograms = [each.histogram for each in block.members if each.histogram is not None]
     infs, nans = sum(each.infs for each in histograms), sum(each.nans for each in histograms)
     if infs or nans:
@@ -417,6 +424,8 @@ def _remarks(block: Repeated) -> Iterator[str]:
         yield zero if histogram.zeros else "no finite value"
     if layer.rounding_noise:
         yield "rounding noise"
+    if is_mixed and layer.kind in GRADIENT_KINDS and layer.floor_exponent is None:
+        yield "never rounded to 16 bits"
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, quoted
+from mpinspect.ranges.session import MOST_ROWS
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
-from mpinspect.reporting.words import format_name, percent
+from mpinspect.reporting.words import format_name, percent, some
 
 
 def statistics_broken(case: Case) -> Iterator[Finding]:
@@ -33,7 +34,8 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
         mend = "Look at what makes the values too large, infinite or NaN"
         if begun is not None:
             what = "the batch" if begun.given else f"the forward of {begun.module or 'the model'!r}"
-            mend = f"Mend {what}, which was not finite in step {begun.step}"
+            why = f" ({begun.explanation})" if begun.explanation else ""
+            mend = f"Mend {what}, which was not finite in step {begun.step}{why}"
         yield Finding(
             "statistics-broken",
             "error",
@@ -52,17 +54,18 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             step=first.step,
         )
     if stuck:
-        first = stuck[0]
-        module, _, buffer = first.name.rpartition(".")
+        first, names = stuck[0], list(dict.fromkeys(each.name for each in stuck))
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        was, its = ("was", "its") if len(names) == 1 else ("were", "their")
         yield Finding(
             "statistics-broken",
             "warning",
-            module,
-            f"{buffer} of {module or 'the model'!r} was written {first.figures['writes']:.0f} times and never moved: "
-            f"{format_name(first.text.rpartition(' ')[2])} rounds its updates away, or they are zero.",
-            {"buffers": [each.name for each in stuck]},
-            "Keep the statistics of normalisations in FP32, or take a larger momentum.",
-            f"model.get_submodule({quoted(module)}).float()",
+            modules[0],
+            f"{some(names)} {was} written {first.figures['writes']:.0f} times and never moved: "
+            f"{format_name(first.text.rpartition(' ')[2])} rounds {its} updates away, or they are zero.",
+            {"buffers": names},
+            "Keep the statistics of all normalisations in FP32, or take a larger momentum.",
+            f"for name in [{', '.join(map(quoted, modules[:MOST_ROWS]))}]:\n    model.get_submodule(name).float()",
         )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
+from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event, Measurement
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import number_of, some
@@ -200,6 +202,13 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
         else:
             place = "the loss, or the code that leads to it,"
         fix, code = next(((fix, code) for word, fix, code in _MENDS if word in found.text), (_EDGE, ""))
+        if fix is _EDGE and run_format(case.session) in (FLOAT16, BFLOAT16):
+            fix = f"{fix} Do it in FP32: in 16 bits the constant may be rounded away."
+            code = (
+                f"with torch.autocast(device_type, enabled=False):  # x in FP32: x = x.float()\n    y = {code}"
+                if code
+                else ""
+            )
         if event is None:
             effect = "the loss is not finite, but its gradients are: the step did no harm"
         elif loss_finite:
