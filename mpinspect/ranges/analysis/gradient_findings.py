@@ -30,7 +30,7 @@ def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: 
     gradients = [layer for layer in layers if layer.kind in GRADIENT_KINDS and layer.range_offset is not None]
     found: list[Finding | None] = [] if session.progress.scale_known else [_scale_unknown(advice)]
     if advised.diverged:
-        found.append(_diverged(advice))
+        found.append(_diverged(session, advice))
     if not session.progress.scale_known:
         found.append(_flushed_on_arrival(gradients))
     if decision is not None:
@@ -290,14 +290,20 @@ def _scale_unknown(advice: LossScaleAdvice) -> Finding:
     )
 
 
-def _diverged(advice: LossScaleAdvice) -> Finding:
+def _diverged(session: Session, advice: LossScaleAdvice) -> Finding:
+    has_grown = any(each.what == "weight-growth" for each in session.measurements)
+    first = (
+        ""
+        if has_grown
+        else "The weights have not grown beyond measure: look first at the data of the steps where it begins. "
+    )
     return Finding(
         "training-diverged",
         "warning",
         "",
         advice.reason,
         {},
-        "Train at a lower learning rate, warm it up, or clip the gradients.",
+        f"{first}Train at a lower learning rate, warm it up, or clip the gradients.",
     )
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
 from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
 from mpinspect.ranges.session import Event, ScalerRecord
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
@@ -360,10 +361,11 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
             fp32_weights() if in_half else "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = ...",
         )
         return
-    log2 = round(_powers(recommended)) if recommended else _room(case)
-    wanted = f", init_scale=2.0**{log2}" if log2 and log2 > 0 and (recommended or log2 < LOG2_INITIAL) else ""
+    highest = _room(case)
+    log2 = round(_powers(recommended)) if recommended else max((highest or 0) - HEADROOM, 0)
+    wanted = f", init_scale=2.0**{log2}" if log2 and (recommended or log2 < LOG2_INITIAL) else ""
     room = (
-        f" (up to 2^{log2} nothing seen overflows; whether it needs as much is not known)"
+        f" (up to 2^{highest} nothing seen overflows; whether it needs as much is not known)"
         if wanted and not recommended
         else ""
     )
