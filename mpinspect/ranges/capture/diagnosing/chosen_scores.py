@@ -42,7 +42,13 @@ def choice(node: Any) -> Choice | None:
     factor = node._saved_other if node._saved_self is None else None
     if factor is None or factor.dim() < 2 or not 0 < factor.numel() <= _MOST_SCORES:
         return None
-    return Choice(-1, mask=factor == 1) if bool(((factor == 0) | (factor == 1)).all()) else None
+    # The first row tells most factors from a choice, and costs little.
+    is_choice = _is_binary(factor[(0,) * (factor.dim() - 1)]) and _is_binary(factor)
+    return Choice(-1, mask=factor == 1) if is_choice else None
+
+
+def _is_binary(factor: torch.Tensor) -> bool:
+    return bool(((factor == 0) | (factor == 1)).all())
 
 
 def tied(scores: torch.Tensor, chosen: Choice) -> tuple[float, int]:

@@ -127,10 +127,16 @@ class EqualByRounding(Observer):
             self._spans.append((max(begun, default=-1), max(ends), call.layer.path))
 
     def _compare(self, where: Where, tensor: torch.Tensor) -> None:
-        """Record a table whose rows equal their neighbours just where whole numbers rounded to 16 bits do."""
+        """Record a table whose rows equal their neighbours just where consecutive whole numbers rounded to 16 bits do."""
         if self._told["positions"] >= _MOST_RECORDS or not 0 < tensor.numel() <= _MOST_ELEMENTS:
             return
-        for dim, length in enumerate(tensor.shape):
+        dims = repeating(tensor)
+        cost = len(dims) * tensor.numel()
+        if cost > self._left:
+            return
+        self._left -= cost
+        for dim in dims:
+            length = tensor.shape[dim]
             for dtype, first_lost in _FIRST_LOST:
                 if length <= first_lost + 2 * _FEWEST_PAIRS:
                     continue
@@ -139,15 +145,6 @@ class EqualByRounding(Observer):
                 if bool((equal == _equal_neighbours(length, dtype)).all()):
                     self._tell_positions(where(), length, dtype, True)
                     return
-        self._compare_from_anywhere(where, tensor)
-
-    def _compare_from_anywhere(self, where: Where, tensor: torch.Tensor) -> None:
-        """Record a table whose rows are equal in groups as consecutive whole numbers are, whichever is the first of them."""
-        dims = repeating(tensor)
-        cost = len(dims) * tensor.numel()
-        if cost > self._left:
-            return
-        self._left -= cost
         found = collapsed(tensor, dims)
         if found is not None:
             dtype = tensor.dtype if tensor.dtype in _DTYPES else self._dtype or _DTYPES[0]

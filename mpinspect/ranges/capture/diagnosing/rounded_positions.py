@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-#: Rows that a table needs, and elements of each other dimension that a first, cheap comparison reads.
-_FEWEST_ROWS, _FEW = 16, 8
+#: Rows that a table needs, those that must repeat, and elements of each other dimension that a first, cheap comparison reads.
+_FEWEST_ROWS, _FEWEST_REPEATS, _FEW = 16, 4, 8
 #: Pairs of groups that must follow the pattern: so many, bits in all (k of a spacing of 2^k), and their share of all.
 _FEWEST_PAIRS, _FEWEST_BITS, _LEAST_SHARE = 2, 8, 0.75
 #: Whole numbers that rounding must change, and how far a sine may be from that of the rounded number in FP32 and in 16 bits.
@@ -35,7 +35,7 @@ def repeating(table: torch.Tensor) -> list[int]:
         few = table.movedim(dim, 0)
         for other in range(1, few.dim()):
             few = few.narrow(other, 0, min(few.shape[other], _FEW))
-        if _FEWEST_BITS <= int(_equal(few).sum()) < length - _FEWEST_PAIRS:
+        if _FEWEST_REPEATS <= int(_equal(few).sum()) < length - _FEWEST_PAIRS:
             found.append(dim)
     return found
 

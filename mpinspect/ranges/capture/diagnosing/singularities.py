@@ -74,7 +74,7 @@ def graph(starts: Iterable[Any], most: int, since: int = -1) -> list[Any]:
 def is_packed(node: Any) -> bool:
     """Return whether hooks packed what a node saved: activation checkpointing runs a whole forward again to unpack one tensor.
 
-    torch 2.6 does not tell (it may be read there).
+    Returns False where torch is too old to tell.
     """
     kind = type(node)
     if kind not in _RAW:
