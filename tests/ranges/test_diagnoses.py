@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from agreeing_reports import contradictions
 from torch import nn
 
@@ -442,6 +443,144 @@ def ties(broken):
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+class Attention(nn.Module):
+    """Turns each position's features by angles of positions that are made within its forward."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made, self.proj = made, nn.Linear(16, 16)
+
+    def forward(self, x):
+        angles = self.made(x.shape[1])[:, None].float() / 10000 ** (torch.arange(8) / 8)
+        cos, sin = angles.cos(), angles.sin()
+        a, b = self.proj(x).chunk(2, -1)
+        return torch.cat([a * cos - sin * b, a * sin + b * cos], -1)
+
+
+class ComplexAttention(Attention):
+    def forward(self, x):
+        angles = self.made(x.shape[1])[:, None].float() / 10000 ** (torch.arange(8) / 8)
+        pairs = torch.view_as_complex(self.proj(x).float().unflatten(-1, (8, 2)))
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+class Rotated(nn.Module):
+    def __init__(self, made, kind):
+        super().__init__()
+        self.inp, self.attention, self.out = nn.Linear(8, 16), kind(made), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.out(self.attention(self.inp(x)[:, None].expand(-1, 96, -1)).mean(1))
+
+
+def rotated(made, kind=Attention, dtype=torch.bfloat16):
+    def loop(broken):
+        torch.manual_seed(6)
+        model = Rotated(made if broken else lambda length: 1000.0 + torch.arange(length), kind)
+        return train(model, torch.optim.SGD(model.parameters(), lr=1e-3), autocast=dtype)
+
+    return loop
+
+
+positions_made_inside = rotated(lambda length: torch.arange(512, 512 + length, dtype=torch.bfloat16))
+positions_made_at_an_odd_start = rotated(lambda length: torch.arange(1001, 1001 + length, dtype=torch.bfloat16))
+positions_cast_inside = rotated(lambda length: torch.arange(1024, 1024 + length).to(torch.bfloat16))
+positions_of_complex_numbers = rotated(lambda length: torch.arange(700, 700 + length).bfloat16(), ComplexAttention)
+positions_in_half = rotated(lambda length: torch.arange(4096, 4096 + length).half(), dtype=torch.float16)
+
+
+class Sinusoid(nn.Module):
+    def __init__(self, broken):
+        super().__init__()
+        self.broken, self.lin = broken, nn.Linear(16, 8)
+
+    def forward(self, t):
+        angles = (t.bfloat16() if self.broken else t)[:, None] * torch.exp(-torch.arange(8) * 9.2 / 8)
+        return self.lin(torch.cat([angles.sin(), angles.cos()], -1))
+
+
+class Denoiser(nn.Module):
+    def __init__(self, broken):
+        super().__init__()
+        self.time, self.out = Sinusoid(broken), nn.Linear(8, 4)
+
+    def forward(self, x, t):
+        return self.out(x + self.time(t))
+
+
+def timesteps_cast_inside(broken):
+    model = Denoiser(broken)
+    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x, torch.randint(0, 1000, (32,))), y)  # noqa: E731
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
+def divergence(of, summed):
+    """A policy's loss with a leash to a reference: the divergence has few bits where the logits have 16."""
+
+    def loop(broken):
+        model = mlp()
+        reference = copy.deepcopy(model).requires_grad_(False)
+
+        def loss_of(model, x, y, step):
+            logits, known = model(x), reference(x)
+            if not broken:
+                logits, known = logits.float(), known.float()
+            log_p, log_q = logits.log_softmax(-1), known.log_softmax(-1)
+            policy = -(torch.linspace(-1, 1, 32) * log_p.gather(1, y[:, None])[:, 0]).mean()
+            return summed(policy, of(log_p, log_q))
+
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.bfloat16, loss_of=loss_of)
+
+    return loop
+
+
+by_hand = lambda p, q: (p.exp() * (p - q)).sum(-1).mean()  # noqa: E731
+divergence_added = divergence(by_hand, lambda policy, kl: policy + 0.1 * kl)
+divergence_widened = divergence(by_hand, lambda policy, kl: policy.float() + 0.1 * kl.float())
+divergence_stacked = divergence(by_hand, lambda policy, kl: torch.stack([policy, kl.float()]).sum() / 4)
+divergence_of_torch = divergence(
+    lambda p, q: nn.functional.kl_div(q, p, log_target=True, reduction="batchmean"),
+    lambda policy, kl: policy + 0.1 * kl,
+)
+divergence_of_samples = divergence(
+    lambda p, q: ((q - p)[:, 0].exp() - (q - p)[:, 0] - 1).float(), lambda policy, kl: (policy + 0.1 * kl).mean()
+)
+
+
+class Experts(nn.Module):
+    """Chooses 4 of 64 scores with a bias that the gradient does not pass, and takes the weights from the scores themselves."""
+
+    def __init__(self, dtype, weigh):
+        super().__init__()
+        self.dtype, self.weigh = dtype, weigh
+        self.gate, self.out = nn.Linear(8, 64), nn.Linear(8, 4)
+        self.register_buffer("bias", torch.zeros(64))
+
+    def forward(self, x):
+        scores = torch.sigmoid((0.3 * self.gate(x) + 3).to(self.dtype))
+        chosen = (scores + self.bias.to(self.dtype)).topk(4).indices
+        return self.out(x * self.weigh(scores, chosen).float().sum(-1, keepdim=True))
+
+
+def routed(weigh):
+    def loop(broken):
+        torch.manual_seed(5)
+        model = Experts(torch.bfloat16 if broken else torch.float32, weigh)
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    return loop
+
+
+def left(scores, chosen):
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
+
+
+ties_gathered = routed(lambda scores, chosen: scores.gather(-1, chosen))
+ties_masked = routed(lambda scores, chosen: scores.masked_fill(~left(scores, chosen), 0))
+ties_multiplied = routed(lambda scores, chosen: scores * left(scores, chosen).to(scores.dtype))
+ties_biased = routed(lambda scores, chosen: (scores + torch.zeros(64, dtype=scores.dtype)).topk(4).values)
+
+
 def test_gradients_of_a_closure_are_compared_with_nothing():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -711,6 +850,21 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("positions-collapse", "positions", 0, positions),
     ("positions-collapse", "", 0, timesteps),
     ("router-ties", "", 0, ties),
+    ("positions-collapse", "attention", 0, positions_made_inside),
+    ("positions-collapse", "attention", 0, positions_made_at_an_odd_start),
+    ("positions-collapse", "attention", 0, positions_cast_inside),
+    ("positions-collapse", "attention", 0, positions_of_complex_numbers),
+    ("positions-collapse", "attention", 0, positions_in_half),
+    ("positions-collapse", "time.lin", 0, timesteps_cast_inside),
+    ("loss-in-16-bits", "", 0, divergence_added),
+    ("loss-in-16-bits", "", 0, divergence_widened),
+    ("loss-in-16-bits", "", 0, divergence_stacked),
+    ("loss-in-16-bits", "", 0, divergence_of_torch),
+    ("loss-in-16-bits", "", 0, divergence_of_samples),
+    ("router-ties", "", 0, ties_gathered),
+    ("router-ties", "", 0, ties_masked),
+    ("router-ties", "", 0, ties_multiplied),
+    ("router-ties", "", 0, ties_biased),
 )
 NAMES = {loop: name for name, loop in list(globals().items()) if callable(loop)}
 ids = [f"{case[0]}-{NAMES[case[3]]}" for case in CASES]
@@ -737,3 +891,115 @@ def test_the_same_loop_without_the_fault_is_not_accused(id, module, step, loop):
     report = loop(False)
     assert contradictions(report) == []
     assert not named(report, id), [str(finding) for finding in report.findings]
+
+
+def quiet(report, id):
+    assert not named(report, id), [str(finding) for finding in report.findings]
+
+
+class Scaled(nn.Module):
+    """Multiplies 64 rows by a constant that may look like a table of positions."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.inp, self.out = table, nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.out((self.inp(x)[:, None] * self.table).mean(1))
+
+
+TABLES = {
+    "constant": torch.ones(64, 16),
+    "repeated in fours": torch.randn(16, 16).repeat_interleave(4, 0),
+    "repeated in threes and fives": torch.tensor([0.0, 1.0])
+    .repeat(8)[:, None]
+    .repeat_interleave(torch.tensor([3, 5] * 8), 0)
+    * torch.ones(16),
+    "random": torch.randn(64, 16),
+    "two values": torch.randint(0, 2, (64, 1)) * torch.ones(16),
+    "one of each": torch.eye(64)[:, :16],
+    "padding": (torch.arange(64) < 40)[:, None] * torch.ones(16),
+    "causal": torch.ones(64, 16).tril(),
+    "documents": torch.randn(4, 16).repeat_interleave(torch.tensor([15, 18, 20, 11]), 0),
+    "cosines in BF16": (torch.arange(1000, 1064)[:, None] / 10000 ** (torch.arange(16) / 16)).cos().bfloat16(),
+    "small positions in BF16": torch.arange(64).bfloat16()[:, None] / torch.arange(1, 17).bfloat16(),
+    "one row for all": torch.randn(1, 16).expand(64, 16),
+}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
+def test_a_constant_factor_is_no_table_of_positions_by_chance(table):
+    model = Scaled(table)
+    report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.bfloat16)
+    quiet(report, "positions-collapse")
+
+
+@pytest.mark.parametrize("start", [256, 300, 512, 1000, 1024, 2048, 4096 - 512, 8192 - 700])
+@pytest.mark.parametrize("length", [64, 200, 1000])
+def test_consecutive_positions_are_found_wherever_they_begin(start, length):
+    table = torch.arange(start, start + length).bfloat16().float()[:, None] / 10000 ** (torch.arange(16) / 16)
+    if len(table[:, 0].unique()) < 5:
+        pytest.skip("too few groups to tell")
+    model = Scaled(table.sin())
+    report = train(model, torch.optim.SGD(model.parameters(), lr=0.01), steps=2, autocast=torch.bfloat16)
+    assert named(report, "positions-collapse")
+
+
+LOSSES = {
+    "policy": lambda log_p, y: (
+        -(torch.linspace(-1, 1, 32).bfloat16() * log_p.gather(1, y[:, None])[:, 0]).mean().float()
+    ),
+    "entropy": lambda log_p, y: (log_p.exp() * log_p).sum(-1).mean().float(),
+    "likelihood": lambda log_p, y: nn.functional.nll_loss(log_p, y).float(),
+}
+
+
+@pytest.mark.parametrize("term", LOSSES.values(), ids=LOSSES.keys())
+def test_a_term_that_cannot_cancel_is_no_warning(term):
+    model = mlp(torch.bfloat16)
+    loss_of = lambda model, x, y, step: term(model(x).log_softmax(-1), y) + model[2].bias.float().square().sum()  # noqa: E731
+    report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16, loss_of=loss_of)
+    quiet(report, "loss-in-16-bits")
+    assert [finding.severity for finding in report.findings if finding.id == "loss-in-16-bits"] == ["info"]
+
+
+CHOICES = {
+    "given": lambda scores: scores.gather(-1, torch.randint(0, 64, (32, 4))),
+    "lowest": lambda scores: scores.gather(-1, scores.topk(4, largest=False).indices),
+    "ReLU": lambda scores: (scores - 0.99).relu().topk(40).values,
+    "all equal": lambda scores: (0 * scores + 0.5).topk(4).values,
+    "dropped": lambda scores: nn.functional.dropout(scores, 0.5),
+    "one of each": lambda scores: scores.gather(-1, scores.argmax(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES.keys())
+def test_what_is_no_choice_of_the_largest_has_no_ties_of_rounding(choose):
+    torch.manual_seed(7)
+    model = Experts(torch.bfloat16, lambda scores, chosen: choose(scores))
+    quiet(train(model, torch.optim.SGD(model.parameters(), lr=0.1)), "router-ties")
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"), reason="this torch does not tell what hooks have packed"
+)
+def test_reading_the_graph_runs_no_checkpointed_forward_again():
+    calls = []
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x):
+            calls.append(1)
+            return torch.sqrt(torch.exp(self.lin(x) * torch.ones(32, 8)) + 1)
+
+    model = nn.Sequential(Counted(), nn.Linear(8, 4))
+
+    def loss_of(model, x, y, step):
+        made = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=False)
+        return nn.functional.cross_entropy(model[1](made), y)
+
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=5, loss_of=loss_of)
+    assert len(calls) == 2 * 5

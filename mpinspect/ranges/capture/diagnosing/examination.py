@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mpinspect.ranges.capture.diagnosing.loss_terms import narrow_term
 from mpinspect.ranges.capture.diagnosing.singularities import Rows, Singular, graph, singular
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
@@ -65,7 +66,7 @@ class Examination(Observer):
         #: Norms of the weights before the first step, and the names of the weights recorded as grown.
         self._norms: dict[str, float] | None = None
         self._grown: set[str] = set()
-        self._told_loss = False
+        self._told_loss = self._told_term = False
         self._first_loss: float | None = None
         #: The last step's learning rate, and the one with which a scheduler began, where the optimizer tells.
         self._rates: dict[str, float] = {}
@@ -109,6 +110,8 @@ class Examination(Observer):
         """Search the graph of the losses."""
         if self._clock.measured and not self._told_loss:
             self._look_at_dtype(losses)
+        if self._clock.measured and not self._told_term:
+            self._look_at_terms(losses)
         if not self._on_cpu and not self._recording.events:
             return
         starts = [loss.grad_fn for loss in losses]
@@ -217,6 +220,16 @@ class Examination(Observer):
                 self._recording.measured(
                     Measurement("loss", "", self._clock.step, figures, tuple(operators), dtype_name(loss.dtype))
                 )
+
+    def _look_at_terms(self, losses: list[torch.Tensor]) -> None:
+        """Record a term of the loss that is computed in 16 bits. Reads no values."""
+        term = narrow_term([loss.grad_fn for loss in losses], self._ends)
+        if term is not None:
+            self._told_term = True
+            figures = {"cancels": float(term.cancels)}
+            self._recording.measured(
+                Measurement("loss-term", "", self._clock.step, figures, term.operators, dtype_name(term.dtype))
+            )
 
     @torch.no_grad()
     def _weight_norms(self) -> dict[str, float]:

@@ -68,7 +68,7 @@ def singular(node: Any) -> Singular | None:
     if find is None:
         return None
     try:
-        found = find(node, name)
+        found = None if is_packed(node) else find(node, name)
     except (AttributeError, RuntimeError, IndexError, TypeError):
         # The saved tensor has another name, or a backward that has already run has freed it.
         return None
@@ -79,16 +79,35 @@ def singular(node: Any) -> Singular | None:
     return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of)
 
 
-def graph(starts: Iterable[Any], most: int) -> list[Any]:
-    """Return at most ``most`` nodes of the graph that leads to ``starts``, the nearest first."""
+def graph(starts: Iterable[Any], most: int, since: int = -1) -> list[Any]:
+    """Return at most ``most`` nodes of the graph that leads to ``starts``, made after the node ``since``, the nearest first."""
     found: dict[Any, None] = dict.fromkeys(start for start in starts if start is not None)
     queue = list(found)
     for node in queue:
         for following, _ in node.next_functions:
-            if following is not None and following not in found and len(found) < most:
+            if following is None or following in found or len(found) >= most:
+                continue
+            if since < 0 or following._sequence_nr() > since:
                 found[following] = None
                 queue.append(following)
     return queue
+
+
+def is_packed(node: Any) -> bool:
+    """Return whether hooks packed what a node saved: activation checkpointing runs a whole forward again to unpack one tensor.
+
+    Returns False where torch is too old to tell.
+    """
+    kind = type(node)
+    if kind not in _RAW:
+        _RAW[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    kept = [getattr(node, name) for name in _RAW[kind]]
+    each_of = [each for raw in kept for each in (raw if isinstance(raw, (tuple, list)) else (raw,))]
+    return any(getattr(each, "unpack_hook", None) is not None for each in each_of)
+
+
+#: The names under which each type of node keeps what it saved, before any hook unpacks it.
+_RAW: dict[type, tuple[str, ...]] = {}
 
 
 def saved_dim(node: Any) -> int:
@@ -251,6 +270,8 @@ def _masks(node: Any) -> bool:
 
 def _is_finite(node: Any) -> bool:
     """Return whether the arguments that a node saved (``_saved_self``, and those of products) are finite."""
+    if is_packed(node):
+        return False
     kept = [getattr(node, name, None) for name in ("_saved_self", "_saved_mat1", "_saved_mat2")]
     return all(bool(each.isfinite().all()) for each in kept if isinstance(each, torch.Tensor))
 
