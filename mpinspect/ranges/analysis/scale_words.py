@@ -248,6 +248,5 @@ def _confidence(decision: Decision) -> str:
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"
     if overflows:
         return f"{overflows} of {counted} would overflow at 2^{chosen}" + (f"; {rarer}." if bound <= _RARE else ".")
-    if bound > _RARE:
-        return f"No overflow at 2^{chosen} in {counted}."
-    return f"No overflow at 2^{chosen} in {counted}, so {rarer}."
+    # That nothing seen overflows the window says already.
+    return f"No overflow at 2^{chosen} in {counted}, so {rarer}." if bound <= _RARE else ""
