@@ -260,6 +260,25 @@ def test_masters_in_a_module_of_a_wrapper_and_of_a_gan(tmp_path):
     assert [run.gradients(number) for number in range(2)] == [{"net.weight", "net.bias"}] * 2
 
 
+def test_masters_in_two_modules_of_one_optimizer(tmp_path):
+    with watched(tmp_path) as run:
+        encoder, decoder = Net(nn.Linear(4, 3)), Net(nn.Linear(3, 4))
+        halves = copied(encoder), copied(decoder)
+        optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+        for _ in range(3):
+            halves[1](halves[0](torch.randn(5, 4, dtype=torch.bfloat16))).float().square().mean().backward()
+            for half, masters in zip(halves, (encoder, decoder), strict=True):
+                for parameter, master in zip(half.parameters(), masters.parameters(), strict=True):
+                    master.grad, parameter.grad = parameter.grad.float(), None
+            optimizer.step()
+            for half, masters in zip(halves, (encoder, decoder), strict=True):
+                half.load_state_dict(masters.state_dict())
+    assert len(run.names) == 2
+    for model in run.parts.models:
+        assert model.session.progress.steps == 3
+        assert not [str(finding) for finding in analyse(model.session).findings if finding.severity != "info"]
+
+
 @pytest.mark.parametrize("other", ["other values", "same dtype", "two copies"])
 def test_another_module_is_no_master_copy(tmp_path, other):
     with watched(tmp_path) as run:

@@ -96,21 +96,18 @@ class BackwardSearch(Guarded):
         holders = Holders(leaves, living_modules())
         for each in waiting:
             owners = [] if each.done else each.models(None)
-            if len(owners) != 1:
+            copies = [_copies(owner, holders) for owner in owners]
+            if not copies or any(len(found) != 1 for found in copies):
                 continue
-            # A wrapper and the module inside it have the same parameters.
-            copies = {
-                id(unwrapped(model)): unwrapped(model) for model in holders.modules if are_masters(owners[0], model)
-            }
-            if len(copies) != 1:
-                continue
-            (model,) = copies.values()
-            each.labels[id(model)] = label(model, holders, script_names(holders, ()))
+            models = [model for found in copies for model in found]
+            known = script_names(holders, ())
+            each.labels.update((id(model), label(model, holders, known)) for model in models)
+            owned = " and ".join(f"a {class_of(owner).__name__}" for owner in owners)
             self._seen.note(
-                f"an optimizer steps the parameters of a {class_of(owners[0]).__name__} that no backward reaches: they were "
-                "taken for the master copies of the weights of another, which computes in 16 bits"
+                f"an optimizer steps the parameters of {owned} that no backward reaches: they were taken for the master copies "
+                "of the weights of another, which computes in 16 bits"
             )
-            self._attaching.attach(each, [model], [other for other in waiting if other.models(None) == owners])
+            self._attaching.attach(each, models, [other for other in waiting if other.models(None) == owners])
 
     def _attach_without_owner(self, leaves: Mapping[int, torch.Tensor], waiting: list[Any]) -> None:
         """Attach to leaf tensors that no optimizer steps: the script updates them by hand or steps copies of them."""
@@ -147,6 +144,11 @@ class BackwardSearch(Guarded):
             scaled = reference()
             if scaled is not None and any(scaled is start for start in starts):
                 inspector.loss_scaled(scaler, scaled)
+
+
+def _copies(owner: torch.nn.Module, holders: Holders) -> list[torch.nn.Module]:
+    """Return the modules, without wrappers, whose masters a module may hold."""
+    return list({id(unwrapped(each)): unwrapped(each) for each in holders.modules if are_masters(owner, each)}.values())
 
 
 def _shapes(tensors: list[torch.Tensor]) -> str:
