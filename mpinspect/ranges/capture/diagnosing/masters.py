@@ -62,7 +62,7 @@ def samples(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> Samples:
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
     """Return at most ``_MOST_ELEMENTS`` elements, spread over every dimension, in the same order for any strides."""
     each = max(int(_MOST_ELEMENTS ** (1 / max(tensor.dim(), 1))), 1)
-    return tensor.detach()[tuple(slice(None, None, -(-size // each)) for size in tensor.shape)].reshape(-1)
+    return tensor.detach()[tuple(slice(None, None, -(-size // each) or 1) for size in tensor.shape)].reshape(-1)
 
 
 def are_close(masters: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> bool:
