@@ -11,8 +11,9 @@ import torch.utils.checkpoint
 from agreeing_reports import contradictions
 from torch import nn
 
-from mpinspect import Inspector
+from mpinspect import Inspector, MixedPrecision
 from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.capture.diagnosing.masters import Masters
 from mpinspect.reporting.finding import Finding
 
 Loop = Callable[[bool], RangeReport]
@@ -256,6 +257,100 @@ def never_zeroed(broken):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     zero_grad = lambda step: None if broken else optimizer.zero_grad()  # noqa: E731
     return train(model, optimizer, zero_grad=zero_grad)
+
+
+def train_masters(
+    dtype=torch.bfloat16,
+    steps=12,
+    scale=1.0,
+    micro_batches=1,
+    zero_masters="to none",
+    copy_gradients=True,
+    change=None,
+    before_step=None,
+    loss_of=None,
+    loss_scale=None,
+    model=None,
+) -> RangeReport:
+    """Train a 16-bit model whose FP32 masters the optimizer steps.
+
+    Args:
+        zero_masters: how, before the step's first backward: "to none", "in place", "by overwriting" or "never".
+        change: what is done with the model's gradients before they are copied.
+        before_step: called with the model's parameters and the masters; returns whether to step.
+    """
+    model = model or mlp(dtype)
+    parameters = list(model.parameters())
+    masters = [parameter.detach().clone().float().requires_grad_() for parameter in parameters]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    loss_of = loss_of or (lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y))
+    with Inspector(model, optimizers=optimizer, loss_scale=loss_scale) as inspector:
+        for step, (x, y) in enumerate(batches(steps, dtype)):
+            if zero_masters in ("to none", "in place"):
+                optimizer.zero_grad(set_to_none=zero_masters == "to none")
+            for part, target in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+                model.zero_grad()
+                (loss_of(model, part, target, step) * scale).backward()
+                if change:
+                    change(parameters)
+                for parameter, master in zip(parameters, masters, strict=True) if copy_gradients else ():
+                    gradient = parameter.grad.float() / scale
+                    if master.grad is None or zero_masters == "by overwriting":
+                        master.grad = gradient
+                    else:
+                        master.grad += gradient
+            if before_step is None or before_step(parameters, masters):
+                optimizer.step()
+            with torch.no_grad():
+                for parameter, master in zip(parameters, masters, strict=True):
+                    parameter.copy_(master)
+    return inspector.report()
+
+
+def masters_never_zeroed(broken):
+    return train_masters(zero_masters="never" if broken else "to none")
+
+
+def masters_never_zeroed_over_micro_batches(broken):
+    return train_masters(zero_masters="never" if broken else "in place", micro_batches=3)
+
+
+def masters_never_zeroed_and_clipped(broken):
+    def clip(parameters, masters):
+        nn.utils.clip_grad_norm_(masters, 0.3)
+        return True
+
+    zero_masters = "never" if broken else "to none"
+    return train_masters(
+        torch.float16, zero_masters=zero_masters, scale=64.0, loss_scale=64.0, before_step=clip, steps=40
+    )
+
+
+def masters_clipped_to_zero(broken):
+    def clip(parameters):
+        gradients = [parameter.grad if broken else parameter.grad.float() for parameter in parameters]
+        norm = sum((gradient**2).sum() for gradient in gradients) ** 0.5
+        for parameter in parameters:
+            parameter.grad *= (2e3 / norm).clamp(max=1)
+
+    return train_masters(torch.float16, scale=2e3, loss_scale=2e3, change=clip)
+
+
+def masters_given_nothing(broken):
+    return train_masters(copy_gradients=not broken)
+
+
+def masters_given_repaired_gradients(broken):
+    def repair(parameters, masters):
+        finite = all(master.grad.isfinite().all() for master in masters)
+        for master in masters:
+            torch.nan_to_num_(master.grad, 1.0, 1.0, 1.0)
+        return broken or finite
+
+    overflowing = lambda model, x, y, step: (  # noqa: E731
+        nn.functional.cross_entropy(model(x).float(), y) * (1e6 if step == 3 else 1)
+    )
+    return train_masters(torch.float16, loss_scale=1.0, before_step=repair, loss_of=overflowing)
 
 
 def missing(broken):
@@ -829,6 +924,12 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("gradients-replaced", "0", 4, replaced),
     ("gradients-stale", "left", 1, stale),
     ("gradients-never-zeroed", "", 1, never_zeroed),
+    ("gradients-never-zeroed", "", 1, masters_never_zeroed),
+    ("gradients-never-zeroed", "", 1, masters_never_zeroed_over_micro_batches),
+    ("gradients-never-zeroed", "", 1, masters_never_zeroed_and_clipped),
+    ("gradients-clipped-to-zero", "", 0, masters_clipped_to_zero),
+    ("gradients-zeroed", "", 0, masters_given_nothing),
+    ("gradients-replaced", "2", 3, masters_given_repaired_gradients),
     ("gradients-missing", "0", None, missing),
     ("parameters-not-optimized", "2", None, not_optimized),
     ("batch-not-finite", "", 5, nan_in_batch),
@@ -1003,3 +1104,185 @@ def test_reading_the_graph_runs_no_checkpointed_forward_again():
 
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=5, loss_of=loss_of)
     assert len(calls) == 2 * 5
+
+
+def test_masters_are_named_in_the_findings_on_them():
+    assert "the masters' .grad held before" in named(masters_never_zeroed(True), "gradients-never-zeroed")[0].message
+    assert (
+        "zeros or NaNs in its masters" in named(masters_clipped_to_zero(True), "gradients-clipped-to-zero")[0].message
+    )
+
+
+def _clipped(parameters, masters):
+    nn.utils.clip_grad_norm_(masters, 0.01)
+    return True
+
+
+def _with_momentum():
+    """Make a function that hands the optimizer moving averages of the gradients, kept outside .grad."""
+    averages = []
+
+    def replace(parameters, masters):
+        averages[:] = averages or [torch.zeros_like(master) for master in masters]
+        for average, master in zip(averages, masters, strict=True):
+            average.mul_(0.9).add_(master.grad, alpha=0.1)
+            master.grad.copy_(average)
+        return True
+
+    return replace
+
+
+def _damped(parameters, masters):
+    """Keep nine tenths of the gradients in .grad, to which the next step's are added."""
+    for master in masters:
+        if hasattr(master, "old"):
+            master.grad += 0.9 * master.old
+        master.old = master.grad.clone()
+    return True
+
+
+def _none_where_infinite(parameters, masters):
+    if not all(parameter.grad.isfinite().all() for parameter in parameters):
+        for master in masters:
+            master.grad = None
+    return True
+
+
+def _once_overflowing(model, x, y, step):
+    return nn.functional.cross_entropy(model(x).float(), y) * (1e6 if step == 3 else 1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"zero_masters": "in place"},
+        {"zero_masters": "by overwriting"},
+        {"zero_masters": "by overwriting", "dtype": torch.float16, "scale": 2.0**14, "loss_scale": 2.0**14},
+        {"zero_masters": "by overwriting", "dtype": torch.float16, "scale": 1000.0, "loss_scale": 1000.0},
+        # Gradients that the masters have are 2^-30 of those of the model.
+        {"zero_masters": "by overwriting", "scale": 2.0**30, "loss_scale": 2.0**30},
+        {"micro_batches": 4},
+        {"micro_batches": 16, "zero_masters": "in place"},
+        {"before_step": _clipped},
+        {"before_step": _with_momentum()},
+        {"before_step": _damped},
+        {"before_step": _damped, "zero_masters": "by overwriting"},
+        # A step that overflowed is taken with no gradients at all.
+        {"dtype": torch.float16, "loss_of": _once_overflowing, "before_step": _none_where_infinite, "loss_scale": 1.0},
+    ],
+    ids=lambda how: ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in how.items()) or "plain",
+)
+def test_healthy_loops_with_masters_are_not_accused(how):
+    report = train_masters(**how)
+    assert contradictions(report) == []
+    accused = [
+        finding for finding in report.findings if finding.id.startswith(("gradients-", "unscale", "parameters-"))
+    ]
+    assert not accused, [str(finding) for finding in accused]
+    assert "never-fired" not in {finding.id for finding in report.findings}
+    reasons = {(kind, reason) for _, kind, reason in report.coverage.never_fired}
+    assert reasons == {("update", "the optimizer steps masters, copies of the weights")}
+
+
+@pytest.mark.parametrize("precision", ["bf16-master", "fp16-master"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_mixed_precision_of_our_own_is_not_accused(precision, micro_batches):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    mixed = MixedPrecision(model, optimizer, precision, "dynamic" if precision == "fp16-master" else None)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for x, y in batches(24):
+            mixed.zero_grad()
+            for part, target in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+                with mixed.autocast():
+                    loss = nn.functional.cross_entropy(model(part).float(), target)
+                mixed.backward(loss)
+            mixed.unscale_()
+            mixed.clip_grad_norm_(0.01)
+            mixed.step()
+    report = inspector.report()
+    assert not [str(finding) for finding in report.findings if finding.severity != "info"]
+    assert not {"never-fired", "parameters-not-optimized"} & {finding.id for finding in report.findings}
+    # BatchNorm's weights are stepped themselves.
+    assert {name for name, kind, _ in report.coverage.never_fired} == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert "on FP32 masters" in report.verdict.precision
+
+
+def test_masters_that_are_too_few_are_weights_that_no_optimizer_steps():
+    model = mlp(torch.bfloat16, width=64)
+    masters = [parameter.detach().clone().float().requires_grad_() for parameter in model[0].parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+
+    def copy_gradients(step):
+        for parameter, master in zip(model[0].parameters(), masters, strict=True):
+            master.grad = parameter.grad.float()
+
+    @torch.no_grad()
+    def copy_masters(step):
+        for parameter, master in zip(model[0].parameters(), masters, strict=True):
+            parameter.copy_(master)
+
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step, (x, y) in enumerate(batches(8, torch.bfloat16)):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x).float(), y).backward()
+            copy_gradients(step)
+            optimizer.step()
+            copy_masters(step)
+    assert [finding.layer for finding in inspector.report().findings if finding.id == "parameters-not-optimized"] == [
+        "2.weight"
+    ]
+
+
+def test_tensors_that_are_no_copies_are_no_masters():
+    model = mlp(torch.bfloat16)
+    others = [torch.randn(parameter.shape, requires_grad=True) for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(others, lr=0.05)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for x, y in batches(8, torch.bfloat16):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x).float(), y).backward()
+            optimizer.step()
+    accused = [finding.id for finding in inspector.report().findings if finding.id.startswith(("gradients-", "param"))]
+    assert not accused
+
+
+def test_masters_are_matched_to_weights_in_any_order():
+    model = mlp(torch.bfloat16)
+    parameters = list(model.parameters())[::-1]
+    masters = [parameter.detach().clone().float().requires_grad_() for parameter in parameters]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for x, y in batches(4, torch.bfloat16):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x).float(), y).backward()
+            for parameter, master in zip(parameters, masters, strict=True):
+                # Of one weight's gradient nothing is left.
+                master.grad = parameter.grad.float() * (parameter is not model[0].weight)
+            optimizer.step()
+    measured = [each for each in inspector.session().measurements if each.what == "changed-before-step"]
+    assert {each.names for each in measured} == {("0.weight",)}
+
+
+def test_a_training_with_masters_is_bit_identical(monkeypatch, deterministic_torch):
+    def trained():
+        model = mlp(torch.float16)
+        train_masters(torch.float16, scale=8.0, loss_scale=8.0, micro_batches=2, zero_masters="never", model=model)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    with_inspector = trained()
+    monkeypatch.setattr(Inspector, "attach", lambda self: self)
+    assert all(map(torch.equal, with_inspector, trained()))
+
+
+def test_a_fault_in_finding_masters_leaves_the_training_alone(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(Masters, "find", broken)
+    with pytest.warns(UserWarning, match="a fault of ours"):
+        report = train_masters(steps=4)
+    assert any("a fault of ours" in note for note in report.session.notes)
+    assert report.session.progress.steps == 4

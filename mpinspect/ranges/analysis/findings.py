@@ -12,6 +12,7 @@ from mpinspect.ranges.analysis.diagnoses.case import Case, fp32_weights
 from mpinspect.ranges.analysis.event_findings import event_findings
 from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
 from mpinspect.ranges.analysis.precision import holds_without_scale
+from mpinspect.ranges.analysis.ranges import STEPS_MASTERS
 from mpinspect.ranges.analysis.rank_findings import ended_early, rank_findings
 from mpinspect.ranges.analysis.ranks import ranks_named
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
@@ -137,13 +138,13 @@ _NAMED = 5
 
 
 def _never_fired(coverage: Coverage) -> list[Finding]:
-    # Frozen tensors were left out on purpose; the coverage still lists them.
-    unexpected = [entry for entry in coverage.never_fired if not entry[2].startswith(FROZEN)]
+    # Frozen tensors were left out on purpose, and masters are stepped in their weights' place; the coverage still lists both.
+    unexpected = [entry for entry in coverage.never_fired if not entry[2].startswith((FROZEN, STEPS_MASTERS))]
     if not unexpected:
         return []
     names = [phrase(name, kind) for name, kind, _ in unexpected]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    not_frozen = coverage.watched - len(coverage.never_fired) + len(unexpected)
+    not_frozen = coverage.watched - sum(reason.startswith(FROZEN) for _, _, reason in coverage.never_fired)
     that = " that are not frozen" if not_frozen < coverage.watched else ""
     were = "was" if len(names) == 1 else "were"
     return [

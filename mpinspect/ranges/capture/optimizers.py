@@ -55,6 +55,10 @@ class ModelOptimizers:
             known = self._ours[optimizer] = next(self.parameters(optimizer), None) is not None
         return known
 
+    def living(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that are known to belong to the model and still exist."""
+        return [optimizer for optimizer, ours in self._ours.items() if ours]
+
     def parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[WatchedParameter]:
         """Yield the model's parameters that the optimizer holds."""
         for group in optimizer.param_groups:

@@ -145,11 +145,14 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
     found = [
         each
         for each in case.measured("changed-before-step")
-        if each.figures["zeroed"] >= _MOST_LEFT_OVER * each.figures["of"] or 0 < each.figures["factor"] < _NOTHING
+        if each.figures["zeroed"] >= _MOST_LEFT_OVER * each.figures["of"]
+        # What a copy is divided by on the way to a master may be the loss scale.
+        or (0 < each.figures["factor"] < _NOTHING and "masters" not in each.figures)
     ]
     if not found:
         return
     first = found[0]
+    of_masters = " in its masters" if "masters" in first.figures else ""
     squares, not_finite = first.figures.get("sum_of_squares", 0.0), first.figures.get("not_finite", 0.0)
     evidence = {**first.figures, "measured_steps": len(found)}
     if squares > FLOAT16.max_finite or not_finite:
@@ -169,14 +172,20 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
             "gradients-clipped-to-zero",
             "error",
             "",
-            f"In step {first.step}{_again(found)} the optimizer was given zeros or NaNs instead of the gradients: {cause}, and "
-            "dividing by the norm left nothing.",
+            f"In step {first.step}{_again(found)} the optimizer was given zeros or NaNs{of_masters} instead of the gradients: "
+            f"{cause}, and dividing by the norm left nothing.",
             evidence,
-            "Keep the weights in FP32, so that their gradients are FP32 too; compute the norm in FP32; skip a step whose norm is "
-            "not finite. Or compute in BF16, in which such gradients are finite, or begin a GradScaler below 1."
+            "Divide the masters' gradients by the loss scale and clip them, in FP32, and skip a step whose norm is not finite."
+            if of_masters
+            else "Keep the weights in FP32, so that their gradients are FP32 too; compute the norm in FP32; skip a step whose "
+            "norm is not finite. Or compute in BF16, in which such gradients are finite, or begin a GradScaler below 1."
             if not_finite
             else "Compute norms in FP32 and clip by that.",
-            f"{fp32_weights()}\nloss.backward()\n"
+            "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float() / loss_scale\n"
+            "total = torch.nn.utils.clip_grad_norm_(masters, max_norm)  # FP32\n"
+            "if torch.isfinite(total):\n    optimizer.step()"
+            if of_masters
+            else f"{fp32_weights()}\nloss.backward()\n"
             "total = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
             "if torch.isfinite(total):\n    optimizer.step()"
             if not_finite
@@ -192,11 +201,14 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
         "error",
         "",
         f"In step {first.step}{_again(found)} the backward gave gradients, and the optimizer was given "
-        + ("zeros" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times their values")
+        + (f"zeros{of_masters}" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times their values")
         + ": the weights learn nothing from them.",
         evidence,
-        "Look at the code between backward() and step(): zero_grad(), a mask, a factor.",
-        "optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
+        "Look at the code between backward() and step(): "
+        + ("it is to copy the model's gradients to the masters." if of_masters else "zero_grad(), a mask, a factor."),
+        "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float()\noptimizer.step()"
+        if of_masters
+        else "optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
         step=first.step,
     )
 
@@ -260,8 +272,10 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
     """Gradients that add up over optimizer steps.
 
     False alarms: It is reported only if at least nine in ten parameters still hold gradients when the next step's backward
-    begins. A loop that accumulates over several optimizer steps on purpose is reported too.
+    begins. A loop that accumulates over several optimizer steps on purpose is reported too. Masters' gradients are reported
+    only if they are the sum of what they held before and of this step's gradients, all multiplied by one factor at most.
     """
+    yield from _masters_never_zeroed(case)
     found = [
         each
         for each in case.measured("left-over")
@@ -282,6 +296,33 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
         "optimizer.zero_grad()  # or model.zero_grad()",
         step=found[0].step,
     )
+
+
+def _masters_never_zeroed(case: Case) -> Iterator[Finding]:
+    found = [
+        each for each in case.measured("masters-added-up") if _is_kept_whole(each, case.progress.scale_at(each.step))
+    ]
+    if len(found) < _FEWEST_LEFT_OVER:
+        return
+    first, last = (each.figures["largest"] for each in (found[0], found[-1]))
+    grown = f" (the largest element that was read rose from {first:.3g} to {last:.3g})" if first < last else ""
+    yield Finding(
+        "gradients-never-zeroed",
+        "error",
+        "",
+        f"In step {found[0].step}{_again(found)} the optimizer stepped with the sum of this step's gradients and of what the "
+        f"masters' .grad held before: each step is taken with the sum of all gradients so far{grown}.",
+        {"measured_steps": len(found), **found[0].figures, "names": list(found[0].names[:20])},
+        "Zero the gradients of the masters once a step, as those of the model.",
+        "optimizer.zero_grad()  # the masters'\nmodel.zero_grad()",
+        step=found[0].step,
+    )
+
+
+def _is_kept_whole(found: Measurement, scale: float | None) -> bool:
+    """Return whether old and new gradients have the same weight: a gradient with momentum keeps a part of the old ones."""
+    kept, added = found.figures["kept"], found.figures["added"] * (scale or 1.0)
+    return abs(kept - 1) <= _SAME or (kept < 1 and abs(kept - added) <= _SAME * kept)
 
 
 def gradients_missing(case: Case) -> Iterator[Finding]:
