@@ -829,6 +829,14 @@ def never_stepped(broken):
     return inspector.report()
 
 
+def test_a_layer_that_was_replaced_after_the_optimizer_was_made_is_not_optimized():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[2] = nn.Linear(16, 7)
+    (finding,) = named(train(model, optimizer), "parameters-not-optimized")
+    assert finding.layer.startswith("2")
+
+
 def test_gradients_alone_are_no_training():
     model = mlp()
     with Inspector(model) as inspector:

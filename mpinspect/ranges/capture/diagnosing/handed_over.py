@@ -226,7 +226,7 @@ class HandedOver(Observer):
             self._tell(MISSING, self._clock.step, missing, {"of": float(len(self._parameters))})
         left_out = [watched for watched in self._parameters if watched.name in only_ever]
         # A tensor that an optimizer steps and that is not known may be a copy of one of them.
-        if left_out and self._masters.knows_all():
+        if left_out and not self._masters.may_be_of(left_out):
             elements = sum(watched.parameter.numel() for watched in self._parameters)
             share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
             self._tell(NOT_OPTIMIZED, self._clock.step, [watched.name for watched in left_out], {"fraction": share})

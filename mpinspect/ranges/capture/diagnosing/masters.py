@@ -137,10 +137,13 @@ class Masters:
         """Return the weights that have a master."""
         return [watched for found in self._found.values() for watched in found.values()]
 
-    def knows_all(self) -> bool:
-        """Return whether every tensor that the model's optimizers step is one of its weights or a master of one."""
-        return all(
-            id(each) in self._found.get(optimizer, ())
+    def may_be_of(self, weights: Sequence[WatchedParameter]) -> bool:
+        """Return whether a tensor that an optimizer steps may be a master of one of these weights, or of all in one piece."""
+        shapes = {watched.parameter.shape for watched in weights}
+        whole = sum(watched.parameter.numel() for watched in weights)
+        return any(
+            id(each) not in self._found.get(optimizer, ())
+            and (each.shape in shapes or (each.dim() == 1 and each.numel() >= whole))
             for optimizer in self._optimizers.living()
             for each in self._foreign(optimizer)
         )
