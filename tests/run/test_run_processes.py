@@ -454,13 +454,20 @@ def test_what_another_process_left_may_be_anything(record, tmp_path):
     assert len(report.saw) == (3 if "true" in record else 0)
 
 
-PUT_OFF = """
+SIGTERMS = """
 import os, signal, sys
-from mpinspect.run.processes import sigterm_put_off
+from mpinspect.run.processes import Sigterm
 if "handles" in sys.argv: signal.signal(signal.SIGTERM, lambda *_: print("handled"))
-with sigterm_put_off():
-    if "signalled" in sys.argv: os.kill(os.getpid(), signal.SIGTERM)
+def report():
+    if has_begun: return
+    has_begun.append(True)
+    if "during" in sys.argv: os.kill(os.getpid(), signal.SIGTERM)
     print("report", flush=True)
+    sigterm.let_through()
+has_begun, sigterm = [], Sigterm(report)
+sigterm.put_off()
+if "before" in sys.argv: os.kill(os.getpid(), signal.SIGTERM)
+report()
 print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
 """
 
@@ -468,14 +475,37 @@ print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
 @pytest.mark.parametrize(
     ("words", "out", "status"),
     [
-        (["signalled"], "report", -signal.SIGTERM),
+        (["before"], "report", -signal.SIGTERM),
+        (["during"], "report", -signal.SIGTERM),
         ([], "report True", 0),
-        (["handles", "signalled"], "handled report False", 0),
+        (["handles", "during"], "handled report False", 0),
     ],
 )
-def test_a_sigterm_waits_for_a_report_that_has_begun_and_then_ends_the_process(words, out, status):
-    ended = subprocess.run([sys.executable, "-c", PUT_OFF, *words], capture_output=True, text=True, check=False)
+def test_a_sigterm_waits_for_the_report_and_then_ends_the_process(words, out, status):
+    ended = subprocess.run([sys.executable, "-c", SIGTERMS, *words], capture_output=True, text=True, check=False)
     assert (ended.stdout.split(), ended.returncode) == (out.split(), status), ended.stderr
+
+
+#: A rank that an exception ends, and that a launcher stops while Python shows the exception.
+STOPPED = """
+import os, signal, sys, torch
+class Net(torch.nn.Linear): ...
+model = Net(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+sys.excepthook = lambda *error: os.kill(os.getpid(), signal.SIGTERM)
+raise RuntimeError("Connection closed by peer")
+"""
+
+
+def test_a_rank_that_is_stopped_while_its_exception_is_shown_reports(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, STOPPED)
+    ended = watched(folder, "train.py", env={"WORLD_SIZE": "2", "RANK": "0"}, forked=True)
+    assert ended.status == -signal.SIGTERM
+    assert record(tmp_path / RUN_DIR / "rank0")["outcome"] == "RuntimeError: Connection closed by peer"
+    assert "Rank 0 ended in step 1 by RuntimeError in a collective." in " ".join(ended.err.split())
 
 
 def test_a_directory_that_can_not_be_written_at_the_end_is_one_line(tmp_path, capfd):
