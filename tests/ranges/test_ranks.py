@@ -298,10 +298,8 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
     said = finding(report, "rank-ended-early")
     assert report.findings[0] is said
     assert (said.severity, said.step) == ("error", 570)
-    assert (
-        said.message
-        == f"Rank 1 ended in step 570 by ValueError: bad batch. After that ranks 0, 2 and 3 ended {killed}."
-    )
+    first = "Rank 1 ended in step 570 by ValueError: bad batch."
+    assert said.message == f"{first} Then ranks 0, 2 and 3 ended after step 579 {killed}."
     assert report.verdict.sentences[0] == f"In trouble: {said.message}"
     assert "rank 1" in report.verdict.change
     # How it ended says why rank 3 left nothing.
@@ -311,6 +309,15 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
     slow = analyse(total.session(ended_early=[left(2, killed, 1.0)]))
     assert finding(slow, "rank-ended-early").message == f"Rank 2 ended after step 579 {killed}."
     assert "signal 9" in finding(slow, "rank-ended-early").fix
+    # The rank that waited for it, in vain, bounds the step in which it was killed.
+    waited = left(1, "by DistBackendError in a collective", 2.0)
+    for wrote, when in ((560, "in one of steps 560-570"), (570, "in step 570"), (571, "after step 570")):
+        two = RankSum()
+        two.add(ending_at(0, wrote, ended=False))
+        two.add(ending_at(1, 570, ended=True))
+        dead = analyse(two.session(ended_early=[left(0, killed, 1.0), waited]))
+        then = f"Then rank 1 ended in step 570 {waited.text}."
+        assert finding(dead, "rank-ended-early").message == f"Rank 0 ended {when} {killed}. {then}"
     # Somebody may have stopped the whole job.
     stopped = finding(
         analyse(total.session(ended_early=[left(rank, killed, 1.0) for rank in range(4)])), "rank-ended-early"
@@ -339,6 +346,13 @@ def test_infinities_on_one_rank_alone_name_it():
     said = finding(report, "rank-events-differ").message
     assert said.startswith("Infinities or NaNs came on rank 2 in 1 step, the others saw none")
     assert "rank 2, step 4, backward, fc, first inf" in str(report)
+    # A rank that was given of it is none of those on which it arose.
+    batch = s.Event(4, 0, "forward", "", kinds.ACTIVATION, "fc", "inf", given=True)
+    examined = s.Measurement("examined-batch", step=4, figures={"elements": 1.0}, names=("0",))
+    first = dataclasses.replace(of_rank(0, of=2), events=(dataclasses.replace(event, elsewhere=True),))
+    second = dataclasses.replace(of_rank(1, of=2), events=(batch,), measurements=(examined,))
+    said = finding(analyse(merge_ranks([first, second])), "batch-not-finite").message
+    assert said.endswith("That was on rank 1.")
     everywhere = [dataclasses.replace(rank, events=(event,)) for rank in ranks]
     assert ids(analyse(merge_ranks(everywhere))) == []
 

@@ -124,7 +124,7 @@ def test_the_verdict_leads_with_a_rank_that_died(suffix, tmp_path):
     (part,) = report.parts
     killed = "without a report (killed, or it crashed)"
     # What a collective says on a rank that is left is no cause.
-    said = f"Rank 1 ended in step 40 {killed}. After that rank 0 ended by RuntimeError in a collective."
+    said = f"Rank 1 ended in step 40 {killed}. Then rank 0 ended in step 40 by RuntimeError in a collective."
     assert part.ranges.verdict.sentences[0] == f"In trouble: {said}"
     text = render(report, suffix, **({"width": 300} if suffix == ".txt" else {}))
     assert text.index("In trouble: Rank 1 ended") < text.index("In brief")
@@ -142,7 +142,7 @@ def test_a_rank_that_died_before_any_model_was_seen_comes_first(tmp_path):
     for rank, ended in enumerate((running(pid_of_nobody()), failed)):
         make_run(tmp_path / f"rank{rank}", world_size=2, **ended)
     killed = "rank 0 ended without a report (killed, or it crashed)"
-    said = f"Rank 1 ended by RuntimeError: CUDA out of memory. After that {killed}."
+    said = f"Rank 1 ended by RuntimeError: CUDA out of memory. Then {killed}."
     report = read_run(tmp_path)
     assert report.first_line == said
     assert render(report, ".txt", width=300).startswith(said)
