@@ -70,7 +70,11 @@ class ModelsOfRanks:
         alone = f"{process}/{name}" if process else name
         found = _with_rank(session, process, record.world_size)
         rank, world = found.info.rank, found.info.world_size
-        if (world < 2 and not _RANK.match(process)) or self._each:
+        is_rank = world > 1 or _RANK.match(process) is not None
+        if is_rank and rank < world <= MOST_RANKS:
+            self._present[rank] = "" if session.progress.ended else _unfinished(record)
+            self._world = max(self._world, world)
+        if self._each or not is_rank:
             self._models[alone] = session
             return
         # Inspectors that a script makes itself, one log_dir per rank, are distinguished by their directories.
@@ -90,9 +94,6 @@ class ModelsOfRanks:
             self._models[alone] = session
             if isinstance(total, RankSum) and not total.ranks:
                 del self._models[name]
-        if rank < world <= MOST_RANKS:
-            self._present[rank] = "" if session.progress.ended else _unfinished(record)
-            self._world = max(self._world, world)
 
     def unreadable(self, process: str) -> None:
         """Take note that a model of a process can't be read."""

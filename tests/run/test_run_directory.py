@@ -62,6 +62,7 @@ def test_ranks_add_up_or_are_parts_in_their_order(tmp_path):
     assert read_run(tmp_path).saw == (absent, "seen", "rank2: here")
     report = read_run(tmp_path, each_rank=True)
     assert [part.name for part in report.parts] == ["rank0/Net", "rank2/Net", "rank10/Net"]
+    assert (report.saw, report.first_line) == ((absent, "seen", "rank2: here"), "")
 
 
 @pytest.mark.parametrize("without", [0, 1])
@@ -128,6 +129,8 @@ def test_the_verdict_leads_with_a_rank_that_died(suffix, tmp_path):
     assert part.ranges.verdict.sentences[0] == f"In trouble: {said}"
     text = render(report, suffix, **({"width": 300} if suffix == ".txt" else {}))
     assert text.index("In trouble: Rank 1 ended") < text.index("In brief")
+    said = f"Rank 1 ended {killed}. Then rank 0 ended by RuntimeError in a collective."
+    assert read_run(tmp_path, each_rank=True).first_line == said
 
 
 def test_a_rank_that_died_is_named_once_for_several_models(tmp_path):
