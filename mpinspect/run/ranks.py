@@ -34,7 +34,8 @@ class ModelsOfRanks:
         self._each = each
         #: Sums of ranks and single sessions by the model's name, in the order in which they were added.
         self._models: dict[str, RankSum | Session] = {}
-        self._jobs: dict[str, str] = {}
+        #: Of the first process that has one.
+        self._job = ""
         #: By the process's directory.
         self._records: dict[str, ProcessRecord] = {}
         #: Ranks of which something was added, with what is said of those that have not ended; and ranks with unreadable files.
@@ -84,7 +85,8 @@ class ModelsOfRanks:
             if not rank < world <= MOST_RANKS:
                 raise NotOneModelError(f"it says that it is rank {rank:,} of {world:,}")
             # A process whose record is missing has no job: only its rank shows where it belongs.
-            if record.job and record.job != (self._jobs.setdefault(name, record.job) or record.job):
+            self._job = self._job or record.job
+            if record.job not in ("", self._job):
                 raise NotOneModelError("it is of another run: two runs are in one folder, so move one away")
             if not isinstance(total, RankSum):
                 raise NotOneModelError("another model has its name")

@@ -102,6 +102,14 @@ def test_ranks_of_two_runs_or_two_models_are_not_added_up(tmp_path):
     )
 
 
+def test_a_rank_of_another_run_is_named_whatever_its_model_is_called(tmp_path):
+    for rank, model in enumerate(("Net", "Other")):
+        make_run(tmp_path / f"rank{rank}", model, world_size=2, job=model)
+    report = read_run(tmp_path)
+    assert [part.name for part in report.parts] == ["Net", "rank1/Other"]
+    assert report.saw[0].startswith("rank1/Other is shown by itself: it is of another run")
+
+
 def test_stages_of_a_pipeline_are_models_of_their_own_and_no_rank_is_missed(tmp_path):
     for rank, model in enumerate(("First", "Second")):
         make_run(tmp_path / f"rank{rank}", model, world_size=2)
