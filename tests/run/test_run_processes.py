@@ -16,8 +16,11 @@ import types
 
 import pytest
 import sessions
+import sharded_training
 from launched import RUN_DIR, bare, run, silent, watched, write
 
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.session import TensorKey
 from mpinspect.ranges.store import read_session
 from mpinspect.run import processes
 from mpinspect.run.directory import ALL_RANKS, others_of
@@ -226,9 +229,22 @@ distributed.destroy_process_group()
 """
 
 
+#: Another model, sharded.
+SHARDED = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+class Sharded(torch.nn.Linear): ...
+sharded = fully_shard(Sharded(4, 2), mesh=init_device_mesh("cpu", (2,)))
+of_sharded = torch.optim.SGD(sharded.parameters(), 0.1)
+sharded(torch.ones(2, 4)).sum().backward()
+of_sharded.step()
+"""
+
+
 def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
     folder = tmp_path / "work"
-    write(folder, RANKS)
+    sharded = "" if sharded_training.NO_FSDP2 else SHARDED
+    write(folder, RANKS.replace("distributed.destroy", f"{sharded}distributed.destroy"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, "-m", "mpinspect", "run", "train.py"]
     # The launcher is forked; the ranks are interpreters of their own.
@@ -239,6 +255,12 @@ def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
     assert ended.err.count("mpinspect: rank 0: recording into") == ended.err.count("recording into") == 1
     assert ended.err.count("Net against float16") == 1
     assert "The counts of all 2 ranks are added up" in (directory / "rank0" / "report.md").read_text()
+    found = {part.name: part.ranges.session for part in read_run(directory).parts}
+    # Each rank's own gradients, and shards of one.
+    elements = {"Net": 16, "Sharded": 8} if sharded else {"Net": 16}
+    counted = {name: session.totals()[TensorKey("weight", WEIGHT_GRADIENT)] for name, session in found.items()}
+    assert {name: window.histogram.total for name, window in counted.items()} == elements
+    assert {len(session.ranks) for session in found.values()} == {2}
 
 
 #: Two separate networks, one a rank, of which one breaks at the step that is given for its rank, if any.
@@ -369,7 +391,11 @@ def test_torchrun_kills_the_others_of_a_dead_rank_and_the_report_names_it(tmp_pa
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
     assert ended.returncode == 1
     said = " ".join(str(read_run(folder / "here")).split())
-    assert re.search(r"Ranks? (0 and )?1 ended after step 0 without a report \(killed, or it crashed\)", said)
+    dead = r"without a report \(killed, or it crashed\)"
+    last = r"Then rank 0 ended in step 1 by \w+ in a collective"
+    # The launcher may stop rank 0 before its collective fails.
+    both = f"Ranks 0 and 1 ended after step 0 {dead}"
+    assert re.search(rf"Rank 1 ended in (one of steps 0-1|step 1) {dead}\. {last}|{both}", said)
 
 
 def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path, monkeypatch):
