@@ -324,6 +324,10 @@ def _steps(session: Session) -> Iterator[Finding]:
             "steps": {str(steps): [rank.info.rank for rank in group][:100] for steps, group in odd.items()},
             "others": common,
         },
+        ""
+        if told or unfinished
+        else "Each rank counts its steps from where it was attached, and steps of one number are added up: attach on all ranks "
+        "before the same step, or look why some took fewer.",
         step=min((*odd, common)),
     )
 
