@@ -18,7 +18,7 @@ from mpinspect.run.joining import join, with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, brief, outcome_of
 from mpinspect.run.processes import Sigterm
-from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, now, write_record
+from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, SIGTERM, now, write_record
 
 if TYPE_CHECKING:
     from mpinspect.run.all_ranks import AllRanks
@@ -292,6 +292,7 @@ class Ending:
             "by_error": self.outcome.by_error,
         }
         write_record(self.directory, self._record | ended | more)
+        (self.directory / SIGTERM).unlink(missing_ok=True)
 
     def _say(self, sentence: str) -> None:
         """Print one line on stderr, preceded by the process's name if there are several processes."""

@@ -147,6 +147,25 @@ def _report_now(ending: Ending, outcome: Outcome) -> None:
         ending.finish_soon(outcome)
 
 
+def leave_trace_of_sigterm(file: Path) -> None:
+    """Let a SIGTERM that ends this process write the stack to ``file``, even while the process waits in native code.
+
+    So a rank that the launcher stopped can be told from the one that died. Does nothing where the signal is handled or ignored.
+    """
+    import faulthandler
+
+    def is_deadly() -> bool:
+        return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    def in_child() -> None:
+        if is_deadly():
+            faulthandler.unregister(signal.SIGTERM)
+
+    if hasattr(faulthandler, "register") and is_deadly():
+        faulthandler.register(signal.SIGTERM, file.open("wb"), all_threads=False, chain=True)
+        os.register_at_fork(after_in_child=in_child)
+
+
 class Sigterm:
     """Lets a SIGTERM that would end the process wait for the report: a launcher sends it to all ranks once one has failed.
 

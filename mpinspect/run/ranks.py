@@ -13,7 +13,7 @@ from mpinspect.ranges.session import Measurement, RunInfo, Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.reporting.words import number_of
 from mpinspect.run.options import MOST_RANKS
-from mpinspect.run.record import KILLED, STILL_RUNNING, ProcessRecord, read_record
+from mpinspect.run.record import KILLED, STILL_RUNNING, STOPPED, ProcessRecord, read_record
 from mpinspect.runtime.background import give_way
 
 _RANK = re.compile(r"rank(\d+)")
@@ -171,8 +171,9 @@ def early_end(process: str, record: ProcessRecord) -> Measurement | None:
         return None
     kind = "itself"
     words = f"{'by' if record.by_error else 'with'} {record.outcome}"
-    if record.outcome == KILLED:
-        kind, words = "killed", record.outcome.removeprefix("ended ")
+    if record.outcome in (KILLED, STOPPED):
+        kind = "killed" if record.outcome == KILLED else "stopped"
+        words = record.outcome.removeprefix("ended ")
     elif record.by_error and _IN_A_COLLECTIVE.search(record.outcome):
         kind, words = "in a collective", f"by {record.outcome.partition(':')[0]} in a collective"
     return Measurement(ENDED_EARLY, rank=int(match[1]), figures={"order": float(ENDINGS.index(kind))}, text=words)

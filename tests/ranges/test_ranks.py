@@ -321,6 +321,14 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
         dead = analyse(two.session(ended_early=[left(0, killed, 1.0), waited]))
         then = f"Then rank 1 ended in step 570 {waited.text}."
         assert finding(dead, "rank-ended-early").message == f"Rank 0 ended {when} {killed}. {then}"
+    # The launcher stops those that are left, and a scheduler the whole job.
+    sigterms = [left(rank, "by a SIGTERM", 3.0) for rank in (0, 2)]
+    ended = finding(analyse(total.session(ended_early=[*sigterms, left(3, killed, 1.0)])), "rank-ended-early")
+    then = "Then ranks 0 and 2 ended after step 579 by a SIGTERM."
+    assert ended.message == f"Rank 3 ended before a step was recorded, {killed}. {then}"
+    cancelled = finding(analyse(total.session(ended_early=sigterms)), "rank-ended-early")
+    assert (cancelled.severity, cancelled.message) == ("warning", "Ranks 0 and 2 ended after step 579 by a SIGTERM.")
+    assert "the scheduler" in cancelled.fix
     # Somebody may have stopped the whole job.
     stopped = finding(
         analyse(total.session(ended_early=[left(rank, killed, 1.0) for rank in range(4)])), "rank-ended-early"

@@ -30,6 +30,7 @@ from mpinspect.run.joining import with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Outcome, RecordedModel, outcome_of
 from mpinspect.run.reading import read_run
+from mpinspect.run.record import read_record
 
 #: Scripts with children of every kind; their stdout, stderr and exit status are those of Python.
 SCRIPTS = {
@@ -392,10 +393,35 @@ def test_torchrun_kills_the_others_of_a_dead_rank_and_the_report_names_it(tmp_pa
     assert ended.returncode == 1
     said = " ".join(str(read_run(folder / "here")).split())
     dead = r"without a report \(killed, or it crashed\)"
-    last = r"Then rank 0 ended in step 1 by \w+ in a collective"
     # The launcher may stop rank 0 before its collective fails.
-    both = f"Ranks 0 and 1 ended after step 0 {dead}"
-    assert re.search(rf"Rank 1 ended in (one of steps 0-1|step 1) {dead}\. {last}|{both}", said)
+    last = r"Then rank 0 ended (in step 1 by \w+ in a collective|after step 0 by a SIGTERM)"
+    assert re.search(rf"Rank 1 ended (in one of steps 0-1|in step 1|after step 0) {dead}\. {last}", said)
+
+
+#: A rank that is stopped while it waits where no Python code runs, after a child of it has been stopped.
+WAITS = """
+import ctypes, os, signal, threading
+if not os.fork(): os.kill(os.getpid(), signal.SIGTERM)
+os.wait()
+if %r: os._exit(0)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+ctypes.CDLL(None).sleep(30)
+"""
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_rank_that_a_launcher_stops_leaves_a_trace_where_it_waits(leaves, tmp_path):
+    folder = tmp_path / "work"
+    write(folder, WAITS % leaves)
+    began = time.monotonic()
+    ended = watched(folder, "train.py", env={"WORLD_SIZE": "2", "RANK": "0"})
+    assert time.monotonic() - began < 20
+    (found,) = (read_record(tmp_path / RUN_DIR / "rank0").outcome,)
+    if leaves:
+        assert (ended.status, found) == (0, "left by os._exit, status 0")
+    else:
+        assert (ended.status, found) == (-signal.SIGTERM, "ended by a SIGTERM")
+    assert (tmp_path / RUN_DIR / "rank0" / ".sigterm").exists() != leaves
 
 
 def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path, monkeypatch):

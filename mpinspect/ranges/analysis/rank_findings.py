@@ -23,6 +23,12 @@ from mpinspect.reporting.words import format_name, number_of, steps_named, upper
 Value = TypeVar("Value", bound=Hashable)
 #: Of a rank whose session has not ended, where nothing is known of its process.
 _UNFINISHED = "had not ended: still running, killed, or the file is cut off"
+_KILLED, _IN_A_COLLECTIVE, _STOPPED = map(ENDINGS.index, ("killed", "in a collective", "stopped"))
+#: By how the first rank ended: who tells more. Else what is printed of its exception.
+_TOLD_BY: dict[float, str] = {
+    _KILLED: "what the launcher says of {}: signal 9 is mostly a lack of memory, 11 a crash in native code",
+    _STOPPED: "what the launcher, or the scheduler, says of the job: it stopped {}",
+}
 #: Of the figures of averaged gradients those that count elements.
 _EXPONENT = re.compile(r"-?[0-9]{1,4}")
 #: Ranks that start further apart than this, in seconds, are of two runs, or one was started again.
@@ -34,24 +40,23 @@ def ended_early(session: Session) -> Iterator[Finding]:
     left = [each for each in session.measurements if each.what == ENDED_EARLY and each.rank is not None]
     if not left:
         return
-    causes = [each for each in left if each.figures["order"] == min(each.figures["order"] for each in left)]
+    order = min(each.figures["order"] for each in left)
+    causes = [each for each in left if each.figures["order"] == order]
     others = [each for each in left if each not in causes]
     numbers = _ranks_in(causes)
     parts = ["; ".join(_ended(causes, session, others)), "; ".join(_ended(others, session))]
-    was_killed = causes[0].figures["order"] == ENDINGS.index("killed")
-    read = "what the launcher says of" if was_killed else "what is printed of the exception on"
-    why = ": signal 9 is mostly a lack of memory, 11 a crash in native code" if was_killed else ""
+    all_killed = order == _KILLED and len(causes) >= session.info.world_size
     after = f" Then {parts[1]}." if parts[1] else ""
-    all_killed = was_killed and len(causes) >= session.info.world_size
     if all_killed:
         after = " Either the job was stopped, or one of them died and the launcher stopped the others."
     yield Finding(
         "rank-ended-early",
-        "warning" if all_killed else "error",
+        "warning" if all_killed or order == _STOPPED else "error",
         "",
         f"{upper_first(parts[0])}.{after}",
         {"ranks": numbers[:100], "count": len(numbers), "world_size": session.info.world_size},
-        f"Read {read} {ranks_named(numbers)}{why}. The launcher stops the other ranks once one has ended.",
+        f"Read {_TOLD_BY.get(order, 'what is printed of the exception on {}').format(ranks_named(numbers))}. "
+        "The launcher stops the other ranks once one has ended.",
         step=min((rank.progress.steps for rank in session.ranks if rank.info.rank in numbers), default=None),
     )
 
@@ -65,7 +70,7 @@ def _ended(left: Sequence[Measurement], session: Session, later: Sequence[Measur
     ranks: dict[str, list[int]] = {}
     for each in left:
         ranks.setdefault(each.text, []).append(each.rank or 0)
-    waited = [each for each in later if each.figures["order"] == ENDINGS.index("in a collective")]
+    waited = [each for each in later if each.figures["order"] == _IN_A_COLLECTIVE]
     for how, numbers in ranks.items():
         yield f"{ranks_named(numbers)} ended{_when(numbers, session, _ranks_in(waited))} {how}"
 
