@@ -14,7 +14,7 @@ from mpinspect.run.ending import Ending, say
 from mpinspect.run.import_hook import when_imported
 from mpinspect.run.options import LaunchOptions, Rank
 from mpinspect.run.outcome import brief
-from mpinspect.run.record import SIGTERM, first_record
+from mpinspect.run.record import first_record
 
 if TYPE_CHECKING:
     from mpinspect.run.report import RunReport
@@ -66,8 +66,6 @@ def _begin(options: LaunchOptions) -> Ending | None:
         # Exit handlers run last in, first out: registered before the script's own, this one runs after them.
         atexit.register(ending.finish)
         processes.follow(ending)
-        if rank.of > 1:
-            processes.leave_trace_of_sigterm(ending.directory / SIGTERM)
         when_imported("torch", ending.watch)
     except UnusableDirectoryError:
         raise

@@ -17,7 +17,7 @@ from mpinspect.run.directory import others_of, process_name, shown
 from mpinspect.run.joining import join, with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, brief, outcome_of
-from mpinspect.run.processes import Sigterm
+from mpinspect.run.processes import Sigterm, leave_trace_of_sigterm
 from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, SIGTERM, now, write_record
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class Ending:
         try:
             from mpinspect.run.watcher import Watcher
 
+            if self._is_rank:
+                leave_trace_of_sigterm(self.directory / SIGTERM)
             if self.options.tracker is not None:
                 self._tracker = ActiveRun(self.options.tracker, self._before_the_tracker_ends)
             if self.speaks and self._is_rank:
