@@ -18,7 +18,8 @@ from mpinspect.reporting.forms import render
 
 #: A scale that a sentence tells to use.
 _TELLS = re.compile(
-    r"(?:[Mm]ultiply the loss by|Take a loss scale of|GradScaler\(init_scale=)\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![\d.]*\*\*)"
+    r"(?:[Mm]ultiply the loss by|Take a loss scale of|begin a GradScaler at|GradScaler\(init_scale=)\s*"
+    r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![\d.]*\*\*)"
 )
 _ABOUT_FLUSHING = ("gradients-flushed", "gradients-already-flushed", "scale-window-empty")
 
@@ -86,7 +87,7 @@ def _disagreements(report: RangeReport) -> Iterator[str]:
     told = report.in_float16 or report.loss_scale
     if window and [2.0 ** int(end) for end in window.groups()] != [told.lowest, told.highest]:
         yield f"the verdict's window is {window[0]}, the advice's {told.lowest} .. {told.highest}"
-    if "without a loss scale" in said and told.needed is not False:
+    if ("without a loss scale" in said or "at any loss scale" in said) and told.needed is not False:
         yield "the verdict says that no scale is needed, the advice does not"
 
 
@@ -119,12 +120,12 @@ def _contradictions(report: RangeReport) -> Iterator[str]:
     if advice.needed is True:
         if not (needs_one or "At scale 1 the largest gradients overflow" in said):
             yield "a scale is needed, and no sentence says so"
-        if "No loss scaling is needed" in said or "Scale 1 will do" in said:
+        if "no loss scaling is needed" in said.lower() or "Scale 1 will do" in said:
             yield "a scale is needed, and a sentence says that none is"
         if advice.lowest <= 1 <= advice.highest:
             yield "a scale is needed, and 1 lies in the window"
     if advice.needed is None:
-        if "not known" not in said or needs_one or "No loss scaling" in said or serves:
+        if "not known" not in said or needs_one or "no loss scaling" in said.lower() or serves:
             yield "whether a scale is needed is not known, and a sentence knows it"
         if flushed or overflow:
             yield "whether a scale is needed is not known, and a finding knows it"

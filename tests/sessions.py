@@ -230,7 +230,7 @@ def report_by_hand(session: Session) -> RangeReport:
         findings=FINDINGS if known else (),
         events=session.events,
         coverage=Coverage(len(layers), len(totals), never),
-        loss_scale=ADVICE if known else no_advice("No advice: it can't be given here."),
+        loss_scale=ADVICE if known else no_advice("It can't be given here."),
         formats=VERDICTS if known else (),
         verdict=VERDICT if known else Verdict(None, "", ("Nothing is known yet: no training step was seen.",)),
         overall=tuple(_pooled(layers, kind) for kind in GRADIENT_KINDS if any(_of(layers, kind))),

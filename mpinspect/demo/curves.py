@@ -19,6 +19,7 @@ from mpinspect.demo.demo import draw, free_directory, headline, progress, wherea
 from mpinspect.demo.loss_curves import LAST_STEPS, Curve, table
 from mpinspect.demo.runs import FP32, Setting, Text, Way, inspected, trained
 from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.reporting.words import lower_first
 
 __all__ = ["Comparison", "Setting", "run"]
 
@@ -156,7 +157,7 @@ def _notes(setting: Setting, text: Text, report: RangeReport, curves: Sequence[C
 
 def _recommendation(report: RangeReport, seed: int) -> str:
     if recommended(report) is None:
-        return f"The inspector recommends no loss scale: {report.loss_scale.reason.rstrip('.')}."
+        return f"The inspector recommends no loss scale: {lower_first(report.loss_scale.reason.rstrip('.'))}."
     return f"The recommended scale is that of the inspector's report of the FP32 run with seed {seed}."
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 LOSSES = ("loss", "scaled_loss")
 #: The first word of a note on a tensor that needs no gradient.
 FROZEN = "frozen"
+#: The note on activation gradients that no weight asks for.
+NEEDS_NO_GRADIENT = f"{FROZEN}: nothing in it or before it needs a gradient"
 #: The phase of an event found only when the run ended, not in any step.
 END = "end"
 
@@ -241,10 +243,10 @@ class Event:
 
     @property
     def place(self) -> str:
-        """The place where the value arose, in words: the module's path, "the loss", "the model itself" or "the model's input"."""
+        """Where the value arose, in words: a module's quoted path, "the loss", "the model itself" or "the model's input"."""
         if self.given:
             return "the model's input"
-        place = self.module or ("the loss" if self.what in LOSSES else "the model itself")
+        place = repr(self.module) if self.module else "the loss" if self.what in LOSSES else "the model itself"
         return f"after {place}" if self.after else place
 
     @property
@@ -310,12 +312,15 @@ class ScalerRecord:
         enabled: whether the scaler is enabled.
         init_scale: the loss scale at the scaler's first use; None if unknown.
         growth_interval: growth interval in steps; None if the scaler has none.
+        growth_factor, backoff_factor: what the scale is multiplied by when it grows and after an overflow; None if unknown.
     """
 
     type: str
     enabled: bool = True
     init_scale: Scale | None = None
     growth_interval: float | None = None
+    growth_factor: float | None = None
+    backoff_factor: float | None = None
 
 
 @dataclass(frozen=True)

@@ -400,7 +400,13 @@ def item_words(item: Item, *, page: bool) -> str:
     return f"{item.text}: {', '.join(shown)}{f' and {left:,} more' if left else ''}"
 
 
-def legend_words(block: Tables, columns: Iterable[Column]) -> str:
-    """Return the block's legend and the meanings of the columns shown, in one line."""
-    meanings = dict.fromkeys(f"{column.heading}: {column.meaning}" for column in columns if column.meaning)
-    return "; ".join(filter(None, (block.legend, *meanings)))
+def legend_words(block: Tables, tables: Iterable[Table], columns: Iterable[Column]) -> str:
+    """Return the block's legend, with "-" if a cell shown is one, and the meanings of the columns shown, in one line."""
+    has_none = any(cell.text == NOT_APPLICABLE for table in tables for row in table.rows for cell in row)
+    none = f"{NOT_APPLICABLE} no value" if block.legend and has_none else ""
+    meanings: dict[str, dict[str, None]] = {}
+    for column in columns:
+        if column.meaning:
+            meanings.setdefault(column.meaning, {})[column.heading] = None
+    words = (f"{', '.join(headings)}: {meaning}" for meaning, headings in meanings.items())
+    return "; ".join(filter(None, (block.legend, none, *words)))

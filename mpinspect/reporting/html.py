@@ -261,7 +261,7 @@ def _tables(block: Tables, level: int) -> Iterator[str]:
     yield from _rest(rest_words(block.limit, left, page=True))
     columns = [column for table in tables for column in table.columns]
     has_strips = any(cell.strip for table in tables for row in table.rows for cell in row)
-    legend = "; ".join(filter(None, (legend_words(block, columns), _STRIP_LEGEND if has_strips else "")))
+    legend = "; ".join(filter(None, (legend_words(block, tables, columns), _STRIP_LEGEND if has_strips else "")))
     if legend:
         yield f'<p class="legend">{escape(legend)}</p>'
 

@@ -144,7 +144,7 @@ def _tables(block: Tables, level: int) -> Iterator[str]:
         for row in table.rows:
             yield _row(_cell(row[index]) for index in kept)
     yield from _rest(rest_words(block.limit, left, page=True))
-    legend = legend_words(block, columns)
+    legend = legend_words(block, tables, columns)
     if legend:
         yield from ("", escape(legend))
 

@@ -182,6 +182,6 @@ def _tables(block: Tables, width: int) -> Iterator[RenderableType]:
     if is_apart:
         yield Text("")
     yield from _rest(rest_words(block.limit, left, page=False))
-    legend = "; ".join(filter(None, (legend_words(block, columns), STRIP_LEGEND if has_strips else "")))
+    legend = "; ".join(filter(None, (legend_words(block, tables, columns), STRIP_LEGEND if has_strips else "")))
     if legend:
         yield Text(legend, style="dim")

@@ -1,7 +1,7 @@
 """Formats figures and names in the same way in all tables and sentences.
 
 A *measured* figure has no mark. An *estimate* is marked "~", with its bounds in brackets if they are far enough apart
-to matter. An unknown figure is "?", and "-" means that the figure does not apply.
+to matter. "<=" marks an upper bound of what was not seen. An unknown figure is "?", and "-" means that there is no value.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import floor_log2, is_power_of_two
 
 #: Bounds of a share that are no further apart do not matter, unless a threshold lies between them.
-_NEAR = 0.1
+NEAR = 0.1
 #: An estimate may be off by this much without a word.
 _ROUGHLY = 0.01
+#: An upper bound that need not be shown.
+NEGLIGIBLE = 0.001
+#: Estimates below this are of nothing.
+_NOTHING = 1e-5
 
 UNKNOWN = "?"
 NOT_APPLICABLE = "-"
@@ -41,6 +45,12 @@ def percent(fraction: float) -> str:
     return f"{value:.0f}%" if value < 99.5 else f"{value:.4g}%" if value < 99.995 else ">99.99%"
 
 
+def at_most(fraction: float) -> str:
+    """Return an upper bound of a share in words: "at most 0.3%", "<0.001%"."""
+    told = percent(fraction)
+    return told if told.startswith("<") else f"at most {told}"
+
+
 def as_power(scale: float | None) -> str:
     """Return a scale as a power of two, "2^13"; one that is none as a plain number, and "?" for None."""
     if scale is None:
@@ -59,27 +69,33 @@ def number_or_power(scale: float) -> str:
     return f"{scale:g}" if 1 <= scale <= 1024 else as_power(scale)
 
 
-def share(interval: Interval | None, *, is_estimate: bool = False, near: float = _NEAR) -> str:
-    """Return a share in words: "87%" measured, "~9.8%" or "~9.8% [2.5%..35%]" estimated, "0%..35%", ">=0%" bounded, "?" unknown.
+def share(
+    interval: Interval | None, *, is_estimate: bool = False, near: float = NEAR, negligible: float = NEGLIGIBLE
+) -> str:
+    """Return a share in words: "87%" measured, "~9.8%" or "~9.8% [2.5%..35%]" estimated, "<=2%" or "5%..35%" bounded, "?".
 
     Args:
         interval: the share.
         is_estimate: whether counts can only estimate the share, as with the lost L1 share.
         near: bounds further apart than this are shown.
+        negligible: a share of which nothing was seen is "~0%" if it is at most this, and else shown by its upper bound.
     """
     if interval is None:
         return UNKNOWN
     low, high = percent(interval.low), percent(interval.high)
     if interval.low == interval.high:
         return low
+    if interval.estimate < min(_NOTHING, interval.high):
+        # Where nothing was seen, "~" would claim more than is known, unless it can't matter.
+        return "~0%" if interval.high <= negligible else UNKNOWN if interval.high > 1 - _ROUGHLY / 2 else f"<={high}"
     if low == high:
         return f"~{low}" if is_estimate else low
     estimate = percent(interval.estimate)
-    if interval.high - interval.low <= near:
-        # Where the estimate is the lower bound, "~" would claim more than is known.
-        return f">={low}" if estimate == low and interval.high - interval.low > _ROUGHLY else f"~{estimate}"
-    # An estimate that is the lower bound says no more than the bounds.
-    return f"{low}..{high}" if estimate == low else f"~{estimate} [{low}..{high}]"
+    width = interval.high - interval.low
+    if estimate == low:
+        # An estimate that is the lower bound says no more than the bounds.
+        return f"~{low}" if width <= max(_ROUGHLY, negligible) else f"{low}..{high}"
+    return f"~{estimate}" if width <= near else f"~{estimate} [{low}..{high}]"
 
 
 def duration(us: float) -> str:

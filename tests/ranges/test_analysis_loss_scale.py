@@ -89,7 +89,7 @@ def test_zeros_and_infinities_poison_nothing():
 def test_nothing_to_go_by_is_said(nothing):
     advice = recommend_loss_scale(nothing)
     assert (advice.available, advice.needed, advice.recommended) == (False, None, None)
-    assert advice.reason.startswith("No advice: ")
+    assert "gradient" in advice.reason
 
 
 @pytest.mark.parametrize("wrong", [3.0, [1, 2], {"a": "b"}])
@@ -219,7 +219,7 @@ def test_unknown_scale_gives_no_advice_and_says_what_to_do():
     progress = Progress(10, 10, 0, 10, True, scale_known=False, scale_unknown_reason="a scaler was found too late.")
     advice = recommend_loss_scale(session_of({weight("w"): logits()}, progress=progress))
     assert not advice.available
-    assert "a scaler was found too late" in advice.reason
+    assert advice.reason.startswith("A scaler was found too late.")
     assert "loss_scale=" in advice.reason
 
 

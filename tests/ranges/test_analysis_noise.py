@@ -57,6 +57,15 @@ def test_noise_is_neither_served_nor_an_alarm():
     assert verdicts["float16", "weight_gradient"].fits
 
 
+def test_a_bias_without_effect_is_to_be_left_out():
+    report = report_on({activation("conv"): OUTPUT, weight("conv.weight"): KERNEL, weight("conv.bias"): bias_at(-27)})
+    finding = report.findings[0]
+    assert finding.message.endswith("ignore them when choosing a loss scale.")
+    assert finding.fix.startswith("'conv.bias' has no effect (")
+    assert finding.fix.endswith("leave it out (bias=False).")
+    assert "serves every gradient seen, rounding noise apart, without overflow" in report.loss_scale.reason
+
+
 def test_noise_makes_no_conflict():
     # The large activation gradients of another layer leave no room for a scale that the noise would need.
     report = report_on(

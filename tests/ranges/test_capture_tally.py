@@ -81,11 +81,28 @@ def test_the_peak_is_that_of_eleven_bits() -> None:
 @pytest.mark.parametrize(("scale", "floor"), [(1.0, -25), (2.0**16, -41), (1000.0, -34)])
 def test_the_visibility_floor(scale: float, floor: int) -> None:
     tally, _, _ = _tally()
-    tally.add(_sample(torch.ones(3), scale, narrow="float16"))
+    tally.add(_sample(torch.full((3,), 0.25), scale, narrow="float16"))
     tally.end_step(0)
     window = tally.close_window()
     assert window is not None
     assert window.tensors[KEY].floor_exponent == floor
+
+
+@pytest.mark.parametrize("outside", [2.0**-25, 65536.0])
+def test_values_that_fp16_does_not_have_were_never_rounded_to_it(outside: float) -> None:
+    tally, _, _ = _tally()
+    scale, other = 2.0**4, TensorKey("other.weight", "weight_gradient")
+    for step in range(2):
+        tally.add(_sample(torch.tensor([outside, 1.0]) / scale, scale, narrow="float16"))
+        # Of a layer in FP16, with a smaller peak; a gradient in FP32 does not overflow, whatever the scale.
+        tally.add(Sample(other, count(torch.ones(2)), 2, "float32", "float16", from_number(scale)))
+        tally.end_step(step)
+    window = tally.close_window()
+    assert window is not None
+    found = window.tensors[KEY]
+    assert (found.passed_through, found.floor_exponent) == ("float32", None)
+    assert (window.tensors[other].passed_through, window.tensors[other].floor_exponent) == ("float16", -29)
+    assert window.gradient_peaks == {-4: 2}
 
 
 def test_a_scale_on_the_device_that_turns_out_odd_drops_the_sample() -> None:

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mpinspect
 from mpinspect import Inspector, count_exponents
+from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.session import TensorKey, TensorWindow
 
 ALL_KINDS = ("weight_gradient", "activation_gradient", "activation", "weight", "update")
@@ -118,6 +119,41 @@ def test_a_dropout_that_passes_its_input_on_is_not_missed(kind: type[nn.Module])
             model(torch.ones(2, 4)).sum().backward()
         assert {name for name, _, _ in inspector.report().coverage.never_fired} == names
         assert not inspector.session().notes
+
+
+def test_what_needs_no_gradient_is_not_missed() -> None:
+    """A module without weights, ahead of all that have some; unlike one that a detach or no_grad left without gradients."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.first, self.cut = nn.Tanh(), nn.Linear(4, 4), nn.Tanh()
+            self.quiet, self.late, self.last = nn.Tanh(), nn.Tanh(), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, late: bool) -> torch.Tensor:
+            x = self.scale(x)
+            with torch.no_grad():
+                x = x + self.quiet(x)
+            hidden = self.first(x)
+            self.late(hidden if late else x)
+            self.cut(hidden)
+            return self.last(hidden)
+
+    model = Odd()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    needless = "frozen: nothing in it or before it needs a gradient"
+    with Inspector(model, capture="activation_gradient") as inspector:
+        model(torch.ones(2, 4), False).sum().backward()
+        optimizer.step()
+        reasons = {name: why for name, _, why in inspector.report().coverage.never_fired}
+        assert reasons == {"scale": needless, "late": needless, "cut": NO_GRADIENT_SEEN, "quiet": NO_GRADIENT_SEEN}
+        model(torch.ones(2, 4), True).sum().backward()
+    report = inspector.report()
+    reasons = {name: why for name, _, why in report.coverage.never_fired}
+    # A call that needed a gradient takes it back.
+    assert reasons == {"scale": needless, **dict.fromkeys(("late", "cut", "quiet"), NO_GRADIENT_SEEN)}
+    (found,) = (finding for finding in report.findings if finding.id == "never-fired")
+    assert [name for name, *_ in found.evidence["never_fired"]] == ["cut", "quiet", "late"]
 
 
 # -- torch.func, torch.compile ----------------------------------------------------------------------------------------
@@ -693,7 +729,8 @@ def test_the_watch_reads_no_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
         with Recorder() as recorder:
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-    assert len([op for op in recorder.ops if "aminmax" in op]) == 4 + 3 + 4
+    # Outputs, the loss, gradients at outputs, and those of the weights.
+    assert len([op for op in recorder.ops if "aminmax" in op]) == 4 + 1 + 3 + 4
     assert not [op for op in recorder.ops if "_local_scalar_dense" in op]
 
 

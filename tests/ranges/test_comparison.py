@@ -287,13 +287,13 @@ def test_a_harmful_event_of_the_second_run_comes_before_what_moved_later():
     first, second = training(), dataclasses.replace(training(flushed_from=9), events=(event,))
     diff = compared(first, second)
     assert diff.events_only_second == (event,)
-    assert headline(diff).startswith("B alone is in trouble: step 4, micro-batch 1, backward, decoder.3.attn")
+    assert headline(diff).startswith("B alone is in trouble: step 4, micro-batch 1, backward, 'decoder.3.attn'")
     assert [f.severity for f in diff.differences if f.id == "events-differ"] == ["warning"]
     # The other way round B is the healthy one.
     back = compared(second, first)
     assert back.events_only_first == (event,)
     assert [f.severity for f in back.differences if f.id == "events-differ"] == ["info"]
-    assert headline(back).startswith("A alone is in trouble: step 4, micro-batch 1, backward, decoder.3.attn")
+    assert headline(back).startswith("A alone is in trouble: step 4, micro-batch 1, backward, 'decoder.3.attn'")
     assert "They part" not in headline(back)
     # What comes after the parting does not hide it.
     late = dataclasses.replace(second, events=(dataclasses.replace(event, step=20),))

@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from agreeing_reports import contradictions
 from torch import nn
 
-from mpinspect import Inspector
+from mpinspect import Inspector, MixedPrecision
 from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.capture.diagnosing.masters import Masters
 from mpinspect.reporting.finding import Finding
 
 Loop = Callable[[bool], RangeReport]
@@ -257,6 +259,100 @@ def never_zeroed(broken):
     return train(model, optimizer, zero_grad=zero_grad)
 
 
+def train_masters(
+    dtype=torch.bfloat16,
+    steps=12,
+    scale=1.0,
+    micro_batches=1,
+    zero_masters="to none",
+    copy_gradients=True,
+    change=None,
+    before_step=None,
+    loss_of=None,
+    loss_scale=None,
+    model=None,
+) -> RangeReport:
+    """Train a 16-bit model whose FP32 masters the optimizer steps.
+
+    Args:
+        zero_masters: how, before the step's first backward: "to none", "in place", "by overwriting" or "never".
+        change: what is done with the model's gradients before they are copied.
+        before_step: called with the model's parameters and the masters; returns whether to step.
+    """
+    model = model or mlp(dtype)
+    parameters = list(model.parameters())
+    masters = [parameter.detach().clone().float().requires_grad_() for parameter in parameters]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    loss_of = loss_of or (lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y))
+    with Inspector(model, optimizers=optimizer, loss_scale=loss_scale) as inspector:
+        for step, (x, y) in enumerate(batches(steps, dtype)):
+            if zero_masters in ("to none", "in place"):
+                optimizer.zero_grad(set_to_none=zero_masters == "to none")
+            for part, target in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+                model.zero_grad()
+                (loss_of(model, part, target, step) * scale).backward()
+                if change:
+                    change(parameters)
+                for parameter, master in zip(parameters, masters, strict=True) if copy_gradients else ():
+                    gradient = parameter.grad.float() / scale
+                    if master.grad is None or zero_masters == "by overwriting":
+                        master.grad = gradient
+                    else:
+                        master.grad += gradient
+            if before_step is None or before_step(parameters, masters):
+                optimizer.step()
+            with torch.no_grad():
+                for parameter, master in zip(parameters, masters, strict=True):
+                    parameter.copy_(master)
+    return inspector.report()
+
+
+def masters_never_zeroed(broken):
+    return train_masters(zero_masters="never" if broken else "to none")
+
+
+def masters_never_zeroed_over_micro_batches(broken):
+    return train_masters(zero_masters="never" if broken else "in place", micro_batches=3)
+
+
+def masters_never_zeroed_and_clipped(broken):
+    def clip(parameters, masters):
+        nn.utils.clip_grad_norm_(masters, 0.3)
+        return True
+
+    zero_masters = "never" if broken else "to none"
+    return train_masters(
+        torch.float16, zero_masters=zero_masters, scale=64.0, loss_scale=64.0, before_step=clip, steps=40
+    )
+
+
+def masters_clipped_to_zero(broken):
+    def clip(parameters):
+        gradients = [parameter.grad if broken else parameter.grad.float() for parameter in parameters]
+        norm = sum((gradient**2).sum() for gradient in gradients) ** 0.5
+        for parameter in parameters:
+            parameter.grad *= (2e3 / norm).clamp(max=1)
+
+    return train_masters(torch.float16, scale=2e3, loss_scale=2e3, change=clip)
+
+
+def masters_given_nothing(broken):
+    return train_masters(copy_gradients=not broken)
+
+
+def masters_given_repaired_gradients(broken):
+    def repair(parameters, masters):
+        finite = all(master.grad.isfinite().all() for master in masters)
+        for master in masters:
+            torch.nan_to_num_(master.grad, 1.0, 1.0, 1.0)
+        return broken or finite
+
+    overflowing = lambda model, x, y, step: (  # noqa: E731
+        nn.functional.cross_entropy(model(x).float(), y) * (1e6 if step == 3 else 1)
+    )
+    return train_masters(torch.float16, loss_scale=1.0, before_step=repair, loss_of=overflowing)
+
+
 def missing(broken):
     model = mlp()
     loss_of = lambda model, x, y, step: nn.functional.cross_entropy(  # noqa: E731
@@ -370,6 +466,19 @@ def half_loss(broken):
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16, loss_of=loss_of)
 
 
+def half_loss_scaled(broken):
+    """Its product with the scale is FP32, and the gradients are finite though the loss is not."""
+    model = mlp()
+
+    def loss_of(model, x, y, step):
+        made = model(x)
+        return ((made if broken else made.float()) * 300).square().mean()
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    return train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+
+
 class Positions(nn.Module):
     def __init__(self, dtype):
         super().__init__()
@@ -427,6 +536,144 @@ def ties(broken):
     torch.manual_seed(5)
     model = Router(torch.bfloat16 if broken else torch.float32)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class Attention(nn.Module):
+    """Turns each position's features by angles of positions that are made within its forward."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made, self.proj = made, nn.Linear(16, 16)
+
+    def forward(self, x):
+        angles = self.made(x.shape[1])[:, None].float() / 10000 ** (torch.arange(8) / 8)
+        cos, sin = angles.cos(), angles.sin()
+        a, b = self.proj(x).chunk(2, -1)
+        return torch.cat([a * cos - sin * b, a * sin + b * cos], -1)
+
+
+class ComplexAttention(Attention):
+    def forward(self, x):
+        angles = self.made(x.shape[1])[:, None].float() / 10000 ** (torch.arange(8) / 8)
+        pairs = torch.view_as_complex(self.proj(x).float().unflatten(-1, (8, 2)))
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+class Rotated(nn.Module):
+    def __init__(self, made, kind):
+        super().__init__()
+        self.inp, self.attention, self.out = nn.Linear(8, 16), kind(made), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.out(self.attention(self.inp(x)[:, None].expand(-1, 96, -1)).mean(1))
+
+
+def rotated(made, kind=Attention, dtype=torch.bfloat16):
+    def loop(broken):
+        torch.manual_seed(6)
+        model = Rotated(made if broken else lambda length: 1000.0 + torch.arange(length), kind)
+        return train(model, torch.optim.SGD(model.parameters(), lr=1e-3), autocast=dtype)
+
+    return loop
+
+
+positions_made_inside = rotated(lambda length: torch.arange(512, 512 + length, dtype=torch.bfloat16))
+positions_made_at_an_odd_start = rotated(lambda length: torch.arange(1001, 1001 + length, dtype=torch.bfloat16))
+positions_cast_inside = rotated(lambda length: torch.arange(1024, 1024 + length).to(torch.bfloat16))
+positions_of_complex_numbers = rotated(lambda length: torch.arange(700, 700 + length).bfloat16(), ComplexAttention)
+positions_in_half = rotated(lambda length: torch.arange(4096, 4096 + length).half(), dtype=torch.float16)
+
+
+class Sinusoid(nn.Module):
+    def __init__(self, broken):
+        super().__init__()
+        self.broken, self.lin = broken, nn.Linear(16, 8)
+
+    def forward(self, t):
+        angles = (t.bfloat16() if self.broken else t)[:, None] * torch.exp(-torch.arange(8) * 9.2 / 8)
+        return self.lin(torch.cat([angles.sin(), angles.cos()], -1))
+
+
+class Denoiser(nn.Module):
+    def __init__(self, broken):
+        super().__init__()
+        self.time, self.out = Sinusoid(broken), nn.Linear(8, 4)
+
+    def forward(self, x, t):
+        return self.out(x + self.time(t))
+
+
+def timesteps_cast_inside(broken):
+    model = Denoiser(broken)
+    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x, torch.randint(0, 1000, (32,))), y)  # noqa: E731
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
+def divergence(of, summed):
+    """A policy's loss with a leash to a reference: the divergence has few bits where the logits have 16."""
+
+    def loop(broken):
+        model = mlp()
+        reference = copy.deepcopy(model).requires_grad_(False)
+
+        def loss_of(model, x, y, step):
+            logits, known = model(x), reference(x)
+            if not broken:
+                logits, known = logits.float(), known.float()
+            log_p, log_q = logits.log_softmax(-1), known.log_softmax(-1)
+            policy = -(torch.linspace(-1, 1, 32) * log_p.gather(1, y[:, None])[:, 0]).mean()
+            return summed(policy, of(log_p, log_q))
+
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.bfloat16, loss_of=loss_of)
+
+    return loop
+
+
+by_hand = lambda p, q: (p.exp() * (p - q)).sum(-1).mean()  # noqa: E731
+divergence_added = divergence(by_hand, lambda policy, kl: policy + 0.1 * kl)
+divergence_widened = divergence(by_hand, lambda policy, kl: policy.float() + 0.1 * kl.float())
+divergence_stacked = divergence(by_hand, lambda policy, kl: torch.stack([policy, kl.float()]).sum() / 4)
+divergence_of_torch = divergence(
+    lambda p, q: nn.functional.kl_div(q, p, log_target=True, reduction="batchmean"),
+    lambda policy, kl: policy + 0.1 * kl,
+)
+divergence_of_samples = divergence(
+    lambda p, q: ((q - p)[:, 0].exp() - (q - p)[:, 0] - 1).float(), lambda policy, kl: (policy + 0.1 * kl).mean()
+)
+
+
+class Experts(nn.Module):
+    """Chooses 4 of 64 scores with a bias that the gradient does not pass, and takes the weights from the scores themselves."""
+
+    def __init__(self, dtype, weigh):
+        super().__init__()
+        self.dtype, self.weigh = dtype, weigh
+        self.gate, self.out = nn.Linear(8, 64), nn.Linear(8, 4)
+        self.register_buffer("bias", torch.zeros(64))
+
+    def forward(self, x):
+        scores = torch.sigmoid((0.3 * self.gate(x) + 3).to(self.dtype))
+        chosen = (scores + self.bias.to(self.dtype)).topk(4).indices
+        return self.out(x * self.weigh(scores, chosen).float().sum(-1, keepdim=True))
+
+
+def routed(weigh):
+    def loop(broken):
+        torch.manual_seed(5)
+        model = Experts(torch.bfloat16 if broken else torch.float32, weigh)
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    return loop
+
+
+def left(scores, chosen):
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
+
+
+ties_gathered = routed(lambda scores, chosen: scores.gather(-1, chosen))
+ties_masked = routed(lambda scores, chosen: scores.masked_fill(~left(scores, chosen), 0))
+ties_multiplied = routed(lambda scores, chosen: scores * left(scores, chosen).to(scores.dtype))
+ties_biased = routed(lambda scores, chosen: (scores + torch.zeros(64, dtype=scores.dtype)).topk(4).values)
 
 
 def test_gradients_of_a_closure_are_compared_with_nothing():
@@ -529,9 +776,16 @@ class TwoHeads(nn.Module):
         return self.large(x), self.small(x)
 
 
-def two_branches(broken):
+class OneHeadInFP32(TwoHeads):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            small = self.small(x.float())
+        return self.large(x), small
+
+
+def two_branches(broken, model=None):
     """In FP16, with a scaler that comes down for one branch and takes the other one's gradients away."""
-    model = TwoHeads()
+    model = model or TwoHeads()
     weight = 1e-9 if broken else 1.0
 
     def loss_of(model, x, y, step):
@@ -541,6 +795,105 @@ def two_branches(broken):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     return train(model, optimizer, steps=20, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+
+
+def silent_branch(broken):
+    """A branch whose gradients FP16 flushes, all of them in every step, at the scale of the other."""
+    model = TwoHeads()
+    weight = 1e-9 if broken else 1.0
+
+    def loss_of(model, x, y, step):
+        large, small = model(x)
+        return large.float().square().mean() + weight * nn.functional.cross_entropy(small.float(), y)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+
+
+def never_stepped(broken):
+    """Scaled, unscaled and updated, but the optimizer's step is missing."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    with Inspector(model) as inspector:
+        for x, y in batches(6, torch.float32):
+            with torch.autocast("cpu", torch.float16):
+                loss = nn.functional.cross_entropy(model(x).float(), y)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if not broken:
+                scaler.step(optimizer)
+            scaler.update()
+    return inspector.report()
+
+
+def test_a_layer_that_was_replaced_after_the_optimizer_was_made_is_not_optimized():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[2] = nn.Linear(16, 7)
+    (finding,) = named(train(model, optimizer), "parameters-not-optimized")
+    assert finding.layer.startswith("2")
+
+
+def test_gradients_alone_are_no_training():
+    model = mlp()
+    with Inspector(model) as inspector:
+        for x, y in batches(6, torch.float32):
+            nn.functional.cross_entropy(model(x), y).backward()
+    report = inspector.report()
+    assert report.verdict.healthy is None
+    assert "none of 6 backwards led to an update" in str(report.verdict)
+    assert [finding for finding in report.findings if finding.severity != "info"] == []
+
+
+class Normalized(nn.Module):
+    """Divides by its neighbours' number in code of its own, without any gradient, before it calls a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.inner(x.sum(1, keepdim=True).pow(-0.5).mul(0) * x)
+
+
+def test_what_a_module_makes_of_a_finite_batch_is_not_blamed_on_the_batch():
+    model = nn.Sequential(Normalized())
+    batch_of = lambda step, x: x.abs() if step < 5 else torch.zeros_like(x)  # noqa: E731
+    report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_of=batch_of)
+    assert report.events[0].step == 5
+    assert named(report, "batch-not-finite") == []
+
+
+def test_weights_that_exploded_far_into_a_run_are_named_with_what_the_scheduler_did():
+    """The step in which they grew is none of those that are measured."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 20 else 30000.0)
+
+    def loss_of(model, x, y, step):
+        return model(x).square().mean()
+
+    report = train(model, optimizer, steps=26, loss_of=loss_of, after_step=lambda step: scheduler.step())
+    (finding,) = named(report, "weights-exploded")
+    assert "at a learning rate of 300, to which a scheduler had brought it from 0.01" in finding.message
+    assert "Lower the largest learning rate of the scheduler" in finding.fix
+    assert "optimizer =" not in finding.code
+
+
+def test_a_branch_in_fp32_needs_no_scale():
+    """The remedy ends the finding, though the branch's gradients are as small as before."""
+    report = two_branches(True, OneHeadInFP32())
+    assert named(report, "scale-window-empty") == []
+    assert report.loss_scale.needed is False
+    small, large = (
+        next(layer for layer in report.layers if (layer.name, layer.kind) == (f"{name}.0.weight", "weight_gradient"))
+        for name in ("small", "large")
+    )
+    assert report.session.passed_through([small.key]) == {"float32"}
+    assert report.session.passed_through([large.key]) == {"float16"}
 
 
 def test_branches_that_no_scale_serves_get_one_remedy():
@@ -579,6 +932,12 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("gradients-replaced", "0", 4, replaced),
     ("gradients-stale", "left", 1, stale),
     ("gradients-never-zeroed", "", 1, never_zeroed),
+    ("gradients-never-zeroed", "", 1, masters_never_zeroed),
+    ("gradients-never-zeroed", "", 1, masters_never_zeroed_over_micro_batches),
+    ("gradients-never-zeroed", "", 1, masters_never_zeroed_and_clipped),
+    ("gradients-clipped-to-zero", "", 0, masters_clipped_to_zero),
+    ("gradients-zeroed", "", 0, masters_given_nothing),
+    ("gradients-replaced", "2", 3, masters_given_repaired_gradients),
     ("gradients-missing", "0", None, missing),
     ("parameters-not-optimized", "2", None, not_optimized),
     ("batch-not-finite", "", 5, nan_in_batch),
@@ -594,9 +953,27 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("statistics-broken", "1", None, stuck_statistics),
     ("argument-out-of-range", "", 5, class_weight),
     ("loss-in-16-bits", "", 0, half_loss),
+    ("loss-in-16-bits", "", 0, half_loss_scaled),
+    ("gradients-all-zero", "small", None, silent_branch),
+    ("never-updated", "", None, never_stepped),
     ("positions-collapse", "positions", 0, positions),
     ("positions-collapse", "", 0, timesteps),
     ("router-ties", "", 0, ties),
+    ("positions-collapse", "attention", 0, positions_made_inside),
+    ("positions-collapse", "attention", 0, positions_made_at_an_odd_start),
+    ("positions-collapse", "attention", 0, positions_cast_inside),
+    ("positions-collapse", "attention", 0, positions_of_complex_numbers),
+    ("positions-collapse", "attention", 0, positions_in_half),
+    ("positions-collapse", "time.lin", 0, timesteps_cast_inside),
+    ("loss-in-16-bits", "", 0, divergence_added),
+    ("loss-in-16-bits", "", 0, divergence_widened),
+    ("loss-in-16-bits", "", 0, divergence_stacked),
+    ("loss-in-16-bits", "", 0, divergence_of_torch),
+    ("loss-in-16-bits", "", 0, divergence_of_samples),
+    ("router-ties", "", 0, ties_gathered),
+    ("router-ties", "", 0, ties_masked),
+    ("router-ties", "", 0, ties_multiplied),
+    ("router-ties", "", 0, ties_biased),
 )
 NAMES = {loop: name for name, loop in list(globals().items()) if callable(loop)}
 ids = [f"{case[0]}-{NAMES[case[3]]}" for case in CASES]
@@ -623,3 +1000,297 @@ def test_the_same_loop_without_the_fault_is_not_accused(id, module, step, loop):
     report = loop(False)
     assert contradictions(report) == []
     assert not named(report, id), [str(finding) for finding in report.findings]
+
+
+def quiet(report, id):
+    assert not named(report, id), [str(finding) for finding in report.findings]
+
+
+class Scaled(nn.Module):
+    """Multiplies 64 rows by a constant that may look like a table of positions."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.inp, self.out = table, nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.out((self.inp(x)[:, None] * self.table).mean(1))
+
+
+TABLES = {
+    "constant": torch.ones(64, 16),
+    "repeated in fours": torch.randn(16, 16).repeat_interleave(4, 0),
+    "repeated in threes and fives": torch.tensor([0.0, 1.0])
+    .repeat(8)[:, None]
+    .repeat_interleave(torch.tensor([3, 5] * 8), 0)
+    * torch.ones(16),
+    "random": torch.randn(64, 16),
+    "two values": torch.randint(0, 2, (64, 1)) * torch.ones(16),
+    "one of each": torch.eye(64)[:, :16],
+    "padding": (torch.arange(64) < 40)[:, None] * torch.ones(16),
+    "causal": torch.ones(64, 16).tril(),
+    "documents": torch.randn(4, 16).repeat_interleave(torch.tensor([15, 18, 20, 11]), 0),
+    "cosines in BF16": (torch.arange(1000, 1064)[:, None] / 10000 ** (torch.arange(16) / 16)).cos().bfloat16(),
+    "small positions in BF16": torch.arange(64).bfloat16()[:, None] / torch.arange(1, 17).bfloat16(),
+    "one row for all": torch.randn(1, 16).expand(64, 16),
+}
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
+def test_a_constant_factor_is_no_table_of_positions_by_chance(table):
+    model = Scaled(table)
+    report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.bfloat16)
+    quiet(report, "positions-collapse")
+
+
+@pytest.mark.parametrize("start", [256, 300, 512, 1000, 1024, 2048, 4096 - 512, 8192 - 700])
+@pytest.mark.parametrize("length", [64, 200, 1000])
+def test_consecutive_positions_are_found_wherever_they_begin(start, length):
+    table = torch.arange(start, start + length).bfloat16().float()[:, None] / 10000 ** (torch.arange(16) / 16)
+    if len(table[:, 0].unique()) < 5:
+        pytest.skip("too few groups to tell")
+    model = Scaled(table.sin())
+    report = train(model, torch.optim.SGD(model.parameters(), lr=0.01), steps=2, autocast=torch.bfloat16)
+    assert named(report, "positions-collapse")
+
+
+LOSSES = {
+    "policy": lambda log_p, y: (
+        -(torch.linspace(-1, 1, 32).bfloat16() * log_p.gather(1, y[:, None])[:, 0]).mean().float()
+    ),
+    "entropy": lambda log_p, y: (log_p.exp() * log_p).sum(-1).mean().float(),
+    "likelihood": lambda log_p, y: nn.functional.nll_loss(log_p, y).float(),
+}
+
+
+@pytest.mark.parametrize("term", LOSSES.values(), ids=LOSSES.keys())
+def test_a_term_that_cannot_cancel_is_no_warning(term):
+    model = mlp(torch.bfloat16)
+    loss_of = lambda model, x, y, step: term(model(x).log_softmax(-1), y) + model[2].bias.float().square().sum()  # noqa: E731
+    report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16, loss_of=loss_of)
+    quiet(report, "loss-in-16-bits")
+    assert [finding.severity for finding in report.findings if finding.id == "loss-in-16-bits"] == ["info"]
+
+
+CHOICES = {
+    "given": lambda scores: scores.gather(-1, torch.randint(0, 64, (32, 4))),
+    "lowest": lambda scores: scores.gather(-1, scores.topk(4, largest=False).indices),
+    "ReLU": lambda scores: (scores - 0.99).relu().topk(40).values,
+    "all equal": lambda scores: (0 * scores + 0.5).topk(4).values,
+    "dropped": lambda scores: nn.functional.dropout(scores, 0.5),
+    "one of each": lambda scores: scores.gather(-1, scores.argmax(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES.keys())
+def test_what_is_no_choice_of_the_largest_has_no_ties_of_rounding(choose):
+    torch.manual_seed(7)
+    model = Experts(torch.bfloat16, lambda scores, chosen: choose(scores))
+    quiet(train(model, torch.optim.SGD(model.parameters(), lr=0.1)), "router-ties")
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"), reason="this torch does not tell what hooks have packed"
+)
+def test_reading_the_graph_runs_no_checkpointed_forward_again():
+    calls = []
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x):
+            calls.append(1)
+            return torch.sqrt(torch.exp(self.lin(x) * torch.ones(32, 8)) + 1)
+
+    model = nn.Sequential(Counted(), nn.Linear(8, 4))
+
+    def loss_of(model, x, y, step):
+        made = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=False)
+        return nn.functional.cross_entropy(model[1](made), y)
+
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=5, loss_of=loss_of)
+    assert len(calls) == 2 * 5
+
+
+def test_masters_are_named_in_the_findings_on_them():
+    assert "the masters' .grad held before" in named(masters_never_zeroed(True), "gradients-never-zeroed")[0].message
+    assert (
+        "zeros or NaNs in its masters" in named(masters_clipped_to_zero(True), "gradients-clipped-to-zero")[0].message
+    )
+
+
+def _clipped(parameters, masters):
+    nn.utils.clip_grad_norm_(masters, 0.01)
+    return True
+
+
+def _with_momentum():
+    """Make a function that hands the optimizer moving averages of the gradients, kept outside .grad."""
+    averages = []
+
+    def replace(parameters, masters):
+        averages[:] = averages or [torch.zeros_like(master) for master in masters]
+        for average, master in zip(averages, masters, strict=True):
+            average.mul_(0.9).add_(master.grad, alpha=0.1)
+            master.grad.copy_(average)
+        return True
+
+    return replace
+
+
+def _damped(parameters, masters):
+    """Keep nine tenths of the gradients in .grad, to which the next step's are added."""
+    for master in masters:
+        if hasattr(master, "old"):
+            master.grad += 0.9 * master.old
+        master.old = master.grad.clone()
+    return True
+
+
+def _none_where_infinite(parameters, masters):
+    if not all(parameter.grad.isfinite().all() for parameter in parameters):
+        for master in masters:
+            master.grad = None
+    return True
+
+
+def _once_overflowing(model, x, y, step):
+    return nn.functional.cross_entropy(model(x).float(), y) * (1e6 if step == 3 else 1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"zero_masters": "in place"},
+        {"zero_masters": "by overwriting"},
+        {"zero_masters": "by overwriting", "dtype": torch.float16, "scale": 2.0**14, "loss_scale": 2.0**14},
+        {"zero_masters": "by overwriting", "dtype": torch.float16, "scale": 1000.0, "loss_scale": 1000.0},
+        # Gradients that the masters have are 2^-30 of those of the model.
+        {"zero_masters": "by overwriting", "scale": 2.0**30, "loss_scale": 2.0**30},
+        {"micro_batches": 4},
+        {"micro_batches": 16, "zero_masters": "in place"},
+        {"before_step": _clipped},
+        {"before_step": _with_momentum()},
+        {"before_step": _damped},
+        {"before_step": _damped, "zero_masters": "by overwriting"},
+        # A step that overflowed is taken with no gradients at all.
+        {"dtype": torch.float16, "loss_of": _once_overflowing, "before_step": _none_where_infinite, "loss_scale": 1.0},
+    ],
+    ids=lambda how: ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in how.items()) or "plain",
+)
+def test_healthy_loops_with_masters_are_not_accused(how):
+    report = train_masters(**how)
+    assert contradictions(report) == []
+    accused = [
+        finding for finding in report.findings if finding.id.startswith(("gradients-", "unscale", "parameters-"))
+    ]
+    assert not accused, [str(finding) for finding in accused]
+    assert "never-fired" not in {finding.id for finding in report.findings}
+    reasons = {(kind, reason) for _, kind, reason in report.coverage.never_fired}
+    assert reasons == {("update", "the optimizer steps masters, copies of the weights")}
+
+
+@pytest.mark.parametrize("precision", ["bf16-master", "fp16-master"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_mixed_precision_of_our_own_is_not_accused(precision, micro_batches):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    mixed = MixedPrecision(model, optimizer, precision, "dynamic" if precision == "fp16-master" else None)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for x, y in batches(24):
+            mixed.zero_grad()
+            for part, target in zip(x.chunk(micro_batches), y.chunk(micro_batches), strict=True):
+                with mixed.autocast():
+                    loss = nn.functional.cross_entropy(model(part).float(), target)
+                mixed.backward(loss)
+            mixed.unscale_()
+            mixed.clip_grad_norm_(0.01)
+            mixed.step()
+    report = inspector.report()
+    assert not [str(finding) for finding in report.findings if finding.severity != "info"]
+    assert not {"never-fired", "parameters-not-optimized"} & {finding.id for finding in report.findings}
+    # BatchNorm's weights are stepped themselves.
+    assert {name for name, kind, _ in report.coverage.never_fired} == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert "on FP32 masters" in report.verdict.precision
+
+
+def test_masters_that_are_too_few_are_weights_that_no_optimizer_steps():
+    model = mlp(torch.bfloat16, width=64)
+    masters = [parameter.detach().clone().float().requires_grad_() for parameter in model[0].parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+
+    def copy_gradients(step):
+        for parameter, master in zip(model[0].parameters(), masters, strict=True):
+            master.grad = parameter.grad.float()
+
+    @torch.no_grad()
+    def copy_masters(step):
+        for parameter, master in zip(model[0].parameters(), masters, strict=True):
+            parameter.copy_(master)
+
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step, (x, y) in enumerate(batches(8, torch.bfloat16)):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x).float(), y).backward()
+            copy_gradients(step)
+            optimizer.step()
+            copy_masters(step)
+    assert [finding.layer for finding in inspector.report().findings if finding.id == "parameters-not-optimized"] == [
+        "2.weight"
+    ]
+
+
+def test_tensors_that_are_no_copies_are_no_masters():
+    model = mlp(torch.bfloat16)
+    others = [torch.randn(parameter.shape, requires_grad=True) for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(others, lr=0.05)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for x, y in batches(8, torch.bfloat16):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x).float(), y).backward()
+            optimizer.step()
+    accused = [finding.id for finding in inspector.report().findings if finding.id.startswith(("gradients-", "param"))]
+    assert not accused
+
+
+def test_masters_are_matched_to_weights_in_any_order():
+    model = mlp(torch.bfloat16)
+    parameters = list(model.parameters())[::-1]
+    masters = [parameter.detach().clone().float().requires_grad_() for parameter in parameters]
+    optimizer = torch.optim.SGD(masters, lr=0.05)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for x, y in batches(4, torch.bfloat16):
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x).float(), y).backward()
+            for parameter, master in zip(parameters, masters, strict=True):
+                # Of one weight's gradient nothing is left.
+                master.grad = parameter.grad.float() * (parameter is not model[0].weight)
+            optimizer.step()
+    measured = [each for each in inspector.session().measurements if each.what == "changed-before-step"]
+    assert {each.names for each in measured} == {("0.weight",)}
+
+
+def test_a_training_with_masters_is_bit_identical(monkeypatch, deterministic_torch):
+    def trained():
+        model = mlp(torch.float16)
+        train_masters(torch.float16, scale=8.0, loss_scale=8.0, micro_batches=2, zero_masters="never", model=model)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    with_inspector = trained()
+    monkeypatch.setattr(Inspector, "attach", lambda self: self)
+    assert all(map(torch.equal, with_inspector, trained()))
+
+
+def test_a_fault_in_finding_masters_leaves_the_training_alone(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(Masters, "find", broken)
+    with pytest.warns(UserWarning, match="a fault of ours"):
+        report = train_masters(steps=4)
+    assert any("a fault of ours" in note for note in report.session.notes)
+    assert report.session.progress.steps == 4

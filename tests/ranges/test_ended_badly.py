@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,27 @@ def _network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def _trained(steps: int = 6, *, broken_at: int = -1, model: nn.Sequential | None = None, **options: Any) -> Inspector:
-    """A loss that is multiplied by NaN at one step."""
+def _of_infinite_slope(loss: torch.Tensor) -> torch.Tensor:
+    """The same loss, plus the square root of a zero, whose derivative is infinite."""
+    return loss + (loss - loss).sqrt()
+
+
+def _trained(
+    steps: int = 6,
+    *,
+    broken_at: int = -1,
+    broken: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss * math.nan,
+    model: nn.Sequential | None = None,
+    **options: Any,
+) -> Inspector:
+    """A loss that is broken at one step."""
     model = _network() if model is None else model
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     with Inspector(model, optimizers=optimizer, **options) as inspector:
         for step in range(steps):
             optimizer.zero_grad()
-            loss = model(torch.ones(3, 4)).square().mean() * (math.nan if step == broken_at else 1.0)
-            loss.backward()
+            loss = model(torch.ones(3, 4)).square().mean()
+            (broken(loss) if step == broken_at else loss).backward()
             optimizer.step()
     return inspector
 
@@ -57,9 +70,9 @@ def test_weights_that_broke_while_nobody_watched_are_an_error(tmp_path: Path) ->
     assert "watch at every step" in finding.fix
     broke = what_broke(inspector.report())
     assert broke is not None
-    assert first_line(broke) == "end of the run (step 5), 0.weight, first NaN"
+    assert first_line(broke) == "end of the run (step 5), '0.weight', first NaN"
     text = str(inspector.report())
-    assert "first: step 5, end, 0: nan in the weight of 0.weight\n  no step reported it\n" in text
+    assert "first: step 5, end, '0': nan in the weight of '0.weight'\n  no step reported it\n" in text
 
 
 def test_weights_that_broke_between_two_looks_of_a_budget_are_an_error() -> None:
@@ -110,7 +123,10 @@ def test_weights_that_broke_where_all_gradients_stayed_finite_name_what_was_seen
 
 def test_an_event_that_a_step_told_of_is_enough() -> None:
     inspector = _trained(broken_at=4)
-    assert [event.phase for event in inspector.session().events] == ["backward", "forward"]
+    assert [(event.phase, event.what) for event in inspector.session().events] == [
+        ("forward", "loss"),
+        ("forward", "activation"),
+    ]
 
 
 def test_an_event_that_did_no_harm_tells_nothing_of_the_weights() -> None:
@@ -208,17 +224,27 @@ train(sys.argv[1] == "broken")
     assert ended.status == 0
     assert "non-finite-event" not in ended.err
     ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py", "broken"), forked=True)
-    assert "broke  end of the run (step 5), 0.weight, first NaN" in ended.err
+    assert "broke  end of the run (step 5), '0.weight', first NaN" in ended.err
 
 
 # -- the loss ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_broke_is_said_to_be_after_the_last_module() -> None:
+def test_a_loss_that_broke_is_named() -> None:
     inspector = _trained(broken_at=4)
     event = inspector.session().events[0]
-    assert (event.module, event.after, event.place) == ("2", True, "after 2")
-    assert first_line(event) == "step 4, backward, after 2, first NaN, scale 1, outputs finite"
+    assert (event.module, event.after, event.place) == ("", False, "the loss")
+    assert first_line(event) == "step 4, forward, the loss, first NaN, scale 1"
+    finding = next(each for each in _unexplained(inspector) if "forward" in each.message)
+    assert "the loss held a NaN (every output seen was finite and the loss was not" in finding.message
+    assert "Look at the loss function, and at the targets of step 4" in finding.fix
+
+
+def test_a_loss_whose_gradient_alone_broke_is_said_to_be_after_the_last_module() -> None:
+    inspector = _trained(broken_at=4, broken=_of_infinite_slope)
+    event = inspector.session().events[0]
+    assert (event.module, event.after, event.place) == ("2", True, "after '2'")
+    assert first_line(event) == "step 4, backward, after '2', first NaN, scale 1, outputs finite"
     finding = next(each for each in _unexplained(inspector) if "backward" in each.message)
     assert "the gradient that arrived at the output of '2' held a NaN already" in finding.message
     assert "what comes after '2', the loss first of all" in finding.fix

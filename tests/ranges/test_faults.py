@@ -375,7 +375,7 @@ def test_a_look_that_cannot_travel_leaves_the_watch_its_sight(monkeypatch: pytes
             (y * torch.inf if step == STEPS - 1 else y).backward()
             optimizer.step()
     session = inspector.session()
-    assert [(event.step, event.phase) for event in session.events] == [(STEPS - 1, "backward")]
+    assert [(event.step, event.phase, event.what) for event in session.events] == [(STEPS - 1, "forward", "loss")]
     assert any("the activation of '0' could not be watched" in note and "planted" in note for note in session.notes)
 
 

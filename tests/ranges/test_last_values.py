@@ -350,9 +350,9 @@ def test_once_it_is_known_that_a_block_and_its_last_layer_share_a_gradient_it_is
     outputs = 2 * 128 * 256
     # Of norm, up and proj the gradients are counted; that of the block itself is proj's.
     assert [counted for counted, _ in read] == [4 * outputs] * 4
-    # The watch sees proj's input too, which no module made.
-    inputs = 2 * outputs
-    assert [looked_at - parameters for _, looked_at in read] == [outputs + inputs, inputs, inputs, inputs]
+    # The watch sees proj's input too, which no module made, and the loss.
+    others = 2 * outputs + 1
+    assert [looked_at - parameters for _, looked_at in read] == [outputs + others, others, others, others]
 
 
 def test_where_values_are_divided_before_they_are_counted_a_block_is_not_counted_for_nothing(reads: _Reads) -> None:

@@ -356,7 +356,7 @@ def test_infinities_on_one_rank_alone_name_it():
     report = analyse(merge_ranks(ranks))
     said = finding(report, "rank-events-differ").message
     assert said.startswith("Infinities or NaNs came on rank 2 in 1 step, the others saw none")
-    assert "rank 2, step 4, backward, fc, first inf" in str(report)
+    assert "rank 2, step 4, backward, 'fc', first inf" in str(report)
     # A rank that was given of it is none of those on which it arose.
     batch = s.Event(4, 0, "forward", "", kinds.ACTIVATION, "fc", "inf", given=True)
     examined = s.Measurement("examined-batch", step=4, figures={"elements": 1.0}, names=("0",))

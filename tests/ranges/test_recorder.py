@@ -422,7 +422,7 @@ def test_a_loop_that_breaks_gets_its_report_and_its_own_exception() -> None:
     done = python(code)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert "step 0, backward, layer, first inf" in done.stderr
+    assert "step 0, backward, 'layer', first inf" in done.stderr
     assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
 
 

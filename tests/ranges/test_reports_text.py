@@ -7,10 +7,16 @@ import dataclasses
 import pytest
 import sessions
 
+from mpinspect.numeric.exponents import Interval
 from mpinspect.ranges.analysis.report import TimeBlock
+from mpinspect.ranges.kinds import UPDATE
+from mpinspect.ranges.report.layers import badness, flushed_words
+from mpinspect.ranges.report.scale_line import steps_and_samples
+from mpinspect.ranges.session import LostUpdates, Progress
 from mpinspect.reporting import forms, html
 from mpinspect.reporting.document import static
-from mpinspect.reporting.words import percent, with_power
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import percent, share, with_power
 
 
 def render(report, width=None):
@@ -33,7 +39,7 @@ def test_golden_html(name, golden):
 
 def test_the_first_event_comes_before_everything_else():
     rendered = render(sessions.report_by_hand(sessions.everything()), 200)
-    event = rendered.index("step 412, micro-batch 1, backward, decoder.3.attn: inf in the activation gradient")
+    event = rendered.index("step 412, micro-batch 1, backward, 'decoder.3.attn': inf in the activation gradient")
     assert event < rendered.index("Suggested loss scale")
     for fact in ("loss scale 65536 (2^16)", "forward was finite", "step was skipped", "0.12, 0.25, 0.5, 0.97"):
         assert fact in rendered
@@ -53,7 +59,7 @@ def test_doubt_no_need_and_no_advice_are_three_things():
 
     assert "Scale 1 will do; window" in heading(needed=False, recommended=1.0)
     assert "8192 (2^13) (if one is needed)" in heading(needed=None)
-    assert "no scale serves all: 2^30 is needed, 2^20 the largest" in heading(lowest=2.0**30)
+    assert "no scale serves all: at least 2^30 is needed, 2^20 the largest" in heading(lowest=2.0**30)
     none = render(dataclasses.replace(report, loss_scale=sessions.no_advice("Because.")), 200)
     assert "No loss scale can be suggested.\n  Because." in none
     assert "Suggested" not in none
@@ -151,8 +157,78 @@ def test_a_window_that_moves_by_one_power_is_noise():
         )
 
     assert "over time" not in moving(18, 19, 18)
-    assert "The window over time, by the sampled steps: step 0 2^3 .. 2^18; step 1 2^3 .. 2^20" in moving(18, 20)
+    assert "The window over time, by the sampled steps: step 0: 2^3 .. 2^18; step 1: 2^3 .. 2^20" in moving(18, 20)
     # Neighbours that have the same window are one.
-    assert "sampled steps: steps 0-1 2^3 .. 2^18; steps 2-4 2^3 .. 2^21; step 5 2^3 .. 2^18" in moving(
+    assert "sampled steps: steps 0-1: 2^3 .. 2^18; steps 2-4: 2^3 .. 2^21; step 5: 2^3 .. 2^18" in moving(
         18, 18, 21, 21, 21, 18
     )
+
+
+@pytest.mark.parametrize(
+    ("estimate", "low", "high", "words"),
+    [
+        (0.0, 0.0, 0.0, "0%"),
+        (0.25, 0.25, 0.25, "25%"),
+        # Nothing of it was seen: what may have been hidden is told, unless it is too little to matter or may be all.
+        (0.0, 0.0, 0.0009, "~0%"),
+        (1e-7, 1e-8, 3e-7, "~0%"),
+        (0.0, 0.0, 0.008, "<=0.8%"),
+        (0.0, 0.0, 0.71, "<=71%"),
+        (0.0, 0.0, 1.0, "?"),
+        # No more than a lower bound was seen.
+        (0.05, 0.05, 0.055, "~5%"),
+        (0.05, 0.05, 0.35, "5%..35%"),
+        (0.098, 0.06, 0.12, "~9.8%"),
+        (0.098, 0.025, 0.35, "~9.8% [2.5%..35%]"),
+        (2e-6, 0.0, 2e-6, "~<0.001%"),
+    ],
+)
+def test_a_share_says_what_is_known_of_it(estimate, low, high, words):
+    assert share(Interval(estimate, low, high), is_estimate=True) == words
+
+
+def test_shares_of_elements_that_weigh_nothing_have_no_bounds():
+    layer = sessions.report_by_hand(sessions.everything()).layers[0]
+
+    def words(estimate, low, high, lost):
+        changed = dataclasses.replace(layer, lost_l1_share=Interval(0.0, 0.0, lost))
+        return flushed_words(changed, Interval(estimate, low, high))
+
+    assert words(0.0, 0.0, 0.7, 0.0005) == "~0%"
+    assert words(0.05, 0.05, 0.7, 0.0005) == "~5%"
+    assert words(0.0, 0.0, 0.7, 0.005) == "<=70%"
+    assert words(0.05, 0.02, 0.7, 0.005) == "~5%"
+    assert words(0.05, 0.02, 0.7, 0.05) == "~5% [2%..70%]"
+
+
+def test_rows_that_a_finding_names_are_shown_before_worse_ones():
+    report = sessions.report_by_hand(sessions.all_sessions()["layers_300"])
+    layers = tuple(
+        dataclasses.replace(layer, name=f"n{place}", module=f"n{place}") for place, layer in enumerate(report.layers)
+    )
+    mildest = min(layers, key=badness)
+    report = dataclasses.replace(report, layers=layers, findings=())
+
+    def shows(*findings):
+        rendered = render(dataclasses.replace(report, findings=findings), 120)
+        return any(line.split()[:1] == [mildest.name] for line in rendered.splitlines())
+
+    assert not shows()
+    assert shows(Finding("updates-lost", "info", mildest.name, "It is lost.", {}))
+    assert shows(Finding("updates-lost", "info", "", f"Lost in 'n0' and '{mildest.name}'.", {}))
+
+
+def test_updates_of_which_none_could_be_lost_have_no_table():
+    report = sessions.report_by_hand(sessions.everything())
+    title = "Updates that rounding loses"
+    assert title in render(report, 120)
+    none = {"float16": LostUpdates(0, 0, True)}
+    layers = tuple(
+        dataclasses.replace(layer, lost_updates=none if layer.kind == UPDATE else None) for layer in report.layers
+    )
+    assert title not in render(dataclasses.replace(report, layers=layers), 120)
+
+
+def test_a_step_that_never_ended_is_no_step():
+    assert steps_and_samples(Progress(steps=0, sampled_steps=1)) == "0 steps, 1 begun and sampled"
+    assert steps_and_samples(Progress(steps=1, sampled_steps=1)) == "1 step, 1 sampled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import types
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from waiting_gradients import interrupt, loss_of, network
+from waiting_gradients import interrupt, loss_of, network, of_slope
 
 import mpinspect
 from mpinspect import Inspector, count_exponents
@@ -552,8 +553,8 @@ def test_what_the_watch_sees_of_gradients_that_waited() -> None:
     with Inspector(model) as inspector:
         for factor in (1.0, 2.0**20, float("inf")):
             optimizer.zero_grad()
-            # The output stays finite, as does the gradient at it.
-            (model(torch.ones(1, 3)).sum() + (model.weight * factor).sum()).backward()
+            # The output and the loss stay finite, as does the gradient at the output.
+            (model(torch.ones(1, 3)).sum() + of_slope(model.weight, factor)).backward()
             assert model.weight.grad is not None
             largest.append(float(model.weight.grad.abs().max()))
             optimizer.step()
@@ -746,7 +747,7 @@ def test_what_the_watch_alone_looks_at_does_not_wait() -> None:
     with Inspector(model, optimizers=optimizer, capture=()) as inspector:
         hidden = model[0](torch.ones(4, 6))
         hidden.register_hook(lambda gradient: model[2].weight.grad.zero_().storage_offset() or None)
-        (model[2](hidden).sum() + (model[2].weight * float("inf")).sum()).backward()
+        (model[2](hidden).sum() + of_slope(model[2].weight, math.inf)).backward()
         optimizer.step()
     (event,) = inspector.session().events
     assert (event.what, event.tensor, event.value) == ("weight_gradient", "2.weight", "inf")

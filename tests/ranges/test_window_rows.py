@@ -85,6 +85,7 @@ class _OneByOne:
         self._tensors: dict[TensorKey, _Gathered] = {}
         self._steps: list[int] = []
         self._gradient_peaks: dict[int, int] = {}
+        self._in_float32: set[tuple[str, str]] = set()
         self.dropped: list[str] = []
         self.scales: list[tuple[int, float | None]] = []
 
@@ -92,6 +93,15 @@ class _OneByOne:
         if not samples and not lost:
             return
         peaks = []
+        self._in_float32 |= {_of_module(sample.key) for sample in samples if _was_never_rounded(sample)}
+        samples = [
+            sample._replace(passed_through="float32")
+            if _is_upcast(sample) and _of_module(sample.key) in self._in_float32
+            else sample
+            for sample in samples
+        ]
+        gradients = [sample for sample in samples if sample.key.kind in GRADIENT_KINDS]
+        narrow = [sample for sample in gradients if sample.passed_through != "float32"]
         # Rows of one length travel together, those that come first first.
         lengths = list(dict.fromkeys(len(sample.row) for sample in samples))
         for sample in sorted(samples, key=lambda sample: lengths.index(len(sample.row))):
@@ -100,9 +110,9 @@ class _OneByOne:
                 self.dropped.append(sample.key.name)
                 continue
             peak = self._tensors.setdefault(sample.key, _Gathered()).add(sample, value, log2_scale)
-            if peak is not None and sample.key.kind in GRADIENT_KINDS:
+            if peak is not None and any(each is sample for each in narrow or gradients):
                 peaks.append(peak)
-        gradient_scales = [_scale(sample.scale)[0] for sample in samples if sample.key.kind in GRADIENT_KINDS]
+        gradient_scales = [_scale(sample.scale)[0] for sample in gradients]
         self.scales += [(step, scale) for scale in dict.fromkeys(gradient_scales)]
         for key, name, found in lost:
             kept = self._tensors.setdefault(key, _Gathered()).lost_updates
@@ -119,6 +129,25 @@ class _OneByOne:
         window = Window(min(self._steps), max(self._steps), len(self._steps), tensors, peaks)
         self._tensors, self._steps, self._gradient_peaks = {}, [], {}
         return window
+
+
+def _is_upcast(sample: Sample) -> bool:
+    """Whether it is taken for an FP16 gradient in FP32."""
+    return (sample.dtype, sample.passed_through) == ("float32", "float16") and sample.key.kind in GRADIENT_KINDS
+
+
+def _was_never_rounded(sample: Sample) -> bool:
+    """Whether it holds a finite value, as it arrived, that FP16 does not have."""
+    value, log2_scale = _scale(sample.scale)
+    is_as_it_arrived = log2_scale is not None and (value is None or value == 2.0**log2_scale)
+    if not _is_upcast(sample) or not is_as_it_arrived:
+        return False
+    histogram = layout.decode(sample.row.numpy())
+    return bool(histogram.nonzero) and (histogram.min_abs < 2.0**-24 or histogram.max_abs > 65504)
+
+
+def _of_module(key: TensorKey) -> tuple[str, str]:
+    return (key.name.rpartition(".")[0] if key.kind == "weight_gradient" else key.name), key.kind
 
 
 def _scale(scale: BackwardScale) -> tuple[float | None, int | None]:

@@ -202,3 +202,20 @@ def test_a_section_of_nothing_is_none():
     assert section("Findings", Findings(())) == ()
     assert section("Rows", table([Column("a")], [])) == ()
     assert section("Lines", Line("")) == ()
+
+
+def test_a_legend_tells_what_a_dash_is_where_there_is_one():
+    def legend(*figures):
+        return text.render(
+            Document("", (table([Column("n"), Column("a"), Column("b")], [figures], legend="? not known"),)), 80
+        )
+
+    assert "? not known; - no value\n" in legend("x", "1%", "-")
+    assert "no value" not in legend("x", "1%", "?")
+
+
+def test_columns_of_one_meaning_share_its_words():
+    columns = [Column("n"), Column("a", meaning="of all"), Column("b", meaning="of all")]
+    assert "? not known; a, b: of all\n" in text.render(
+        Document("", (table(columns, [["x", "1", "2"]], legend="? not known"),)), 80
+    )

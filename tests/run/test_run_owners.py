@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import textwrap
 import weakref
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from watched_training import train, watched
 
+from mpinspect.ranges.analysis import analyse
 from mpinspect.run.models.backwards import leaves
 from mpinspect.run.models.naming import names_of
 from mpinspect.run.models.owners import Holders, living_modules, parameter_ids, unwrapped
@@ -195,6 +197,102 @@ def test_sharpness_aware_minimisation(tmp_path):
         train(model, Sam(model.parameters()), steps=4)
     assert (run.names, run.seen.optimizers) == (["Net"], 2)
     assert run.steps() in (4, 8)
+
+
+def copied(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    return copy.deepcopy(model).to(dtype)
+
+
+def train_with_masters(
+    model: nn.Module, masters: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 3, width: int = 4
+) -> None:
+    """Some steps on noise, of optimizers that step the parameters of another module than the one that is called."""
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.randn(5, width).to(next(model.parameters()).dtype)).float().square().mean().backward()
+        for parameter, master in zip(model.parameters(), masters.parameters(), strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.load_state_dict(masters.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_in_a_module_of_their_own(tmp_path, dtype):
+    with watched(tmp_path) as run:
+        masters = Net(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        model = copied(masters, dtype)
+        train_with_masters(model, masters, torch.optim.AdamW(masters.parameters()), steps=6)
+    assert (run.names, run.gradients(), run.steps()) == (["Net"], {"0.weight", "0.bias", "2.weight", "2.bias"}, 6)
+    assert "the master copies of the weights of another" in " ".join(run.seen.notes)
+    session = run.parts.models[0].session
+    (optimizer,) = session.precision.optimizers
+    assert (optimizer.type, optimizer.masters, optimizer.steps) == ("AdamW", 49, {"float32": 49})
+    accused = {finding.id for finding in analyse(session).findings if finding.severity != "info"}
+    assert accused <= {"scaler-missing-in-float16"}
+
+
+def test_masters_in_a_module_stepped_by_two_optimizers(tmp_path):
+    with watched(tmp_path) as run:
+        masters = Net(nn.Linear(4, 8), nn.Linear(8, 1))
+        model = copied(masters)
+        optimizers = (torch.optim.SGD(part.parameters(), lr=0.1) for part in masters)
+        train_with_masters(model, masters, *optimizers)
+    assert set(run.names) == {"Net.0", "Net.1"}
+    assert [run.steps(number) for number in range(2)] == [3, 3]
+
+
+def test_masters_in_a_module_of_a_wrapper_and_of_a_gan(tmp_path):
+    with watched(tmp_path) as run:
+        nets = [Whole(net=nn.Linear(4, 4)), Whole(net=nn.Linear(4, 1))]
+        generator, discriminator = (copied(net) for net in nets)
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        for _ in range(3):
+            made = generator.net(torch.randn(5, 4, dtype=torch.bfloat16))
+            for number, half, given in ((1, discriminator, made.detach()), (0, generator, made)):
+                half.zero_grad()
+                discriminator.net(given).float().square().mean().backward()
+                for parameter, master in zip(half.parameters(), nets[number].parameters(), strict=True):
+                    master.grad = parameter.grad.float()
+                optimizers[number].step()
+                half.load_state_dict(nets[number].state_dict())
+    assert len(run.names) == 2
+    assert [run.gradients(number) for number in range(2)] == [{"net.weight", "net.bias"}] * 2
+
+
+def test_masters_in_two_modules_of_one_optimizer(tmp_path):
+    with watched(tmp_path) as run:
+        encoder, decoder = Net(nn.Linear(4, 3)), Net(nn.Linear(3, 4))
+        halves = copied(encoder), copied(decoder)
+        optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+        for _ in range(3):
+            halves[1](halves[0](torch.randn(5, 4, dtype=torch.bfloat16))).float().square().mean().backward()
+            for half, masters in zip(halves, (encoder, decoder), strict=True):
+                for parameter, master in zip(half.parameters(), masters.parameters(), strict=True):
+                    master.grad, parameter.grad = parameter.grad.float(), None
+            optimizer.step()
+            for half, masters in zip(halves, (encoder, decoder), strict=True):
+                half.load_state_dict(masters.state_dict())
+    assert len(run.names) == 2
+    for model in run.parts.models:
+        assert model.session.progress.steps == 3
+        assert not [str(finding) for finding in analyse(model.session).findings if finding.severity != "info"]
+
+
+@pytest.mark.parametrize("other", ["other values", "same dtype", "two copies"])
+def test_another_module_is_no_master_copy(tmp_path, other):
+    with watched(tmp_path) as run:
+        owner = Net(nn.Linear(4, 8), nn.Linear(8, 1))
+        model = copied(owner, torch.float32 if other == "same dtype" else torch.bfloat16)
+        if other == "other values":
+            nn.init.ones_(model[0].weight)
+        models = [model, copied(model)] if other == "two copies" else [model]
+        torch.optim.SGD(owner.parameters(), lr=0.1)
+        kept = torch.optim.SGD(owner.parameters(), lr=0.1)
+        for _ in range(3):
+            sum(each(torch.randn(5, 4, dtype=each[0].weight.dtype)).float().mean() for each in models).backward()
+            kept.step()
+    assert run.names == []
 
 
 def test_a_model_whose_forward_method_is_called_directly(tmp_path):

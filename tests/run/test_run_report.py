@@ -46,14 +46,14 @@ def shapes():
 
 
 def test_the_first_line_says_step_phase_module_value_scale_and_the_forward():
-    assert first_line(INF) == "step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite"
+    assert first_line(INF) == "step 412, backward, 'decoder.3.attn', first inf, scale 65536, forward finite"
 
 
 def test_what_is_not_known_is_left_out_and_what_matters_is_added():
     event = Event(7, 2, "forward", "", "activation", "", "nan")
     assert first_line(event) == "step 7, micro-batch 2, forward, the model itself, first NaN"
     assert first_line(dataclasses.replace(INF, forward_finite=False, skipped=True, loss_scale=2.0**-20)) == (
-        "step 412, backward, decoder.3.attn, first inf, scale 2^-20, forward not finite, step skipped"
+        "step 412, backward, 'decoder.3.attn', first inf, scale 2^-20, forward not finite, step skipped"
     )
 
 
@@ -69,11 +69,51 @@ def test_probing_of_a_scaler_and_harmless_masks_come_after_what_did_harm():
 def test_of_several_models_the_one_that_broke_first_is_named():
     later, earlier = broken(INF), broken(dataclasses.replace(INF, step=9))
     report = RunReport("gan.py", "ended", (ModelPart("Generator", later), ModelPart("Critic", earlier)))
-    assert report.first_line.startswith("Critic: step 9, backward, decoder.3.attn, first inf")
+    assert report.first_line.startswith("Critic: step 9, backward, 'decoder.3.attn', first inf")
     assert RunReport("gan.py", "ended", (ModelPart("Generator", ranges()),)).first_line == ""
     lines = [line.strip() for line in render(report, ".txt", width=140).splitlines()]
     assert lines[0] == report.first_line
     assert lines.index(f"broke  {report.first_line}") > lines.index("In brief")
+
+
+# -- in brief -----------------------------------------------------------------------------------------------------------
+
+
+def brief(*products, **fields):
+    """The lines on shapes and findings of a run of these products."""
+    judged = analyse_shapes(shape_records.recording(*products, **fields), gpus.named("ampere"))
+    report = RunReport("a.py", "ended", shapes=judged, is_shape_detail=True)
+    lines = (line.strip().split("  ", 1) for line in render(report, ".txt", width=400).splitlines())
+    found = dict(line for line in lines if len(line) == 2)
+    return found["shapes"].removesuffix(" (--lint, report.md)"), found.get("findings", "")
+
+
+def test_what_runs_in_fp32_is_told_with_what_16_bits_would_do():
+    even, odd = (shape_records.linear(64, size, 512, "float32") for size in (1024, 1023))
+    gpu = "of one step's FLOPs suit the Tensor Cores of A100"
+    assert brief(*even)[0].startswith(f"0% {gpu}; all run in FP32, in 16 bits all would suit")
+    assert brief(*odd)[0].startswith(f"0% {gpu}; all run in FP32, in 16 bits none would suit")
+    assert brief(*even, *shape_records.linear(64, 1024, 512))[0].startswith(
+        f"50% {gpu}; 50% run in FP32, in 16 bits all would suit"
+    )
+    # A product with a vector is in FP32 too, whatever keeps it off Tensor Cores.
+    assert "; all run in FP32, in 16 bits none would suit" in brief(*shape_records.linear(1, 1024, 512, "float32"))[0]
+    assert brief(*shape_records.linear(64, 1024, 512)) == (f"100% {gpu}", "")
+
+
+def test_tf32_that_cudnn_takes_by_itself_is_named():
+    products = (shape_records.convolution(dtype="float32"), *shape_records.linear(64, 1024, 512))
+    words, _ = brief(products[0])
+    assert words == "100% of one step's FLOPs suit the Tensor Cores of A100 (in TF32, cuDNN's default)"
+    assert "in TF32, cuDNN's default); " not in brief(*products)[0]
+    assert "% in TF32, cuDNN's default)" in brief(*products)[0]
+
+
+def test_the_worst_finding_on_shapes_is_named_where_the_shapes_are_not_shown():
+    products = shape_records.linear(4096, 4096, 4096, "float32", name="attention")
+    words, findings = brief(*products, autocast_dtype="bfloat16")
+    assert words.endswith("; worst: float32-under-autocast in 'attention'")
+    assert findings == "1 warning on shapes (report.md)"
 
 
 # -- module by module ---------------------------------------------------------------------------------------------------
@@ -231,4 +271,4 @@ def test_probing_alone_is_no_first_line_but_a_scale_that_never_fits_is():
     progress = dataclasses.replace(sessions.word_model().progress, steps=40, skipped_steps=40)
     report = analyse(dataclasses.replace(sessions.word_model(), events=stuck, progress=progress))
     line = RunReport("a.py", "ended", (ModelPart("Net", report),)).first_line
-    assert line == "step 0, backward, decoder.3.attn, first inf, scale 65536, forward finite, step skipped"
+    assert line == "step 0, backward, 'decoder.3.attn', first inf, scale 65536, forward finite, step skipped"

@@ -46,9 +46,17 @@ def block_histograms(block: Sequence[Window]) -> dict[TensorKey, Visibility]:
     return {key: Visibility.of(tensor) for key, tensor in merged.tensors.items()}
 
 
+def has_finite_gradients(window: Window) -> bool:
+    """Return whether all gradients counted in a window are finite, so that none was larger than its peak."""
+    tensors = window.columns()
+    broken = (tensors.columns["infs"] != 0) | (tensors.columns["nans"] != 0)
+    return not any(key.kind in GRADIENT_KINDS for key, each in zip(tensors.order, broken.tolist(), strict=True) if each)
+
+
 def divergence(windows: Sequence[Window]) -> str:
     """Return a sentence saying that and how the training diverged, which no loss scale fixes; "" if it did not diverge."""
-    seen = sorted((window for window in windows if window.gradient_peaks), key=lambda window: window.first_step)
+    whole = (window for window in windows if window.gradient_peaks and has_finite_gradients(window))
+    seen = sorted(whole, key=lambda window: window.first_step)
     if not seen:
         return ""
     (first, before), (last, after) = ((window, max(window.gradient_peaks)) for window in (seen[0], seen[-1]))
@@ -60,7 +68,7 @@ def divergence(windows: Sequence[Window]) -> str:
     else:
         return ""
     return (
-        f"No advice: the training diverged. Its largest gradients {course}, and no loss scale mends that: a lower learning "
+        f"The training diverged. Its largest gradients {course}, and no loss scale mends that: a lower learning "
         "rate, a warm-up or clipping the gradients may."
     )
 

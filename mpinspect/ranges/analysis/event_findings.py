@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, SHORTEST_GROWTH_INTERVAL
 from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import END, Event, Progress, Session, TensorKey, TensorWindow
+from mpinspect.ranges.session import END, LOSSES, Event, Progress, Session, TensorKey, TensorWindow
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import some
 
@@ -86,10 +87,11 @@ def _left_broken(event: Event, session: Session, harmless: Sequence[Event]) -> F
 
 def _harmless(events: Sequence[Event]) -> Finding:
     first = min(events, key=lambda event: (event.step, event.micro_batch))
+    why = "they do not depend on its value" if first.what in LOSSES else "it may be intended (a mask)"
     return _finding(
         first,
         "info",
-        f"In step {first.step} {_what(first)} and every gradient was finite nevertheless: it may be intended (a mask).",
+        f"In step {first.step} {_what(first)} and every gradient was finite nevertheless: {why}.",
         _evidence(first),
     )
 
@@ -117,6 +119,8 @@ def _forward(events: Sequence[Event], in_half: bool) -> Finding:
 def _look_at(first: Event, in_half: bool) -> str:
     if first.given:
         return f"Look at the data of step {first.step}, and at what is done to it before it reaches the model."
+    if first.what in LOSSES:
+        return f"Look at the loss function, and at the targets of step {first.step}."
     overflow = (
         "; where its values grow beyond 65504, compute it, and the operations that take its result, in FP32 or BF16"
     )
@@ -168,16 +172,27 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
             first,
             "warning",
             f"{begin}; {skipped} of {session.progress.steps} steps were skipped, more than a dynamic scaler's probing"
-            " explains.",
+            f" explains.{_grows_often(session)}",
             evidence,
-            f"{_take(advice)} If the scale is static, it is too large. NaNs at small scales are no overflow: look at the backward"
-            " of the module named.",
+            _take(advice),
         )
     return _finding(
         first,
         "info",
-        f"{begin}; the scaler skipped the step.",
+        f"{begin}; the scaler skipped {'the step' if count == 1 else 'them all'}.",
         evidence,
+    )
+
+
+def _grows_often(session: Session) -> str:
+    """Return a sentence on a scaler that doubles its scale again after a few steps; "" if none does."""
+    intervals = [scaler.growth_interval for scaler in session.precision.scalers if scaler.enabled]
+    short = min((each for each in intervals if each and each < SHORTEST_GROWTH_INTERVAL), default=None)
+    return (
+        f" The scaler doubles its scale after {short:g} steps without an overflow (growth_interval={short:g}; torch's default is "
+        f"{LONGEST_GROWTH_INTERVAL}), and so overflows again and again."
+        if short
+        else ""
     )
 
 

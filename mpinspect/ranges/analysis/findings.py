@@ -12,6 +12,7 @@ from mpinspect.ranges.analysis.diagnoses.case import Case, fp32_weights
 from mpinspect.ranges.analysis.event_findings import event_findings
 from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
 from mpinspect.ranges.analysis.precision import holds_without_scale
+from mpinspect.ranges.analysis.ranges import STEPS_MASTERS
 from mpinspect.ranges.analysis.rank_findings import ended_early, rank_findings
 from mpinspect.ranges.analysis.ranks import ranks_named
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
@@ -19,7 +20,7 @@ from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
 from mpinspect.ranges.session import FROZEN, LostUpdates, Session, TensorInfo, TensorKey, TensorWindow
 from mpinspect.reporting.finding import Finding, gravest_first
-from mpinspect.reporting.words import format_name, number_of, percent
+from mpinspect.reporting.words import format_name, number_of, percent, some
 
 
 def findings(
@@ -105,8 +106,12 @@ def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format:
     over = [report for report in reduction_reports(totals, format) if report.overflows]
     if not over:
         return []
+    # FP32 weights have FP32 gradients under autocast too, and sums of these are FP32.
+    in_format = [report for report in over if format.name in totals[report.key].dtypes]
+    held = " and ".join(format_name(name) for name in {name: 0 for each in over for name in totals[each.key].dtypes})
     spared = holds_without_scale(session, [report.key for report in over])
-    largest = max(over, key=lambda report: report.sum_squares.estimate)
+    spared = spared or ("" if in_format else f"The run holds {'it' if len(over) == 1 else 'them'} in {held}.")
+    largest = max(in_format or over, key=lambda report: report.sum_squares.estimate)
     return [
         Finding(
             "reductions-overflow",
@@ -134,20 +139,22 @@ _NAMED = 5
 
 
 def _never_fired(coverage: Coverage) -> list[Finding]:
-    # Frozen tensors were left out on purpose; the coverage still lists them.
-    unexpected = [entry for entry in coverage.never_fired if not entry[2].startswith(FROZEN)]
+    # Frozen tensors were left out on purpose, and masters are stepped in their weights' place; the coverage still lists both.
+    unexpected = [entry for entry in coverage.never_fired if not entry[2].startswith((FROZEN, STEPS_MASTERS))]
     if not unexpected:
         return []
     names = [phrase(name, kind) for name, kind, _ in unexpected]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    not_frozen = coverage.watched - len(coverage.never_fired) + len(unexpected)
+    not_frozen = coverage.watched - sum(reason.startswith(FROZEN) for _, _, reason in coverage.never_fired)
+    that = " that are not frozen" if not_frozen < coverage.watched else ""
+    were = "was" if len(names) == 1 else "were"
     return [
         Finding(
             "never-fired",
             "info",
             unexpected[0][0],
-            f"Nothing was counted of {len(names)} of the {not_frozen} watched tensors that are not frozen: "
-            f"{', '.join(names[:_NAMED])}{more}. The coverage says what is known of the cause.",
+            f"{len(names)} of the {not_frozen} watched tensors{that} {were} never counted: {', '.join(names[:_NAMED])}{more} "
+            "(Coverage says what is known of the cause).",
             {
                 "never_fired": [list(entry) for entry in unexpected[:MOST_LAYERS_LISTED]],
                 "count": len(names),
@@ -188,7 +195,9 @@ def _stored_in(storage: str, name: str, lost: LostUpdates, infos: dict[TensorKey
 
 def _finding(severity: str, storage: str, updates: dict[str, LostUpdates], *, hypothetical: bool = False) -> Finding:
     # Of equal ones that with the most updates: a bias before a normalisation has rounding noise for a gradient.
-    worst = max(updates, key=lambda name: (updates[name].fraction, updates[name].nonzero))
+    ordered = sorted(updates, key=lambda name: (updates[name].fraction, updates[name].nonzero), reverse=True)
+    worst, share = ordered[0], updates[ordered[0]].fraction
+    equal = [name for name in ordered if updates[name].fraction == share]
     lost, nonzero = (sum(getattr(part, field) for part in updates.values()) for field in ("lost", "nonzero"))
     name = format_name(storage)
     if hypothetical:
@@ -199,11 +208,11 @@ def _finding(severity: str, storage: str, updates: dict[str, LostUpdates], *, hy
         "updates-lost",
         severity,
         worst,
-        f"{message}; {percent(updates[worst].fraction)} of those of {worst!r}.",
+        f"{message}; {percent(share)} of those of {some(equal, 3)}.",
         {
             "format": storage,
             "lost_fraction": lost / nonzero,
-            "worst_lost_fraction": updates[worst].fraction,
+            "worst_lost_fraction": share,
             "layers": len(updates),
             "measured": all(part.measured for part in updates.values()),
         },

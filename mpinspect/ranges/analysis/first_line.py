@@ -16,14 +16,14 @@ _VALUES = {"inf": "inf", "nan": "NaN"}
 
 
 def first_line(event: Event) -> str:
-    """Return ``step 412, backward, decoder.3.attn, first inf, scale 65536, forward finite``, without the unknown parts.
+    """Return ``step 412, backward, 'decoder.3.attn', first inf, scale 65536, forward finite``, without the unknown parts.
 
     If there are several ranks, the line begins with the rank that saw the event.
     """
     rank = [] if event.rank is None else [f"rank {event.rank}"]
     if event.phase == END:
         end = f"end of the run (step {event.step})"
-        return ", ".join([*rank, end, event.tensor, f"first {_VALUES.get(event.value, event.value)}"])
+        return ", ".join([*rank, end, repr(event.tensor), f"first {_VALUES.get(event.value, event.value)}"])
     parts = [*rank, f"step {event.step}"]
     if event.micro_batch:
         parts.append(f"micro-batch {event.micro_batch}")

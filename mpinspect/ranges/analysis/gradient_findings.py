@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 
+from mpinspect.numeric.formats import FLOAT16, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.drift import moved
 from mpinspect.ranges.analysis.precision import holds_without_scale
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice
 from mpinspect.ranges.analysis.scale_advice import Advised, Decision, Loss
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.analysis.scale_words import in_steps
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
+from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
-from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import format_name, percent, scale_of, some, steps_named, upper_first, with_power
+from mpinspect.reporting.words import format_name, percent, scale_of, some, steps_named, with_power
 
 #: How many layers the evidence lists.
 MOST_LAYERS_LISTED = 20
@@ -27,13 +30,15 @@ def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: 
     gradients = [layer for layer in layers if layer.kind in GRADIENT_KINDS and layer.range_offset is not None]
     found: list[Finding | None] = [] if session.progress.scale_known else [_scale_unknown(advice)]
     if advised.diverged:
-        found.append(_diverged(advice))
+        found.append(_diverged(session, advice))
+    if not session.progress.scale_known:
+        found.append(_flushed_on_arrival(gradients))
     if decision is not None:
         found += [
             _window_empty(session, decision),
             _flushed(session, decision),
             _weights_fine(decision),
-            _already_flushed({layer.key: layer for layer in gradients}, decision),
+            _already_flushed(gradients, decision),
             _overflow(session, gradients, decision),
             _drift(advice),
         ]
@@ -116,25 +121,64 @@ def _weights_fine(decision: Decision) -> Finding | None:
     )
 
 
-def _already_flushed(layers: Mapping[TensorKey, LayerReport], decision: Decision) -> Finding | None:
+def _flushed_on_arrival(gradients: Sequence[LayerReport]) -> Finding | None:
+    """Return a finding if gradients whose loss scale is not known likely lost too much before counting."""
+    hiding = {
+        layer.key: Visibility(layer.histogram, layer.floor_exponent)
+        for layer in gradients
+        if layer.histogram is not None and layer.floor_exponent is not None
+    }
+    likely = {key: seen for key, seen in hiding.items() if seen.likely_hidden_l1_share() > LOST_L1_TOLERANCE}
+    if not likely:
+        return None
+    key = max(likely, key=lambda key: likely[key].likely_hidden_l1_share())
+    layer = next(layer for layer in gradients if layer.key == key)
+    return _were_flushed(
+        layer,
+        likely[key],
+        FLOAT16,
+        True,
+        len(likely),
+        "Take the gradients of a few batches in FP32 (autocast off) to see them, or scale the loss.",
+    )
+
+
+def _already_flushed(gradients: Sequence[LayerReport], decision: Decision) -> Finding | None:
     """Return a finding if values flushed before counting may need a larger scale than the counted ones; a warning if likely."""
     if not decision.hides:
         return None
-    format, tolerance = decision.rules.format, decision.rules.tolerance
+    layers = {layer.key: layer for layer in gradients}
     doubtful = [loss for loss in decision.losses if loss.log2_certain > max(loss.log2_lowest, 0) and loss.key in layers]
     if not doubtful:
         return None
     worst = max(doubtful, key=lambda loss: (loss.gradient.seen.likely_hidden_l1_share(), loss.log2_certain))
-    layer = layers[worst.key]
-    likely = worst.gradient.seen.likely_hidden_l1_share()
-    alarm = likely > tolerance
+    seen = worst.gradient.seen
+    larger = (
+        f", or run at a loss scale of at least 2^{worst.log2_certain}."
+        if worst.log2_certain <= decision.window.log2_highest
+        else "."
+    )
+    return _were_flushed(
+        layers[worst.key],
+        seen,
+        decision.rules.format,
+        seen.likely_hidden_l1_share() > decision.rules.tolerance,
+        len(doubtful),
+        f"Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them{larger}",
+    )
+
+
+def _were_flushed(
+    layer: LayerReport, seen: Visibility, format: FloatFormat, alarm: bool, layers: int, fix: str
+) -> Finding:
+    """Return the finding on the worst of the layers whose values may have been flushed before counting."""
     share = layer.already_flushed_fraction.high if layer.already_flushed_fraction else 0.0
     return Finding(
         "gradients-already-flushed",
         "warning" if alarm else "info",
-        worst.key.name,
-        f"Of {phrase(*worst.key)} up to {percent(share)} were flushed before they could be counted, being no larger than "
-        f"2^{layer.floor_exponent}; "
+        layer.name,
+        f"Of {phrase(layer.name, layer.kind)} up to {percent(share)} were flushed before they could be counted, being no "
+        f"larger than 2^{layer.floor_exponent}; "
         + (
             "the counts crowd just above that, so some of the zeros were values."
             if alarm
@@ -143,37 +187,34 @@ def _already_flushed(layers: Mapping[TensorKey, LayerReport], decision: Decision
         {
             "floor_exponent": layer.floor_exponent,
             "already_flushed_fraction_high": share,
-            "lost_l1_share_high": worst.gradient.seen.lost_l1_share(format).high,
-            "lost_l1_share_likely": likely,
-            "layers_count": len(doubtful),
+            "lost_l1_share_high": seen.lost_l1_share(format).high,
+            "lost_l1_share_likely": seen.likely_hidden_l1_share(),
+            "layers_count": layers,
         },
-        "Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them"
-        + (
-            f", or run at a loss scale of at least 2^{worst.log2_certain}."
-            if worst.log2_certain <= decision.window.log2_highest
-            else "."
-        ),
+        fix,
     )
 
 
 def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Decision) -> Finding | None:
-    over = [layer for layer in gradients if layer.overflowed]
+    judged = {loss.key for loss in decision.losses}
+    over = [layer for layer in gradients if layer.overflowed and layer.key in judged]
     if not over or not decision.overflows_unscaled:
         # A small share of overflowing steps is normal under a dynamic scaler; the layers' reports still show them.
         return None
     format = decision.rules.format
     worst = max(over, key=lambda layer: layer.histogram.max_abs if layer.histogram else 0.0)
+    finite = " finite one seen" if worst.histogram and worst.histogram.nonfinite else ""
     others = f" So would {len(over) - 1} more." if len(over) > 1 else ""
     fix = (
-        f"Clip where they arise, begin a scaler at {scale_of(decision.log2_scale):.17g} (without one, multiply the loss by it), "
-        "or use BF16."
+        "Make the loss smaller (a mean in place of a sum), begin a GradScaler at "
+        f"{scale_of(decision.log2_scale):.17g}, clip these gradients where they arise, or use BF16."
     )
     return Finding(
         "gradients-overflow",
         "info" if holds_without_scale(session, [layer.key for layer in over]) else "warning",
         worst.name,
-        f"Without loss scaling {phrase(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest "
-        f"is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.{others}",
+        f"Without loss scaling {phrase(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest"
+        f"{finite} is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.{others}",
         {
             "overflowed": worst.overflowed,
             "max_log2_scale": worst.max_log2_scale,
@@ -188,17 +229,28 @@ def _window_empty(session: Session, decision: Decision) -> Finding | None:
     if not decision.window.is_empty:
         return None
     large, small, lowest, highest = _at_odds(decision)
-    pair = f"{large!r} and {small!r}" if small else f"{large!r} alone"
+    overflow, whom = (f"{small!r} overflows", "both") if small else ("gradients overflow", "the whole run")
     spared = holds_without_scale(session, [loss.key for loss in (*decision.needing_more, *decision.overflowing_first)])
     return Finding(
         "scale-window-empty",
         "info" if spared else "warning",
         large,
-        f"In {format_name(decision.rules.format.name)} no one loss scale serves {pair}: at least 2^{lowest} is needed, above "
-        f"2^{highest} it overflows." + (f" {spared}" if spared else ""),
+        f"In {format_name(decision.rules.format.name)} {large!r} needs a loss scale of at least 2^{lowest}, but {overflow} above "
+        f"2^{highest}: no one loss scale serves {whom}."
+        + (f" {spared}" if spared else _at_last_scale(session, decision)),
         {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
         "" if spared else _ways_out(decision),
     )
+
+
+def _at_last_scale(session: Session, decision: Decision) -> str:
+    """Return a sentence on what the gradient that needs the largest scale loses at the run's last one; "" if that is unknown."""
+    needs, scale = decision.neediest, session.last_scale
+    if not scale:
+        return ""
+    flushed = needs.gradient.histogram.flushed_fraction(decision.rules.format, floor_log2(scale))
+    which = f"the non-zero elements of {phrase(*needs.key)}"
+    return f" At the run's last scale, {with_power(scale)}, {percent(flushed)} of {which} are flushed."
 
 
 def _ways_out(decision: Decision) -> str:
@@ -238,14 +290,20 @@ def _scale_unknown(advice: LossScaleAdvice) -> Finding:
     )
 
 
-def _diverged(advice: LossScaleAdvice) -> Finding:
+def _diverged(session: Session, advice: LossScaleAdvice) -> Finding:
+    has_grown = any(each.what == "weight-growth" for each in session.measurements)
+    first = (
+        ""
+        if has_grown
+        else "The weights have not grown beyond measure: look first at the data of the steps where it begins. "
+    )
     return Finding(
         "training-diverged",
         "warning",
         "",
-        upper_first(advice.reason.removeprefix("No advice: ")),
+        advice.reason,
         {},
-        "Train at a lower learning rate, warm it up, or clip the gradients.",
+        f"{first}Train at a lower learning rate, warm it up, or clip the gradients.",
     )
 
 
@@ -271,13 +329,17 @@ def _noise(gradients: Sequence[LayerReport]) -> Finding | None:
     names = [layer.name for layer in gradients if layer.rounding_noise]
     if not names:
         return None
+    has, it = ("has", "it") if len(names) == 1 else ("have", "them")
+    cancels = f"a normalisation, a softmax or a difference that follows cancels {it}"
+    all_biases = all(name.rpartition(".")[2] == "bias" for name in names)
     return Finding(
         "rounding-noise",
         "info",
         names[0],
-        f"The gradients of {some(names)} look like the rounding noise of gradients that are zero in theory: no scale need "
-        "serve them.",
+        f"The gradients of {some(names)} look like the rounding noise of gradients that are zero in theory: ignore them "
+        "when choosing a loss scale.",
         {"layers": names[:MOST_LAYERS_LISTED], "layers_count": len(names)},
-        "Nothing needs to be done. Where it is a bias, it has no effect (a normalisation, a softmax or a difference behind it "
-        "cancels it) and can be left out.",
+        f"{some(names)} {has} no effect ({cancels}): leave {it} out (bias=False)."
+        if all_biases
+        else f"Nothing needs to be done. A bias among them has no effect ({cancels}) and can be left out.",
     )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format, floor_log2
-from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, block_histograms, divergence, time_blocks
+from mpinspect.ranges.analysis.drift import (
+    LONGEST_GROWTH_INTERVAL,
+    block_histograms,
+    divergence,
+    has_finite_gradients,
+    time_blocks,
+)
 from mpinspect.ranges.analysis.evidence import Evidence, evidence
 from mpinspect.ranges.analysis.noise import is_rounding_noise, rounding_noise_ceilings
 from mpinspect.ranges.analysis.overflow_odds import Ceiling, log2_highest, overflowed_at
@@ -20,7 +26,6 @@ from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
-from mpinspect.reporting.words import lower_first
 
 #: Largest |k| for which FP32 holds both 2^k and its inverse as normal numbers.
 FARTHEST = 126
@@ -86,11 +91,12 @@ def advise(
 ) -> Advised:
     """Return the advice for a session's evidence, given its totals, noise ceilings and rounding-noise tensors."""
     session, format = seen.session, rules.format
-    gradients = gradient_ranges({key: Visibility.of(window) for key, window in totals.items()}, ceilings, noise)
+    scaled = _scaled(session, totals)
+    gradients = gradient_ranges({key: Visibility.of(totals[key]) for key in scaled}, ceilings, noise)
     if not session.progress.scale_known:
         return Advised(no_advice(scale_unknown(session, gradients, rules.format, rules.tolerance)))
     if not session.windows and seen.left_out:
-        return Advised(no_advice(f"No advice: {lower_first(seen.left_out)}"))
+        return Advised(no_advice(seen.left_out))
     groups = time_blocks(session.windows)
     peaks = [add_counts(part.gradient_peaks for part in group) for group in groups]
     overflowed = _overflowed(session, format)
@@ -111,7 +117,8 @@ def advise(
         return Advised(no_advice(diverged), diverged=True)
     blocks = []
     for group, of_steps in zip(groups, peaks, strict=True):
-        found = gradient_ranges(block_histograms(group), ceilings, noise)
+        of_block = {key: each for key, each in block_histograms(group).items() if key in scaled}
+        found = gradient_ranges(of_block, ceilings, noise)
         first, last = group[0].first_step, max(part.last_step for part in group)
         top = log2_highest([of_steps], format, rules.growth_interval) if of_steps else None
         own = overflowed_at(event for event in overflowed if first <= event.step <= last)
@@ -131,10 +138,18 @@ def _advised(
 ) -> Advised:
     window = decision.window
     if window.log2_highest < -FARTHEST or window.log2_lowest > FARTHEST:
-        return Advised(
-            no_advice("No advice: no scale that FP32 holds would bring these gradients into the format's range.")
-        )
+        return Advised(no_advice("No scale that FP32 holds would bring these gradients into the format's range."))
     return Advised(scale_advice(decision, blocks, advice_reason(decision, gradients, left_out)), decision)
+
+
+def _scaled(session: Session, totals: Mapping[TensorKey, TensorWindow]) -> Collection[TensorKey]:
+    """Return the keys of the tensors that a loss scale has to serve: all, or in a run that computes in 16 bits those that do.
+
+    Beside 16-bit gradients an FP32 one is known to be never rounded only where it was captured by hooks, as the ledger shows.
+    """
+    narrow = {key: window for key, window in totals.items() if window.passed_through != "float32"}
+    is_narrow = session.precision.weights and any(key.kind in GRADIENT_KINDS for key in narrow)
+    return (narrow if is_narrow else totals).keys()
 
 
 def _without_broken(session: Session, group: list[Window], peaks: dict[int, int]) -> dict[int, int]:
@@ -144,7 +159,7 @@ def _without_broken(session: Session, group: list[Window], peaks: dict[int, int]
     formats windows with non-finite gradients are.
     """
     if FLOAT16.name not in session.passed_through():
-        return add_counts(part.gradient_peaks for part in group if _has_finite_gradients(part))
+        return add_counts(part.gradient_peaks for part in group if has_finite_gradients(part))
     first, last = group[0].first_step, max(part.last_step for part in group)
     shown = {
         FLOAT16.max_exponent + 1 - floor_log2(scale)
@@ -152,12 +167,6 @@ def _without_broken(session: Session, group: list[Window], peaks: dict[int, int]
         if scale and start <= last and end > first
     }
     return {exponent: count for exponent, count in peaks.items() if exponent not in shown}
-
-
-def _has_finite_gradients(window: Window) -> bool:
-    tensors = window.columns()
-    broken = (tensors.columns["infs"] != 0) | (tensors.columns["nans"] != 0)
-    return not any(key.kind in GRADIENT_KINDS for key, each in zip(tensors.order, broken.tolist(), strict=True) if each)
 
 
 def _overflowed(session: Session, format: FloatFormat) -> list[Event]:

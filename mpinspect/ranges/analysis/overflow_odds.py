@@ -43,11 +43,13 @@ class Ceiling:
         log2_highest: largest k at which a step overflows with a probability of at most 1/growth_interval.
         margin: powers of two already subtracted as a reserve for gradients larger than any seen.
         log2_overflowed: smallest k at which the run itself overflowed; None if the run did not overflow.
+        log2_of_finite: largest k by the steps that did not overflow.
     """
 
     log2_highest: int
     margin: int = 0
     log2_overflowed: int | None = None
+    log2_of_finite: int | None = None
 
     def below(self, log2_overflowed: int | None) -> Ceiling:
         """Return this ceiling lowered below 2^log2_overflowed, the scale at which the run overflowed (None: not at all)."""
@@ -55,7 +57,7 @@ class Ceiling:
             return self
         if log2_overflowed > self.log2_highest:
             return replace(self, log2_overflowed=log2_overflowed)
-        return Ceiling(log2_overflowed - 1, 0, log2_overflowed)
+        return Ceiling(log2_overflowed - 1, 0, log2_overflowed, self.log2_highest)
 
 
 def log2_highest(

@@ -25,6 +25,7 @@ from mpinspect.ranges.kinds import (
 )
 from mpinspect.ranges.session import (
     FROZEN,
+    NEEDS_NO_GRADIENT,
     Session,
     TensorInfo,
     TensorKey,
@@ -169,6 +170,9 @@ def layer_report(
 #: The reason given for a gradient that never arrived although other tensors were seen or a backward ran.
 NO_GRADIENT_SEEN = "no backward reached it: not called, detached, needing no gradient, or not used by the loss"
 
+#: The reason given for an update of a weight that no optimizer steps itself.
+STEPS_MASTERS = "the optimizer steps masters, copies of the weights"
+
 
 def coverage(session: Session, infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]) -> Coverage:
     """Return how many tensors were watched and seen, and a reason for each that was never seen."""
@@ -203,7 +207,7 @@ class _Frozen:
         nearest = next((name for name in (info.module, *containers(info.module)[:-1]) if name in self._trains), None)
         if nearest is None or self._trains[nearest]:
             return ""
-        return f"{FROZEN}: nothing in it or before it needs a gradient"
+        return NEEDS_NO_GRADIENT
 
 
 def _reason(info: TensorInfo, session: Session, seen: set[TensorKey]) -> str:
@@ -222,4 +226,7 @@ def _reason(info: TensorInfo, session: Session, seen: set[TensorKey]) -> str:
         return NO_GRADIENT_SEEN
     if info.kind == ACTIVATION:
         return "its module's forward never ran"
-    return "no optimizer step was sampled" if info.kind == UPDATE else "it was never counted"
+    if info.kind == UPDATE:
+        has_masters = any(optimizer.masters for optimizer in session.precision.optimizers)
+        return STEPS_MASTERS if has_masters else "no optimizer step was sampled"
+    return "it was never counted"

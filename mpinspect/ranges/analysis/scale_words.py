@@ -7,10 +7,19 @@ from collections.abc import Iterator, Sequence
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.overflow_odds import overflow_probability_bound
 from mpinspect.ranges.analysis.scale_advice import Decision
-from mpinspect.ranges.analysis.scale_window import GradientRange, scale_window
+from mpinspect.ranges.analysis.scale_window import HEADROOM, GradientRange, scale_window
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Session
-from mpinspect.reporting.words import format_name, percent, some, steps_named, with_power
+from mpinspect.reporting.words import (
+    at_most,
+    format_name,
+    number_of,
+    percent,
+    some,
+    steps_named,
+    upper_first,
+    with_power,
+)
 
 #: Lost share above which the sentence on a served layer also says why the loss is acceptable.
 _WORTH_A_WORD = 1e-3
@@ -26,7 +35,7 @@ def advice_reason(decision: Decision, gradients: Sequence[GradientRange], left_o
 
 def _reason(decision: Decision, gradients: Sequence[GradientRange], left_out: str) -> Iterator[str]:
     yield _at_scale_1(decision)
-    yield _window(decision)
+    yield _window(decision, gradients)
     yield _never_finite(gradients)
     yield _overflowed(decision)
     yield _hidden(decision)
@@ -40,18 +49,16 @@ def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None
     """Return why there is no advice although the loss scale is known, and what to do."""
     if any(gradient.histogram.total for gradient in gradients):
         if any(gradient.is_noise for gradient in gradients):
-            return "No advice: the only gradients with a value are zero in theory and hold rounding noise."
+            return "The only gradients with a value are zero in theory and hold rounding noise."
         if any(gradient.seen.hidden for gradient in gradients):
             return (
-                "No advice: every gradient seen is zero, infinite or NaN, and had been rounded to a narrow format before: "
-                "take some steps with autocast off, or start with a loss scale of 2^16."
+                "Every gradient seen is zero, infinite or NaN, and had been rounded to a narrow format before: begin with "
+                "torch's default, 2^16, or take some steps with autocast off to measure them."
             )
-        return "No advice: every gradient seen is zero, infinite or NaN; see the events for where that began."
+        return "Every gradient seen is zero, infinite or NaN; see the events for where that began."
     if session is not None and session.progress.backwards and not session.progress.sampled_steps:
-        return "No advice: no step was sampled; run on, or lower every=."
-    return (
-        "No advice: no gradient was seen; run forward, backward and the optimizer's step inside the inspector's block."
-    )
+        return "No step was sampled; run on, or lower every=."
+    return "No gradient was seen; run forward, backward and the optimizer's step inside the inspector's block."
 
 
 def scale_unknown(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
@@ -60,7 +67,9 @@ def scale_unknown(session: Session, gradients: Sequence[GradientRange], format: 
     ask = "Give the scaler (scalers=) or the scale (loss_scale=; mpinspect run --loss-scale)."
     if "loss_scale=" in cause:
         ask = ""
-    return " ".join(filter(None, (f"No advice: {cause}.", _as_they_arrive(session, gradients, format, tolerance), ask)))
+    return " ".join(
+        filter(None, (f"{upper_first(cause)}.", _as_they_arrive(session, gradients, format, tolerance), ask))
+    )
 
 
 def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
@@ -84,12 +93,16 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
         key=lambda gradient: gradient.seen.lost_l1_share(format).high,
     )
     finite = "finite " if any(gradient.histogram.nonfinite for gradient in gradients) else ""
-    may_weigh = worst.seen.lost_l1_share(format).high > tolerance
-    hidden = f"; it may have flushed much of {phrase(*worst.key)} before it could be counted" if may_weigh else ""
-    return (
-        f"As the {finite}gradients arrive, {name} flushes little of what was counted{hidden}. Multiplied by up to "
-        f"2^{window.log2_highest}, nothing seen would overflow."
-    )
+    high, hidden = worst.seen.lost_l1_share(format).high, any(gradient.seen.hidden for gradient in gradients)
+    if high <= tolerance:
+        flushed = (
+            f"As the {finite}gradients arrive, {name} flushes {at_most(high)} of the sum of magnitudes of any of them"
+        )
+    elif hidden:
+        flushed = f"How much of {phrase(*worst.key)} {name} flushed before it could be counted is not known"
+    else:
+        flushed = f"As the {finite}gradients arrive, {name} flushes little of what was counted"
+    return f"{flushed}. Multiplied by up to 2^{window.log2_highest}, nothing seen would overflow."
 
 
 def in_steps(steps: tuple[int, int] | None) -> str:
@@ -103,9 +116,11 @@ def _at_scale_1(decision: Decision) -> str:
     lost = percent(worst.lost_l1_share)
     if decision.needed is False:
         enough = f"up to {percent(decision.rules.tolerance)} has not been seen to change a training"
-        return (
-            f"No loss scaling is needed{_by_the_finite(decision)}: at scale 1 {name} loses {lost} of the sum of magnitudes of "
-            f"{what}, the worst layer" + (f"; {enough}." if worst.lost_l1_share > _WORTH_A_WORD else ".")
+        none = upper_first(f"{_by_the_finite(decision)}no loss scaling is needed")
+        if not worst.lost_l1_share:
+            return f"{none}: at scale 1 {name} flushes nothing that was counted."
+        return f"{none}: at scale 1 {name} loses {lost} of the sum of magnitudes of {what}, the worst layer" + (
+            f"; {enough}." if worst.lost_l1_share > _WORTH_A_WORD else "."
         )
     if decision.needed is None and decision.likely_needed:
         return (
@@ -128,25 +143,26 @@ def _at_scale_1(decision: Decision) -> str:
     )
 
 
-def _window(decision: Decision) -> str:
+def _window(decision: Decision, gradients: Sequence[GradientRange]) -> str:
     window, chosen = decision.window, decision.log2_scale
     if window.is_empty:
         return _no_scale(decision)
     if decision.needed is None:
         return f"2^{window.log2_highest} is the largest without overflow."
+    noise = " rounding noise apart," if any(gradient.is_noise for gradient in gradients) else ""
     span = (
         f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every "
-        f"{'' if decision.all_finite else 'finite '}gradient seen, without overflow"
+        f"{'' if decision.all_finite else 'finite '}gradient seen,{noise} without overflow"
     )
     if decision.needed is False:
         return f"{span}."
     spare = window.log2_highest - chosen
-    return f"{span}; {with_power(2.0**chosen)} leaves {spare} {'power' if spare == 1 else 'powers'} of two of headroom."
+    return f"{span}; {with_power(2.0**chosen)} leaves {number_of(spare, 'power')} of two of headroom."
 
 
 def _by_the_finite(decision: Decision) -> str:
     """Return the words for a run that was not finite throughout: how large its other gradients were is not known."""
-    return "" if decision.all_finite else " by the finite gradients"
+    return "" if decision.all_finite else "judging by the finite gradients "
 
 
 def _never_finite(gradients: Sequence[GradientRange]) -> str:
@@ -162,18 +178,17 @@ def _never_finite(gradients: Sequence[GradientRange]) -> str:
 
 
 def _no_scale(decision: Decision) -> str:
-    chosen = with_power(2.0**decision.log2_scale)
+    largest = f"{_by_the_finite(decision)}{with_power(2.0**decision.log2_scale)} is the largest without overflow"
     pair = decision.conflicts[0] if decision.conflicts else None
     if pair is not None and pair.needs_large != pair.needs_small:
         return (
             f"No one scale serves every layer: {pair.needs_large!r} needs at least 2^{pair.log2_lowest}, "
-            f"{pair.needs_small!r} overflows above 2^{pair.log2_highest}; {chosen} is the largest without overflow"
-            f"{_by_the_finite(decision)}."
+            f"{pair.needs_small!r} overflows above 2^{pair.log2_highest}; {largest}."
         )
     needs = decision.neediest
     return (
         f"No one scale serves the whole run: {needs.key.name!r} needs at least 2^{needs.log2_lowest}{in_steps(needs.steps)}, and "
-        f"{chosen} is the largest without overflow{_by_the_finite(decision)}."
+        f"{largest}."
     )
 
 
@@ -181,19 +196,25 @@ def _overflowed(decision: Decision) -> str:
     """Return why the window's top is below the largest scale that the counts allow; "" if it is not."""
     ceiling, top = decision.ceiling, decision.window.log2_highest
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
+        of_finite = ceiling.log2_of_finite or top
+        others = (
+            f" Without the steps that overflowed the window would reach up to 2^{of_finite}."
+            if of_finite > top + HEADROOM
+            else ""
+        )
         return (
-            f"The run itself overflowed at 2^{ceiling.log2_overflowed}; how large its gradients were then is not known, and "
-            "may be too large for a smaller scale as well: keep a scaler that skips such steps."
+            f"The run overflowed at 2^{ceiling.log2_overflowed}. How large the gradients of that step were is not known, so a "
+            f"smaller scale may overflow too: keep a scaler that skips such steps.{others}"
         )
     if not ceiling.margin:
         return ""
-    leaves = f"2^{top} leaves {ceiling.margin} {'power' if ceiling.margin == 1 else 'powers'} of two above the largest"
+    below = f"still {number_of(ceiling.margin, 'power')} of two below the overflow"
     if not decision.all_finite:
         # Beside steps that were not finite the spread of the others proves nothing.
-        return f"{leaves} finite gradient seen, as a margin."
+        return f"At 2^{top} the largest finite gradient seen is {below}, as a margin."
     return (
-        f"{leaves} gradient seen, for the steps not sampled: by the spread of the peaks so far fewer than one in "
-        f"{decision.rules.growth_interval} would overflow (95% confidence)."
+        f"At 2^{top} the largest gradient seen is {below}, in reserve for the steps not sampled: judging by the spread of the "
+        f"peaks so far, fewer than one step in {decision.rules.growth_interval} would overflow (95% confidence)."
     )
 
 
@@ -227,6 +248,5 @@ def _confidence(decision: Decision) -> str:
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"
     if overflows:
         return f"{overflows} of {counted} would overflow at 2^{chosen}" + (f"; {rarer}." if bound <= _RARE else ".")
-    if bound > _RARE:
-        return f"No overflow at 2^{chosen} in {counted}."
-    return f"No overflow at 2^{chosen} in {counted}, so {rarer}."
+    # That nothing seen overflows the window says already.
+    return f"No overflow at 2^{chosen} in {counted}, so {rarer}." if bound <= _RARE else ""

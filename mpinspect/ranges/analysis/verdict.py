@@ -11,7 +11,7 @@ from mpinspect.ranges.analysis.precision import ledger_line, run_format
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
-from mpinspect.reporting.words import as_power, format_name, number_of, with_power
+from mpinspect.reporting.words import as_power, format_name, lower_first, number_of, with_power
 
 _INFO, _WARNING, _ERROR = SEVERITIES
 _INITIAL = 2.0**LOG2_INITIAL
@@ -34,7 +34,7 @@ def verdict(
     precision = f"{_computes_in(session, format)}{line}." if line else ""
     if not grave:
         seen = session.progress.sampled_steps or (session.info.watch and session.progress.steps)
-        if not session.progress.backwards or not seen:
+        if not session.progress.backwards or not seen or session.progress.weights_moved is False:
             return Verdict(None, precision, (_nothing_seen(session),))
         told = in_float16 or advice
         sentences = (_healthy(session), *_scale(session, format, told), _next(session, format, told))
@@ -58,6 +58,8 @@ def _computes_in(session: Session, format: FloatFormat | None) -> str:
 
 def _nothing_seen(session: Session) -> str:
     progress = session.progress
+    if progress.weights_moved is False:
+        return f"Not known whether it is healthy: none of {progress.backwards:,} backwards led to an update."
     if progress.backwards:
         return f"Not known whether it is healthy: of {progress.steps} steps none was sampled or watched."
     if progress.steps or session.windows:
@@ -101,7 +103,7 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
     elif told.needed is None:
         fits = f"whether they would need one in FP16 is not known (overflow above {as_power(told.highest)})"
     else:
-        fits = f"the gradients would fit FP16 without a loss scale ({_window(told)})"
+        fits = f"the gradients would fit FP16 at any loss scale in the {_window(told)}"
     if format == BFLOAT16:
         finer = ", with rounding up to 8 times finer" if told.needed is not None and not told.serves_none else ""
         yield f"BF16 needs no loss scale; {fits}{finer}."
@@ -111,7 +113,7 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
 
 def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
     if not advice.available:
-        yield advice.reason
+        yield f"No loss scale can be suggested: {lower_first(advice.reason)}"
         return
     used = session.last_scale
     if used is None:
@@ -142,7 +144,10 @@ def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -
     # A GradScaler begins at 2^16 by itself.
     start = told.recommended if told.needed else min(told.highest or _INITIAL, _INITIAL)
     scale = f" from {with_power(start)}" if told.needed or start != _INITIAL else ""
-    return f"Nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast with a GradScaler{scale}."
+    return (
+        f"Nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast with a GradScaler{scale}, which skips a step "
+        "that overflows."
+    )
 
 
 def _next_in_float16(session: Session, advice: LossScaleAdvice) -> str:

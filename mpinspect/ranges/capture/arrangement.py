@@ -37,12 +37,25 @@ class SampleOf(NamedTuple):
     passed_through: str
     scale: int
 
+    @property
+    def is_gradient(self) -> bool:
+        return self.key.kind in GRADIENT_KINDS
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.passed_through != "float32"
+
 
 class StepScale(NamedTuple):
     """A loss scale, if known, and the integer to subtract from counted exponents (None: no integer unscales them)."""
 
     value: float | None
     log2: int | None
+
+    @property
+    def is_in_rows(self) -> bool:
+        """Whether the rows hold the values as they arrived; False if a scale was divided out before counting."""
+        return self.log2 is not None and (self.value is None or self.value == 2.0**self.log2)
 
     @classmethod
     def of(cls, scale: BackwardScale, value: float | None) -> StepScale:
@@ -141,7 +154,9 @@ class SampleSet:
         log2_scale: number to subtract from exponents.
         overflow: least unscaled exponent of a value that overflowed to infinity; NO_EXPONENT unless the sample is a gradient that
             passed through a narrow format.
-        is_gradient: whether its peak is one of the step's gradients.
+        is_gradient: whether its peak is one of the step's gradients. Beside gradients that passed through a narrow format, those
+            that did not are left out: no loss scale makes them overflow.
+        is_upcast: whether it is taken for an FP16 gradient upcast to FP32, and its row holds the values as they arrived.
     """
 
     length: int
@@ -151,6 +166,7 @@ class SampleSet:
     log2_scale: IntArray
     overflow: IntArray
     is_gradient: npt.NDArray[np.bool_]
+    is_upcast: npt.NDArray[np.bool_]
 
     @cached_property
     def one_for_each_slot(self) -> bool:
@@ -178,7 +194,7 @@ class Arrangement:
 
     def __init__(self, samples: list[SampleOf], scales: list[StepScale], row_sets: list[RowSet]) -> None:
         self._made_from = (samples, scales, row_sets)
-        builder = _Builder(scales)
+        builder = _Builder(scales, any(sample.is_gradient and sample.is_narrow for sample in samples))
         start = 0
         sample_sets = []
         for row_set in row_sets:
@@ -197,8 +213,10 @@ class Arrangement:
 class _Builder:
     """Numbers the tensors and sums of a step as its samples come."""
 
-    def __init__(self, scales: Sequence[StepScale]) -> None:
+    def __init__(self, scales: Sequence[StepScale], is_narrow: bool) -> None:
         self._scales = scales
+        #: Whether any gradient of the step passed through a narrow format.
+        self._is_narrow = is_narrow
         self._tensors: dict[TensorKey, int] = {}
         self._contexts: list[Context] = []
         self._slots: dict[int, dict[Slot, int]] = {}
@@ -212,19 +230,21 @@ class _Builder:
         slots = self._slots.setdefault(length, {})
         counted, figures = [], []
         for index, sample in enumerate(samples):
-            value, log2_scale = self._scales[sample.scale]
+            scale = self._scales[sample.scale]
+            value, log2_scale = scale
             if log2_scale is None:
                 self.not_counted.append(sample.key.name)
                 continue
             tensor = self._tensor(sample, value)
             slot = slots.setdefault(Slot(tensor, log2_scale), len(slots))
-            is_gradient = sample.key.kind in GRADIENT_KINDS
-            tells = is_gradient and sample.passed_through != "float32"
+            tells = sample.is_gradient and sample.is_narrow
             overflow = overflow_exponent(sample.passed_through, value) if tells else NO_EXPONENT
+            is_upcast = tells and scale.is_in_rows and (sample.dtype, sample.passed_through) == ("float32", "float16")
             counted.append(index)
-            figures.append((tensor, slot, log2_scale, overflow, is_gradient))
-        columns = np.array(figures, dtype=np.int64).reshape(-1, 5).T.copy()
-        tensor_of, slot_of, log2_of, overflow_of, gradient_of = columns
+            of_gradients = sample.is_gradient and (sample.is_narrow or not self._is_narrow)
+            figures.append((tensor, slot, log2_scale, overflow, of_gradients, is_upcast))
+        columns = np.array(figures, dtype=np.int64).reshape(-1, 6).T.copy()
+        tensor_of, slot_of, log2_of, overflow_of, gradient_of, upcast_of = columns
         return SampleSet(
             length,
             _as_slice(np.array(counted, dtype=np.int64)),
@@ -233,11 +253,12 @@ class _Builder:
             log2_of,
             overflow_of,
             gradient_of.astype(bool),
+            upcast_of.astype(bool),
         )
 
     def _tensor(self, sample: SampleOf, scale: float | None) -> int:
         narrow = sample.passed_through
-        floor = floor_exponent(narrow, scale) if narrow != "float32" else None
+        floor = floor_exponent(narrow, scale) if sample.is_narrow else None
         context = Context((sample.dtype,), narrow, floor)
         tensor = self._tensors.setdefault(sample.key, len(self._tensors))
         if tensor == len(self._contexts):

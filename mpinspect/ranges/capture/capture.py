@@ -27,7 +27,7 @@ from mpinspect.ranges.capture.updates import Updates
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
-from mpinspect.ranges.session import Event
+from mpinspect.ranges.session import Event, Measurement
 from mpinspect.runtime.cuda_stopwatch import CudaStopwatch
 from mpinspect.runtime.guard import guarded
 from mpinspect.runtime.meter import Meter
@@ -218,8 +218,10 @@ class Capture(Dispatcher):
         window = self._tally.close_window(wait=wait)
         if window is not None:
             self._recording.add_window(window)
-        if wait and self._watch is not None:
-            self.attempt("drain", self._watch.drain)
+        if wait:
+            self._recording.need_no_gradient(self._counting.not_needed)
+            if self._watch is not None:
+                self.attempt("drain", self._watch.drain)
         self._name_unread()
 
     @guarded
@@ -287,5 +289,10 @@ class Capture(Dispatcher):
     @guarded
     def _record_whether_updated(self) -> None:
         """Record whether any update was applied, known from an observed optimizer's step or from changed weights."""
-        moved = self._weight_changes.moved()
-        self._recording.weights_moved(True if self.optimizers.any_stepped else moved)
+        moved = True if self.optimizers.any_stepped else self._weight_changes.moved()
+        self._recording.weights_moved(moved)
+        # Without either the gradients may be all that is wanted.
+        is_training = self.optimizers.known or self.scale.any_scaled
+        if moved is False and is_training:
+            figures = {"backwards": float(self.clock.backwards)}
+            self._recording.measured(Measurement("never-updated", "", 0, figures, self.optimizers.known))

@@ -82,6 +82,9 @@ class Counting(Observer):
         self._counts_outputs = ACTIVATION in kinds
         self._counts_output_gradients = ACTIVATION_GRADIENT in kinds
         self.lets_gradients_wait = WEIGHT_GRADIENT in kinds
+        #: The gradients of layers of which a call needed gradients, and of those of which none has so far.
+        self._needed: set[TensorKey] = set()
+        self.not_needed: set[TensorKey] = set()
         #: Layers whose outputs were counted in this step with their gradients enabled.
         self._counted_layers: set[str] = set()
         #: Uncounted containers whose output gradient is counted, since they pass it on to a counted layer.
@@ -101,6 +104,16 @@ class Counting(Observer):
             if self._counts_outputs and self._is_first(call):
                 call.rows = self._count_outputs(call.layer, call.outputs)
             call.counts_gradients = self._counts_output_gradients
+            if call.counts_gradients and call.layer.gradient_key not in self._needed and torch.is_grad_enabled():
+                self._note_whether_needed(call)
+
+    def _note_whether_needed(self, call: Call) -> None:
+        key, module = call.layer.gradient_key, call.layer.module
+        if any(tensor.requires_grad for tensor in (*call.outputs, *call.inputs(), *module.parameters())):
+            self._needed.add(key)
+            self.not_needed.discard(key)
+        else:
+            self.not_needed.add(key)
 
     def _is_first(self, call: Call) -> bool:
         """Return whether to count a call's outputs: if gradients are enabled, and not again when a checkpoint recomputes them."""

@@ -275,8 +275,8 @@ def read_all(call: Call, read: Collection[int]) -> bool:
 def _what_went_in(call: Call, seen: Sequence[Seen], read: Collection[int]) -> str:
     if read_all(call, read):
         largest = max((look.largest for look in seen if look.tensor in call.given), default=0.0)
-        # Autocast may cast it to FP16 inside the call, where it is infinite.
-        return "what went in was finite" + (f", up to {largest:.3g}" if largest > FLOAT16.max_finite else "")
+        beyond = f", up to {largest:.3g}: FP16, in which autocast may have cast it, ends at {FLOAT16.max_finite:g}"
+        return "what went in was finite" + (beyond if largest > FLOAT16.max_finite else "")
     if call.overwritten:
         return "it changed its input in place, and whether that was finite before is not known"
     return "whether all that went in was finite is not known: not all of it was read"

@@ -63,6 +63,8 @@ class StepLog:
     #: Modules that can't have made the first infinity or NaN; None unless determined before the optimizer's step.
     innocent: frozenset[str] | None = None
     scale: BackwardScale | None = None
+    #: Whether a scaler multiplied a loss, which was read then.
+    loss_is_scaled: bool = False
     skipped: bool | None = None
     found_inf: list[torch.Tensor] = field(default_factory=list)
 

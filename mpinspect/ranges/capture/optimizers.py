@@ -43,12 +43,21 @@ class ModelOptimizers:
         #: Whether any of the model's optimizers has stepped, and whether a scaler's step was called for any.
         self.any_stepped = self.scaler_has_stepped = False
 
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The class names of the model's optimizers."""
+        return tuple(type(optimizer).__name__ for optimizer, ours in self._ours.items() if ours)
+
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether this optimizer belongs to the model."""
         known = self._ours.get(optimizer)
         if known is None:
             known = self._ours[optimizer] = next(self.parameters(optimizer), None) is not None
         return known
+
+    def living(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that are known to belong to the model and still exist."""
+        return [optimizer for optimizer, ours in self._ours.items() if ours]
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[WatchedParameter]:
         """Yield the model's parameters that the optimizer holds."""

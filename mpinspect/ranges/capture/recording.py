@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from mpinspect.ranges.capture.sinks import Sink, Sinks
 from mpinspect.ranges.session import (
+    NEEDS_NO_GRADIENT,
     Event,
     Measurement,
     Precision,
@@ -208,6 +209,12 @@ class Recording:
         notes = {key: f"could not be counted: {reason}" for reason, keys in tensors.items() for key in keys}
         if notes and done == "counted":
             self.watch([replace(info, note=info.note or notes.get(info.key, "")) for info in self._watched])
+
+    def need_no_gradient(self, gradients: Collection[TensorKey]) -> None:
+        """Record of which activation gradients none is needed, as the calls so far show; replaces what was recorded before."""
+        if gradients != {info.key for info in self._watched if info.note == NEEDS_NO_GRADIENT}:
+            known = (replace(info, note="") if info.note == NEEDS_NO_GRADIENT else info for info in self._watched)
+            self.watch([replace(i, note=i.note or NEEDS_NO_GRADIENT) if i.key in gradients else i for i in known])
 
     def scale(self, step: int, scale: float | None) -> None:
         """Record the loss scale of a step if it differs from the last one recorded."""

@@ -22,8 +22,8 @@ from mpinspect.ranges.capture.device_rows import DeviceRows
 from mpinspect.ranges.capture.host_rows import HostCopy, HostRows, copy_groups
 from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.ranges.capture.observations import ParameterGradient
-from mpinspect.ranges.capture.window_rows import WindowRows
-from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.capture.window_rows import WindowRows, never_in_float16
+from mpinspect.ranges.kinds import GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import LostUpdates, TensorKey, Window
 from mpinspect.runtime.guard import Unread
 
@@ -109,6 +109,9 @@ class Tally:
         self._travelling: deque[_Step] = deque()
         self._open = WindowRows()
         self._arrangement = Arrangement([], [], [])
+        #: FP32 gradients found never to have been rounded to FP16, although other tensors of their steps were; of weights,
+        #: their modules' paths, since one module computes the gradients of all its weights alike.
+        self._in_float32: set[TensorKey] = set()
         self._steps: list[int] = []
         self._gradient_peaks: dict[int, int] = {}
         self._host_rows = HostRows()
@@ -262,7 +265,11 @@ class Tally:
             else:
                 samples += rows.samples
                 numels += rows.numels
-        arrangement = self._arranged(samples, scales, row_sets)
+        arrangement = self._arranged(self._as_rounded(samples), scales, row_sets)
+        found = never_in_float16(arrangement, row_sets)
+        if found:
+            self._in_float32 |= set(map(_of_module, found))
+            arrangement = self._arranged(self._as_rounded(samples), scales, row_sets)
         for name in arrangement.not_counted:
             self._drop(f"a sample of {name} was thrown away: its loss scale turned out to be no power of two")
         peak = self._open.add_step(arrangement, row_sets, np.array(numels, dtype=np.int64))
@@ -274,12 +281,29 @@ class Tally:
         if peak is not None:
             self._gradient_peaks[peak] = self._gradient_peaks.get(peak, 0) + 1
 
+    def _as_rounded(self, samples: list[SampleOf]) -> list[SampleOf]:
+        """Return the samples, those of gradients that were never rounded to FP16 marked so."""
+        if not self._in_float32:
+            return samples
+        return [
+            sample._replace(passed_through="float32")
+            if (sample.dtype, sample.passed_through) == ("float32", "float16")
+            and _of_module(sample.key) in self._in_float32
+            else sample
+            for sample in samples
+        ]
+
     def _arranged(self, samples: list[SampleOf], scales: list[StepScale], row_sets: list[IntArray]) -> Arrangement:
         """Return the previous step's arrangement if it fits this step; else a new one."""
         shapes = [RowSet(rows.shape[1], len(rows)) for rows in row_sets]
         if not self._arrangement.fits(samples, scales, shapes):
             self._arrangement = Arrangement(samples, scales, shapes)
         return self._arrangement
+
+
+def _of_module(key: TensorKey) -> TensorKey:
+    """Return the key, for a weight's gradient with its module's path as its name."""
+    return TensorKey(key.name.rpartition(".")[0], key.kind) if key.kind == WEIGHT_GRADIENT else key
 
 
 def _copies(step: _Step) -> Iterable[HostCopy]:

@@ -214,11 +214,21 @@ class Watch(Observer):
         readings[:] = merged + readings[done:]
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
-        """Record the outputs at which a backward begins: their gradients are given to it."""
+        """Record the outputs at which a backward begins: their gradients are given to it. Read the losses not read so far.
+
+        A loss in FP16 may be a product with a scale that the loop keeps by hand, which may overflow where the loss did not.
+        """
         self._log.calls.backward_called(losses)
+        if self._log.loss_is_scaled:
+            return
+        for loss in losses:
+            is_read = self._log.calls.number_of(loss) is not None
+            if loss.numel() == 1 and loss.dtype is not torch.float16 and not is_read:
+                self._log_reading(FORWARD, LOSS, "", "", -1, self._clock.micro_batch, loss, None)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Read the losses, and the scaled losses at which the backward begins."""
+        self._log.loss_is_scaled = True
         for loss in losses:
             self._log_reading(FORWARD, LOSS, "", "", -1, micro_batch, loss, None)
         for loss in scaled:

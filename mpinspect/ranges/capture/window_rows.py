@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from mpinspect.counting import layout
 from mpinspect.counting.layout import INFS, MAX_BITS, MIN_BITS, NO_MINIMUM
+from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.arrangement import (
     EMPTY_ROSTER,
     NO_EXPONENT,
@@ -120,6 +121,28 @@ def _bins(rows: IntArray, low: IntArray, bins: IntArray) -> dict[str, Column]:
             "a row's smallest or largest magnitude does not lie in its first or last exponent with a count"
         )
     return {"counts": narrowed(counts), "powers_of_two": narrowed(powers), "near_top": narrowed(tops)}
+
+
+#: The bits, as float64, of FP16's smallest and largest magnitudes.
+_LEAST_HALF, _LARGEST_HALF = np.array([2.0**FLOAT16.min_subnormal_exponent, FLOAT16.max_finite]).view(np.int64).tolist()
+
+
+def never_in_float16(arrangement: Arrangement, row_sets: Sequence[IntArray]) -> set[TensorKey]:
+    """Return the gradients taken for upcasts from FP16 that hold finite values which FP16 does not have.
+
+    Where autocast is switched off for some modules, theirs are not distinguished from others by their dtype. A value below
+    FP16's smallest or above its largest, at the loss scale at which it arrived, proves that this gradient was never rounded.
+    """
+    found: set[TensorKey] = set()
+    for samples, arrived in zip(arrangement.sample_sets, row_sets, strict=True):
+        if not samples.is_upcast.any():
+            continue
+        rows = arrived[samples.counted]
+        largest = rows[:, MAX_BITS]
+        outside = (largest > _LARGEST_HALF) | ((largest > 0) & (rows[:, MIN_BITS] < _LEAST_HALF))
+        places = samples.tensor[outside & samples.is_upcast].tolist()
+        found.update(arrangement.roster.order[place] for place in places)
+    return found
 
 
 #: A peak and its tensor are encoded as one integer: tensor * _EXPONENTS + exponent - NO_EXPONENT.

@@ -53,7 +53,7 @@ _LAYERS = (
     Column("scales", meaning="log2 of those that suit it", priority=4),
     Column("updates lost", meaning="share that rounding loses", priority=3, is_optional=True),
 )
-_LEGEND = "A -> B; ~ estimate, 0%..88% bounds, ? not known"
+_LEGEND = "A -> B; ~ estimate, <= at most, 0%..88% bounds, ? not known"
 #: If the bounds of a share are further apart than this, they say more than the estimate between them.
 _FAR = 0.1
 

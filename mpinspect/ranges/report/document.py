@@ -22,6 +22,7 @@ from mpinspect.ranges.report.layers import (
     flushed_words,
     log2_recommended,
     lost_l1_at_recommended,
+    names_in,
     range_strip,
     repeated,
     seen_layers,
@@ -92,7 +93,7 @@ TERMS = (
     ),
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )
-_LEGEND = "~ estimate, >= at least, [bounds] or a..b where far apart; ? not known; {0..11}: the worst of them"
+_LEGEND = "~ estimate, <= at most, [bounds] or a..b where far apart; ? not known; {0..11}: the worst of them"
 
 
 def title(report: RangeReport) -> str:
@@ -217,7 +218,9 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         yield Line(f"A dynamic scaler may begin with {which}: {scaler}")
     for pair in advice.conflicts[1:]:
         needs, limit = pair.needs_large, pair.needs_small
-        yield Line(f"conflict: {needs} needs 2^{pair.log2_lowest}, {limit} overflows above 2^{pair.log2_highest}")
+        yield Line(
+            f"conflict: {needs!r} needs at least 2^{pair.log2_lowest}, {limit!r} overflows above 2^{pair.log2_highest}"
+        )
     if _moves(advice.blocks):
         groups = [list(equal) for _, equal in groupby(advice.blocks, _window)]
         none = "" if advice.all_finite else " (none: not all was finite)"
@@ -243,8 +246,8 @@ def _window(block: TimeBlock) -> str:
 def _block(first: TimeBlock, last: TimeBlock) -> str:
     """Return the steps of neighbouring blocks and the window that all these blocks share."""
     if first.first_step == last.last_step:
-        return f"step {first.first_step:,} {_window(first)}"
-    return f"steps {first.first_step:,}-{last.last_step:,} {_window(first)}"
+        return f"step {first.first_step:,}: {_window(first)}"
+    return f"steps {first.first_step:,}-{last.last_step:,}: {_window(first)}"
 
 
 # -- the layers -----------------------------------------------------------------------------------------------------
@@ -254,17 +257,30 @@ Figure = Callable[[Repeated], str | Cell]
 
 
 def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
-    """Yield a table for each kind of tensor counted; with many layers, only the worst, and one per repeated block."""
+    """Yield a table for each kind of tensor counted, of updates only if any could be lost.
+
+    With many layers, only those that findings name and the worst, and one row per repeated block.
+    """
     counted = seen_layers(report)
     if not counted:
         yield from section("Layers", Line("No tensor was counted."))
         return
     limit = None if everything else LAYERS
-    blocks = repeated(counted, None if limit is None else limit.terminal)
+    loses_updates = any(lost.nonzero for layer in counted for lost in (layer.lost_updates or {}).values())
+    blocks = repeated(
+        (layer for layer in counted if layer.kind != UPDATE or loses_updates), None if limit is None else limit.terminal
+    )
     seen = [block.worst for block in blocks]
-    worst_first = sorted(range(len(seen)), key=lambda place: badness(seen[place]), reverse=True)
+    named = names_in(report.findings)
+
+    def importance(place: int) -> tuple[float, ...]:
+        # What a finding names is looked for in the tables.
+        return (any(layer.name in named for layer in blocks[place].members), *badness(seen[place]))
+
+    worst_first = sorted(range(len(seen)), key=importance, reverse=True)
     ranks = {place: rank for rank, place in enumerate(worst_first[: most(limit, len(seen))])}
     chosen = sorted(ranks, key=lambda place: (KINDS.index(seen[place].kind), place))
+    is_mixed = any(layer.floor_exponent is not None for layer in counted if layer.kind in GRADIENT_KINDS)
     tables = []
     for kind, group in groupby(chosen, lambda place: seen[place].kind):
         places = list(group)
@@ -276,7 +292,8 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
             else f"{kind_named(kind).title} in {report.format} {_as_counted(kind, report)}"
         )
         rows = tuple(
-            (_name(blocks[place]), *(_as_cell(figure(blocks[place])) for _, figure in columns)) for place in places
+            (_name(blocks[place], is_mixed), *(_as_cell(figure(blocks[place])) for _, figure in columns))
+            for place in places
         )
         headings = (Column("layer", is_name=True), *(column for column, _ in columns))
         tables.append(Table(headings, rows, title, tuple(ranks[place] for place in places)))
@@ -352,6 +369,13 @@ def _of_values(figure: Figure, row: Repeated) -> str | Cell:
     return NOT_APPLICABLE if has_none else figure(row)
 
 
+#: What the share of lost updates is a share of, by whether it was measured.
+_LOST_UPDATES = {
+    True: "measured: of the weights whose gradient is not zero, those that the step left as they were",
+    False: "if stored so: of the updates that are not zero, those that rounding would undo",
+}
+
+
 def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
     """Return the columns for updates: for each storage format, the share of updates with w + dw rounded back to w."""
 
@@ -367,19 +391,26 @@ def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
         return words
 
     storages = sorted({storage for layer in layers for storage in layer.lost_updates or {}})
-    return [(Column(f"lost in {storage}"), lost_in(storage)) for storage in storages]
+    measured = {lost.measured for layer in layers for lost in (layer.lost_updates or {}).values()}
+    meaning = "; ".join(_LOST_UPDATES[how] for how in sorted(measured, reverse=True))
+    return [(Column(f"lost in {storage}", meaning=meaning), lost_in(storage)) for storage in storages]
 
 
-def _name(block: Repeated) -> Cell:
+def _name(block: Repeated, is_mixed: bool) -> Cell:
     """Return the cell with a layer's name; for repeated layers, a note names the worst one, of which the losses are."""
     layer = block.worst
     loses = layer.lost_l1_share is not None and layer.lost_l1_share.high > LOST_L1_TOLERANCE
     of_worst = (f"the worst: {layer.name}",) if block.name != layer.name and loses else ()
-    return Cell(block.name or "(the model)", notes=(*of_worst, *(() if layer.kind == UPDATE else _remarks(block))))
+    return Cell(
+        block.name or "(the model)", notes=(*of_worst, *(() if layer.kind == UPDATE else _remarks(block, is_mixed)))
+    )
 
 
-def _remarks(block: Repeated) -> Iterator[str]:
-    """Yield short remarks: non-finite values and overflow in all layers of the row; no non-zero values and noise in the worst."""
+def _remarks(block: Repeated, is_mixed: bool) -> Iterator[str]:
+    """Yield short remarks: non-finite values and overflow in all layers of the row; no non-zero values and noise in the worst.
+
+    ``is_mixed``: whether other gradients of the run were rounded to 16 bits.
+    """
     histograms = [each.histogram for each in block.members if each.histogram is not None]
     infs, nans = sum(each.infs for each in histograms), sum(each.nans for each in histograms)
     if infs or nans:
@@ -393,6 +424,8 @@ def _remarks(block: Repeated) -> Iterator[str]:
         yield zero if histogram.zeros else "no finite value"
     if layer.rounding_noise:
         yield "rounding noise"
+    if is_mixed and layer.kind in GRADIENT_KINDS and layer.floor_exponent is None:
+        yield "never rounded to 16 bits"
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------

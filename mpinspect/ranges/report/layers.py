@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,7 +14,8 @@ from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.session import TensorInfo
 from mpinspect.reporting.document import Strip
-from mpinspect.reporting.words import share
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import NEAR, NEGLIGIBLE, share
 
 Named = TypeVar("Named", LayerReport, TensorInfo)
 
@@ -117,6 +119,12 @@ def badness(layer: LayerReport) -> tuple[float, ...]:
     )
 
 
+def names_in(findings: Iterable[Finding]) -> frozenset[str]:
+    """Return what findings are about: their layers, and the names that their sentences put in quotes."""
+    quoted = (re.findall(r"'([^']+)'", f"{finding.message} {finding.fix}") for finding in findings)
+    return frozenset(name for names in quoted for name in names) | {finding.layer for finding in findings} - {""}
+
+
 def log2_recommended(advice: LossScaleAdvice) -> int | None:
     """Return the recommended scale as a power of two, rounded down; None where there is none."""
     return None if advice.recommended is None else floor_log2(advice.recommended)
@@ -142,9 +150,13 @@ def _at_recommended(
 
 
 def flushed_words(layer: LayerReport, elements: Interval | None) -> str:
-    """Return a share of elements in words, with bounds only if the lost L1 share may exceed its tolerance."""
-    is_served = layer.lost_l1_share is not None and layer.lost_l1_share.high <= LOST_L1_TOLERANCE
-    return share(elements, near=1.0) if is_served else share(elements)
+    """Return a share of elements in words, with bounds only as far as the lost L1 share lets them matter."""
+    lost = 1.0 if layer.lost_l1_share is None else layer.lost_l1_share.high
+    return share(
+        elements,
+        near=1.0 if lost <= LOST_L1_TOLERANCE else NEAR,
+        negligible=1.0 if lost <= NEGLIGIBLE else NEGLIGIBLE,
+    )
 
 
 def overflowed_share(histogram: ExponentHistogram, format: FloatFormat) -> Interval:

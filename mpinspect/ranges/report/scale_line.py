@@ -18,7 +18,9 @@ def steps_and_samples(progress: Progress, state: str = "") -> str:
     Args:
         state: words to put after "steps".
     """
-    words = [f"{number_of(progress.steps, 'step')}{state}", f"{progress.sampled_steps:,} sampled"]
+    # A step that never ended counts as a sample if there is no other.
+    sampled = "begun and sampled" if progress.sampled_steps > progress.steps else "sampled"
+    words = [f"{number_of(progress.steps, 'step')}{state}", f"{progress.sampled_steps:,} {sampled}"]
     if progress.eager_steps is not None and (progress.compiled or progress.eager_steps):
         words[-1] += f" ({progress.eager_steps:,} of them run eagerly instead of compiled)"
     if progress.skipped_steps:
@@ -43,10 +45,8 @@ def scale_line(advice: LossScaleAdvice) -> str:
     if not advice.available:
         return "No loss scale can be suggested"
     if advice.serves_none:
-        largest = as_power(advice.highest)
-        return (
-            f"No loss scale to suggest; no scale serves all: {as_power(advice.lowest)} is needed, {largest} the largest"
-        )
+        ends = f"at least {as_power(advice.lowest)} is needed, {as_power(advice.highest)} the largest"
+        return f"No loss scale to suggest; no scale serves all: {ends}"
     if advice.needed is False:
         will = "will do" if advice.all_finite else "would do"
         return f"Scale 1 {will}; {scale_window(advice)}"
@@ -72,15 +72,15 @@ def reserve_line(advice: LossScaleAdvice, used: float | None = None) -> str:
     if advice.lowest is None or advice.highest is None or advice.serves_none:
         return ""
     ends = math.log2(advice.lowest), math.log2(advice.highest)
-    words = [_reserve("suggested", advice.recommended, ends)]
+    best = f"{as_power(advice.recommended)} (suggested)" if advice.needed else "1 (enough)"
+    words = [_reserve(best, advice.recommended, ends)]
     if used is not None and 0 < used < math.inf and used != advice.recommended:
-        words.append(_reserve("the run's last", used, ends))
+        words.append(_reserve(f"{as_power(used)} (the run's last)", used, ends))
     return f"Reserve in the window, in powers of two: {'; '.join(words)}."
 
 
-def _reserve(what: str, scale: float, ends: tuple[float, float]) -> str:
+def _reserve(named: str, scale: float, ends: tuple[float, float]) -> str:
     below, above = math.log2(scale) - ends[0], ends[1] - math.log2(scale)
-    named = f"{as_power(scale)} ({what})"
     if below < 0:
         return f"{named} lies {-below:.3g} below the window"
     if above < 0:
@@ -117,8 +117,8 @@ def event_line(event: Event) -> str:
     """Return an event's rank, step, place, value and tensor in words."""
     rank = "" if event.rank is None else f"rank {event.rank}, "
     batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
-    tensor = f" of {event.tensor}" if event.tensor not in ("", event.module) else ""
+    tensor = f" of {event.tensor!r}" if event.tensor not in ("", event.module) else ""
     if event.of_input:
-        tensor = f" of an input of {event.tensor or 'the model'}"
+        tensor = f" of an input of {event.tensor or 'the model'!r}"
     what = f"{'seen in ' if event.given else 'in '}the {event.what.replace('_', ' ')}"
     return f"{rank}step {event.step}{batch}, {event.phase}, {event.place}: {event.value} {what}{tensor}"

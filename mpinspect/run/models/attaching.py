@@ -142,15 +142,21 @@ class Attacher(Guarded):
             self._find_modules(waiting)
 
     @guarded
-    def attach(self, waiting: PendingOptimizer, models: Sequence[torch.nn.Module]) -> None:
-        """Inspect these models, for this and other pending optimizers whose parameters they hold."""
+    def attach(
+        self,
+        waiting: PendingOptimizer,
+        models: Sequence[torch.nn.Module],
+        others: Sequence[PendingOptimizer] = (),
+    ) -> None:
+        """Inspect these models, for this optimizer, ``others`` and all pending ones whose parameters they hold."""
         with self._lock.held():
             if waiting.done or not models:
                 return
             waiting.settle()
             for model in models:
-                holders = Holders(waiting.parameters, [model])
-                same = [each for each in self.pending if not each.done and each.parameters <= holders.held(model)]
+                held = Holders(waiting.parameters, [model]).held(model)
+                pending = [each for each in self.pending if not each.done]
+                same = [each for each in pending if each in others or each.parameters <= held]
                 for each in same:
                     each.settle()
                 known = next((each.labels[id(model)] for each in (waiting, *same) if id(model) in each.labels), Label())

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mpinspect.run.models.attaching import Attacher, script_names
+from mpinspect.run.models.attaching import Attacher, PendingOptimizer, script_names
 from mpinspect.run.models.launched_inspector import LaunchedInspector
 from mpinspect.run.models.naming import Label, label
-from mpinspect.run.models.owners import Holders, Parameters, living_modules
+from mpinspect.run.models.owners import Holders, Parameters, are_masters, living_modules
 from mpinspect.run.outcome import Seen
 from mpinspect.runtime.guard import Guarded, guarded
+from mpinspect.runtime.wrappers import class_of, unwrapped
 
 #: Most nodes read of one graph; reading them takes some 0.2 s and is enough for thousands of layers.
 _MOST_NODES = 300_000
@@ -26,6 +27,8 @@ _MOST_NODES = 300_000
 _MOST_SEARCHES = 16
 #: A leaf of no module and no optimizer counts as a parameter, not an input, if this many backwards in a row reach it.
 _LASTS = 3
+#: Bytes of a 16-bit number.
+_HALF = 2
 
 
 class BackwardSearch(Guarded):
@@ -78,9 +81,33 @@ class BackwardSearch(Guarded):
         for each in reached:
             self._attaching.attach_without_call(each)
         inspected = self._attaching.models.holding(leaves) if leaves else None
-        if reached or inspected is not None or any(each.has_modules for each in waiting):
+        if reached or inspected is not None:
             return
-        self._attach_without_owner(leaves, waiting)
+        with_modules = [each for each in waiting if each.has_modules]
+        if with_modules:
+            self._attach_to_copies(leaves, with_modules)
+        else:
+            self._attach_without_owner(leaves, waiting)
+
+    def _attach_to_copies(self, leaves: Mapping[int, torch.Tensor], waiting: Sequence[PendingOptimizer]) -> None:
+        """Attach to the model whose masters are a module that optimizers step and that the script has not called."""
+        if not any(leaf.is_floating_point() and leaf.element_size() <= _HALF for leaf in leaves.values()):
+            return
+        holders = Holders(leaves, living_modules())
+        for each in waiting:
+            owners = [] if each.done else each.models(None)
+            copies = [_copies(owner, holders) for owner in owners]
+            if not copies or any(len(found) != 1 for found in copies):
+                continue
+            models = [model for found in copies for model in found]
+            known = script_names(holders, ())
+            each.labels.update((id(model), label(model, holders, known)) for model in models)
+            owned = " and ".join(f"a {class_of(owner).__name__}" for owner in owners)
+            self._seen.note(
+                f"an optimizer steps the parameters of {owned} that no backward reaches: they were taken for the master copies "
+                "of the weights of another, which computes in 16 bits"
+            )
+            self._attaching.attach(each, models, [other for other in waiting if other.models(None) == owners])
 
     def _attach_without_owner(self, leaves: Mapping[int, torch.Tensor], waiting: list[Any]) -> None:
         """Attach to leaf tensors that no optimizer steps: the script updates them by hand or steps copies of them."""
@@ -117,6 +144,11 @@ class BackwardSearch(Guarded):
             scaled = reference()
             if scaled is not None and any(scaled is start for start in starts):
                 inspector.loss_scaled(scaler, scaled)
+
+
+def _copies(owner: torch.nn.Module, holders: Holders) -> list[torch.nn.Module]:
+    """Return the modules, without wrappers, whose masters a module may hold."""
+    return list({id(unwrapped(each)): unwrapped(each) for each in holders.modules if are_masters(owner, each)}.values())
 
 
 def _shapes(tensors: list[torch.Tensor]) -> str:

@@ -12,9 +12,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from mpinspect.ranges.capture.diagnosing.masters import are_close
 from mpinspect.runtime.garbage_collection import living, with_subclasses
-from mpinspect.runtime.wrappers import named_children, registered, submodules, unwrapped
+from mpinspect.runtime.wrappers import named_children, registered, submodules, unwrapped, wrapped_by
 
 #: Modules alive when the script called ``gc.freeze()``, which hides them from ``gc.get_objects()``.
 _frozen: list[weakref.ref[nn.Module]] = []
@@ -147,6 +149,41 @@ class Holders:
                     reached[parent] = None
                     waiting.append(parent)
         return list(reached)
+
+
+def are_masters(owner: nn.Module, model: nn.Module) -> bool:
+    """Return whether a module's parameters are masters of another's: the same but for the dtype, which is wider, and the memory.
+
+    Reads a few values of each, which waits for the device, if all names and shapes agree.
+    """
+    masters, weights = dict(_named_parameters(owner)), dict(_named_parameters(model))
+    if not masters or masters.keys() != weights.keys():
+        return False
+    pairs = [(master, weights[name]) for name, master in masters.items()]
+    if any(is_lazy(each) for pair in pairs for each in pair):
+        return False
+    sizes = [(master.element_size(), weight.element_size()) for master, weight in pairs]
+    return (
+        all(master is not weight and master.shape == weight.shape for master, weight in pairs)
+        and all(wide >= narrow for wide, narrow in sizes)
+        and any(wide > narrow for wide, narrow in sizes)
+        and are_close(masters, weights)
+    )
+
+
+def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a module and its submodules, each of which once, by their names without wrappers."""
+    seen = {id(module)}
+    waiting = [("", module)]
+    while waiting:
+        prefix, each = waiting.pop()
+        for name, parameter in registered(each, "_parameters").items():
+            if parameter is not None:
+                yield f"{prefix}{name}", parameter
+        for name, child in named_children(each):
+            if id(child) not in seen:
+                seen.add(id(child))
+                waiting.append((prefix if wrapped_by(each) is child else f"{prefix}{name}.", child))
 
 
 def parameter_ids(module: nn.Module) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mpinspect.ranges.report.document import TERMS, title, verdict_blocks
 from mpinspect.ranges.report.explorer import Mapped, widget
@@ -24,17 +24,20 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
-from mpinspect.reporting.finding import SEVERITIES, in_counts
+from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, number_of, percent, share
 from mpinspect.run.report.by_module import ModuleRow, by_module
 from mpinspect.run.report.module_notes import module_notes
 from mpinspect.run.report.report import ModelPart, RunReport
-from mpinspect.shapes.analysis.causes import DTYPE_CAUSES
+from mpinspect.shapes.analysis.analysing import runs_in_fp32, suiting_in_16_bits
+from mpinspect.shapes.analysis.report import ShapeReport, ShapeRow
 
 #: How many modules are shown, those with most FLOPs; JSON has all.
 MODULES = Limit(8, 25)
 #: Most models shown in full in a terminal; further models have one line each, and report.md has all in full.
 MAX_MODELS = 4
+#: Kinds of product that cuDNN computes, in TF32 unless it is told otherwise.
+_OF_CUDNN = ("convolution", "recurrent")
 
 
 def document(report: RunReport, *, everything: bool = False) -> Document:
@@ -127,10 +130,18 @@ def _brief(report: RunReport) -> Iterator[Item]:
         yield Item(_shapes(report), "shapes")
     if report.kernels is not None:
         yield Item(_kernels(report), "kernels")
-    if report.findings:
-        yield Item(in_counts(report.findings), "findings")
+    of_shapes = in_counts(_grave_on_shapes(report))
+    if report.findings or of_shapes:
+        words = (in_counts(report.findings), of_shapes and f"{of_shapes} on shapes (report.md)")
+        yield Item("; ".join(filter(None, words)), "findings")
     if report.log_dir:
         yield Item(report.log_dir, "files")
+
+
+def _grave_on_shapes(report: RunReport) -> list[Finding]:
+    """Return the findings above "info" on shapes that a terminal does not show, and ``report.findings`` leaves out."""
+    found = () if report.shapes is None or not report.is_shape_detail else report.shapes.findings
+    return [finding for finding in found if finding.severity != SEVERITIES[0]]
 
 
 def _shapes(report: RunReport) -> str:
@@ -138,12 +149,25 @@ def _shapes(report: RunReport) -> str:
     assert shapes is not None
     if not shapes.flops:
         return "no matrix product was recorded"
-    native = shapes.flops_by_verdict.get("native", 0) / shapes.flops
-    more = " (--lint, report.md)" if report.is_shape_detail else ""
-    in_fp32 = sum(row.flops * row.calls for row in shapes.matmuls if row.judged.cause in DTYPE_CAUSES) / shapes.flops
-    first = "run in FP32" if shapes.autocast_dtype else "need TF32 or 16 bits first"
-    why = f"; {percent(in_fp32)} {first}" if in_fp32 else ""
-    return f"{percent(native)} of one step's FLOPs suit the Tensor Cores of {shapes.gpu.name}{why}{more}"
+    suits = _share(shapes, lambda row: row.verdict == "native")
+    in_tf32 = _share(shapes, lambda row: row.verdict == "native" and row.dtype == "float32" and row.kind in _OF_CUDNN)
+    in_fp32 = _share(shapes, runs_in_fp32)
+    words = f"{percent(suits)} of one step's FLOPs suit the Tensor Cores of {shapes.gpu.name}"
+    if in_tf32:
+        words += f" ({'' if in_tf32 == suits else f'{percent(in_tf32)} '}in TF32, cuDNN's default)"
+    if in_fp32:
+        words += f"; {_how_many(in_fp32)} run in FP32, in 16 bits {_how_many(suiting_in_16_bits(shapes))} would suit"
+    for worst in _grave_on_shapes(report)[:1]:
+        words += f"; worst: {worst.id}{f' in {worst.layer!r}' if worst.layer else ''}"
+    return words + (" (--lint, report.md)" if report.is_shape_detail else "")
+
+
+def _how_many(fraction: float) -> str:
+    return {0.0: "none", 1.0: "all"}.get(fraction) or percent(fraction)
+
+
+def _share(shapes: ShapeReport, counts: Callable[[ShapeRow], bool]) -> float:
+    return sum(row.flops * row.calls for row in shapes.matmuls if counts(row)) / shapes.flops
 
 
 def _kernels(report: RunReport) -> str:

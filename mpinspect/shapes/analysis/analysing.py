@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mpinspect.reporting.finding import SEVERITIES, Finding
 from mpinspect.runtime.gpus import Gpu
-from mpinspect.shapes.analysis.causes import Cause, Symptom, symptoms_of, unfused_attention
+from mpinspect.shapes.analysis.causes import Cause, Symptom, in_16_bits, symptoms_of, unfused_attention
 from mpinspect.shapes.analysis.group import Group
 from mpinspect.shapes.analysis.judging import judge
 from mpinspect.shapes.analysis.padding import consequences_of, following_padding, padding_of, parts_in
@@ -56,6 +56,22 @@ def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", not
         notes=(*notes, *recording.notes),
         complete=recording.complete,
     )
+
+
+def runs_in_fp32(row: ShapeRow) -> bool:
+    """Return whether a product runs in FP32 on CUDA cores, whatever its shape; in TF32 it runs on Tensor Cores."""
+    return row.dtype == "float32" and row.verdict == "off"
+
+
+def suiting_in_16_bits(report: ShapeReport) -> float:
+    """Return the share of the FLOPs, 0..1, that would suit Tensor Cores if what runs in FP32 ran in 16 bits."""
+    suiting = 0
+    for row in report.matmuls:
+        verdict = row.verdict
+        if runs_in_fp32(row):
+            verdict = judge(in_16_bits(row.matmul, report.autocast_dtype), report.gpu).verdict
+        suiting += row.flops * row.calls if verdict == "native" else 0
+    return suiting / report.flops if report.flops else 0.0
 
 
 def tf32_of(matmul: Matmul, recording: MatmulRecording) -> bool | None:

@@ -161,9 +161,13 @@ def is_latent(row: ShapeRow) -> bool:
 
 def once_mended(row: ShapeRow, autocast_dtype: str | None) -> Matmul:
     """Return the product as Tensor Cores would compute it: in TF32 if only the switch is missing, else in 16 bits."""
-    matmul = row.matmul
     if not is_latent(row) or (row.judged.cause == "tf32-off" and autocast_dtype is None):
-        return matmul
+        return row.matmul
+    return in_16_bits(row.matmul, autocast_dtype)
+
+
+def in_16_bits(matmul: Matmul, autocast_dtype: str | None) -> Matmul:
+    """Return an FP32 product as it would be in autocast's dtype; without autocast in FP16."""
     return replace(
         matmul,
         dtype=autocast_dtype or "float16",

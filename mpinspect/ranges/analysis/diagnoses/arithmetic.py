@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, quoted
+from mpinspect.ranges.session import MOST_ROWS, Measurement
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
-from mpinspect.reporting.words import format_name, percent
+from mpinspect.reporting.words import format_name, percent, some
 
 
 def statistics_broken(case: Case) -> Iterator[Finding]:
@@ -21,57 +23,73 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
     stuck = [each for each in found if each.text.startswith("stuck")]
     if broken:
         first = broken[0]
-        module, _, buffer = first.name.rpartition(".")
-        kind = format_name(first.text.rpartition(" ")[2])
+        module, kind = first.name.rpartition(".")[0], format_name(first.text.rpartition(" ")[2])
+        places = [each.name.rpartition(".") for each in broken if each.step == first.step]
+        buffers = [buffer for where, _, buffer in places if where == module]
+        has, it = ("has", "it") if len(buffers) == 1 else ("have", "them")
+        # Where only the variance is infinite, what is divided by it is zero.
+        gives = "NaN" if "running_mean" in buffers else "zeros or NaN"
         is_wide = first.text.endswith("float32")
         begun = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
         mend = "Look at what makes the values too large, infinite or NaN"
         if begun is not None:
             what = "the batch" if begun.given else f"the forward of {begun.module or 'the model'!r}"
-            mend = f"Mend {what}, which was not finite in step {begun.step}"
+            why = f" ({begun.explanation})" if begun.explanation else ""
+            mend = f"Mend {what}, which was not finite in step {begun.step}{why}"
         yield Finding(
             "statistics-broken",
             "error",
             module,
-            f"From step {first.step} on {buffer} of {module or 'the model'!r} ({kind}) is not finite: training uses the "
-            "batch's own statistics and goes on, but evaluation uses the running statistics and gives zeros or NaN."
-            + (" A forward that was not finite wrote it; skipping its step does not undo that." if begun else ""),
+            f"{' and '.join(buffers)} of {module or 'the model'!r} ({kind}) {has} not been finite since step {first.step}: "
+            "training uses the batch's own statistics and goes on, but evaluation uses the running statistics and gives "
+            f"{gives}."
+            + (f" A forward that was not finite wrote {it}; skipping its step does not undo that." if begun else ""),
             {"buffers": [each.name for each in broken]},
-            f"{mend}, and begin the statistics anew."
+            f"{mend}, and reset the running statistics."
             if is_wide
             else "Keep normalisations and their statistics in FP32 (a variance exceeds 65504 long before the values do), and "
-            "begin the statistics anew.",
+            "reset the running statistics.",
             ("" if is_wide else f"model.get_submodule({quoted(module)}).float()\n")
             + f"model.get_submodule({quoted(module)}).reset_running_stats()",
             step=first.step,
         )
     if stuck:
-        first = stuck[0]
-        module, _, buffer = first.name.rpartition(".")
+        first, names = stuck[0], list(dict.fromkeys(each.name for each in stuck))
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        was, its = ("was", "its") if len(names) == 1 else ("were", "their")
         yield Finding(
             "statistics-broken",
             "warning",
-            module,
-            f"{buffer} of {module or 'the model'!r} was written {first.figures['writes']:.0f} times and never moved: "
-            f"{format_name(first.text.rpartition(' ')[2])} rounds its updates away, or they are zero.",
-            {"buffers": [each.name for each in stuck]},
-            "Keep the statistics of normalisations in FP32, or take a larger momentum.",
-            f"model.get_submodule({quoted(module)}).float()",
+            modules[0],
+            f"{some(names)} {was} written {first.figures['writes']:.0f} times and never moved: "
+            f"{format_name(first.text.rpartition(' ')[2])} rounds {its} updates away, or they are zero.",
+            {"buffers": names},
+            "Keep the statistics of all normalisations in FP32, or take a larger momentum.",
+            f"for name in [{', '.join(map(quoted, modules[:MOST_ROWS]))}]:\n    model.get_submodule(name).float()",
         )
 
 
 def loss_in_16_bits(case: Case) -> Iterator[Finding]:
     """A loss computed in 16 bits: it may overflow, and the rest of a sum whose terms cancel is rounding error.
 
+    A term of a loss is told likewise: a mean or sum in 16 bits that the loss adds to others, or a difference of 16-bit
+    log-probabilities.
+
     False alarms: The warning is given if the loss has operators whose results may cancel (differences, products, KL),
-    whether or not they do in this run.
+    whether or not they do in this run. In a term of it a product with a constant is no such operator.
     """
-    for found in case.measured("loss"):
+    terms = sorted(case.measured("loss-term"), key=lambda each: not each.figures["cancels"])
+    whole = [
+        each for each in case.measured("loss") if not (terms and terms[0].figures["cancels"] and _is_rounded_once(each))
+    ]
+    for found in terms[:1] if not whole else ():
+        yield _narrow_term(found)
+    for found in whole:
         value, name, bits = found.figures["value"], format_name(found.text), SIGNIFICAND_BITS[found.text]
         overflowed = bool(found.figures["is_known"]) and not math.isfinite(value)
         # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
         broke = any(event.step == found.step and event.gradients_finite is False for event in case.events)
-        cancels = any(operator in _CANCELLING for operator in found.names) and "NllLoss" not in found.names
+        cancels = overflowed or not _is_rounded_once(found)
         weighs = any(operator in ("Mul", "KlDiv") for operator in found.names)
         yield Finding(
             "loss-in-16-bits",
@@ -79,11 +97,11 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
             "",
             f"The loss is computed in {name}"
             + (
-                f", and in step {found.step} it is {value:g}: a square or a sum of it is beyond what {name} holds"
-                + ("." if broke else "; the gradients are finite all the same.")
+                f", and in step {found.step} it is {value:g}: a square or a sum inside it exceeds "
+                f"{FORMATS[found.text].max_finite:g}" + ("." if broke else "; the gradients are finite all the same.")
                 if overflowed
-                else f" ({' of '.join(found.names[:4])}): each of its terms is rounded to {bits} bits (a relative 2^-{bits}), "
-                "so that where they nearly cancel only rounding error is left."
+                else f" (autograd's {' of '.join(found.names[:4]).lower()}): each of its terms is rounded to {bits} bits "
+                f"(a relative 2^-{bits}), so that where they nearly cancel only rounding error is left."
                 if cancels
                 else f": its value and first gradient have {bits} bits."
             ),
@@ -92,8 +110,8 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
                 "dtype": found.text,
                 "operators": list(found.names),
             },
-            "Compute the loss in FP32: cast the model's output before the loss begins"
-            f"{', and a target of probabilities before its softmax' if weighs else ''}."
+            "Compute the loss in FP32: cast the model's output to FP32 before the loss"
+            f"{'; if the target is a softmax, cast its logits first, too' if weighs else ''}."
             if overflowed or cancels
             else "",
             f"output = model(x).float(){_AND_TARGET if weighs else ''}\nloss = loss_fn(output, target)"
@@ -104,7 +122,37 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
         return
 
 
-_AND_TARGET = "  # and the logits of a target, before their softmax"
+def _is_rounded_once(loss: Measurement) -> bool:
+    """Return whether a loss did not overflow, and no operators of it may cancel: a cross-entropy, say."""
+    if loss.figures["is_known"] and not math.isfinite(loss.figures["value"]):
+        return False
+    return "NllLoss" in loss.names or not any(operator in _CANCELLING for operator in loss.names)
+
+
+def _narrow_term(found: Measurement) -> Finding:
+    """Return the finding of a term of the loss that is computed in 16 bits."""
+    name, bits, cancels = format_name(found.text), SIGNIFICAND_BITS[found.text], bool(found.figures["cancels"])
+    return Finding(
+        "loss-in-16-bits",
+        "warning" if cancels else "info",
+        "",
+        f"A term of the loss is computed in {name} (autograd's {' of '.join(found.names[:4]).lower()}): "
+        + (
+            f"each of its own terms is rounded to {bits} bits (a relative 2^-{bits}), so that where they nearly cancel only "
+            "rounding error is left, whatever the dtype of the loss that it is added to."
+            if cancels
+            else f"its value and first gradient have {bits} bits."
+        ),
+        {"dtype": found.text, "operators": list(found.names)},
+        "Compute every term of the loss in FP32: cast the logits, and a reference's, before the log-softmax."
+        if cancels
+        else "",
+        "log_p = model(x).float().log_softmax(-1)\nlog_q = reference(x).float().log_softmax(-1)" if cancels else "",
+        step=found.step,
+    )
+
+
+_AND_TARGET = "  # and the logits of a target that is a softmax"
 #: Operators, as autograd names them, whose results may cancel in a sum.
 _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
 
@@ -112,17 +160,20 @@ _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
 def positions_collapse(case: Case) -> Iterator[Finding]:
     """Positions that become equal to their neighbours when they are cast to 16 bits.
 
-    False alarms: It is measured if a table of more than 264 rows (BF16; 2056 in FP16) has equal neighbours exactly where
-    whole numbers in the format have them. It is inferred if a module's input holds one whole number per row and the largest
-    exceeds these limits: it may be a count that is meant to be rounded.
+    False alarms: It is measured if a table has equal neighbours where consecutive whole numbers in the format have them: in
+    groups one less and one more than a power of two. Indices that a script rounds on purpose, half to even, look alike. It is
+    measured, too, if a table holds the sines or cosines of the rounded whole numbers that a module was given. It is inferred
+    if a module's input holds one whole number per row and the largest exceeds 264 (BF16; 2056 in FP16): it may be a count that
+    is meant to be rounded.
     """
     for found in case.measured("positions"):
         figures = found.figures
+        which = f"whole numbers up to {figures['largest']:.0f}" if "largest" in figures else ""
         yield Finding(
             "positions-collapse",
             "warning",
             found.name,
-            f"In {found.name or 'the model'!r} whole numbers up to {figures['largest']:.0f} are in "
+            f"In {found.name or 'the model'!r} {which or _whole_numbers_from(figures)} are in "
             f"{format_name(found.text)}, which keeps {figures['after']:.0f} of these {figures['before']:.0f} distinct: "
             "neighbours become one position, timestep or index.",
             {**figures, "dtype": found.text},
@@ -134,10 +185,19 @@ def positions_collapse(case: Case) -> Iterator[Finding]:
         return
 
 
+def _whole_numbers_from(figures: Mapping[str, float]) -> str:
+    """Return in words the consecutive whole numbers of which only the least possible value is known."""
+    return f"{figures['before']:.0f} consecutive whole numbers, {figures['least']:.0f} or larger,"
+
+
 def router_ties(case: Case) -> Iterator[Finding]:
     """Scores in 16 bits of which several are equal at the edge of the top k.
 
+    The scores are those of a top k, of a gathering of the k largest, or of a mask that leaves the k largest. If a constant
+    was added to choose them, they are told only where every row chose the k largest without it.
+
     False alarms: Ties are reported from one row in a hundred on, even if a random choice among equal experts is intended.
+    Ties at zero and rows of one value only do not count.
     """
     for found in case.measured("ties"):
         share = found.figures["fraction"]

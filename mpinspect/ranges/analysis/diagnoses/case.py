@@ -66,7 +66,7 @@ def fp32_weights(dtype: str = BFLOAT16.name) -> str:
     """Return the code of FP32 weights whose products are computed in a 16-bit dtype by autocast."""
     narrow = FLOAT16.name if dtype == FLOAT16.name else BFLOAT16.name
     return (
-        "model.float()  # FP32 weights; then the optimizer's states are FP32 too\n"
+        "model.float()  # FP32 weights, and with them the optimizer's states\n"
         f"with torch.autocast(device_type, dtype=torch.{narrow}):\n"
         f"    loss = ...{'  # for torch.amp.GradScaler to scale' if narrow == FLOAT16.name else ''}"
     )

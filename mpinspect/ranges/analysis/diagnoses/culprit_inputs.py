@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
-from mpinspect.ranges.session import END, LOSSES, MOST_ROWS, Event, Measurement
+from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event, Measurement
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import number_of, some
 
@@ -22,11 +25,14 @@ def _where(case: Case, found: Measurement) -> str:
     return found.name or ("" if is_after or event is None else event.module)
 
 
-def _rows(found: Measurement) -> str:
+def _rows(found: Measurement, one: str = "row", several: str = "rows", of: str = "the batch") -> str:
+    """Return the positions along the first dimension in words: "row 5 of the batch", "all 32 rows of the batch"."""
     if not found.names:
         return ""
-    more = ", ..." if len(found.names) >= MOST_ROWS else ""
-    return f"row{'s' if len(found.names) > 1 else ''} {', '.join(found.names)}{more} of the batch"
+    if found.figures.get("rows") == found.figures.get("of_rows", 0) > 1:
+        return f"all {found.figures['rows']:.0f} {several} of {of}"
+    more = ", ..." if found.figures.get("rows", math.inf) > len(found.names) >= MOST_ROWS else ""
+    return f"{several if len(found.names) > 1 else one} {', '.join(found.names)}{more} of {of}"
 
 
 def _brackets(*parts: str) -> str:
@@ -52,8 +58,8 @@ def _elements(found: Measurement) -> str:
 
 
 _EDGE = (
-    "Keep the argument away from the edge before the operation. A torch.where after it does not help, because the gradient of "
-    "the discarded value is computed too."
+    "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the gradient "
+    "of the discarded value is computed too."
 )
 #: The remedy, in words and as code, for each word that the operation's description may contain.
 _MENDS = (
@@ -72,7 +78,13 @@ _MENDS = (
         "Look at how the weights are made: dividing by the count of a class that never occurs gives infinity.",
         "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out",
     ),
-    ("logarithm", _EDGE, "x.clamp_min(1e-6).log()  # of a softmax: torch.log_softmax(logits, -1)"),
+    (
+        "of a softmax",
+        "Take log_softmax of the logits: it is finite, and so is its gradient. A clamp would be finite too, but gives the "
+        "clamped elements no gradient.",
+        "log_probabilities = torch.log_softmax(logits, -1)",
+    ),
+    ("logarithm", _EDGE, "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"),
     ("square root", _EDGE, "(x + 1e-12).sqrt()"),
     ("sqrt", _EDGE, "(x + 1e-12).rsqrt()"),
     ("division", _EDGE, "a / b.clamp_min(1e-6)"),
@@ -101,7 +113,8 @@ def batch_not_finite(case: Case) -> Iterator[Finding]:
         event = _event_at(case, found.step)
         # A non-finite difference from a target is the target's fault only if the model's own output was finite.
         of_targets = found.what == "examined-target" or (
-            found.what == "examined-difference" and (event is None or event.forward_finite is not False)
+            found.what == "examined-difference"
+            and (event is None or event.what in LOSSES or event.forward_finite is not False)
         )
         if not of_targets and found.what != "examined-batch":
             continue
@@ -131,14 +144,14 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
     another reason are not reported.
     """
     for found in case.measured("examined-mask"):
-        module = _where(case, found)
+        module, rows = _where(case, found), int(found.figures["elements"])
         yield Finding(
             "mask-hides-whole-row",
             "error",
             module,
-            f"In step {found.step}{f', in {module!r},' if module else ''} {found.text}: "
-            f"a mask hides {number_of(int(found.figures['elements']), 'row')} of scores as a whole{_brackets(_rows(found))}, "
-            f"and 0/0 is NaN.{_aftermath(case, _event_at(case, found.step))}",
+            f"In step {found.step}{f', in {module!r},' if module else ''} a mask hides all scores of {number_of(rows, 'row')}"
+            f"{_brackets(_rows(found, 'index', 'indices', 'the first dimension'))}: {'its' if rows == 1 else 'their'} softmax is "
+            f"0/0, which is NaN.{_aftermath(case, _event_at(case, found.step))}",
             {"elements": found.figures["elements"], "rows": list(found.names)},
             "Leave each row at least one key, or mask by a large finite number. Possible causes: an empty sample, padding on the "
             "wrong side, a mask that is applied twice.",
@@ -182,25 +195,31 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
         module, event = _where(case, found), _event_at(case, found.step)
         loss_finite = bool(found.figures.get("loss_finite", 0.0))
         in_model = event is not None and not event.after and event.what not in LOSSES
-        own = (
-            "in the model's own code"
-            if event is not None and event.of_input
-            else "in the model's own code or in the loss"
-        )
-        place = own if in_model else "in the loss, or on the way to it"
-        place = f"in or before {module!r}" if module else place
+        if module:
+            place = f"the code in or before {module!r}"
+        elif in_model:
+            place = f"the model's own code{'' if event is not None and event.of_input else ', or the loss,'}"
+        else:
+            place = "the loss, or the code that leads to it,"
         fix, code = next(((fix, code) for word, fix, code in _MENDS if word in found.text), (_EDGE, ""))
+        if fix is _EDGE and run_format(case.session) in (FLOAT16, BFLOAT16):
+            fix = f"{fix} Do it in FP32: in 16 bits the constant may be rounded away."
+            code = (
+                f"with torch.autocast(device_type, enabled=False):  # x in FP32: x = x.float()\n    y = {code}"
+                if code
+                else ""
+            )
         if event is None:
-            effect = "the loss is not finite, its gradients are: the step did no harm"
+            effect = "the loss is not finite, but its gradients are: the step did no harm"
         elif loss_finite:
-            effect = "the loss is finite and its gradient is not"
+            effect = "the loss is finite, but its gradient is not"
         else:
             effect = "what follows is not finite"
         yield Finding(
             "argument-out-of-range",
             "error" if event is not None else "warning",
             module,
-            f"In step {found.step}, {place}: {found.text}{_brackets(_elements(found), _rows(found))}: {effect}."
+            f"In step {found.step} {place} computes {found.text}{_brackets(_elements(found), _rows(found))}: {effect}."
             f"{_aftermath(case, event)}",
             {"operator": found.text, "elements": found.figures["elements"], "rows": list(found.names)},
             fix,
@@ -217,32 +236,42 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
     zero-initialised head): it is reported only if something also became infinite or the training diverged.
     """
     grown = list(case.measured("weight-growth"))
-    broken = [event for event in case.events if event.phase in ("forward", END) and not event.gradients_finite]
+    broken = [event for event in case.events if not event.gradients_finite and not event.skipped]
     if not grown or not (broken or case.advised.diverged):
         return
     first = min(grown, key=lambda each: each.step)
     at_once = [each for each in grown if each.step == first.step]
     before = min((event.step for event in broken), default=case.progress.steps)
+    in_forward = any(event.step == before and event.phase != "backward" for event in broken)
     ratio = max(each.figures["ratio"] for each in at_once)
     if first.step > before:
         return
-    rates = [optimizer.settings["lr"] for optimizer in case.precision.optimizers if "lr" in optimizer.settings]
-    kind = f"torch.optim.{case.precision.optimizers[0].type}" if rates else ""
-    rate = f" at a learning rate of {max(rates):g}" if rates else ""
+    rate, initial = first.figures.get("lr"), first.figures.get("initial_lr")
+    optimizer = next((optimizer.type for optimizer in case.precision.optimizers), "")
+    scheduled = initial is not None and initial != rate
+    at_rate = f" at a learning rate of {rate:g}" if rate else ""
+    at_rate += f", to which a scheduler had brought it from {initial:g}" if rate and scheduled else ""
+    lower = "the largest learning rate of the scheduler" if scheduled else "the learning rate"
     yield Finding(
         "weights-exploded",
         "error",
         first.name.rpartition(".")[0] or first.name,
-        f"The weights exploded{rate}: after step {first.step} the norm of {some([each.name for each in at_once], 3)} had "
+        f"The weights exploded{at_rate}: after step {first.step} the norm of {some([each.name for each in at_once], 3)} had "
         f"grown to {ratio:.2g} times what it was at the start"
-        + (f", and in step {before} the forward was no longer finite." if broken else "."),
-        {"ratios": {each.name: each.figures["ratio"] for each in grown}, "lr": max(rates) if rates else None},
-        "Lower the learning rate (a tenth is a first guess), and warm it up or clip the gradients. No precision and no loss "
-        "scale mends this.",
-        f"optimizer = {kind}(model.parameters(), lr={max(rates) / 10:g})\n"
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # between backward() and step()"
-        if rates
-        else "",
+        + (
+            f", and in step {before} the {'forward' if in_forward else 'backward'} was no longer finite."
+            if broken
+            else "."
+        ),
+        {"ratios": {each.name: each.figures["ratio"] for each in grown}, "lr": rate},
+        f"Lower {lower} (a tenth is a first guess), and warm it up or clip the gradients. No precision and no loss scale mends "
+        "this.",
+        (
+            f"optimizer = torch.optim.{optimizer}(model.parameters(), lr={rate / 10:g})\n"
+            if rate and not scheduled
+            else ""
+        )
+        + "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # between backward() and step()",
         INFERRED,
         first.step,
     )

@@ -9,13 +9,18 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights, quoted
+from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import FROZEN, Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
-from mpinspect.reporting.words import some, with_power
+from mpinspect.reporting.words import number_or_power, some, with_power
 
 #: Fewest measured steps that must begin with gradients of earlier steps before these count as never zeroed.
 _FEWEST_LEFT_OVER = 2
+#: Fewest backwards without an update that count as a training that never updates.
+_FEWEST_BACKWARDS = 3
+#: Fewest samples of a gradient that must be zero before it counts as always zero.
+_FEWEST_SILENT = 3
 #: Share of the parameters that must hold such gradients.
 _MOST_LEFT_OVER = 0.9
 #: A smaller factor is not clipping: it leaves nothing to learn from.
@@ -26,6 +31,38 @@ _SAME = 0.01
 _UNSCALED_BY_HAND = 2.0
 #: Division by a whole number up to this is taken for averaging over micro-batches, which may happen before unscaling.
 _MOST_MICRO_BATCHES = 1024
+
+
+def never_updated(case: Case) -> Iterator[Finding]:
+    """Backwards of which none was followed by an update of the weights.
+
+    False alarms: A script that only looks at gradients is reported if it has an optimizer or a scaler, from three backwards on.
+    A run whose steps a scaler skipped is not: other findings cover it.
+    """
+    for found in case.measured("never-updated"):
+        backwards = found.figures["backwards"]
+        if backwards < _FEWEST_BACKWARDS or case.progress.skipped_steps:
+            continue
+        has_scaler = any(scaler.enabled for scaler in case.precision.scalers)
+        broke = next((event for event in case.events if event.gradients_finite is False), None)
+        whose = f" of {' and '.join(dict.fromkeys(found.names))}" if found.names else ""
+        yield Finding(
+            "never-updated",
+            "error",
+            "",
+            f"None of {backwards:.0f} backwards led to an update: no step{whose} was seen, and the weights are what they were "
+            "at the start."
+            + (
+                " Gradients were infinite or NaN: a loop that skips such steps by itself may skip all." if broke else ""
+            ),
+            {"backwards": backwards, "optimizers": list(found.names)},
+            "Take a smaller loss scale, or let torch.amp.GradScaler find one."
+            if broke
+            else "Let the scaler step the optimizer of these weights after their backward."
+            if has_scaler
+            else "Call the optimizer's step after the backward; see that it holds these weights.",
+            "scaler.step(optimizer)\nscaler.update()" if has_scaler or broke else "optimizer.step()",
+        )
 
 
 def unscale_missing(case: Case) -> Iterator[Finding]:
@@ -42,14 +79,15 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
     factor, scale = first.figures["factor"], case.progress.scale_at(first.step)
     is_by_norm = first.figures["is_uniform"]
     clip = f"clip_grad_{'norm' if is_by_norm else 'value'}_(model.parameters(), {'max_norm' if is_by_norm else 'clip_value'})"
-    how = "clipped by their norm" if is_by_norm else "changed, or clipped value by value,"
+    how = "clipped" if is_by_norm else "changed, or clipped value by value,"
+    smaller = f"{number_or_power(scale)} times smaller" if scale else "smaller by the loss scale"
     yield Finding(
         "unscale-missing",
         "warning",
         "",
         f"In step {first.step}{_again(found)} the gradients were {how} while they were still multiplied by the loss scale"
-        f"{f' of {with_power(scale)}' if scale else ''}: made {factor:.2g} times as large before the scaler unscaled them. "
-        "The limit was meant for the true gradients, which are smaller by a factor of the loss scale.",
+        f"{f' of {with_power(scale)}' if scale else ''}: what was left was {factor:.2g} times as large. The limit was meant "
+        f"for the true gradients, {smaller}.",
         {
             "factor": factor,
             "is_uniform": bool(is_by_norm),
@@ -86,8 +124,8 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
 
 
 def _again(found: Sequence[Measurement]) -> str:
-    """Return words on the further checked steps with the same fault; "" if there are none."""
-    return f" (and in {len(found) - 1} later ones; only a few steps are checked for it)" if len(found) > 1 else ""
+    """Return words on the further checked steps with the same fault, to follow "In step 3"; "" if there are none."""
+    return f", and in {len(found) - 1} more of the few steps that are checked for this," if len(found) > 1 else ""
 
 
 def _is_average(found: list[Measurement]) -> bool:
@@ -107,38 +145,53 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
     found = [
         each
         for each in case.measured("changed-before-step")
-        if each.figures["zeroed"] >= _MOST_LEFT_OVER * each.figures["of"] or 0 < each.figures["factor"] < _NOTHING
+        if each.figures["zeroed"] >= _MOST_LEFT_OVER * each.figures["of"]
+        # What a copy is divided by on the way to a master may be the loss scale.
+        or (0 < each.figures["factor"] < _NOTHING and "masters" not in each.figures)
     ]
     if not found:
         return
     first = found[0]
+    of_masters = " in its masters" if "masters" in first.figures else ""
     squares, not_finite = first.figures.get("sum_of_squares", 0.0), first.figures.get("not_finite", 0.0)
     evidence = {**first.figures, "measured_steps": len(found)}
     if squares > FLOAT16.max_finite or not_finite:
-        norm = math.sqrt(squares)
-        too_large = f"their norm ({norm:.3g}) or its square ({squares:.3g}) is beyond {FLOAT16.max_finite:g}"
-        is_too_large = squares > FLOAT16.max_finite
+        norm, limit = math.sqrt(squares), FLOAT16.max_finite
+        what, value = ("norm", norm) if norm > limit else ("sum of squares", squares)
+        others = (
+            f" (the {what} of the others, {value:.3g}, is beyond {limit:g} too: summed up in FP16 it is infinite as well)"
+            if squares > limit
+            else ""
+        )
         cause = (
-            f"{not_finite:.0f} of them held infinities or NaNs, so that the norm was not finite"
-            + (f" (nor is that of the others, if it is summed up in FP16: {too_large})" if is_too_large else "")
+            f"{not_finite:.0f} of them held infinities or NaNs, so that the norm was not finite{others}"
             if not_finite
-            else f"the gradients are FP16, and {too_large} there"
+            else f"they are FP16, and their {what}, {value:.3g}, is beyond {limit:g}, where FP16 ends"
         )
         yield Finding(
             "gradients-clipped-to-zero",
             "error",
             "",
-            f"In step {first.step} the optimizer was given zeros or NaNs instead of the gradients: {cause}, and dividing by "
-            f"it left nothing{_again(found)}.",
+            f"In step {first.step}{_again(found)} the optimizer was given zeros or NaNs{of_masters} instead of the gradients: "
+            f"{cause}, and dividing by the norm left nothing.",
             evidence,
-            "Keep the weights in FP32, so that their gradients are, compute the norm in FP32, and skip a step whose norm is not "
-            "finite all the same. Compute in BF16, in which such gradients are finite, or multiply the loss by less than 1."
+            "Divide the masters' gradients by the loss scale and clip them, in FP32, and skip a step whose norm is not finite."
+            if of_masters
+            else "Keep the weights in FP32, so that their gradients are FP32 too; compute the norm in FP32; skip a step whose "
+            "norm is not finite. Or compute in BF16, in which such gradients are finite, or begin a GradScaler below 1."
             if not_finite
             else "Compute norms in FP32 and clip by that.",
-            (f"{fp32_weights()}\n" if not_finite else "")
-            + "total = torch.stack([p.grad.float().norm() for p in parameters]).norm()  # FP32\n"
-            "for p in parameters:\n    p.grad.mul_((max_norm / total).clamp(max=1))"
-            + ("\nif torch.isfinite(total):\n    optimizer.step()" if not_finite else ""),
+            "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float() / loss_scale\n"
+            "total = torch.nn.utils.clip_grad_norm_(masters, max_norm)  # FP32\n"
+            "if torch.isfinite(total):\n    optimizer.step()"
+            if of_masters
+            else f"{fp32_weights()}\nloss.backward()\n"
+            "total = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
+            "if torch.isfinite(total):\n    optimizer.step()"
+            if not_finite
+            else "grads = [p.grad for p in model.parameters() if p.grad is not None]\n"
+            "total = torch.stack([grad.float().norm() for grad in grads]).norm()  # FP32\n"
+            "for grad in grads:\n    grad.mul_((max_norm / total).clamp(max=1))",
             INFERRED,
             first.step,
         )
@@ -147,12 +200,15 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
         "gradients-zeroed",
         "error",
         "",
-        f"In step {first.step} the backward gave gradients, and the optimizer was given "
-        + ("zeros" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times their values")
-        + f"{_again(found)}: the weights learn nothing from them.",
+        f"In step {first.step}{_again(found)} the backward gave gradients, and the optimizer was given "
+        + (f"zeros{of_masters}" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times their values")
+        + ": the weights learn nothing from them.",
         evidence,
-        "Look at the code between backward() and step(): zero_grad(), a mask, a factor.",
-        "optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
+        "Look at the code between backward() and step(): "
+        + ("it is to copy the model's gradients to the masters." if of_masters else "zero_grad(), a mask, a factor."),
+        "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float()\noptimizer.step()"
+        if of_masters
+        else "optimizer.zero_grad()\nloss.backward()\noptimizer.step()",
         step=first.step,
     )
 
@@ -166,15 +222,23 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
     if not found:
         return
     first = found[0]
+    broken, steps = len({event.step for event in case.events if event.gradients_finite is False}), case.progress.steps
+    # To skip most steps would be no training.
+    is_most = 2 * broken >= steps
     yield Finding(
         "gradients-replaced",
         "error",
         first.name,
-        f"In step {first.step} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were replaced by "
-        f"finite values before the optimizer stepped{_again(found)}: the step was taken on numbers that no backward gave.",
+        f"In step {first.step}{_again(found)} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were "
+        "replaced by finite values before the optimizer stepped: the step was taken on numbers that no backward gave.",
         {"parameters": len(first.names), "of": first.figures["of"], "names": list(first.names[:20])},
-        "Find where the infinities and NaNs arise; until then skip a step that has any, as a GradScaler does.",
-        "# in place of the replacement\n"
+        f"Find where the infinities and NaNs arise: they come in {broken} of {steps} steps, so skipping such steps would leave "
+        "few or none."
+        if is_most
+        else "Find where the infinities and NaNs arise; until then skip a step that has any, as a GradScaler does.",
+        ""
+        if is_most
+        else "# in place of the replacement\n"
         "if all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters()):\n    optimizer.step()",
         step=first.step,
     )
@@ -190,15 +254,15 @@ def gradients_stale(case: Case) -> Iterator[Finding]:
         return
     names = list(dict.fromkeys(name for each in found for name in each.names))
     later = [name for name in names if name not in found[0].names]
-    others = f", later also those of {_grouped(later)}" if later else ""
+    others = f", later also {_grouped(later)}," if later else ""
     yield Finding(
         "gradients-stale",
         "warning",
         names[0],
-        f"In step {found[0].step}{_again(found)} the optimizer stepped with gradients that an earlier step had left in "
-        f"parameters that no backward had reached since: those of {_grouped(found[0].names)}{others}.",
+        f"In step {found[0].step}{_again(found)} the optimizer stepped {_grouped(found[0].names)}{others} with gradients left "
+        "over from an earlier step: no backward had reached these parameters since.",
         {"parameters": len(names), "names": names[:20], "measured_steps": len(found)},
-        "Zero every gradient before each backward, also those of branches that this batch does not use.",
+        "Zero all gradients once a step, also those of branches that this batch does not use.",
         "optimizer.zero_grad(set_to_none=True)",
         step=found[0].step,
     )
@@ -208,8 +272,10 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
     """Gradients that add up over optimizer steps.
 
     False alarms: It is reported only if at least nine in ten parameters still hold gradients when the next step's backward
-    begins. A loop that accumulates over several optimizer steps on purpose is reported too.
+    begins. A loop that accumulates over several optimizer steps on purpose is reported too. Masters' gradients are reported
+    only if they are the sum of what they held before and of this step's gradients, all multiplied by one factor at most.
     """
+    yield from _masters_never_zeroed(case)
     found = [
         each
         for each in case.measured("left-over")
@@ -223,13 +289,40 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
         "gradients-never-zeroed",
         "error",
         "",
-        f"When the backward of step {found[0].step} began, .grad still held the gradients of the step before, as in {len(found)} "
-        f"of the few steps that were checked for it: each step is taken with the sum of all gradients so far{grown}.",
+        f"In step {found[0].step}{_again(found)} .grad still held the gradients of the step before when the backward began: "
+        f"each step is taken with the sum of all gradients so far{grown}.",
         {"measured_steps": len(found), "largest": [each.figures["largest"] for each in found]},
         "Zero the gradients once a step; if the optimizer steps copies of the weights, zero the model's gradients too.",
         "optimizer.zero_grad()  # or model.zero_grad()",
         step=found[0].step,
     )
+
+
+def _masters_never_zeroed(case: Case) -> Iterator[Finding]:
+    found = [
+        each for each in case.measured("masters-added-up") if _is_kept_whole(each, case.progress.scale_at(each.step))
+    ]
+    if len(found) < _FEWEST_LEFT_OVER:
+        return
+    first, last = (each.figures["largest"] for each in (found[0], found[-1]))
+    grown = f" (the largest element that was read rose from {first:.3g} to {last:.3g})" if first < last else ""
+    yield Finding(
+        "gradients-never-zeroed",
+        "error",
+        "",
+        f"In step {found[0].step}{_again(found)} the optimizer stepped with the sum of this step's gradients and of what the "
+        f"masters' .grad held before: each step is taken with the sum of all gradients so far{grown}.",
+        {"measured_steps": len(found), **found[0].figures, "names": list(found[0].names[:20])},
+        "Zero the gradients of the masters once a step, as those of the model.",
+        "optimizer.zero_grad()  # the masters'\nmodel.zero_grad()",
+        step=found[0].step,
+    )
+
+
+def _is_kept_whole(found: Measurement, scale: float | None) -> bool:
+    """Return whether old and new gradients have the same weight: a gradient with momentum keeps a part of the old ones."""
+    kept, added = found.figures["kept"], found.figures["added"] * (scale or 1.0)
+    return abs(kept - 1) <= _SAME or (kept < 1 and abs(kept - added) <= _SAME * kept)
 
 
 def gradients_missing(case: Case) -> Iterator[Finding]:
@@ -246,15 +339,57 @@ def gradients_missing(case: Case) -> Iterator[Finding]:
                 "gradients-missing",
                 "warning",
                 names[0],
-                f"{len(names)} parameters that the optimizer is to train never got a gradient, those of {_grouped(names)}: "
-                "no gradient of the loss reaches them. A result is detached, converted to a number or computed under no_grad, or "
-                "the module is not used.",
+                (
+                    f"{names[0]!r} is in the optimizer but never got a gradient: the loss does not reach it."
+                    if len(names) == 1
+                    else f"The {len(names)} parameters of {_grouped(names)} are in the optimizer but never got a gradient: the "
+                    "loss does not reach them."
+                )
+                + " A result is detached, converted to a number or computed under no_grad, or the module is not used.",
                 {"parameters": len(names), "names": names[:20], "of": found.figures["of"]},
-                "Look for detach(), .data, .item(), argmax or torch.no_grad() behind these modules; freeze them if they are not "
-                "meant to learn.",
+                "Look for detach(), .data, .item(), argmax or torch.no_grad() in the code that uses these modules' outputs; "
+                "freeze them if they are not meant to learn.",
                 certainty=INFERRED,
             )
     yield from _caught_by_prefix(case)
+
+
+def gradients_all_zero(case: Case) -> Iterator[Finding]:
+    """Modules whose weights get gradients in FP16 that are zero in every sampled step.
+
+    False alarms: Gradients that are zero in FP32 too (an expert that no sample reached, a dead ReLU) are reported likewise, since
+    the counts cannot tell them from flushed ones. A module is reported only if all its weights get zeros, in at least three
+    samples each.
+    """
+    if run_format(case.session) != FLOAT16:
+        return
+    silent: dict[str, list[str]] = defaultdict(list)
+    heard: set[str] = set()
+    for key, window in case.totals.items():
+        if key.kind == WEIGHT_GRADIENT and window.samples:
+            module, histogram = key.name.rpartition(".")[0], window.histogram
+            is_silent = not histogram.nonzero and not histogram.nonfinite and window.floor_exponent is not None
+            if is_silent and window.samples >= _FEWEST_SILENT:
+                silent[module].append(key.name)
+            else:
+                heard.add(module)
+    names = [name for module in silent if module not in heard for name in silent[module]]
+    if not names:
+        return
+    scale = case.session.last_scale
+    at_scale = f" at the loss scale of {with_power(scale)}" if scale else ""
+    yield Finding(
+        "gradients-all-zero",
+        "warning",
+        names[0],
+        f"Every gradient of {_grouped(names)} was zero in all sampled steps: these weights do not learn. FP16 flushes magnitudes "
+        f"up to 2^-25{at_scale}; whether that made the zeros is not known.",
+        {"parameters": len(names), "names": names[:20], "loss_scale": scale},
+        "Take the gradients of one batch with autocast off. If they are not zero there, multiply this part's loss by a factor of "
+        "its own, or compute its modules in FP32.",
+        "with torch.autocast(device_type, enabled=False):\n    y = module(x.float())",
+        INFERRED,
+    )
 
 
 def _never_fired(case: Case) -> Iterator[tuple[str, str, str]]:
@@ -289,9 +424,9 @@ def _caught_by_prefix(case: Case) -> Iterator[Finding]:
             "warning",
             f"{place[0]}{caught[0]}",
             f"{place[0]}{meant} is frozen, and with it {', '.join(f'{place[0]}{number}' for number in caught)}, while all other "
-            f"blocks are trained: it looks as if names that begin with {prefix!r} were frozen, without the dot behind it.",
+            f"blocks are trained: it looks as if names that begin with {prefix!r} were frozen, without the trailing dot.",
             {"frozen": sorted(numbers, key=int), "trained": sorted(others, key=int)},
-            f"Compare with the dot: names that begin with '{prefix}.'.",
+            f"Compare with the trailing dot: names that begin with '{prefix}.'.",
             f"if name.startswith({quoted(prefix + '.')}):\n    parameter.requires_grad_(False)",
             INFERRED,
         )
@@ -310,8 +445,10 @@ def parameters_not_optimized(case: Case) -> Iterator[Finding]:
             # Leaving out most of a model is usually intended: a head is trained on a backbone that was not frozen.
             "warning" if share < 0.5 else "info",
             found.name,
-            f"{len(found.names)} parameters get gradients and are in no optimizer that was seen, those of "
-            f"{_grouped(found.names)}: they never change.",
+            f"{found.name!r} gets gradients but is in no optimizer that was seen: it never changes."
+            if len(found.names) == 1
+            else f"The {len(found.names)} parameters of {_grouped(found.names)} get gradients but are in no optimizer that was "
+            "seen: they never change.",
             {"parameters": len(found.names), "fraction": share, "names": list(found.names[:20])},
             "Make the optimizer after the last module was added, or add that module's parameters to it; freeze what is not "
             "meant to learn.",
@@ -336,6 +473,7 @@ def _grouped(names: Iterable[str]) -> str:
 
 
 DIAGNOSES: tuple[Diagnosis, ...] = (
+    never_updated,
     gradients_gone,
     gradients_replaced,
     gradients_never_zeroed,
@@ -343,5 +481,6 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
     stepped_while_scaled,
     gradients_stale,
     gradients_missing,
+    gradients_all_zero,
     parameters_not_optimized,
 )

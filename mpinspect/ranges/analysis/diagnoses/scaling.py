@@ -9,6 +9,7 @@ from itertools import pairwise
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
 from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
 from mpinspect.ranges.session import Event, ScalerRecord
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
@@ -19,6 +20,10 @@ _SEARCH_TOLERANCE = 0.1
 _FEWEST_STEPS = 3
 #: torch.amp.GradScaler's default initial scale, as a power of two.
 LOG2_INITIAL = 16
+#: How many of the steps that overflow a sentence names.
+_NAMED = 3
+#: A scaler whose backoff factor is larger hardly lowers its scale: torch's default is 0.5.
+_HARDLY_LOWER = 0.99
 #: Share of overflowing steps from which on a scale counts as never settling.
 _MOST = 0.5
 
@@ -76,7 +81,7 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     recommended, highest = advice.recommended, advice.highest or settled
     none = "no loss scale is needed at all" if advice.all_finite else "the finite gradients need none at all"
     or_lower = f" or lower ({none})" if advice.needed is False else ""
-    start = min(settled, highest, recommended if recommended and advice.needed else settled)
+    start = min(settled, highest, recommended if recommended and advice.needed else 2.0**LOG2_INITIAL)
     held = f"; step {again.step} overflowed at that too" if again else ""
     conflicts = advice.conflicts if _serves_none(case) else ()
     whom = f" for {conflicts[0].needs_small!r}" if conflicts else ""
@@ -115,6 +120,12 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
     )
     recommended = case.advised.advice.recommended
     wanted = recommended if recommended and recommended < first else None
+    factors = [scaler.backoff_factor for scaler in _enabled(case) if (scaler.backoff_factor or 0) > _HARDLY_LOWER]
+    static = (
+        f" A backoff_factor of {factors[0]:.12g} hardly lowers it: leave backoff_factor and growth_factor at their defaults."
+        if factors
+        else ""
+    )
     yield Finding(
         "scale-too-high",
         "error",
@@ -122,9 +133,12 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
         f"The loss scale stays at {with_power(first)}, at which the gradients overflow from step {over[0].step} on while the "
         f"forward is finite: {outcome}.",
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
-        f"Scale by {with_power(wanted)}, and let a scaler skip what overflows."
-        if wanted
-        else "Let a dynamic scaler find it.",
+        (
+            f"Scale by {with_power(wanted)}, and let a scaler skip what overflows."
+            if wanted
+            else "Let a dynamic scaler find the scale."
+        )
+        + static,
         f"scaler = torch.amp.GradScaler(device_type{f', init_scale=2.0**{round(_powers(wanted))}' if wanted else ''})",
         step=over[0].step,
     )
@@ -232,11 +246,9 @@ def overflow_recurs(case: Case) -> Iterator[Finding]:
     period = gaps.pop() if len(gaps) == 1 else None
     if period == 1:
         return
-    when = (
-        f"every {period} steps"
-        if period
-        else f"in steps {', '.join(map(str, steps[:6]))}{', ...' if len(steps) > 6 else ''}"
-    )
+    numbers = ", ".join([*map(str, steps[:_NAMED]), *(["..."] if len(steps) > _NAMED else [])])
+    when = f"Every {period} steps ({numbers})" if period else f"In steps {numbers}"
+    falls = all(after < before for before, after in pairwise(scales))
     places = {(event.module, event.after) for event in later}
     module, is_after = places.pop() if len(places) == 1 else ("", False)
     where = f" {'after' if is_after else 'in'} {module!r}" if module else ""
@@ -244,11 +256,11 @@ def overflow_recurs(case: Case) -> Iterator[Finding]:
         "overflow-recurs",
         "warning",
         later[0].module,
-        f"The gradients overflow{where} {when}, at a scale that falls from {with_power(scales[0])} to "
-        f"{with_power(scales[-1])} and had no time to grow in between: it is the batches of these steps, not the scale.",
+        f"{when} the gradients overflow{where}, although the scale {'fell each time' if falls else 'never grew'}, from "
+        f"{with_power(scales[0])} to {with_power(scales[-1])}: the cause is the batches of these steps, not the scale.",
         {"steps": steps, "period": period, "scales": scales},
-        "Look at the batches of these steps: an outlier, a padded last batch, a sample that comes by once a period. Clip its "
-        "loss, or leave it out; each such step halves the scale for all the others.",
+        f"Look at the batches of steps {numbers}: an outlier, a padded last batch, a sample that comes by once a period. Clip "
+        "its loss, or leave it out; each such step halves the scale for all the others.",
         certainty=INFERRED,
         step=steps[0],
     )
@@ -266,7 +278,8 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
     first = min(broken, key=lambda event: event.step)
     module = repr(first.module) if first.module else "the model"
     mend, code = f"Mend the forward of {module}", ""
-    if run_format(case.session) == FLOAT16:
+    is_explained = any(each.what.startswith("examined-") for each in case.session.measurements)
+    if run_format(case.session) == FLOAT16 and not is_explained:
         mend = (
             f"Find what exceeds {FLOAT16.max_finite:g} in the forward of {module}; compute it, and the operations that take its "
             "result, in FP32 or BF16"
@@ -302,7 +315,7 @@ def scaler_of_no_use(case: Case) -> Iterator[Finding]:
         + (
             f"; the scaler skipped {skipped} steps, so that infinities and NaNs went unnoticed."
             if skipped
-            else "; should anything become infinite or NaN the scaler would skip those steps without a word."
+            else "; if something became infinite or NaN, the scaler would silently skip that step."
         ),
         {"format": format.name, "skipped_steps": skipped},
         "Take the scaler out, or switch it off.",
@@ -348,10 +361,11 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
             fp32_weights() if in_half else "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = ...",
         )
         return
-    log2 = round(_powers(recommended)) if recommended else _room(case)
-    wanted = f", init_scale=2.0**{log2}" if log2 and log2 > 0 and (recommended or log2 < LOG2_INITIAL) else ""
+    highest = _room(case)
+    log2 = round(_powers(recommended)) if recommended else max((highest or 0) - HEADROOM, 0)
+    wanted = f", init_scale=2.0**{log2}" if log2 and (recommended or log2 < LOG2_INITIAL) else ""
     room = (
-        f" (up to 2^{log2} nothing seen overflows; whether it needs as much is not known)"
+        f" (up to 2^{highest} nothing seen overflows; whether it needs as much is not known)"
         if wanted and not recommended
         else ""
     )
@@ -362,7 +376,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and nothing skips a "
         "step that overflows.",
         {"backwards": case.progress.backwards, "recommended": recommended},
-        ("Keep FP32 weights (a GradScaler unscales no FP16 gradients), and scale" if in_half else "Scale")
+        ("Keep FP32 weights (GradScaler refuses FP16 gradients), and scale" if in_half else "Scale")
         + f" the loss{room}; if the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: "
         "--loss-scale).",
         (f"{fp32_weights(FLOAT16.name)}\n" if in_half else "") + f"scaler = torch.amp.GradScaler(device_type{wanted})\n"

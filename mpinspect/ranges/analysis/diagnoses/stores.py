@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, fp32_weights
+from mpinspect.ranges.session import Event
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import format_name, percent, some
 
@@ -70,8 +71,8 @@ def weight_decay_lost(case: Case) -> Iterator[Finding]:
             "weight-decay-lost",
             "info" if decay <= _DEFAULT_DECAY else "warning",
             "",
-            f"{optimizer.type} shrinks the {name} weights by lr * weight_decay = {decay * rate:.2g} a step, which {name} rounds "
-            f"back to what they were: the weight decay of {decay:g} does nothing.",
+            f"{optimizer.type} multiplies the {name} weights by 1 - lr * weight_decay = {1 - decay * rate:.12g} a step, and the "
+            f"product rounds back to the weight: the weight decay of {decay:g} does nothing.",
             {"optimizer": optimizer.type, "dtype": dtype, "lr": rate, "weight_decay": decay},
             "Keep the weights that the optimizer steps in FP32 and compute in 16 bits by autocast.",
             fp32_weights(dtype),
@@ -99,13 +100,24 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
                 "",
                 f"{optimizer.type} adds eps = {epsilon:g} to a denominator in {name}, where it is zero (magnitudes up to "
                 f"{edge:.2g} are flushed): an element whose squared gradients are flushed as well is divided by zero."
-                + (f" In step {broke[0].step} the run was no longer finite." if broke else ""),
+                + (_when_broken(broke[0]) if broke else ""),
                 {"optimizer": optimizer.type, "dtype": dtype, "eps": epsilon, "flush_edge": edge},
-                "Keep the weights and states in FP32; a larger eps (2^-14 = 6e-05, say) avoids it and holds small steps back.",
+                "Keep the weights and states in FP32. A larger eps (2^-14, say) avoids the division by zero too, but shrinks the "
+                "steps of small gradients.",
                 fp32_weights(dtype),
                 INFERRED if not broke else "measured",
                 broke[0].step if broke else None,
             )
+
+
+def _when_broken(event: Event) -> str:
+    """Return a sentence on the first event after which steps were taken: a forward shows what the update before it did."""
+    if event.phase != "forward" or event.given or not event.step:
+        return f" In step {event.step} the run was no longer finite."
+    return (
+        f" The update of step {event.step - 1} made the weights infinite or NaN, as the forward of step {event.step} shows: "
+        "start again, or go back to an earlier checkpoint."
+    )
 
 
 def average_lost(case: Case) -> Iterator[Finding]:
@@ -116,13 +128,15 @@ def average_lost(case: Case) -> Iterator[Finding]:
     """
     for found in case.measured("average"):
         share, writes, name = found.figures["unmoved_fraction"], found.figures["writes"], format_name(found.text)
+        is_one = found.figures["tensors"] == 1
+        copies, times = ("copy", "was written in place") if is_one else ("copies", "were each written in place up to")
         yield Finding(
             "average-lost",
             "warning",
             found.name,
-            f"The copy in {name} of {some(list(found.names), 2)}, watched from step {found.step} on, was changed in place "
-            f"{writes:.0f} times, and {percent(share)} of its elements that differ from the weights stayed what they were: each "
-            "of these changes was below half a unit in the last place.",
+            f"The {name} {copies} of {some(list(found.names), 2)} {times} {writes:.0f} times from step {found.step} on, yet "
+            f"{percent(share)} of the elements that differ from the weights never moved: each update was below half a unit in "
+            "the last place.",
             {"dtype": found.text, "copies_of": list(found.names), **found.figures},
             "Keep averages (EMA, SWA) of weights in FP32.",
             "average = parameter.detach().float().clone()  # of each parameter; of a model: copy.deepcopy(model).float()",

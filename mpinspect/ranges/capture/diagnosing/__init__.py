@@ -12,6 +12,8 @@ from mpinspect.ranges.capture.diagnosing.equal_by_rounding import EqualByRoundin
 from mpinspect.ranges.capture.diagnosing.examination import Examination
 from mpinspect.ranges.capture.diagnosing.handed_over import HandedOver
 from mpinspect.ranges.capture.diagnosing.ledger import Ledger
+from mpinspect.ranges.capture.diagnosing.master_gradients import MasterGradients
+from mpinspect.ranges.capture.diagnosing.masters import Masters
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
@@ -28,9 +30,11 @@ def diagnosing_observers(
 ) -> tuple[Observer, ...]:
     """Return all of them, to come after the watch: some react to the events that it records at the step's end."""
     modules = [layer.module for layer in layers]
+    masters = Masters(parameters, optimizers)
     return (
-        Ledger(parameters, optimizers, clock, recording, modules),
-        HandedOver(parameters, optimizers, clock, recording),
+        Ledger(parameters, optimizers, masters, clock, recording, modules),
+        MasterGradients(masters, clock, recording),
+        HandedOver(parameters, optimizers, masters, clock, recording),
         Averages(parameters, optimizers, clock, recording),
         Averaged(optimizers, clock, recording),
         Accumulation(clock, recording),

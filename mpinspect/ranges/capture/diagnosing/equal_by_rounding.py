@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.singularities import graph, saved_dim
+from mpinspect.ranges.capture.diagnosing.chosen_scores import CHOOSING, choice, tied
+from mpinspect.ranges.capture.diagnosing.rounded_positions import angles_of_rounded, collapsed, repeating
+from mpinspect.ranges.capture.diagnosing.singularities import graph, is_packed
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.recording import Recording
@@ -22,12 +26,16 @@ _DTYPES = tuple(dtype for dtype, _ in _FIRST_LOST)
 _FEWEST_PAIRS = 4
 #: The most elements of a tensor that is compared, and of scores that are kept until backward.
 _MOST_ELEMENTS, _MOST_SCORES = 1 << 24, 1 << 20
-#: The most nodes of the graph that are searched for a top k.
-_MOST_NODES = 20_000
+#: The most whole numbers, and elements of a table, that are compared with each other, and the most of each in a step.
+_MOST_NUMBERS, _MOST_ANGLES, _MOST_KEPT = 1 << 12, 1 << 18, 16
+#: The most nodes of the graph that are searched for tables and for choices, and within one module.
+_MOST_NODES, _MOST_OF_A_MODULE = 20_000, 2_000
 #: The most records of one kind.
 _MOST_RECORDS = 3
 #: The least share of rows with ties that is recorded.
 _LEAST_TIED = 0.01
+#: The name of a module, looked for only where it is told.
+Where = Callable[[], str]
 
 
 class EqualByRounding(Observer):
@@ -43,57 +51,132 @@ class EqualByRounding(Observer):
         self._told: dict[str, int] = {"positions": 0, "ties": 0}
         #: Modules' 16-bit outputs with the module's name, by the graph node that made them; kept until backward is called.
         self._scores: dict[Any, tuple[str, torch.Tensor]] = {}
+        #: The whole numbers that modules were given, and small tables that need no gradient; kept until backward is called.
+        self._numbers: dict[int, torch.Tensor] = {}
+        self._tables: dict[tuple[Any, ...], tuple[Where, torch.Tensor]] = {}
+        #: For each call of a module with code of its own: the last of its inputs' sequence numbers, its output's, its name.
+        self._spans: list[tuple[int, int, str]] = []
+        #: The first 16-bit dtype of a module's output; elements that may still be compared in this step; factors compared.
+        self._dtype: torch.dtype | None = None
+        self._left = 0
+        self._compared: set[tuple[Any, ...]] = set()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
         self.at_work = self._clock.measured and min(self._told.values()) < _MOST_RECORDS
-        self._scores.clear()
+        self._left = _MOST_ELEMENTS
+        self._forget()
 
     @torch.no_grad()
     def called(self, call: Call) -> None:
-        """Compare a call's inputs and outputs that need no gradient; keep its small outputs, possibly the scores of a top k."""
+        """Compare a call's inputs and outputs that need no gradient; keep what is compared when backward is called."""
         if call.recomputed:
             return
+        path = call.layer.path
+        where = partial(str, path)
         for tensor in (*call.outputs, *call.inputs()):
             if not tensor.requires_grad and is_plain(tensor):
-                self._compare(call.layer.path, tensor)
+                self._compare(where, tensor)
+                self._keep_table(where, tensor)
         for tensor in call.inputs():
             if tensor.dtype in _DTYPES and tensor.numel() == max(tensor.shape, default=0) > 1 and is_plain(tensor):
-                self._compare_whole(call.layer.path, tensor)
+                self._compare_whole(path, tensor)
+        for tensor in call.whole_numbers():
+            if 1 < tensor.numel() <= _MOST_NUMBERS and len(self._numbers) < _MOST_KEPT:
+                self._numbers[id(tensor)] = tensor
         for tensor in call.outputs:
+            if tensor.dtype in _DTYPES and self._dtype is None:
+                self._dtype = tensor.dtype
             if tensor.grad_fn is not None and tensor.dtype in _DTYPES and tensor.numel() <= _MOST_SCORES:
-                self._scores[tensor.grad_fn] = (call.layer.path, tensor.detach())
+                self._scores[tensor.grad_fn] = (path, tensor.detach())
+        self._remember_span(call)
 
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
-        """Search the graph of the losses for constant factors and for top k."""
-        for node in graph([loss.grad_fn for loss in losses], _MOST_NODES):
+        """Search the graph of the losses for constant factors and for choices of the largest scores."""
+        nodes = graph([loss.grad_fn for loss in losses], _MOST_NODES)
+        for node in reversed(nodes):
             name = node.name()
-            if name == "MulBackward0" and node._saved_self is None and is_plain(node._saved_other):
-                self._compare("", node._saved_other)
-            elif name == "TopkBackward0":
-                self._compare_scores(node)
-        self._scores.clear()
+            if name not in CHOOSING or is_packed(node):
+                continue
+            where = partial(self._module_of, node, nodes)
+            # What a node saved and the script has changed since can't be read.
+            with suppress(RuntimeError):
+                if name == "MulBackward0":
+                    self._compare_factor(where, node)
+                if self._told["ties"] < _MOST_RECORDS and node._input_metadata[0].dtype in _DTYPES:
+                    self._compare_scores(where, node)
+        self._compare_angles()
+        self._forget()
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Discard the scores, which are left over in a step without a backward."""
-        self._scores.clear()
+        """Discard what was kept, which is left over in a step without a backward."""
+        self._forget()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _compare(self, module: str, tensor: torch.Tensor) -> None:
-        """Record a table whose rows equal their neighbours exactly where whole numbers rounded to 16 bits do."""
+    def _forget(self) -> None:
+        for kept in (self._scores, self._numbers, self._tables, self._spans, self._compared):
+            kept.clear()
+
+    def _remember_span(self, call: Call) -> None:
+        """Remember between which nodes of the graph a module's own code ran; torch's modules have no code to name."""
+        ends = [output.grad_fn._sequence_nr() for output in call.outputs if output.grad_fn is not None]
+        if ends and not type(call.layer.module).__module__.startswith("torch.nn."):
+            begun = [given.grad_fn._sequence_nr() for given in call.inputs() if given.grad_fn is not None]
+            self._spans.append((max(begun, default=-1), max(ends), call.layer.path))
+
+    def _compare(self, where: Where, tensor: torch.Tensor) -> None:
+        """Record a table whose rows equal their neighbours just where consecutive whole numbers rounded to 16 bits do."""
         if self._told["positions"] >= _MOST_RECORDS or not 0 < tensor.numel() <= _MOST_ELEMENTS:
             return
-        for dim, length in enumerate(tensor.shape):
+        dims = repeating(tensor)
+        cost = len(dims) * tensor.numel()
+        if cost > self._left:
+            return
+        self._left -= cost
+        for dim in dims:
+            length = tensor.shape[dim]
             for dtype, first_lost in _FIRST_LOST:
                 if length <= first_lost + 2 * _FEWEST_PAIRS:
                     continue
                 rows = tensor.movedim(dim, 0).reshape(length, -1)
                 equal = (rows[1:] == rows[:-1]).all(1).cpu()
                 if bool((equal == _equal_neighbours(length, dtype)).all()):
-                    self._tell_positions(module, length, dtype, True)
+                    self._tell_positions(where(), length, dtype, True)
                     return
+        found = collapsed(tensor, dims)
+        if found is not None:
+            dtype = tensor.dtype if tensor.dtype in _DTYPES else self._dtype or _DTYPES[0]
+            # Numbers are 2 apart where the format no longer has all whole numbers, 4 apart from twice that number on.
+            least = found.spacing * (dict(_FIRST_LOST)[dtype] - 1) // 2
+            figures = {
+                "least": float(least),
+                "before": float(found.before),
+                "after": float(found.after),
+                "is_table": 1.0,
+            }
+            self._tell("positions", where(), figures, dtype)
+
+    def _compare_factor(self, where: Where, node: Any) -> None:
+        """Compare the factor of a product that needs no gradient, such as a table of cosines."""
+        constant = [place for place, (following, _) in enumerate(node.next_functions) if following is None]
+        if len(constant) != 1:
+            return
+        factor = node._saved_other if constant[0] else node._saved_self
+        if isinstance(factor, torch.Tensor) and factor.is_complex():
+            factor = torch.view_as_real(factor.resolve_conj())
+        if is_plain(factor) and factor.dim() > 1:
+            key = factor.data_ptr(), tuple(factor.shape), factor.stride()
+            if key not in self._compared:
+                self._compared.add(key)
+                self._compare(where, factor)
+                self._keep_table(where, factor)
+
+    def _keep_table(self, where: Where, tensor: torch.Tensor) -> None:
+        key = tensor.data_ptr(), tuple(tensor.shape)
+        if tensor.dim() > 1 and tensor.numel() <= _MOST_ANGLES and len(self._tables) < _MOST_KEPT:
+            self._tables.setdefault(key, (where, tensor))
 
     def _compare_whole(self, module: str, tensor: torch.Tensor) -> None:
         """Record a 16-bit tensor of whole numbers, one per row of a batch, if some are too large to be exact in its format."""
@@ -106,48 +189,78 @@ class EqualByRounding(Observer):
         ):
             self._tell_positions(module, int(largest) + 1, tensor.dtype, False)
 
+    def _compare_angles(self) -> None:
+        """Record a table of sines and cosines of whole numbers which were rounded after a module was given them."""
+        for numbers in self._numbers.values():
+            largest = int(numbers.max())
+            if not _FIRST_LOST[0][1] < largest < _MOST_ELEMENTS:
+                continue
+            shape = [length for length in numbers.shape if length > 1]
+            for where, table in self._tables.values():
+                if self._told["positions"] >= _MOST_RECORDS:
+                    return
+                if [length for length in table.shape[:-1] if length > 1] != shape:
+                    continue
+                dtype = angles_of_rounded(numbers, table)
+                if dtype is not None:
+                    self._tell_positions(where(), largest + 1, dtype, True)
+                    return
+
     def _tell_positions(self, module: str, length: int, dtype: torch.dtype, is_table: bool) -> None:
         left = length - float(_equal_neighbours(length, dtype).sum())
         figures = {"largest": length - 1.0, "before": float(length), "after": left, "is_table": float(is_table)}
         self._tell("positions", module, figures, dtype)
 
-    def _compare_scores(self, node: Any) -> None:
-        """Record a top k if in enough rows the last chosen score ties with the first score not chosen."""
-        dtype = node._input_metadata[0].dtype
-        if self._told["ties"] >= _MOST_RECORDS or dtype not in _DTYPES:
-            return
+    def _compare_scores(self, where: Where, node: Any) -> None:
+        """Record a choice if in enough rows the last chosen score ties with the first score not chosen."""
         module, scores = self._scores_of(node)
-        if not is_plain(scores) or tuple(scores.shape) != tuple(node._saved_self_sym_sizes):
+        chosen = choice(node) if scores is not None else None
+        if chosen is None or not is_plain(scores):
             return
-        dim = saved_dim(node)
-        k = node._saved_indices.shape[dim]
-        if k >= scores.shape[dim]:
-            return
-        ordered = scores.to(dtype).movedim(dim, -1).sort(dim=-1, descending=True).values
-        tied = float((ordered[..., k - 1] == ordered[..., k]).double().mean())
-        if tied >= _LEAST_TIED:
-            self._tell("ties", module, {"fraction": tied, "k": float(k), "scores": float(scores.shape[dim])}, dtype)
+        dtype = node._input_metadata[0].dtype
+        share, k = tied(scores.to(dtype), chosen)
+        if share >= _LEAST_TIED:
+            figures = {"fraction": share, "k": float(k), "scores": float(scores.shape[chosen.dim])}
+            self._tell("ties", module or where(), figures, dtype)
 
     def _scores_of(self, node: Any) -> tuple[str, torch.Tensor | None]:
-        """Return the module that made the scores of a top k ("" if unknown), and the scores (None if no longer available)."""
-        scores: torch.Tensor | None = None
+        """Return the module that made the scores of a choice ("" if unknown), and the scores (None if no longer available)."""
+        scores: torch.Tensor | None = node._saved_self if node.name() == "GatherBackward0" else None
         for _ in range(8):
-            node = node.next_functions[0][0] if node.next_functions else None
+            node = _only_edge(node)
             if node is None:
                 break
             if node in self._scores:
                 module, made = self._scores[node]
                 return module, made if scores is None else scores
             if scores is None:
-                if node.name().startswith(("Softmax", "Sigmoid")):
+                name = node.name()
+                if name.startswith(("Softmax", "Sigmoid")) and not is_packed(node):
                     scores = node._saved_result
-                elif not node.name().startswith("ToCopy"):
+                elif not name.startswith(("ToCopy", "Add")):
                     break
         return "", scores
+
+    def _module_of(self, node: Any, nodes: list[Any]) -> str:
+        """Return the innermost module in whose code a node was made; "" for the model, or where it is not certain."""
+        place = node._sequence_nr()
+        around = sorted((end - begin, begin, end, path) for begin, end, path in self._spans if begin < place <= end)
+        for _, begin, end, path in around[:4]:
+            # A module may have run after code that it has nothing to do with: its output must come from the node.
+            made = [each for each in nodes if each._sequence_nr() == end]
+            if node in graph(made, _MOST_OF_A_MODULE, since=begin):
+                return path
+        return ""
 
     def _tell(self, what: str, module: str, figures: dict[str, float], dtype: torch.dtype) -> None:
         self._told[what] += 1
         self._recording.measured(Measurement(what, module, self._clock.step, figures, text=dtype_name(dtype)))
+
+
+def _only_edge(node: Any) -> Any:
+    """Return the one node that a node's gradient goes to, beside constants; None if there are several, or none."""
+    edges = [following for following, _ in node.next_functions if following is not None]
+    return edges[0] if len(edges) == 1 else None
 
 
 @lru_cache(maxsize=8)

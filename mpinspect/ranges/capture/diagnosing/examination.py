@@ -14,14 +14,15 @@ from collections.abc import Sequence
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.singularities import Singular, graph, singular
+from mpinspect.ranges.capture.diagnosing.loss_terms import narrow_term
+from mpinspect.ranges.capture.diagnosing.singularities import Rows, Singular, graph, singular
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.session import MOST_ROWS, Measurement
+from mpinspect.ranges.session import MOST_ROWS, Measurement, containers
 from mpinspect.runtime.distributed import is_from_stage_before
 
 #: The most nodes that are searched if the loss is not finite, and if it is finite.
@@ -32,6 +33,8 @@ _MOST_ELEMENTS = 1 << 16
 _MOST_EXAMINED = 3
 #: A weight is recorded once its norm has grown by this factor since the first step.
 _GROWN = 16.0
+#: Weights are compared, too, when a finite loss exceeds the first one by this factor.
+_LOSS_GROWN = 100.0
 
 
 class Examination(Observer):
@@ -53,16 +56,22 @@ class Examination(Observer):
         self._events = self._examined = 0
         #: The singular operation near this step's finite loss, recorded if the backward turns out to be non-finite.
         self._candidate: Singular | None = None
-        #: This step's inputs that no module made, and its calls without a graph, as weak references.
-        self._inputs: list[weakref.ref[torch.Tensor]] = []
+        #: This step's inputs that no module made, by the module that got them, and its calls without a graph; weak references.
+        self._inputs: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         self._graphless: list[tuple[str, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
         self._made: set[int] = set()
+        self._called: set[str] = set()
         #: The sequence numbers of the graph nodes that made modules' outputs.
         self._ends: set[int] = set()
         #: Norms of the weights before the first step, and the names of the weights recorded as grown.
         self._norms: dict[str, float] | None = None
         self._grown: set[str] = set()
-        self._told_loss = False
+        self._told_loss = self._told_term = False
+        self._first_loss: float | None = None
+        #: The last step's learning rate, and the one with which a scheduler began, where the optimizer tells.
+        self._rates: dict[str, float] = {}
+        #: Number of times that a grown loss made the weights be compared.
+        self._compared = 0
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in watched steps (on a GPU: measured ones, or after an event) until enough were examined."""
@@ -72,6 +81,7 @@ class Examination(Observer):
         self._inputs.clear()
         self._graphless.clear()
         self._made.clear()
+        self._called.clear()
         self._ends.clear()
         if self._norms is None:
             self._norms = self._weight_norms()
@@ -83,23 +93,32 @@ class Examination(Observer):
         for tensor in call.inputs():
             if tensor.is_floating_point() and tensor.grad_fn is None and id(tensor) not in self._made:
                 if not is_from_stage_before(tensor):
-                    self._inputs.append(weakref.ref(tensor))
+                    self._inputs.append((call.layer.path, weakref.ref(tensor)))
                 if call.outputs[0].grad_fn is None:
                     self._graphless.append((call.layer.path, weakref.ref(tensor), weakref.ref(call.outputs[0])))
+        self._called.add(call.layer.path)
         self._made.update(map(id, call.outputs))
         self._ends.update(output.grad_fn._sequence_nr() for output in call.outputs if output.grad_fn is not None)
+
+    def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
+        """Record the dtype of the losses: their products with a scale are FP32."""
+        if self._clock.measured and not self._told_loss:
+            self._look_at_dtype(losses)
 
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Search the graph of the losses."""
         if self._clock.measured and not self._told_loss:
             self._look_at_dtype(losses)
+        if self._clock.measured and not self._told_term:
+            self._look_at_terms(losses)
         if not self._on_cpu and not self._recording.events:
             return
         starts = [loss.grad_fn for loss in losses]
         if all(bool(loss.isfinite().all()) for loss in losses):
             near = [node for node in graph(starts, _NEAREST_NODES) if _is_small(node)]
             self._candidate = self._earliest(near)
+            self._compare_if_grown(losses)
             return
         self._examined += 1
         step = self._clock.step
@@ -111,8 +130,7 @@ class Examination(Observer):
             return
         batch = self._batch_not_finite()
         if batch is not None:
-            rows, elements = batch
-            self._tell("batch", step, {"elements": float(elements)}, rows)
+            self._tell("batch", step, int(batch.sum()), Rows.where(batch))
             return
         self._compare_norms(step, norms)
         if self._tell_graphless(step):
@@ -120,6 +138,12 @@ class Examination(Observer):
         found = self._earliest(graph(starts, _MOST_NODES))
         if found is not None:
             self._tell_singular(step, found, loss_finite=False)
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the learning rate."""
+        if self.at_work and optimizer.param_groups:
+            named = {name: optimizer.param_groups[0].get(name) for name in ("lr", "initial_lr")}
+            self._rates = {name: float(rate) for name, rate in named.items() if isinstance(rate, (int, float))}
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the singular operation near a finite loss if the backward was not finite; compare the weights' norms."""
@@ -140,21 +164,23 @@ class Examination(Observer):
         certain = [each for each in found if each.kind != "difference" or each.of in self._ends]
         return min(certain, key=lambda each: each.order, default=None)
 
-    def _batch_not_finite(self) -> tuple[tuple[str, ...], int] | None:
-        """Return the non-finite rows and number of elements of the first non-finite model input that still exists, or None."""
-        for reference in self._inputs:
+    def _batch_not_finite(self) -> torch.Tensor | None:
+        """Return which elements of the first non-finite model input that still exists are not finite; None if there is none.
+
+        The inputs of a module that another one called may be made by the code of that one.
+        """
+        for path, reference in self._inputs:
             tensor = reference()
-            if tensor is None or id(tensor) in self._made or not is_plain(tensor):
+            if (
+                tensor is None
+                or self._called.intersection(containers(path))
+                or id(tensor) in self._made
+                or not is_plain(tensor)
+            ):
                 continue
             broken = ~tensor.isfinite()
-            elements = int(broken.sum())
-            if elements:
-                rows = (
-                    broken.reshape(broken.shape[0], -1).any(1).nonzero().flatten()
-                    if broken.dim()
-                    else broken.new_zeros(0)
-                )
-                return tuple(str(row) for row in rows[:MOST_ROWS].tolist()), elements
+            if bool(broken.any()):
+                return broken
         return None
 
     def _tell_graphless(self, step: int) -> bool:
@@ -168,32 +194,42 @@ class Examination(Observer):
                 continue
             rows = broken.flatten(1).any(1)
             if bool((tensor.flatten(1)[rows] == 0).all()):
-                numbers = tuple(str(row) for row in rows.nonzero().flatten()[:MOST_ROWS].tolist())
-                self._tell("zero-row", step, {"elements": float(broken.sum())}, numbers, "a division", path)
+                self._tell("zero-row", step, int(broken.sum()), Rows.where(rows), "a division", path)
                 return True
         return False
 
     def _tell_singular(self, step: int, found: Singular, *, loss_finite: bool) -> None:
-        rows = tuple(map(str, found.rows))
-        figures = {"elements": float(found.elements), "loss_finite": float(loss_finite)}
-        self._tell(found.kind, step, figures, rows, f"{found.operator} {found.what}".strip())
+        text = f"{found.operator} {found.what}".strip()
+        self._tell(found.kind, step, found.elements, found.rows, text, loss_finite=float(loss_finite))
 
     def _tell(
-        self, kind: str, step: int, figures: dict[str, float], rows: tuple[str, ...], text: str = "", name: str = ""
+        self, kind: str, step: int, elements: int, rows: Rows, text: str = "", name: str = "", **more: float
     ) -> None:
-        self._recording.measured(Measurement(f"examined-{kind}", name, step, figures, rows, text))
+        figures = {"elements": float(elements), "rows": float(rows.number), "of_rows": float(rows.of), **more}
+        numbers = tuple(map(str, rows.first))
+        self._recording.measured(Measurement(f"examined-{kind}", name, step, figures, numbers, text))
 
     def _look_at_dtype(self, losses: list[torch.Tensor]) -> None:
         """Record a loss that is computed in 16 bits: its dtype, and the operators nearest to it."""
         for loss in losses:
             if loss.dtype in (torch.float16, torch.bfloat16) and loss.numel() == 1:
                 operators = [node.name().partition("Backward")[0] for node in graph([loss.grad_fn], 12)]
-                value = float(loss) if self._on_cpu else float("nan")
+                value = float(loss.detach()) if self._on_cpu else float("nan")
                 figures = {"value": value, "is_known": float(self._on_cpu)}
                 self._told_loss = True
                 self._recording.measured(
                     Measurement("loss", "", self._clock.step, figures, tuple(operators), dtype_name(loss.dtype))
                 )
+
+    def _look_at_terms(self, losses: list[torch.Tensor]) -> None:
+        """Record a term of the loss that is computed in 16 bits. Reads no values."""
+        term = narrow_term([loss.grad_fn for loss in losses], self._ends)
+        if term is not None:
+            self._told_term = True
+            figures = {"cancels": float(term.cancels)}
+            self._recording.measured(
+                Measurement("loss-term", "", self._clock.step, figures, term.operators, dtype_name(term.dtype))
+            )
 
     @torch.no_grad()
     def _weight_norms(self) -> dict[str, float]:
@@ -210,6 +246,15 @@ class Examination(Observer):
             found.update(zip((each.name for each in members), values, strict=True))
         return found
 
+    def _compare_if_grown(self, losses: list[torch.Tensor]) -> None:
+        """Compare the norms of the weights, in a few steps, when the loss has grown far beyond the first one."""
+        loss = max((abs(float(loss)) for loss in losses if loss.numel() == 1), default=0.0)
+        if self._first_loss is None:
+            self._first_loss = loss
+        elif loss > _LOSS_GROWN * max(self._first_loss, 1.0) and self._compared < _MOST_EXAMINED:
+            self._compared += 1
+            self._compare_norms(self._clock.step, self._weight_norms())
+
     def _compare_norms(self, step: int, norms: dict[str, float]) -> None:
         """Record each weight whose norm has grown far beyond its first one, once."""
         for name, norm in norms.items():
@@ -217,7 +262,8 @@ class Examination(Observer):
             ratio = norm / began if began > 0 else 0.0
             if name not in self._grown and _GROWN <= ratio < math.inf and len(self._grown) < MOST_ROWS:
                 self._grown.add(name)
-                self._recording.measured(Measurement("weight-growth", name, step, {"ratio": ratio, "began": began}))
+                figures = {"ratio": ratio, "began": began, **self._rates}
+                self._recording.measured(Measurement("weight-growth", name, step, figures))
 
 
 def _on_cpu(parameters: Sequence[WatchedParameter]) -> bool:

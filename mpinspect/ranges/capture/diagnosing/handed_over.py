@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from mpinspect.ranges.capture.diagnosing.masters import Masters
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward, Observer, ParameterGradient
@@ -96,6 +97,7 @@ class HandedOver(Observer):
     Args:
         parameters: the model's parameters.
         optimizers: those that step the parameters.
+        masters: the copies of the weights that optimizers step in their place.
         clock: the run's step clock.
         recording: receives the measurements; none in a distributed run, where the time of averaging the gradients is unknown.
     """
@@ -104,10 +106,12 @@ class HandedOver(Observer):
         self,
         parameters: Sequence[WatchedParameter],
         optimizers: ModelOptimizers,
+        masters: Masters,
         clock: StepClock,
         recording: Recording,
     ) -> None:
         self._parameters, self._optimizers, self._clock, self._recording = parameters, optimizers, clock, recording
+        self._masters = masters
         self._told: dict[str, int] = {}
         self._events = self._armed = self._armed_in_all = 0
         #: The gradients' magnitudes by moment of the step.
@@ -171,20 +175,24 @@ class HandedOver(Observer):
 
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients before a scaler unscales them."""
-        self._add("scaled", optimizer)
+        self._add("scaled", self._optimizers.parameters(optimizer))
 
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients after a scaler has unscaled them."""
-        self._add("unscaled", optimizer)
+        self._add("unscaled", self._optimizers.parameters(optimizer))
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients that the optimizer receives."""
         if not self.at_work:
             return
-        self._add("handed", optimizer)
+        self._add("handed", self._optimizers.parameters(optimizer))
         names = {watched.name for watched in self._optimizers.parameters(optimizer)}
         self._stepping |= names
         self._optimized |= names
+        masters = list(self._masters.of(optimizer))
+        if masters:
+            self._optimized.update(master.name for master in masters)
+            self._add("masters", masters)
         # A fused optimizer receives the scale and divides by it within its step.
         if self._is_scaled and getattr(optimizer, "grad_scale", None) is None:
             unscaled = self._moments.get("unscaled")
@@ -217,16 +225,17 @@ class HandedOver(Observer):
         if missing:
             self._tell(MISSING, self._clock.step, missing, {"of": float(len(self._parameters))})
         left_out = [watched for watched in self._parameters if watched.name in only_ever]
-        if left_out:
+        # A tensor that an optimizer steps and that is not known may be a copy of one of them.
+        if left_out and not self._masters.may_be_of(left_out):
             elements = sum(watched.parameter.numel() for watched in self._parameters)
             share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
             self._tell(NOT_OPTIMIZED, self._clock.step, [watched.name for watched in left_out], {"fraction": share})
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _add(self, moment: str, optimizer: torch.optim.Optimizer) -> None:
+    def _add(self, moment: str, parameters: Iterable[WatchedParameter]) -> None:
         """Record an optimizer's gradients at a moment, in addition to those of other optimizers."""
-        new = magnitudes(self._optimizers.parameters(optimizer))
+        new = magnitudes(parameters)
         old = self._moments.get(moment, Magnitudes([], [], []))
         self._moments[moment] = Magnitudes(old.names + new.names, old.values + new.values, old.squares + new.squares)
 
@@ -238,21 +247,21 @@ class HandedOver(Observer):
         scaled, unscaled, handed = self._read("scaled"), self._read("unscaled"), self._read("handed")
         # A gradient that is None at the optimizer's step counts as zero.
         handed = dict.fromkeys(self._stepping, 0.0) | handed
-        changed = _ratios(given, scaled)
+        changed = ratios(given, scaled)
         if any(ratio != 1 for ratio in changed.values()):
-            self._tell(CHANGED_SCALED, step, _named(changed), _described(changed))
+            self._tell(CHANGED_SCALED, step, _named(changed), described(changed))
         # The changes between the last known gradients (after unscaling if there is a scaler) and the optimizer's step.
         before = unscaled or given
-        ratios = _ratios(before, handed)
-        zeroed = [name for name, ratio in ratios.items() if ratio == 0 or math.isnan(ratio)]
-        if ratios and (zeroed or any(ratio != 1 for ratio in ratios.values())):
+        factors = ratios(before, handed)
+        zeroed = [name for name, ratio in factors.items() if ratio == 0 or math.isnan(ratio)]
+        if factors and (zeroed or any(ratio != 1 for ratio in factors.values())):
             squares = self._moments["unscaled" if unscaled else "given"].sum_of_squares()
             overflowed = sum(not math.isfinite(value) for value in before.values())
             figures = {"zeroed": float(len(zeroed)), "sum_of_squares": squares, "not_finite": float(overflowed)}
-            self._tell(CHANGED, step, zeroed or _named(ratios), {**_described(ratios), **figures})
-        still_scaled = {name: ratio for name, ratio in _ratios(given, handed).items() if name in self._still_scaled}
+            self._tell(CHANGED, step, zeroed or _named(factors), {**described(factors), **figures})
+        still_scaled = {name: ratio for name, ratio in ratios(given, handed).items() if name in self._still_scaled}
         if still_scaled:
-            self._tell(STEPPED_SCALED, step, list(still_scaled), _described(still_scaled))
+            self._tell(STEPPED_SCALED, step, list(still_scaled), described(still_scaled))
         broken = [name for name, value in given.items() if not math.isfinite(value)]
         replaced = [name for name in broken if math.isfinite(handed.get(name, math.nan))]
         if replaced:
@@ -262,7 +271,7 @@ class HandedOver(Observer):
         """Record the gradients that the optimizer received although no backward of this step produced them."""
         if not self._arrived:
             return
-        handed = self._read("handed")
+        handed = self._read("handed") | self._read("masters")
         stale = [
             name for name, value in handed.items() if value > 0 and name in self._ever and name not in self._arrived
         ]
@@ -284,7 +293,7 @@ class HandedOver(Observer):
             self._recording.measured(Measurement(what, names[0], step, dict(figures), tuple(names[:_MOST_NAMES])))
 
 
-def _ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Return by name the factor by which each finite gradient changed; NaN if it is no longer finite."""
     return {
         name: (1.0 if after[name] == value else after[name] / value) if math.isfinite(after[name]) else math.nan
@@ -297,7 +306,7 @@ def _named(ratios: Mapping[str, float]) -> list[str]:
     return [name for name, ratio in ratios.items() if ratio != 1]
 
 
-def _described(ratios: Mapping[str, float]) -> dict[str, float]:
+def described(ratios: Mapping[str, float]) -> dict[str, float]:
     """Return the median factor by which the gradients changed, whether all share it, and the number of gradients."""
     finite = [ratio for ratio in ratios.values() if math.isfinite(ratio)]
     if not finite:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from mpinspect.ranges.capture.diagnosing.masters import Masters
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
@@ -28,6 +29,7 @@ class Ledger(Observer):
     Args:
         parameters: the model's parameters.
         optimizers: those that step the parameters.
+        masters: the copies of the weights that optimizers step in their place.
         clock: the run's step clock.
         recording: receives the ledger.
         modules: the model's modules.
@@ -37,6 +39,7 @@ class Ledger(Observer):
         self,
         parameters: Sequence[WatchedParameter],
         optimizers: ModelOptimizers,
+        masters: Masters,
         clock: StepClock,
         recording: Recording,
         modules: Sequence[torch.nn.Module] = (),
@@ -45,7 +48,7 @@ class Ledger(Observer):
         #: Found at the end of the first measured step, when the hooks that sum gradients are in place.
         self._summed_in: tuple[str, ...] | None = None
         self._clock, self._optimizers, self._recording = clock, optimizers, recording
-        self._parameters = parameters
+        self._parameters, self._masters = parameters, masters
         self._gradients: Counter[str] = Counter()
         #: Dtypes in the order in which they were observed (dicts as ordered sets).
         self._autocast: dict[str, None] = {}
@@ -131,15 +134,16 @@ class Ledger(Observer):
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         stepped = list(_stepped_by(optimizer))
         ours = {id(watched.parameter) for watched in self._parameters}
-        masters = sum(parameter.numel() for parameter in stepped if id(parameter) not in ours)
-        # If the optimizer also steps parameters of this model, its other parameters belong to another network and are no masters.
+        foreign = sum(parameter.numel() for parameter in stepped if id(parameter) not in ours)
+        # If the optimizer also steps parameters of this model, its others may be of another network: masters are those with a
+        # weight of their own.
         of_ours = next(self._optimizers.parameters(optimizer), None) is not None
         return OptimizerRecord(
             type(optimizer).__name__,
             _settings(optimizer),
             _elements(stepped),
             _states(optimizer, stepped),
-            0 if of_ours else masters,
+            sum(master.parameter.numel() for master in self._masters.of(optimizer)) if of_ours else foreign,
         )
 
 
@@ -182,12 +186,11 @@ def _states(optimizer: torch.optim.Optimizer, stepped: Sequence[torch.Tensor]) -
 
 def _scaler(scaler: Any) -> ScalerRecord:
     is_enabled = getattr(scaler, "is_enabled", None)
-    interval = getattr(scaler, "_growth_interval", None)
+    settings = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
     return ScalerRecord(
         type(scaler).__name__,
         bool(is_enabled()) if callable(is_enabled) else True,
-        _number(getattr(scaler, "_init_scale", None)),
-        _number(interval),
+        **{name: _number(getattr(scaler, f"_{name}", None)) for name in settings},
     )
 
 

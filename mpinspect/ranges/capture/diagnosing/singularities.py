@@ -8,11 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mpinspect.ranges.session import MOST_ROWS
+
+
+class Rows(NamedTuple):
+    """The positions along a tensor's first dimension that have a certain element.
+
+    Args:
+        first: the first few of them.
+        number: how many there are.
+        of: the size of the dimension; 0 for a tensor without dimensions.
+    """
+
+    first: tuple[int, ...] = ()
+    number: int = 0
+    of: int = 0
+
+    @classmethod
+    def where(cls, condition: torch.Tensor) -> Rows:
+        """Return the positions at which any element of ``condition`` is True. Waits for the GPU."""
+        if not condition.dim():
+            return cls()
+        found = condition.reshape(condition.shape[0], -1).any(1).nonzero().flatten()
+        return cls(tuple(found[:MOST_ROWS].tolist()), len(found), condition.shape[0])
 
 
 @dataclass(frozen=True)
@@ -34,7 +56,7 @@ class Singular:
     operator: str
     what: str
     elements: int
-    rows: tuple[int, ...]
+    rows: Rows
     order: int
     of: int | None = None
 
@@ -46,7 +68,7 @@ def singular(node: Any) -> Singular | None:
     if find is None:
         return None
     try:
-        found = find(node, name)
+        found = None if is_packed(node) else find(node, name)
     except (AttributeError, RuntimeError, IndexError, TypeError):
         # The saved tensor has another name, or a backward that has already run has freed it.
         return None
@@ -54,19 +76,38 @@ def singular(node: Any) -> Singular | None:
         return None
     kind, operator, what, where = found
     of = _minuend(node.next_functions[0][0]) if kind == "difference" else None
-    return Singular(kind, operator, what, int(where.sum()), _rows(where), node._sequence_nr(), of)
+    return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of)
 
 
-def graph(starts: Iterable[Any], most: int) -> list[Any]:
-    """Return at most ``most`` nodes of the graph that leads to ``starts``, the nearest first."""
+def graph(starts: Iterable[Any], most: int, since: int = -1) -> list[Any]:
+    """Return at most ``most`` nodes of the graph that leads to ``starts``, made after the node ``since``, the nearest first."""
     found: dict[Any, None] = dict.fromkeys(start for start in starts if start is not None)
     queue = list(found)
     for node in queue:
         for following, _ in node.next_functions:
-            if following is not None and following not in found and len(found) < most:
+            if following is None or following in found or len(found) >= most:
+                continue
+            if since < 0 or following._sequence_nr() > since:
                 found[following] = None
                 queue.append(following)
     return queue
+
+
+def is_packed(node: Any) -> bool:
+    """Return whether hooks packed what a node saved: activation checkpointing runs a whole forward again to unpack one tensor.
+
+    Returns False where torch is too old to tell.
+    """
+    kind = type(node)
+    if kind not in _RAW:
+        _RAW[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    kept = [getattr(node, name) for name in _RAW[kind]]
+    each_of = [each for raw in kept for each in (raw if isinstance(raw, (tuple, list)) else (raw,))]
+    return any(getattr(each, "unpack_hook", None) is not None for each in each_of)
+
+
+#: The names under which each type of node keeps what it saved, before any hook unpacks it.
+_RAW: dict[type, tuple[str, ...]] = {}
 
 
 def saved_dim(node: Any) -> int:
@@ -76,13 +117,6 @@ def saved_dim(node: Any) -> int:
 
 
 _Found = tuple[str, str, str, torch.Tensor] | None
-
-
-def _rows(where: torch.Tensor) -> tuple[int, ...]:
-    """Return the positions along the first dimension with any True element."""
-    if where.dim() < 2:
-        return tuple(where.nonzero().flatten()[:MOST_ROWS].tolist()) if where.dim() else ()
-    return tuple(where.flatten(1).any(1).nonzero().flatten()[:MOST_ROWS].tolist())
 
 
 def _argument(operator: str, what: str, where: torch.Tensor) -> _Found:
@@ -95,13 +129,21 @@ def _log(node: Any, name: str) -> _Found:
     below = given < edge
     if bool(below.any()):
         return _argument("a logarithm", "of a negative number", below)
-    return _argument("a logarithm", "of zero", given == edge)
+    what = "of zero, the result of a softmax" if _is_softmax(node.next_functions[0][0]) else "of zero"
+    return _argument("a logarithm", what, given == edge)
+
+
+def _is_softmax(node: Any) -> bool:
+    """Return whether a node returns a softmax's values, or some of them."""
+    while node is not None and node.name().startswith((*_SAME_VALUES, *_SOME_VALUES)):
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith("Softmax")
 
 
 def _sqrt(node: Any, name: str) -> _Found:
     result = node._saved_result
     return _argument("a square root", "of a negative number", result.isnan()) or _argument(
-        "a square root", "of zero, where its gradient is infinite", result == 0
+        "a square root", "of zero, where the root's derivative is infinite", result == 0
     )
 
 
@@ -139,7 +181,7 @@ def _power(node: Any, name: str) -> _Found:
         return _argument(f"a power of {exponent:g}", "of zero", base == 0)
     if exponent % 1:
         return _argument(f"a power of {exponent:g}", "of a negative number", base < 0) or (
-            _argument(f"a power of {exponent:g}", "of zero, where its gradient is infinite", base == 0)
+            _argument(f"a power of {exponent:g}", "of zero, where the power's derivative is infinite", base == 0)
             if exponent < 1
             else None
         )
@@ -153,7 +195,9 @@ def _exp(node: Any, name: str) -> _Found:
 def _inverse(node: Any, name: str) -> _Found:
     given = node._saved_self
     edge = given.abs() >= 1
-    return _argument(name.partition("Backward")[0].lower(), "of 1 or more, where its gradient is infinite", edge)
+    return _argument(
+        name.partition("Backward")[0].lower(), "of a magnitude of 1 or more, where its derivative is infinite", edge
+    )
 
 
 def _constant(node: Any, name: str) -> _Found:
@@ -226,6 +270,8 @@ def _masks(node: Any) -> bool:
 
 def _is_finite(node: Any) -> bool:
     """Return whether the arguments that a node saved (``_saved_self``, and those of products) are finite."""
+    if is_packed(node):
+        return False
     kept = [getattr(node, name, None) for name in ("_saved_self", "_saved_mat1", "_saved_mat2")]
     return all(bool(each.isfinite().all()) for each in kept if isinstance(each, torch.Tensor))
 
@@ -248,10 +294,12 @@ _SAME_VALUES = (
     "Unsqueeze",
     "Permute",
     "Transpose",
-    "T",
+    "TBackward",
     "Expand",
     "Clone",
 )
+#: Nodes that return some of their argument's values, or bound them.
+_SOME_VALUES = ("Index", "Gather", "Select", "Slice", "Clamp")
 #: torch's number for reduction="mean".
 _MEAN = 1
 #: Nodes that apply a mask to scores.

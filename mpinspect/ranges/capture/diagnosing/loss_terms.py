@@ -1,0 +1,147 @@
+"""Finds, in an autograd graph, a term of the loss that is computed in 16 bits although the loss itself may not be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+#: The most nodes of the loss's own code that are read, and of one term.
+_MOST_NODES, _MOST_OF_A_TERM = 512, 24
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class Term(NamedTuple):
+    """A term of a loss: its 16-bit dtype, its operators in that dtype, the last one first, and whether they may cancel."""
+
+    dtype: torch.dtype
+    operators: tuple[str, ...]
+    cancels: bool
+
+
+def narrow_term(starts: Iterable[Any], ends: Collection[int]) -> Term | None:
+    """Return a term that is computed in 16 bits, one whose operators may cancel if there is one. Reads no values.
+
+    A term is a reduction to a scalar that the loss adds to others, or a difference of log-probabilities anywhere in the loss.
+
+    Args:
+        starts: the nodes of the losses.
+        ends: the sequence numbers of the nodes that made modules' outputs, where the loss's own code ends.
+    """
+    given = [node for node in starts if node is not None]
+    terms = [_term(node, ends) for node in _summed(given)]
+    terms += [term for node in _code(given, ends, _MOST_NODES) if (term := _log_ratio(node)) is not None]
+    return next((term for term in terms if term.cancels), terms[0] if terms else None)
+
+
+def _summed(starts: list[Any]) -> Iterator[Any]:
+    """Yield the 16-bit reductions whose results, all scalars, the loss is added up from."""
+    queue = list(dict.fromkeys(starts))
+    seen = set(queue)
+    for node in queue:
+        if _numel(node) != 1:
+            continue
+        name = _operator(node)
+        below = [following for following, _ in node.next_functions if following is not None]
+        is_collected = name in ("Sum", "Mean") and all(_operator(each) in _COLLECTING for each in below)
+        if name in _REDUCING and not is_collected:
+            if _dtype(node) in _DTYPES:
+                yield node
+        elif name in _PASSING or is_collected:
+            # A stack of scalars is no scalar.
+            for each in below:
+                parts = [part for part, _ in each.next_functions] if _operator(each) in _COLLECTING else [each]
+                for part in parts:
+                    if part is not None and part not in seen and len(seen) < _MOST_NODES:
+                        seen.add(part)
+                        queue.append(part)
+
+
+def _term(node: Any, ends: Collection[int]) -> Term:
+    operators = _operators(node, ends)
+    return Term(_dtype(node), operators, "NllLoss" not in operators and not _CANCELLING.isdisjoint(operators))
+
+
+def _operators(node: Any, ends: Collection[int]) -> tuple[str, ...]:
+    below = _code([node], ends, _MOST_OF_A_TERM)
+    return tuple(_operator(each) for each in below if _dtype(each) in _DTYPES)
+
+
+def _code(starts: list[Any], ends: Collection[int], most: int) -> list[Any]:
+    """Return at most ``most`` nodes of the loss's own code, the nearest first: none that made a module's output, but scalars."""
+    queue = list(dict.fromkeys(starts))
+    seen = set(queue)
+    for node in queue:
+        for following, _ in node.next_functions:
+            if following is None or following in seen or len(seen) >= most:
+                continue
+            if following._sequence_nr() not in ends or _numel(following) == 1:
+                seen.add(following)
+                queue.append(following)
+    return queue
+
+
+def _log_ratio(node: Any) -> Term | None:
+    """Return a difference of log-probabilities in 16 bits, from each other or from a constant, whatever it is computed in."""
+    name = _operator(node)
+    if name not in ("Sub", "Rsub") or len(node.next_functions) < 2:
+        return None
+    made = [side for following, _ in node.next_functions[:2] if (side := _source(following)) is not None]
+    if not made or any(_operator(side) != "LogSoftmax" or _dtype(side) not in _DTYPES for side in made):
+        return None
+    return Term(_dtype(made[0]), (name, "LogSoftmax"), True)
+
+
+def _source(node: Any) -> Any:
+    """Return the node that computed the values which a node selects, moves or adds up."""
+    for _ in range(8):
+        if node is None or _operator(node) not in _SELECTING:
+            break
+        node = node.next_functions[0][0]
+    return node
+
+
+def _operator(node: Any) -> str:
+    name: str = node.name().partition("Backward")[0]
+    return name.lstrip("_")
+
+
+def _dtype(node: Any) -> Any:
+    """Return the dtype of a node's result; None where torch does not tell."""
+    made = getattr(node, "_input_metadata", None)
+    return made[0].dtype if made else None
+
+
+def _numel(node: Any) -> int:
+    """Return the number of elements of a node's result; 0 where torch does not tell."""
+    made = getattr(node, "_input_metadata", None)
+    try:
+        return torch.Size(made[0].shape).numel() if made else 0
+    except (TypeError, RuntimeError):  # a nested tensor has no such shape
+        return 0
+
+
+#: Operators whose scalar results are sums of others' scalars.
+_ARITHMETIC = frozenset({"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "NanToNum", "Where"})
+#: Operators that return some of their argument's values.
+_MOVING = frozenset(
+    {"ToCopy", "Clone", "Alias", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Select", "Slice"}
+)
+_PASSING = _ARITHMETIC | _MOVING | {"Unbind"}
+_SELECTING = _MOVING | {"Permute", "Transpose", "T", "Gather", "Index", "IndexSelect", "Sum"}
+_COLLECTING = frozenset({"Stack", "Cat"})
+_LOSSES = frozenset({"KlDiv", "MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss", "NllLoss2D", "SoftMarginLoss"})
+_REDUCING = _LOSSES | {
+    "BinaryCrossEntropy",
+    "BinaryCrossEntropyWithLogits",
+    "Dot",
+    "LinalgVectorNorm",
+    "Logsumexp",
+    "Mean",
+    "Nansum",
+    "Norm",
+    "Sum",
+}
+#: Operators whose results may cancel in a sum. A product with a constant does not: its gradient is the constant.
+_CANCELLING = frozenset({"Sub", "Rsub", "KlDiv", "MseLoss", "SmoothL1Loss", "HuberLoss"})

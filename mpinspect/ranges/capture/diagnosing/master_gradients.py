@@ -1,0 +1,181 @@
+"""An observer that compares the gradients that a backward left in the model with those that masters hand to the optimizer.
+
+Between both lies the loop's own code: it copies, adds, divides by the loss scale, clips. What the observer records is what no
+such code intends: gradients that became zero or finite on the way, and gradients of earlier steps that were added to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from mpinspect.ranges.capture.diagnosing.handed_over import CHANGED, REPLACED, Magnitudes, described, magnitudes, ratios
+from mpinspect.ranges.capture.diagnosing.masters import Masters, Samples, samples
+from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.observations import Backward, Observer
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.session import Measurement
+from mpinspect.runtime.distributed import has_process_group
+
+#: The name of the measurement of masters whose gradients hold those of earlier steps.
+ADDED_UP = "masters-added-up"
+
+#: The most records of one kind, and the most names in one.
+_MOST_RECORDS, _MOST_NAMES = 10, 200
+#: The most backwards of a step whose gradients are compared with the masters'.
+_MOST_BACKWARDS = 4
+#: The gradients of a step's backwards alone must leave at least this share of the masters' gradients unexplained...
+_UNEXPLAINED = 0.01
+#: ...of which the gradients that the masters held before leave at most this share.
+_REST = 0.1
+
+
+class MasterGradients(Observer):
+    """Compares gradients of weights with those of their masters, in measured steps of runs that have masters.
+
+    Args:
+        masters: finds them.
+        clock: the run's step clock.
+        recording: receives the measurements; none in a distributed run, where the time of averaging the gradients is unknown.
+    """
+
+    def __init__(self, masters: Masters, clock: StepClock, recording: Recording) -> None:
+        self._masters, self._clock, self._recording = masters, clock, recording
+        self._told: dict[str, int] = {}
+        self._stepped = False
+        #: The weights' gradients when the last backward was over, and the masters' when their optimizer steps.
+        self._given: Magnitudes | None = None
+        self._handed: list[Magnitudes] = []
+        #: The masters in optimizers that step in this step.
+        self._stepping: set[str] = set()
+        self._backwards = 0
+        #: A few elements of the masters' gradients before the step's first backward, of the weights' after each of them, and of
+        #: the masters' when their optimizers step.
+        self._before: Samples | None = None
+        self._parts: list[Samples] = []
+        self._sums: list[Samples] = []
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Activate this observer in measured steps."""
+        self.at_work = self.wants_backward_end = self._clock.measured and not has_process_group()
+        self._backwards, self._before = 0, None
+        self._parts.clear()
+        self._forget()
+
+    def backward_begins(self, backward: Backward) -> None:
+        """Record what the masters' gradients hold before the step's first backward."""
+        if not self._backwards:
+            self._masters.find_all()
+            if self._stepped:
+                self._before = samples(_gradients(self._masters.all()))
+
+    def backward_ends(self) -> None:
+        """Record the weights' gradients, and drop the masters': a closure may run a backward within the optimizer's step."""
+        self._backwards += 1
+        self._forget()
+        weights = self._masters.weights()
+        if weights:
+            self._given = magnitudes(weights)
+            if self._before is not None and self._backwards <= _MOST_BACKWARDS:
+                self._parts.append(samples(_gradients(weights)))
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the masters' gradients, which the optimizer is about to use."""
+        if self.at_work and self._given is not None:
+            masters = list(self._masters.of(optimizer))
+            self._stepping.update(master.name for master in masters)
+            self._handed.append(magnitudes(masters))
+            self._sums.append(samples(_gradients(masters)))
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that an optimizer has stepped: what the masters' gradients hold before the next backward is left over."""
+        self._stepped = True
+
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Compare the gradients, and record what was lost or added. Waits for the device."""
+        if not self.at_work or self._given is None or not self._stepping:
+            return
+        given = {name: value for name, value in self._given.read().items() if name in self._stepping}
+        handed = {name: value for found in self._handed for name, value in found.read().items()}
+        self._find_lost(step, given, handed, self._given.sum_of_squares())
+        self._find_added_up(step)
+        self._forget()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._given = None
+        self._handed.clear()
+        self._stepping.clear()
+        self._sums.clear()
+
+    def _find_lost(self, step: int, given: Mapping[str, float], handed: Mapping[str, float], squares: float) -> None:
+        """Record gradients that became zero (None counts as zero) or finite between a backward and the masters."""
+        broken = [name for name, value in given.items() if not math.isfinite(value)]
+        if broken and not handed:
+            # A loop that skips a step may do so by giving its optimizer nothing.
+            return
+        changes = ratios(given, {**dict.fromkeys(given, 0.0), **handed})
+        # An earlier backward of the step may have been infinite: only of a single one it is known that this was not.
+        is_single = self._backwards == 1
+        zeroed = [name for name, ratio in changes.items() if ratio == 0 or (is_single and math.isnan(ratio))]
+        if zeroed:
+            figures = {
+                "zeroed": float(len(zeroed)),
+                "sum_of_squares": squares,
+                "not_finite": float(len(broken)),
+                "masters": 1.0,
+                "without": float(sum(name not in handed for name in zeroed)),
+            }
+            self._tell(CHANGED, step, zeroed, {**described(changes), **figures})
+        replaced = [name for name in broken if 0 < handed.get(name, math.nan) < math.inf] if is_single else []
+        if replaced:
+            self._tell(REPLACED, step, replaced, {"of": float(len(given))})
+
+    def _find_added_up(self, step: int) -> None:
+        """Record that the masters' gradients are those of this step's backwards and what they held before, added up."""
+        if self._before is None or not 0 < self._backwards <= _MOST_BACKWARDS:
+            return
+        before = self._before.read()
+        parts = [part.read() for part in self._parts]
+        sums = {name: values for found in self._sums for name, values in found.read().items()}
+        names = [name for name in sums if all(name in each for each in (before, *parts))]
+        if not names:
+            return
+        joined = [torch.cat([each[name] for name in names]) for each in (before, *parts, sums)]
+        if not all(torch.isfinite(each).all() and each.any() for each in joined):
+            return
+        *columns, wanted = joined
+        _, unexplained = _fitted(columns[1:], wanted)
+        (kept, *_, added), rest = _fitted(columns, wanted)
+        if unexplained >= _UNEXPLAINED and rest <= _REST * unexplained and kept > _REST:
+            figures = {
+                "kept": kept,
+                "added": added,
+                "largest": float(wanted.abs().max()),
+                "parameters": float(len(names)),
+                "of": float(len(sums)),
+            }
+            self._tell(ADDED_UP, step, names, figures)
+
+    def _tell(self, what: str, step: int, names: Sequence[str], figures: Mapping[str, float]) -> None:
+        told = self._told.get(what, 0)
+        if told < _MOST_RECORDS:
+            self._told[what] = told + 1
+            self._recording.measured(Measurement(what, names[0], step, dict(figures), tuple(names[:_MOST_NAMES])))
+
+
+def _gradients(parameters: Iterable[WatchedParameter]) -> list[tuple[str, torch.Tensor | None]]:
+    return [(watched.name, watched.parameter.grad) for watched in parameters]
+
+
+def _fitted(columns: Sequence[torch.Tensor], wanted: torch.Tensor) -> tuple[list[float], float]:
+    """Return the factors by which the columns' sum comes closest to a vector, and the share of its norm that is left."""
+    sizes = torch.stack([column.norm() for column in columns])
+    matrix = torch.stack(list(columns), dim=1) / sizes
+    factors = torch.linalg.lstsq(matrix, wanted[:, None], driver="gelsd").solution[:, 0]
+    rest = (wanted - matrix @ factors).norm() / wanted.norm()
+    return (factors / sizes).tolist(), float(rest)

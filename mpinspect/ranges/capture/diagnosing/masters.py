@@ -1,0 +1,170 @@
+"""Finds master weights: copies of the model's weights, mostly in FP32, that an optimizer steps in their place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.optimizers import ModelOptimizers
+
+#: The most searches for the masters of one optimizer: copies that are rounded otherwise are never found.
+_MOST_SEARCHES = 8
+#: The most elements that are read of one tensor.
+_MOST_ELEMENTS = 64
+#: Twice the largest relative error of a rounding to BF16 that is not to nearest, and FP16's smallest number.
+_ROUNDING, _FLUSHED = 2.0**-6, 2.0**-24
+
+_Optimizer = torch.optim.Optimizer
+
+
+class Samples(NamedTuple):
+    """A few elements of each tensor, on its device.
+
+    Args:
+        names: of the tensors, one list for each device.
+        sizes: the number of elements of each.
+        values: the elements in FP32, one tensor for each device.
+    """
+
+    names: list[list[str]]
+    sizes: list[list[int]]
+    values: list[torch.Tensor]
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Return the elements by name, in FP64 on the host. Waits for the device."""
+        found: dict[str, torch.Tensor] = {}
+        for names, sizes, values in zip(self.names, self.sizes, self.values, strict=True):
+            found.update(zip(names, torch.split(values.to("cpu", torch.float64), sizes), strict=True))
+        return found
+
+
+@torch.no_grad()
+def samples(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> Samples:
+    """Return a copy of a few elements of each plain tensor, at places that depend on its shape alone; never waits."""
+    groups: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
+    for name, tensor in tensors:
+        if tensor is not None and is_plain(tensor):
+            names, parts = groups.setdefault(tensor.device, ([], []))
+            names.append(name)
+            parts.append(_spread(tensor).float())
+    return Samples(
+        [names for names, _ in groups.values()],
+        [[part.numel() for part in parts] for _, parts in groups.values()],
+        [torch.cat(parts) for _, parts in groups.values()],
+    )
+
+
+def _spread(tensor: torch.Tensor) -> torch.Tensor:
+    """Return at most ``_MOST_ELEMENTS`` elements, spread over every dimension, in the same order for any strides."""
+    each = max(int(_MOST_ELEMENTS ** (1 / max(tensor.dim(), 1))), 1)
+    return tensor.detach()[tuple(slice(None, None, -(-size // each) or 1) for size in tensor.shape)].reshape(-1)
+
+
+def are_close(masters: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether a few values of each tensor agree but for rounding, whichever way it goes. Waits for the device."""
+    one, other = samples(masters.items()).read(), samples(weights.items()).read()
+    if not one or one.keys() != other.keys():
+        return False
+    pairs = [(one[name], other[name]) for name in one]
+    return all(torch.allclose(master, weight, rtol=_ROUNDING, atol=_FLUSHED) for master, weight in pairs)
+
+
+class Masters:
+    """Knows which tensors of the model's optimizers are masters, and of which weights.
+
+    A master has its weight's shape, and a few of its values are compared with the weight's, rounded to the weight's dtype.
+    Where several agree (normalisations begin with ones) they are taken in order.
+
+    Args:
+        parameters: the model's parameters.
+        optimizers: those that belong to the model.
+    """
+
+    def __init__(self, parameters: Sequence[WatchedParameter], optimizers: ModelOptimizers) -> None:
+        self._parameters, self._optimizers = parameters, optimizers
+        #: The weights by the id of their master.
+        self._found: weakref.WeakKeyDictionary[_Optimizer, dict[int, WatchedParameter]] = weakref.WeakKeyDictionary()
+        self._searches: weakref.WeakKeyDictionary[_Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def find_all(self) -> None:
+        """Search in every optimizer of the model."""
+        for optimizer in self._optimizers.living():
+            self.find(optimizer)
+
+    def find(self, optimizer: _Optimizer) -> None:
+        """Search an optimizer for masters that are not known yet. Waits for the device if there is anything to compare."""
+        found = self._found.setdefault(optimizer, {})
+        foreign = [each for each in self._foreign(optimizer) if id(each) not in found and is_plain(each)]
+        if not foreign or self._searches.get(optimizer, 0) >= _MOST_SEARCHES:
+            return
+        weights = self._without_master()
+        if not weights:
+            return
+        self._searches[optimizer] = self._searches.get(optimizer, 0) + 1
+        values = samples((str(number), each) for number, each in enumerate(foreign)).read()
+        waiting: dict[object, list[WatchedParameter]] = {}
+        stored = samples((each.name, each.parameter) for each in weights).read()
+        for watched in reversed(weights):
+            waiting.setdefault(_key(watched.parameter, stored[watched.name], watched.parameter.dtype), []).append(
+                watched
+            )
+        dtypes = {watched.parameter.dtype for watched in weights}
+        for number, each in enumerate(foreign):
+            same = (waiting.get(_key(each, values[str(number)], dtype)) for dtype in dtypes)
+            agreeing = next((weights for weights in same if weights), None)
+            if agreeing:
+                found[id(each)] = agreeing.pop()
+
+    def of(self, optimizer: _Optimizer) -> Iterator[WatchedParameter]:
+        """Yield an optimizer's masters, each under the name of its weight."""
+        found = self._found.get(optimizer)
+        for each in self._foreign(optimizer) if found else ():
+            watched = found.get(id(each)) if found else None
+            if watched is not None and each.shape == watched.parameter.shape:
+                yield WatchedParameter(watched.name, watched.owner, each, watched.counted)
+
+    def all(self) -> Iterator[WatchedParameter]:
+        """Yield the masters of all optimizers of the model."""
+        for optimizer in self._optimizers.living():
+            yield from self.of(optimizer)
+
+    def weights(self) -> list[WatchedParameter]:
+        """Return the weights that have a master."""
+        return [watched for found in self._found.values() for watched in found.values()]
+
+    def may_be_of(self, weights: Sequence[WatchedParameter]) -> bool:
+        """Return whether a tensor that an optimizer steps may be a master of one of these weights, or of all in one piece."""
+        shapes = {watched.parameter.shape for watched in weights}
+        whole = sum(watched.parameter.numel() for watched in weights)
+        return any(
+            id(each) not in self._found.get(optimizer, ())
+            and (each.shape in shapes or (each.dim() == 1 and each.numel() >= whole))
+            for optimizer in self._optimizers.living()
+            for each in self._foreign(optimizer)
+        )
+
+    def _foreign(self, optimizer: _Optimizer) -> Iterator[torch.nn.Parameter]:
+        own = {id(watched.parameter) for watched in self._optimizers.parameters(optimizer)}
+        for group in optimizer.param_groups:
+            yield from (each for each in group["params"] if id(each) not in own)
+
+    def _without_master(self) -> list[WatchedParameter]:
+        """Return the trained weights that no optimizer of the model steps, themselves or by a master."""
+        known = {watched.name for watched in self.weights()}
+        for optimizer in self._optimizers.living():
+            known.update(watched.name for watched in self._optimizers.parameters(optimizer))
+        return [
+            watched
+            for watched in self._parameters
+            if watched.name not in known and watched.parameter.requires_grad and is_plain(watched.parameter)
+        ]
+
+
+def _key(tensor: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> object:
+    """Return what a master and its weight have in common: the shape, and values rounded to the weight's dtype."""
+    return tuple(tensor.shape), dtype, tuple(values.to(dtype).tolist())

@@ -1,0 +1,292 @@
+"""What diagnoses say of measurements made by hand: the words follow what was measured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from analysis_sessions import activation, session_of, spread, weight, window_of
+from torch import nn
+
+from mpinspect import Inspector
+from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.capture.diagnosing.singularities import Rows, singular
+from mpinspect.ranges.session import (
+    Event,
+    LostUpdates,
+    Measurement,
+    OptimizerRecord,
+    Precision,
+    Progress,
+    ScaleChange,
+    ScalerRecord,
+    TensorKey,
+)
+
+FINE = spread({-3: 1000})
+STEPS = 20
+
+
+def found(id, *measurements, layers=None, progress=None, **others):
+    """Return the finding of a run of 20 steps with these measurements."""
+    progress = progress or Progress(STEPS, STEPS, 0, STEPS, True)
+    session = session_of(layers or {weight("w"): FINE}, progress=progress, measurements=measurements, **others)
+    return next(finding for finding in analyse(session).findings if finding.id == id)
+
+
+def event(step, phase="backward", **others):
+    fields = {"loss_scale": 1.0, "skipped": False, "forward_finite": phase == "backward", "gradients_finite": False}
+    return Event(step, 0, phase, "fc", "activation", "fc", "nan", **{**fields, **others})
+
+
+@pytest.mark.parametrize(
+    ("squares", "not_finite", "words"),
+    [
+        (1e10, 0, "they are FP16, and their norm, 1e+05, is beyond 65504, where FP16 ends"),
+        (1e6, 0, "they are FP16, and their sum of squares, 1e+06, is beyond 65504, where FP16 ends"),
+        (1e10, 1, "(the norm of the others, 1e+05, is beyond 65504 too: summed up in FP16 it is infinite as well)"),
+        (
+            1e6,
+            1,
+            "(the sum of squares of the others, 1e+06, is beyond 65504 too: summed up in FP16 it is infinite as well)",
+        ),
+        (1e3, 1, "1 of them held infinities or NaNs, so that the norm was not finite, and dividing by the norm"),
+    ],
+)
+def test_the_words_of_a_norm_name_what_is_beyond_the_format(squares, not_finite, words):
+    figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": squares, "not_finite": float(not_finite)}
+    finding = found("gradients-clipped-to-zero", Measurement("changed-before-step", "w", 3, figures, ("w",)))
+    assert finding.message.startswith("In step 3 the optimizer was given zeros or NaNs")
+    assert words in finding.message
+    assert ("clip_grad_norm_" in finding.code) is bool(not_finite)
+    assert ("GradScaler below 1" in finding.fix) is bool(not_finite)
+
+
+def test_the_norm_in_float32_is_computed_by_the_printed_code():
+    figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": 1e10, "not_finite": 0.0}
+    code = found("gradients-clipped-to-zero", Measurement("changed-before-step", "w", 3, figures, ("w",))).code
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).half()
+    for parameter in model[0].parameters():
+        parameter.grad = torch.full_like(parameter, 300.0)
+    exec(code, {"torch": torch, "model": model, "max_norm": 1.0})
+    norm = torch.stack([parameter.grad.float().norm() for parameter in model[0].parameters()]).norm()
+    assert norm.item() == pytest.approx(1, rel=1e-3)
+
+
+def test_further_steps_with_a_fault_follow_the_first_one():
+    figures = {"factor": 0.001, "is_uniform": 1.0, "of": 2.0}
+    clipped = [Measurement("changed-while-scaled", "w", step, figures, ("w",)) for step in (2, 5, 8)]
+    progress = Progress(STEPS, STEPS, 0, STEPS, True, scales=(ScaleChange(0, 1024.0),))
+    # A factor of one in a thousand micro-batches would be an average.
+    clipped[0] = Measurement("changed-while-scaled", "w", 2, {**figures, "factor": 0.0012}, ("w",))
+    assert found("unscale-missing", *clipped, progress=progress).message == (
+        "In step 2, and in 2 more of the few steps that are checked for this, the gradients were clipped while they were still "
+        "multiplied by the loss scale of 1024 (2^10): what was left was 0.0012 times as large. The limit was meant for the true "
+        "gradients, 1024 times smaller."
+    )
+
+
+@pytest.mark.parametrize(
+    ("broke", "words"),
+    [
+        (event(1, "forward"), "The update of step 0 made the weights infinite or NaN, as the forward of step 1 shows"),
+        (event(0, "forward"), "In step 0 the run was no longer finite."),
+        (event(4, "forward", given=True), "In step 4 the run was no longer finite."),
+        (event(4), "In step 4 the run was no longer finite."),
+    ],
+)
+def test_a_forward_that_broke_shows_what_the_update_before_it_did(broke, words):
+    adam = OptimizerRecord("Adam", {"eps": 1e-8}, {"float16": 10}, {"exp_avg_sq": "float16"})
+    precision = Precision({"float16": 10}, optimizers=(adam,))
+    assert words in found("epsilon-zero", precision=precision, events=(broke,)).message
+
+
+def test_lost_updates_name_all_that_lose_as_much():
+    def updates(lost):
+        window = window_of(FINE, 10)
+        return type(window)(FINE, 10, lost_updates={"bfloat16": LostUpdates(lost, 100, True)})
+
+    keys = [TensorKey(name, "update") for name in ("a", "b", "c", "d")]
+    layers = {weight("w"): FINE} | dict(zip(keys, map(updates, (100, 100, 50, 100)), strict=True))
+    message = found("updates-lost", layers=layers).message
+    assert message.endswith("; 100% of those of 'a', 'b', 'd'.")
+
+
+def test_statistics_name_every_buffer_that_broke_with_the_first():
+    broken = [
+        Measurement("statistics", f"1.{name}", 5, text="not finite, float32")
+        for name in ("running_mean", "running_var")
+    ]
+    both = found(
+        "statistics-broken", *broken, Measurement("statistics", "2.running_var", 5, text="not finite, float32")
+    )
+    assert both.message.startswith("running_mean and running_var of '1' (FP32) have not been finite since step 5: ")
+    assert both.message.endswith("gives NaN.")
+    variance = found("statistics-broken", broken[1])
+    assert variance.message.startswith("running_var of '1' (FP32) has not been finite since step 5: ")
+    assert variance.message.endswith("gives zeros or NaN.")
+
+
+@pytest.mark.parametrize(("backoff", "is_static"), [(0.9999999, True), (0.5, False), (None, False)])
+def test_a_scaler_made_static_by_its_factors_is_told_so(backoff, is_static):
+    scaler = ScalerRecord("GradScaler", True, 2.0**26, 2000.0, 1.0000001, backoff)
+    precision = Precision({"float32": 10}, autocast=("float16",), scalers=(scaler,))
+    overflows = [event(step, loss_scale=2.0**26, skipped=True) for step in range(STEPS)]
+    overflows = [
+        Event(each.step, 0, "backward", "fc", "activation", "fc", "inf", 2.0**26, (), True, True) for each in overflows
+    ]
+    finding = found("scale-too-high", precision=precision, events=tuple(overflows))
+    assert ("A backoff_factor of 0.9999999 hardly lowers it" in finding.fix) is is_static
+
+
+def test_the_factors_of_a_scaler_are_recorded():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", growth_factor=3.0, backoff_factor=0.25)
+    with Inspector(model) as inspector:
+        scaler.scale(model(torch.ones(3, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    (record,) = inspector.session().precision.scalers
+    assert (record.growth_factor, record.backoff_factor) == (3.0, 0.25)
+
+
+def test_where_no_scale_is_needed_torchs_default_is_proposed_and_one_is_enough():
+    opening = [
+        Event(step, 0, "backward", "fc", "activation", "fc", "inf", 2.0 ** (24 - step), (), True, True)
+        for step in range(6)
+    ]
+    session = session_of(
+        {activation("fc"): window_of(spread({-10: 1000}), 10)},
+        progress=Progress(STEPS, STEPS, 6, STEPS, True),
+        events=opening,
+    )
+    report = analyse(session)
+    assert report.loss_scale.needed is False
+    finding = next(each for each in report.findings if each.id == "initial-scale-too-high")
+    assert finding.fix.startswith("Begin at 65536 (2^16) or lower")
+    assert "init_scale=2.0**16" in finding.code
+    assert "1 (enough) has" in str(report)
+
+
+# -- the place and the operation of an event --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({}, "the loss, or the code that leads to it, computes a division by zero"),
+        ({"what": "activation", "module": ""}, "the model's own code, or the loss, computes a division by zero"),
+        ({"module": "", "of_input": True}, "the model's own code computes a division by zero"),
+        ({"module": "score"}, "the code in or before 'score' computes a division by zero"),
+    ],
+)
+def test_the_subject_of_an_operation_is_its_place(broken, words):
+    fields = {"module": "fc", "what": "activation", "after": not broken, **broken}
+    happened = Event(8, 0, "backward", tensor="fc", value="nan", forward_finite=True, gradients_finite=False, **fields)
+    measured = Measurement(
+        "examined-argument", "", 8, {"elements": 1.0, "loss_finite": 1.0}, ("5",), "a division by zero"
+    )
+    message = found("argument-out-of-range", measured, events=(happened,)).message
+    assert message.startswith(
+        f"In step 8 {words} (1 element, row 5 of the batch): the loss is finite, but its gradient is not."
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "rows", "of_rows", "words"),
+    [
+        (8, 32, 32, "all 32 rows of the batch"),
+        (8, 20, 32, "rows 0, 1, 2, 3, 4, 5, 6, 7, ... of the batch"),
+        (8, 8, 32, "rows 0, 1, 2, 3, 4, 5, 6, 7 of the batch"),
+        (2, 2, 2, "all 2 rows of the batch"),
+        (1, 1, 1, "row 0 of the batch"),
+        # An older recording does not say how many rows there are.
+        (8, None, None, "rows 0, 1, 2, 3, 4, 5, 6, 7, ... of the batch"),
+        (2, None, None, "rows 0, 1 of the batch"),
+    ],
+)
+def test_rows_are_named_or_all_of_them_are_counted(names, rows, of_rows, words):
+    figures = {"elements": 40.0} | ({} if rows is None else {"rows": float(rows), "of_rows": float(of_rows)})
+    measured = Measurement("examined-batch", "", 8, figures, tuple(map(str, range(names))))
+    assert f"(40 elements, {words})" in found("batch-not-finite", measured).message
+
+
+def test_a_mask_counts_the_rows_that_it_hides():
+    figures = {"elements": 10.0, "rows": 1.0, "of_rows": 16.0}
+    masked = Measurement("examined-mask", "attn", 9, figures, ("2",), "a softmax of a row of nothing but -inf")
+    message = found("mask-hides-whole-row", masked).message
+    told = "a mask hides all scores of 10 rows (index 2 of the first dimension): their softmax is 0/0, which is NaN."
+    assert message == f"In step 9, in 'attn', {told}"
+
+
+def test_rows_of_a_condition():
+    assert Rows.where(torch.tensor(True)) == Rows((), 0, 0)
+    assert Rows.where(torch.tensor([False, True])) == Rows((1,), 1, 2)
+    assert Rows.where(torch.ones(20, 2, 3, dtype=torch.bool)) == Rows(tuple(range(8)), 20, 20)
+
+
+def softmax():
+    return torch.tensor([[0.0, 200.0], [1.0, 2.0]], requires_grad=True).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("argument", "is_softmax"),
+    [
+        (lambda: softmax(), True),
+        (lambda: softmax().float().clone().clamp_min(0), True),
+        (lambda: softmax().gather(1, torch.tensor([[0], [1]])).squeeze(1), True),
+        (lambda: softmax()[:, 0], True),
+        (lambda: torch.tensor([0.0, 1.0], requires_grad=True), False),
+        (lambda: softmax().sub(1).relu(), False),
+        (lambda: softmax()[:, 0].tanh(), False),
+    ],
+)
+def test_a_logarithm_of_a_softmax_is_told_from_others(argument, is_softmax):
+    found = singular(argument().log().grad_fn)
+    assert found is not None
+    assert found.what == ("of zero, the result of a softmax" if is_softmax else "of zero")
+
+
+def test_a_logarithm_of_a_softmax_is_mended_by_log_softmax():
+    fixes = {}
+    for text in ("a logarithm of zero", "a logarithm of zero, the result of a softmax"):
+        measured = Measurement("examined-argument", "", 8, {"elements": 1.0}, (), text)
+        fixes[text] = found("argument-out-of-range", measured, events=(event(8),))
+    plain, of_softmax = fixes.values()
+    assert of_softmax.code == "log_probabilities = torch.log_softmax(logits, -1)"
+    assert "A clamp would be finite too, but gives the clamped elements no gradient." in of_softmax.fix
+    assert plain.code == "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"
+
+
+@pytest.mark.parametrize(("broken", "has_code"), [(3, True), (9, True), (10, False), (20, False)])
+def test_steps_are_not_to_be_skipped_where_most_would_be(broken, has_code):
+    replaced = Measurement("replaced-before-step", "w", 0, {"of": 1.0}, ("w",))
+    finding = found("gradients-replaced", replaced, events=tuple(map(event, range(broken))))
+    assert bool(finding.code) is has_code
+    assert (f"they come in {broken} of 20 steps" in finding.fix) is not has_code
+
+
+@pytest.mark.parametrize(("dtypes", "is_spared"), [(("float32",), True), (("float16",), False)])
+def test_sums_of_what_is_held_in_float32_need_no_care(dtypes, is_spared):
+    large = spread({10: 100_000})
+    window = window_of(large, 10)
+    layers = {weight("w"): type(window)(large, 10, dtypes=dtypes, passed_through="float16")}
+    finding = found("reductions-overflow", layers=layers)
+    assert finding.message.endswith("The run holds it in FP32.") is is_spared
+    assert (finding.fix == "") is is_spared
+
+
+@pytest.mark.parametrize(("scales", "words"), [((64, 32, 16, 8), "fell each time"), ((64, 64, 32, 32), "never grew")])
+def test_overflows_that_recur_name_their_steps(scales, words):
+    events = [
+        Event(step, 0, "backward", "2", "activation", "2", "inf", float(scale), (), True, True, after=True)
+        for step, scale in zip((5, 8, 11, 14), scales, strict=True)
+    ]
+    precision = Precision(
+        {"float32": 10}, autocast=("float16",), scalers=(ScalerRecord("GradScaler", True, 64.0, 2000.0),)
+    )
+    finding = found("overflow-recurs", precision=precision, events=tuple(events))
+    assert finding.message.startswith(
+        f"Every 3 steps (5, 8, 11, ...) the gradients overflow after '2', although the scale {words}"
+    )
+    assert finding.fix.startswith("Look at the batches of steps 5, 8, 11, ...: an outlier")
