@@ -11,17 +11,17 @@ import os
 import sys
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharded_training import NO_FSDP2
+from sharded_training import NO_FSDP2, local, same, weights
 from torch import nn
 
 from mpinspect import Inspector
-from mpinspect.ranges.kinds import UPDATE, WEIGHT, WEIGHT_GRADIENT
+from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, KINDS, WEIGHT_GRADIENT
 from mpinspect.run.all_ranks import AllRanks
 
 STEPS, MIDDLE, LIMIT_S = 4, 2, 120
@@ -104,51 +104,73 @@ def _step(name: str, model: nn.Module) -> Callable[[torch.Tensor], None]:
     return lambda x: schedule.step(*([] if rank else [x]), **({"target": x} if rank == last else {}))
 
 
-def _names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name.removeprefix("module."), parameter) for name, parameter in model.named_parameters())
+class Oracle:
+    """What hooks of its own count on this rank: outputs and their gradients; of parameters the gradients before the all-reduce of
+    DDP, of each micro-batch of a stage, else whole gradients on rank 0.
+    """
+
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        self.counts: dict[tuple[str, str], Counts] = {}
+        self._is_each_ranks = name in ("copies", "stages")
+        for path, module in inner.named_children():
+            self._look_at_outputs(path, module)
+        self._parameters = [(tensor, parameter) for tensor, parameter in inner.named_parameters()]
+        for tensor, parameter in self._parameters if self._is_each_ranks else ():
+            parameter.register_hook(self._counter(tensor, WEIGHT_GRADIENT))
+
+    def after_backward(self) -> None:
+        for tensor, parameter in () if self._is_each_ranks else self._parameters:
+            whole = parameter.grad.full_tensor()  # type: ignore[union-attr]
+            self._counter(tensor, WEIGHT_GRADIENT)(whole if dist.get_rank() == 0 else whole[:0])
+
+    def so_far(self) -> dict[tuple[str, str], Counts]:
+        return {key: Counter(counts) for key, counts in self.counts.items()}
+
+    def _look_at_outputs(self, path: str, module: nn.Module) -> None:
+        def look(module: object, args: object, output: torch.Tensor) -> None:
+            self._counter(path, ACTIVATION)(output)
+            output.register_hook(self._counter(path, ACTIVATION_GRADIENT))
+
+        module.register_forward_hook(look)
+
+    def _counter(self, tensor: str, kind: str) -> Callable[[torch.Tensor], None]:
+        return lambda values: self.counts.setdefault((tensor, kind), Counter()).update(counted(local(values)))
 
 
 def train(name: str, place: Path) -> dict[str, Any]:
-    """Train and return what this rank's own hooks counted: before the all-reduce of DDP, of each micro-batch of a stage,
-    else whole gradients on rank 0.
+    """Train with and without an inspector; return what this rank's oracle counted, and whether the weights are the same.
 
     "averaged" is of all parameters' ``.grad`` together, after the all-reduce.
     """
     rank = dist.get_rank()
-    inner = network(name)
-    # Attached before any wrapper is made.
-    inspector = Inspector(inner, capture=(WEIGHT_GRADIENT, WEIGHT, UPDATE), log_dir=place / f"rank{rank}" / "Net")
-    inspector.attach()
-    model = MODELS[name](inner)
-    own: dict[str, Counts] = {name: Counter() for name, _ in _names(model)}
-
-    def counter(name: str) -> Callable[[torch.Tensor], None]:
-        return lambda gradient: own[name].update(counted(gradient))
-
-    is_each_ranks = name in ("copies", "stages")
-    if is_each_ranks:
-        for tensor, parameter in _names(model):
-            parameter.register_hook(counter(tensor))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(1 if name == "split products" else 1 + rank)
-    middle: dict[str, Counts] = {}
-    averaged: Counts = Counter()
-    step = _step(name, model)
-    for number in range(STEPS):
-        step(torch.randn(4, 8))
-        if not is_each_ranks:
-            for tensor, parameter in _names(model):
-                whole = parameter.grad.full_tensor()  # type: ignore[union-attr]
-                own[tensor].update(counted(whole) if rank == 0 else Counter())
-        if name == "copies" and number == LAST_AVERAGED:
-            averaged = sum((counted(parameter.grad) for parameter in inner.parameters()), Counter())  # type: ignore[arg-type]
-        optimizer.step()
-        optimizer.zero_grad()
-        if number == MIDDLE - 1:
-            middle = {tensor: Counter(counts) for tensor, counts in own.items()}
-            _add_up_so_far(inspector, place)
-    inspector.detach()
-    return {"whole": own, "middle": middle, "averaged": averaged}
+    found: dict[str, Any] = {}
+    trained = []
+    for inspects in (False, True):
+        inner = network(name)
+        # Attached before any wrapper is made.
+        log_dir = place / f"rank{rank}" / "Net"
+        inspector = Inspector(inner, capture=KINDS, log_dir=log_dir).attach() if inspects else None
+        model = MODELS[name](inner)
+        oracle = Oracle(name, inner) if inspects else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(1 if name == "split products" else 1 + rank)
+        step = _step(name, model)
+        for number in range(STEPS):
+            step(torch.randn(4, 8))
+            if oracle is not None:
+                oracle.after_backward()
+            if name == "copies" and number == LAST_AVERAGED:
+                found["averaged"] = sum((counted(weight.grad) for weight in inner.parameters()), Counter())  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+            if oracle is not None and inspector is not None and number == MIDDLE - 1:
+                found["middle"] = oracle.so_far()
+                _add_up_so_far(inspector, place)
+        trained.append(weights(model))
+        if oracle is not None and inspector is not None:
+            inspector.detach()
+            found["whole"] = oracle.so_far()
+    return found | {"same": same(*trained)}
 
 
 def exactly(name: str, place: Path) -> dict[str, Counts]:

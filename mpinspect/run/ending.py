@@ -6,7 +6,7 @@ import re
 import sys
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,8 @@ from mpinspect.run.directory import others_of, process_name, shown
 from mpinspect.run.joining import join, with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, brief, outcome_of
-from mpinspect.run.processes import sigterm_put_off
-from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, now, write_record
+from mpinspect.run.processes import Sigterm, leave_trace_of_sigterm
+from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, SIGTERM, now, write_record
 
 if TYPE_CHECKING:
     from mpinspect.run.all_ranks import AllRanks
@@ -82,6 +82,7 @@ class Ending:
         self._tracker: ActiveRun | None = None
         self._all_ranks: AllRanks | None = None
         self._once = threading.Lock()
+        self._sigterm = Sigterm(self.finish)
 
     @property
     def over(self) -> bool:
@@ -96,6 +97,8 @@ class Ending:
         try:
             from mpinspect.run.watcher import Watcher
 
+            if self._is_rank:
+                leave_trace_of_sigterm(self.directory / SIGTERM)
             if self.options.tracker is not None:
                 self._tracker = ActiveRun(self.options.tracker, self._before_the_tracker_ends)
             if self.speaks and self._is_rank:
@@ -111,6 +114,9 @@ class Ending:
     def left_by(self, error: BaseException) -> None:
         """Record the exception that is about to end the script."""
         self.outcome = outcome_of(error)
+        if self.outcome.by_error and self._is_rank:
+            # Where another rank is gone, the launcher's SIGTERM may arrive before this exception has been shown.
+            self._sigterm.put_off()
         if self.outcome.by_error and self._watcher is not None:
             self._watcher.broke_off(error)
 
@@ -130,10 +136,13 @@ class Ending:
         """
         if not self._once.acquire(blocking=False):
             return
-        put_off = sigterm_put_off() if self._is_rank else nullcontext()
+        if self._is_rank:
+            self._sigterm.put_off()
         try:
-            with put_off:
+            try:
                 self._finish(flush)
+            finally:
+                self._sigterm.let_through()
             if self._tracker is not None:
                 self._tracker.end()
         except KeyboardInterrupt:
@@ -285,6 +294,7 @@ class Ending:
             "by_error": self.outcome.by_error,
         }
         write_record(self.directory, self._record | ended | more)
+        (self.directory / SIGTERM).unlink(missing_ok=True)
 
     def _say(self, sentence: str) -> None:
         """Print one line on stderr, preceded by the process's name if there are several processes."""

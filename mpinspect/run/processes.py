@@ -11,8 +11,8 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -147,26 +147,56 @@ def _report_now(ending: Ending, outcome: Outcome) -> None:
         ending.finish_soon(outcome)
 
 
-@contextmanager
-def sigterm_put_off() -> Iterator[None]:
-    """Put off a SIGTERM that would end the process until the block's end: a launcher sends it to all ranks once one has failed.
+def leave_trace_of_sigterm(file: Path) -> None:
+    """Let a SIGTERM that ends this process write the stack to ``file``, even while the process waits in native code.
+
+    So a rank that the launcher stopped can be told from the one that died. Does nothing where the signal is handled or ignored.
+    """
+    import faulthandler
+
+    def is_deadly() -> bool:
+        return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    def in_child() -> None:
+        if is_deadly():
+            faulthandler.unregister(signal.SIGTERM)
+
+    if hasattr(faulthandler, "register") and is_deadly():
+        faulthandler.register(signal.SIGTERM, file.open("wb"), all_threads=False, chain=True)
+        os.register_at_fork(after_in_child=in_child)
+
+
+class Sigterm:
+    """Lets a SIGTERM that would end the process wait for the report: a launcher sends it to all ranks once one has failed.
 
     Does nothing on another thread than the main one, or where the script handles the signal.
+
+    Args:
+        report: makes the report, and calls ``let_through`` at its end; returns at once if the report has begun.
     """
-    came: list[int] = []
-    try:
-        is_deadly = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        if is_deadly:
-            signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    except ValueError:
-        is_deadly = False
-    try:
-        yield
-    finally:
-        if is_deadly:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if came:
+
+    def __init__(self, report: Callable[[], None]) -> None:
+        self._report = report
+        self._is_put_off = self._came = False
+
+    def put_off(self) -> None:
+        """From now on make the report before a SIGTERM ends the process."""
+        with suppress(ValueError):
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, self._arrived)
+                self._is_put_off = True
+
+    def let_through(self) -> None:
+        """Let SIGTERM end the process again, at once if one has arrived."""
+        if self._is_put_off:
+            with suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._came:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _arrived(self, number: int, frame: object) -> None:
+        self._came = True
+        self._report()
 
 
 # -- spawned children ----------------------------------------------------------------------------------------------------

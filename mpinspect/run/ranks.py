@@ -13,7 +13,7 @@ from mpinspect.ranges.session import Measurement, RunInfo, Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.reporting.words import number_of
 from mpinspect.run.options import MOST_RANKS
-from mpinspect.run.record import KILLED, STILL_RUNNING, ProcessRecord, read_record
+from mpinspect.run.record import KILLED, STILL_RUNNING, STOPPED, ProcessRecord, read_record
 from mpinspect.runtime.background import give_way
 
 _RANK = re.compile(r"rank(\d+)")
@@ -34,7 +34,8 @@ class ModelsOfRanks:
         self._each = each
         #: Sums of ranks and single sessions by the model's name, in the order in which they were added.
         self._models: dict[str, RankSum | Session] = {}
-        self._jobs: dict[str, str] = {}
+        #: Of the first process that has one.
+        self._job = ""
         #: By the process's directory.
         self._records: dict[str, ProcessRecord] = {}
         #: Ranks of which something was added, with what is said of those that have not ended; and ranks with unreadable files.
@@ -70,7 +71,11 @@ class ModelsOfRanks:
         alone = f"{process}/{name}" if process else name
         found = _with_rank(session, process, record.world_size)
         rank, world = found.info.rank, found.info.world_size
-        if (world < 2 and not _RANK.match(process)) or self._each:
+        is_rank = world > 1 or _RANK.match(process) is not None
+        if is_rank and rank < world <= MOST_RANKS:
+            self._present[rank] = "" if session.progress.ended else _unfinished(record)
+            self._world = max(self._world, world)
+        if self._each or not is_rank:
             self._models[alone] = session
             return
         # Inspectors that a script makes itself, one log_dir per rank, are distinguished by their directories.
@@ -80,7 +85,8 @@ class ModelsOfRanks:
             if not rank < world <= MOST_RANKS:
                 raise NotOneModelError(f"it says that it is rank {rank:,} of {world:,}")
             # A process whose record is missing has no job: only its rank shows where it belongs.
-            if record.job and record.job != (self._jobs.setdefault(name, record.job) or record.job):
+            self._job = self._job or record.job
+            if record.job not in ("", self._job):
                 raise NotOneModelError("it is of another run: two runs are in one folder, so move one away")
             if not isinstance(total, RankSum):
                 raise NotOneModelError("another model has its name")
@@ -90,9 +96,6 @@ class ModelsOfRanks:
             self._models[alone] = session
             if isinstance(total, RankSum) and not total.ranks:
                 del self._models[name]
-        if rank < world <= MOST_RANKS:
-            self._present[rank] = "" if session.progress.ended else _unfinished(record)
-            self._world = max(self._world, world)
 
     def unreadable(self, process: str) -> None:
         """Take note that a model of a process can't be read."""
@@ -168,8 +171,9 @@ def early_end(process: str, record: ProcessRecord) -> Measurement | None:
         return None
     kind = "itself"
     words = f"{'by' if record.by_error else 'with'} {record.outcome}"
-    if record.outcome == KILLED:
-        kind, words = "killed", record.outcome.removeprefix("ended ")
+    if record.outcome in (KILLED, STOPPED):
+        kind = "killed" if record.outcome == KILLED else "stopped"
+        words = record.outcome.removeprefix("ended ")
     elif record.by_error and _IN_A_COLLECTIVE.search(record.outcome):
         kind, words = "in a collective", f"by {record.outcome.partition(':')[0]} in a collective"
     return Measurement(ENDED_EARLY, rank=int(match[1]), figures={"order": float(ENDINGS.index(kind))}, text=words)

@@ -81,8 +81,8 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
         saw=tuple(notes),
         log_dir=str(folder),
         is_shape_detail=not first.lint,
-        # Without a model there is no verdict that could say it.
-        broke_elsewhere="" if parts else models.ended_early,
+        # Without a sum of the ranks there is no verdict that could say it.
+        broke_elsewhere="" if parts and not each_rank else models.ended_early,
     )
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar
 
@@ -20,9 +20,12 @@ FILE_NAME = "run.json"
 PAGE = "report.html"
 REPORTS = ("report.md", "report.json", PAGE)
 TRACE = "trace.json.gz"
+#: In it a SIGTERM that ends a rank leaves a trace.
+SIGTERM = ".sigterm"
 
 #: Outcomes reported for a process that has not written its final run.json.
 KILLED = "ended without a report (killed, or it crashed)"
+STOPPED = "ended by a SIGTERM"
 STILL_RUNNING = "still running, or killed"
 #: A process ID (pid_t).
 _Process: Any = Annotated[int, Between(1, (1 << 31) - 1)]
@@ -163,19 +166,28 @@ class ProcessRecord:
     @property
     def ended_early(self) -> bool:
         """Whether the process was killed or failed before its script was done."""
-        return self.by_error or self.outcome == KILLED or self.outcome.startswith("exit status")
+        return self.by_error or self.outcome in (KILLED, STOPPED) or self.outcome.startswith("exit status")
 
 
 def read_record(directory: Path) -> ProcessRecord:
     """Return the record of the process that wrote to this directory; never raises."""
     try:
-        return _understood(load_record(directory))
+        record = _understood(load_record(directory))
+        was_stopped = record.outcome == KILLED and _holds_something(directory / SIGTERM)
+        return replace(record, outcome=STOPPED) if was_stopped else record
     except FileNotFoundError:
         return ProcessRecord(trouble=f"{FILE_NAME} is missing: what ran, and how it ended, is not known")
     except OSError as error:
         return ProcessRecord(trouble=f"{FILE_NAME} can't be read: {error.strerror or error}")
     except DecodingError as error:
         return ProcessRecord(trouble=f"{FILE_NAME} is damaged and says nothing: it {error}")
+
+
+def _holds_something(file: Path) -> bool:
+    try:
+        return file.stat().st_size > 0
+    except OSError:
+        return False
 
 
 def _understood(record: dict[str, Any]) -> ProcessRecord:

@@ -205,11 +205,12 @@ def _eager_counts(run: Run, steps: list[int], net: nn.Module | None = None) -> d
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
+@pytest.mark.parametrize("every", [1, EVERY])
 @pytest.mark.parametrize(("name", "attached"), CELLS)
-def test_a_compiled_training_is_left_as_it_is(name: str, attached: str) -> None:
+def test_a_compiled_training_is_left_as_it_is(name: str, attached: str, every: int) -> None:
     """By default: the same results and graphs as alone, weight gradients counted, and what was not seen is named."""
     way, alone = WAYS[name], _alone(name)
-    run = _train(way, attached, every=1 if attached == "after" else EVERY)
+    run = _train(way, attached, every=every)
     assert run.losses == alone.losses
     assert (run.backend.graphs, run.backend.calls) == (alone.backend.graphs, alone.backend.calls)
     session = run.session
@@ -223,19 +224,21 @@ def test_a_compiled_training_is_left_as_it_is(name: str, attached: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
+@pytest.mark.parametrize("every", [1, EVERY])
 @pytest.mark.parametrize(("name", "attached"), [cell for cell in CELLS if cell[0] != "function"])
-def test_sampled_steps_run_eagerly(name: str, attached: str) -> None:
+def test_sampled_steps_run_eagerly(name: str, attached: str, every: int) -> None:
     """They count what an uncompiled net counts from the same weights; the others run the graphs that there would be alone."""
     way, alone = WAYS[name], _alone(name)
-    run = _train(way, attached, every=EVERY, capture=KINDS, eager_samples=True)
+    run = _train(way, attached, every=every, capture=KINDS, eager_samples=True)
     first = ATTACHED[attached] or 0
-    sampled = [step for step in range(first, STEPS) if (step - first) % EVERY == 0]
+    sampled = [step for step in range(first, STEPS) if (step - first) % every == 0]
     # What is compiled once the inspector is attached is found after its first step.
     eager = sampled[1:] if attached == "before" else sampled
     assert (run.session.progress.sampled_steps, run.session.progress.eager_steps) == (len(sampled), len(eager))
     # This backend computes as eager code does, so the results can be compared.
     assert run.losses == alone.losses
-    assert run.backend.graphs == alone.backend.graphs
+    # Where every step runs eagerly, nothing is compiled.
+    assert run.backend.graphs == (alone.backend.graphs if len(eager) < STEPS else 0)
     assert run.backend.calls * STEPS == alone.backend.calls * (STEPS - len(eager))
     counts = {key: tensor.histogram for key, tensor in run.session.totals().items()}
     inside = {key: counted for key, counted in _eager_counts(run, eager).items() if key.kind != "weight_gradient"}
@@ -262,9 +265,10 @@ def test_steps_between_samples_run_inductors_graphs(mode: str | None) -> None:
     with inductor.patch(options):
         alone = _train(compiled)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        default = _train(compiled, "in the middle", every=EVERY)
-        assert default.losses == alone.losses
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+        for attached in ATTACHED:
+            for every in (1, EVERY):
+                assert _train(compiled, attached, every=every).losses == alone.losses
+                assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
         run = _train(compiled, "after", every=EVERY, capture=KINDS, eager_samples=True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert run.losses == pytest.approx(alone.losses, rel=1e-5)

@@ -105,6 +105,22 @@ def test_weights_that_broke_without_a_gradient_are_told_of() -> None:
     assert "learning rate" in finding.fix
 
 
+def test_weights_that_broke_where_all_gradients_stayed_finite_name_what_was_seen() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(3):
+            if step == 1:
+                with torch.no_grad():
+                    model[0].weight[0, 0] = math.inf
+            optimizer.zero_grad()
+            # The hyperbolic tangent of an infinity is 1, its gradient zero.
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+    seen = "in the steps taken was finite, but in step 1, where the activation of '0' held an inf"
+    assert [seen in each.message for each in inspector.report().findings if each.severity == "error"] == [True]
+
+
 def test_an_event_that_a_step_told_of_is_enough() -> None:
     inspector = _trained(broken_at=4)
     assert [(event.phase, event.what) for event in inspector.session().events] == [

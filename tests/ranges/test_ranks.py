@@ -277,6 +277,9 @@ def test_uneven_steps_and_missing_ranks_are_named():
     still = "Rank 3 had not ended: still running, killed, or the file is cut off."
     assert said == f"What rank 3 wrote ends at step 412; the others' at 600. {still}"
     assert finding(report, "rank-missing").message.startswith("Rank 2 of 4 left nothing")
+    later = finding(analyse(merge_ranks([ending_at(0, 600), ending_at(1, 412)])), "rank-steps-differ")
+    assert (later.severity, later.message) == ("warning", "What rank 1 wrote ends at step 412; the others' at 600.")
+    assert later.fix.startswith("Each rank counts its steps from where it was attached")
 
 
 def left(rank, words, order=0.0):
@@ -298,10 +301,8 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
     said = finding(report, "rank-ended-early")
     assert report.findings[0] is said
     assert (said.severity, said.step) == ("error", 570)
-    assert (
-        said.message
-        == f"Rank 1 ended in step 570 by ValueError: bad batch. After that ranks 0, 2 and 3 ended {killed}."
-    )
+    first = "Rank 1 ended in step 570 by ValueError: bad batch."
+    assert said.message == f"{first} Then ranks 0, 2 and 3 ended after step 579 {killed}."
     assert report.verdict.sentences[0] == f"In trouble: {said.message}"
     assert "rank 1" in report.verdict.change
     # How it ended says why rank 3 left nothing.
@@ -311,6 +312,23 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
     slow = analyse(total.session(ended_early=[left(2, killed, 1.0)]))
     assert finding(slow, "rank-ended-early").message == f"Rank 2 ended after step 579 {killed}."
     assert "signal 9" in finding(slow, "rank-ended-early").fix
+    # The rank that waited for it, in vain, bounds the step in which it was killed.
+    waited = left(1, "by DistBackendError in a collective", 2.0)
+    for wrote, when in ((560, "in one of steps 560-570"), (570, "in step 570"), (571, "after step 570")):
+        two = RankSum()
+        two.add(ending_at(0, wrote, ended=False))
+        two.add(ending_at(1, 570, ended=True))
+        dead = analyse(two.session(ended_early=[left(0, killed, 1.0), waited]))
+        then = f"Then rank 1 ended in step 570 {waited.text}."
+        assert finding(dead, "rank-ended-early").message == f"Rank 0 ended {when} {killed}. {then}"
+    # The launcher stops those that are left, and a scheduler the whole job.
+    sigterms = [left(rank, "by a SIGTERM", 3.0) for rank in (0, 2)]
+    ended = finding(analyse(total.session(ended_early=[*sigterms, left(3, killed, 1.0)])), "rank-ended-early")
+    then = "Then ranks 0 and 2 ended after step 579 by a SIGTERM."
+    assert ended.message == f"Rank 3 ended before a step was recorded, {killed}. {then}"
+    cancelled = finding(analyse(total.session(ended_early=sigterms)), "rank-ended-early")
+    assert (cancelled.severity, cancelled.message) == ("warning", "Ranks 0 and 2 ended after step 579 by a SIGTERM.")
+    assert "the scheduler" in cancelled.fix
     # Somebody may have stopped the whole job.
     stopped = finding(
         analyse(total.session(ended_early=[left(rank, killed, 1.0) for rank in range(4)])), "rank-ended-early"
@@ -339,6 +357,13 @@ def test_infinities_on_one_rank_alone_name_it():
     said = finding(report, "rank-events-differ").message
     assert said.startswith("Infinities or NaNs came on rank 2 in 1 step, the others saw none")
     assert "rank 2, step 4, backward, 'fc', first inf" in str(report)
+    # A rank that was given of it is none of those on which it arose.
+    batch = s.Event(4, 0, "forward", "", kinds.ACTIVATION, "fc", "inf", given=True)
+    examined = s.Measurement("examined-batch", step=4, figures={"elements": 1.0}, names=("0",))
+    first = dataclasses.replace(of_rank(0, of=2), events=(dataclasses.replace(event, elsewhere=True),))
+    second = dataclasses.replace(of_rank(1, of=2), events=(batch,), measurements=(examined,))
+    said = finding(analyse(merge_ranks([first, second])), "batch-not-finite").message
+    assert said.endswith("That was on rank 1.")
     everywhere = [dataclasses.replace(rank, events=(event,)) for rank in ranks]
     assert ids(analyse(merge_ranks(everywhere))) == []
 

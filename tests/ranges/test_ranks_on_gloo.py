@@ -6,7 +6,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ranks_training as trained
@@ -20,7 +19,7 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
 from mpinspect.ranges.capture.diagnosing.averaged import AVERAGED
-from mpinspect.ranges.kinds import UPDATE, WEIGHT, WEIGHT_GRADIENT
+from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey
 from mpinspect.run.directory import ALL_RANKS
 
@@ -31,6 +30,8 @@ CASES = [
     for name in trained.models_of(ranks)
 ]
 Run = Callable[[int], Path]
+#: The kinds of tensor that the oracle counts, too.
+COUNTED = (WEIGHT_GRADIENT, ACTIVATION, ACTIVATION_GRADIENT)
 
 
 @pytest.fixture(scope="module")
@@ -54,26 +55,27 @@ def _as_counter(histogram: ExponentHistogram) -> trained.Counts:
     return found
 
 
-def _oracle(folder: Path, ranks: int, name: str, moment: str) -> dict[str, trained.Counts]:
-    found: dict[str, trained.Counts] = {}
+def _oracle(folder: Path, ranks: int, name: str, moment: str) -> dict[TensorKey, trained.Counts]:
+    found: dict[TensorKey, trained.Counts] = {}
     for rank in range(ranks):
         own = torch.load(folder / f"rank{rank}.pt", weights_only=False)[name][moment]
         for tensor, counts in own.items():
-            found.setdefault(tensor, Counter()).update(counts)
+            found.setdefault(TensorKey(*tensor), Counter()).update(counts)
+    assert {key.kind for key in found} == set(COUNTED)
     assert all(counts.total() for counts in found.values())
     return found
 
 
-def _gradients(session: Session) -> dict[str, trained.Counts]:
-    totals = session.totals().items()
-    return {key.name: _as_counter(found.histogram) for key, found in totals if key.kind == WEIGHT_GRADIENT}
+def _counts(session: Session) -> dict[TensorKey, trained.Counts]:
+    return {key: _as_counter(found.histogram) for key, found in session.totals().items() if key.kind in COUNTED}
 
 
 @pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_the_sum_is_what_an_oracle_counts(ranks: int, name: str, run: Run) -> None:
     folder = run(ranks)
     merged = merge_ranks(Session.load(folder / name / f"rank{rank}" / "Net") for rank in range(ranks))
-    assert _gradients(merged) == _oracle(folder, ranks, name, "whole")
+    assert _counts(merged) == _oracle(folder, ranks, name, "whole")
+    assert all(torch.load(folder / f"rank{rank}.pt", weights_only=False)[name]["same"] for rank in range(ranks))
     # Every element of the weights is there once, on however many ranks: as many in each step.
     totals = merged.totals()
     shapes = {info.name: info.shape for info in merged.watched if info.kind == WEIGHT}
@@ -96,7 +98,7 @@ def test_what_is_added_up_while_they_train_is_what_they_had_counted(ranks: int, 
     folder = run(ranks)
     so_far = Session.load(folder / name / ALL_RANKS / "Net")
     oracle = _oracle(folder, ranks, name, "middle")
-    assert _gradients(so_far) == oracle
+    assert _counts(so_far) == oracle
     assert so_far.progress.steps == so_far.progress.sampled_steps == trained.MIDDLE
     assert [rank.info.rank for rank in so_far.ranks] == list(range(ranks))
     assert not so_far.progress.ended
@@ -113,7 +115,8 @@ def test_where_arithmetic_is_exact_the_sums_are_those_of_one_process_on_the_whol
         merge_ranks(Session.load(folder / name / f"rank{rank}" / "Net") for rank in range(ranks))
         for name in ("exact shards", "exact copies")
     )
-    assert _gradients(shards) == whole["exact shards"] == whole["exact copies"]
+    gradients = {key.name: counts for key, counts in _counts(shards).items()}
+    assert gradients == whole["exact shards"] == whole["exact copies"]
     (averaged,) = (_counted(each.figures) for each in copies.measurements if each.what == AVERAGED)
     assert averaged == sum(whole["exact copies"].values(), Counter())
 
@@ -143,15 +146,17 @@ def _counted(figures: Mapping[str, float]) -> trained.Counts:
     return +Counter({name if name == "zeros" else int(name): figures[name] for name in figures if name != "nonfinite"})
 
 
-def _in_the_log(folder: Path) -> dict[str, Any]:
-    """The exponents of weight gradients that TensorBoard shows, added up over the steps."""
+def _in_the_log(folder: Path) -> dict[TensorKey, trained.Counts]:
+    """The exponents that TensorBoard shows of what the oracle counts, added up over the steps."""
     log = EventAccumulator(str(folder), size_guidance={"tensors": 0})
     log.Reload()
     assert "verdict/text_summary" in log.Tags()["tensors"]
-    found: dict[str, trained.Counts] = {}
+    found: dict[TensorKey, trained.Counts] = {}
     for tag in log.Tags()["tensors"]:
         kind, _, name = tag.removeprefix("exponents/").partition("/")
-        for event in log.Tensors(tag) if kind == WEIGHT_GRADIENT else ():
+        for event in log.Tensors(tag) if kind in COUNTED else ():
             bars = make_ndarray(event.tensor_proto)
-            found.setdefault(name, Counter()).update({int(low): int(count) for low, _, count in bars if count})
+            found.setdefault(TensorKey(name, kind), Counter()).update(
+                {int(low): int(count) for low, _, count in bars if count}
+            )
     return found

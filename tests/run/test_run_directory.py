@@ -62,6 +62,7 @@ def test_ranks_add_up_or_are_parts_in_their_order(tmp_path):
     assert read_run(tmp_path).saw == (absent, "seen", "rank2: here")
     report = read_run(tmp_path, each_rank=True)
     assert [part.name for part in report.parts] == ["rank0/Net", "rank2/Net", "rank10/Net"]
+    assert (report.saw, report.first_line) == ((absent, "seen", "rank2: here"), "")
 
 
 @pytest.mark.parametrize("without", [0, 1])
@@ -85,7 +86,7 @@ def test_every_form_names_the_rank(suffix, tmp_path):
         info = dataclasses.replace(sessions.word_model().info, rank=rank, world_size=2)
         dataclasses.replace(sessions.word_model(), info=info, events=(event,) if rank else ()).save(model)
     text = render(read_run(tmp_path), suffix)
-    assert "rank 1, step 4, backward, fc" in text
+    assert "rank 1, step 4, backward, " in text
     assert "rank-events-differ" in text
 
 
@@ -99,6 +100,14 @@ def test_ranks_of_two_runs_or_two_models_are_not_added_up(tmp_path):
         report.saw[0]
         == "rank1/Net is shown by itself: it is of another run: two runs are in one folder, so move one away"
     )
+
+
+def test_a_rank_of_another_run_is_named_whatever_its_model_is_called(tmp_path):
+    for rank, model in enumerate(("Net", "Other")):
+        make_run(tmp_path / f"rank{rank}", model, world_size=2, job=model)
+    report = read_run(tmp_path)
+    assert [part.name for part in report.parts] == ["Net", "rank1/Other"]
+    assert report.saw[0].startswith("rank1/Other is shown by itself: it is of another run")
 
 
 def test_stages_of_a_pipeline_are_models_of_their_own_and_no_rank_is_missed(tmp_path):
@@ -124,10 +133,12 @@ def test_the_verdict_leads_with_a_rank_that_died(suffix, tmp_path):
     (part,) = report.parts
     killed = "without a report (killed, or it crashed)"
     # What a collective says on a rank that is left is no cause.
-    said = f"Rank 1 ended in step 40 {killed}. After that rank 0 ended by RuntimeError in a collective."
+    said = f"Rank 1 ended in step 40 {killed}. Then rank 0 ended in step 40 by RuntimeError in a collective."
     assert part.ranges.verdict.sentences[0] == f"In trouble: {said}"
     text = render(report, suffix, **({"width": 300} if suffix == ".txt" else {}))
     assert text.index("In trouble: Rank 1 ended") < text.index("In brief")
+    said = f"Rank 1 ended {killed}. Then rank 0 ended by RuntimeError in a collective."
+    assert read_run(tmp_path, each_rank=True).first_line == said
 
 
 def test_a_rank_that_died_is_named_once_for_several_models(tmp_path):
@@ -142,7 +153,7 @@ def test_a_rank_that_died_before_any_model_was_seen_comes_first(tmp_path):
     for rank, ended in enumerate((running(pid_of_nobody()), failed)):
         make_run(tmp_path / f"rank{rank}", world_size=2, **ended)
     killed = "rank 0 ended without a report (killed, or it crashed)"
-    said = f"Rank 1 ended by RuntimeError: CUDA out of memory. After that {killed}."
+    said = f"Rank 1 ended by RuntimeError: CUDA out of memory. Then {killed}."
     report = read_run(tmp_path)
     assert report.first_line == said
     assert render(report, ".txt", width=300).startswith(said)

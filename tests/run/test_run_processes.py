@@ -16,8 +16,11 @@ import types
 
 import pytest
 import sessions
+import sharded_training
 from launched import RUN_DIR, bare, run, silent, watched, write
 
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.session import TensorKey
 from mpinspect.ranges.store import read_session
 from mpinspect.run import processes
 from mpinspect.run.directory import ALL_RANKS, others_of
@@ -27,6 +30,7 @@ from mpinspect.run.joining import with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Outcome, RecordedModel, outcome_of
 from mpinspect.run.reading import read_run
+from mpinspect.run.record import read_record
 
 #: Scripts with children of every kind; their stdout, stderr and exit status are those of Python.
 SCRIPTS = {
@@ -226,9 +230,22 @@ distributed.destroy_process_group()
 """
 
 
+#: Another model, sharded.
+SHARDED = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+class Sharded(torch.nn.Linear): ...
+sharded = fully_shard(Sharded(4, 2), mesh=init_device_mesh("cpu", (2,)))
+of_sharded = torch.optim.SGD(sharded.parameters(), 0.1)
+sharded(torch.ones(2, 4)).sum().backward()
+of_sharded.step()
+"""
+
+
 def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
     folder = tmp_path / "work"
-    write(folder, RANKS)
+    sharded = "" if sharded_training.NO_FSDP2 else SHARDED
+    write(folder, RANKS.replace("distributed.destroy", f"{sharded}distributed.destroy"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, "-m", "mpinspect", "run", "train.py"]
     # The launcher is forked; the ranks are interpreters of their own.
@@ -239,6 +256,12 @@ def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
     assert ended.err.count("mpinspect: rank 0: recording into") == ended.err.count("recording into") == 1
     assert ended.err.count("Net against float16") == 1
     assert "The counts of all 2 ranks are added up" in (directory / "rank0" / "report.md").read_text()
+    found = {part.name: part.ranges.session for part in read_run(directory).parts}
+    # Each rank's own gradients, and shards of one.
+    elements = {"Net": 16, "Sharded": 8} if sharded else {"Net": 16}
+    counted = {name: session.totals()[TensorKey("weight", WEIGHT_GRADIENT)] for name, session in found.items()}
+    assert {name: window.histogram.total for name, window in counted.items()} == elements
+    assert {len(session.ranks) for session in found.values()} == {2}
 
 
 #: Two separate networks, one a rank, of which one breaks at the step that is given for its rank, if any.
@@ -369,7 +392,36 @@ def test_torchrun_kills_the_others_of_a_dead_rank_and_the_report_names_it(tmp_pa
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
     assert ended.returncode == 1
     said = " ".join(str(read_run(folder / "here")).split())
-    assert re.search(r"Ranks? (0 and )?1 ended after step 0 without a report \(killed, or it crashed\)", said)
+    dead = r"without a report \(killed, or it crashed\)"
+    # The launcher may stop rank 0 before its collective fails.
+    last = r"Then rank 0 ended (in step 1 by \w+ in a collective|after step 0 by a SIGTERM)"
+    assert re.search(rf"Rank 1 ended (in one of steps 0-1|in step 1|after step 0) {dead}\. {last}", said)
+
+
+#: A rank that is stopped while it waits where no Python code runs, after a child of it has been stopped.
+WAITS = """
+import ctypes, os, signal, threading, torch
+if not os.fork(): os.kill(os.getpid(), signal.SIGTERM)
+os.wait()
+if %r: os._exit(0)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+ctypes.CDLL(None).sleep(60)
+"""
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_rank_that_a_launcher_stops_leaves_a_trace_where_it_waits(leaves, tmp_path):
+    folder = tmp_path / "work"
+    write(folder, WAITS % leaves)
+    began = time.monotonic()
+    ended = watched(folder, "train.py", env={"WORLD_SIZE": "2", "RANK": "0"})
+    assert time.monotonic() - began < 30
+    found = read_record(tmp_path / RUN_DIR / "rank0").outcome
+    if leaves:
+        assert (ended.status, found) == (0, "left by os._exit, status 0")
+    else:
+        assert (ended.status, found) == (-signal.SIGTERM, "ended by a SIGTERM")
+    assert (tmp_path / RUN_DIR / "rank0" / ".sigterm").exists() != leaves
 
 
 def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path, monkeypatch):
@@ -454,13 +506,20 @@ def test_what_another_process_left_may_be_anything(record, tmp_path):
     assert len(report.saw) == (3 if "true" in record else 0)
 
 
-PUT_OFF = """
+SIGTERMS = """
 import os, signal, sys
-from mpinspect.run.processes import sigterm_put_off
+from mpinspect.run.processes import Sigterm
 if "handles" in sys.argv: signal.signal(signal.SIGTERM, lambda *_: print("handled"))
-with sigterm_put_off():
-    if "signalled" in sys.argv: os.kill(os.getpid(), signal.SIGTERM)
+def report():
+    if has_begun: return
+    has_begun.append(True)
+    if "during" in sys.argv: os.kill(os.getpid(), signal.SIGTERM)
     print("report", flush=True)
+    sigterm.let_through()
+has_begun, sigterm = [], Sigterm(report)
+sigterm.put_off()
+if "before" in sys.argv: os.kill(os.getpid(), signal.SIGTERM)
+report()
 print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
 """
 
@@ -468,14 +527,37 @@ print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
 @pytest.mark.parametrize(
     ("words", "out", "status"),
     [
-        (["signalled"], "report", -signal.SIGTERM),
+        (["before"], "report", -signal.SIGTERM),
+        (["during"], "report", -signal.SIGTERM),
         ([], "report True", 0),
-        (["handles", "signalled"], "handled report False", 0),
+        (["handles", "during"], "handled report False", 0),
     ],
 )
-def test_a_sigterm_waits_for_a_report_that_has_begun_and_then_ends_the_process(words, out, status):
-    ended = subprocess.run([sys.executable, "-c", PUT_OFF, *words], capture_output=True, text=True, check=False)
+def test_a_sigterm_waits_for_the_report_and_then_ends_the_process(words, out, status):
+    ended = subprocess.run([sys.executable, "-c", SIGTERMS, *words], capture_output=True, text=True, check=False)
     assert (ended.stdout.split(), ended.returncode) == (out.split(), status), ended.stderr
+
+
+#: A rank that an exception ends, and that a launcher stops while Python shows the exception.
+STOPPED = """
+import os, signal, sys, torch
+class Net(torch.nn.Linear): ...
+model = Net(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+sys.excepthook = lambda *error: os.kill(os.getpid(), signal.SIGTERM)
+raise RuntimeError("Connection closed by peer")
+"""
+
+
+def test_a_rank_that_is_stopped_while_its_exception_is_shown_reports(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, STOPPED)
+    ended = watched(folder, "train.py", env={"WORLD_SIZE": "2", "RANK": "0"}, forked=True)
+    assert ended.status == -signal.SIGTERM
+    assert record(tmp_path / RUN_DIR / "rank0")["outcome"] == "RuntimeError: Connection closed by peer"
+    assert "Rank 0 ended in step 1 by RuntimeError in a collective." in " ".join(ended.err.split())
 
 
 def test_a_directory_that_can_not_be_written_at_the_end_is_one_line(tmp_path, capfd):

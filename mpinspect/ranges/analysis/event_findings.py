@@ -58,12 +58,12 @@ def event_findings(
         in_half = any(window.passed_through == "float16" for window in totals.values())
         # The earlier event is the cause, or nearer to the cause.
         findings.insert(0 if not backward or forward[0].step <= backward[0].step else 1, _forward(forward, in_half))
-    findings = [_left_broken(event, session) for event in left] + (findings or _from_counts(totals))
+    findings = [_left_broken(event, session, harmless) for event in left] + (findings or _from_counts(totals))
     return findings if backward else [*findings, *_unseen_skips(session)]
 
 
-def _left_broken(event: Event, session: Session) -> Finding:
-    """Return the finding for weights that were non-finite when the run ended."""
+def _left_broken(event: Event, session: Session, harmless: Sequence[Event]) -> Finding:
+    """Return the finding for weights that were non-finite when the run ended; ``harmless``: what left all gradients finite."""
     seen, steps = session.progress.watched_steps, session.progress.steps
     again = "Run it again with the watch at every step (watch=True, no max_overhead): it names the step and the module."
     if not session.info.watch:
@@ -71,7 +71,9 @@ def _left_broken(event: Event, session: Session) -> Finding:
     elif seen is not None:
         why, fix = f"the watch checked {seen} of {steps} steps (max_overhead)", again
     else:
-        why = "every value that the watch read in the steps taken was finite"
+        first = min(harmless, key=lambda event: event.step, default=None)
+        but = "" if first is None else f", but in step {first.step}, where {_what(first)}"
+        why = f"every value that the watch read in the steps taken was finite{but}"
         fix = "Look at what else changes the weights: the optimizer's arithmetic (learning rate, eps), or code that sets them."
     return _finding(
         event,

@@ -53,8 +53,9 @@ def findings(
 
 
 def _with_ranks(finding: Finding, session: Session) -> Finding:
-    """Return the finding; if its step was non-finite on only some ranks, with a sentence that names them."""
-    ranks = {event.rank for event in session.events if event.step == finding.step and event.rank is not None}
+    """Return the finding; if its step became non-finite on only some ranks, with a sentence that names them."""
+    began = [event for event in session.events if event.step == finding.step and not event.elsewhere]
+    ranks = {event.rank for event in began if event.rank is not None}
     if not 0 < len(ranks) < len(session.ranks):
         return finding
     return replace(finding, message=f"{finding.message} That was on {ranks_named(list(ranks))}.")

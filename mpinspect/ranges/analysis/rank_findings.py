@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from mpinspect.numeric.exponents import merge
@@ -16,13 +16,19 @@ from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY, ENDINGS, MISSING, UNFINISHED, ranks_named
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
-from mpinspect.ranges.session import Measurement, RankRecord, RunInfo, Session
+from mpinspect.ranges.session import Measurement, Progress, RankRecord, RunInfo, Session
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import format_name, number_of, steps_named, upper_first, with_power
 
 Value = TypeVar("Value", bound=Hashable)
 #: Of a rank whose session has not ended, where nothing is known of its process.
 _UNFINISHED = "had not ended: still running, killed, or the file is cut off"
+_KILLED, _IN_A_COLLECTIVE, _STOPPED = map(ENDINGS.index, ("killed", "in a collective", "stopped"))
+#: By how the first rank ended: who tells more. Else what is printed of its exception.
+_TOLD_BY: dict[float, str] = {
+    _KILLED: "what the launcher says of {}: signal 9 is mostly a lack of memory, 11 a crash in native code",
+    _STOPPED: "what the launcher, or the scheduler, says of the job: it stopped {}",
+}
 #: Of the figures of averaged gradients those that count elements.
 _EXPONENT = re.compile(r"-?[0-9]{1,4}")
 #: Ranks that start further apart than this, in seconds, are of two runs, or one was started again.
@@ -34,45 +40,60 @@ def ended_early(session: Session) -> Iterator[Finding]:
     left = [each for each in session.measurements if each.what == ENDED_EARLY and each.rank is not None]
     if not left:
         return
-    causes = [each for each in left if each.figures["order"] == min(each.figures["order"] for each in left)]
-    numbers = [each.rank for each in causes if each.rank is not None]
-    parts = ["; ".join(_ended(causes, session)), "; ".join(_ended([each for each in left if each not in causes]))]
-    was_killed = causes[0].figures["order"] == ENDINGS.index("killed")
-    read = "what the launcher says of" if was_killed else "what is printed of the exception on"
-    why = ": signal 9 is mostly a lack of memory, 11 a crash in native code" if was_killed else ""
-    after = f" After that {parts[1]}." if parts[1] else ""
-    all_killed = was_killed and len(causes) >= session.info.world_size
+    order = min(each.figures["order"] for each in left)
+    causes = [each for each in left if each.figures["order"] == order]
+    others = [each for each in left if each not in causes]
+    numbers = _ranks_in(causes)
+    parts = ["; ".join(_ended(causes, session, others)), "; ".join(_ended(others, session))]
+    all_killed = order == _KILLED and len(causes) >= session.info.world_size
+    after = f" Then {parts[1]}." if parts[1] else ""
     if all_killed:
         after = " Either the job was stopped, or one of them died and the launcher stopped the others."
     yield Finding(
         "rank-ended-early",
-        "warning" if all_killed else "error",
+        "warning" if all_killed or order == _STOPPED else "error",
         "",
         f"{upper_first(parts[0])}.{after}",
         {"ranks": numbers[:100], "count": len(numbers), "world_size": session.info.world_size},
-        f"Read {read} {ranks_named(numbers)}{why}. The launcher stops the other ranks once one has ended.",
+        f"Read {_TOLD_BY.get(order, 'what is printed of the exception on {}').format(ranks_named(numbers))}. "
+        "The launcher stops the other ranks once one has ended.",
         step=min((rank.progress.steps for rank in session.ranks if rank.info.rank in numbers), default=None),
     )
 
 
-def _ended(left: Sequence[Measurement], session: Session | None = None) -> Iterator[str]:
-    """Yield which ranks ended how, and in which step by what is in the session."""
+def _ranks_in(left: Iterable[Measurement]) -> list[int]:
+    return [each.rank for each in left if each.rank is not None]
+
+
+def _ended(left: Sequence[Measurement], session: Session, later: Sequence[Measurement] = ()) -> Iterator[str]:
+    """Yield which ranks ended how, and in which step by what is in the session; ``later`` are the ranks that ended after them."""
     ranks: dict[str, list[int]] = {}
     for each in left:
         ranks.setdefault(each.text, []).append(each.rank or 0)
+    waited = [each for each in later if each.figures["order"] == _IN_A_COLLECTIVE]
     for how, numbers in ranks.items():
-        when = "" if session is None else _when(numbers, session)
-        yield f"{ranks_named(numbers)} ended{when} {how}"
+        yield f"{ranks_named(numbers)} ended{_when(numbers, session, _ranks_in(waited))} {how}"
 
 
-def _when(numbers: Sequence[int], session: Session) -> str:
-    """Return the step, by what the first of the ranks wrote; "" if they recorded another model."""
-    known = [rank.progress for rank in session.ranks if rank.info.rank in numbers]
-    if not known:
+def _when(numbers: Sequence[int], session: Session, waited: Sequence[int]) -> str:
+    """Return the step, by what the ranks wrote and by those that waited for them; "" if they recorded another model."""
+    first = _first_end(numbers, session)
+    if first is None:
         return " before a step was recorded," if _missing_ranks(session) & set(numbers) else ""
-    first = min(known, key=lambda progress: progress.steps)
-    # A process that was killed did more than it wrote.
-    return f" in step {first.steps:,}" if first.ended else f" after step {max(first.steps - 1, 0):,}"
+    if first.ended:
+        return f" in step {first.steps:,}"
+    # A process that was killed did more than it wrote, but no more than those that waited for it.
+    last = _first_end(waited, session)
+    if last is None or not last.ended or last.steps < first.steps:
+        return f" after step {max(first.steps - 1, 0):,}"
+    among = "" if first.steps == last.steps else "one of "
+    return f" in {among}{steps_named(first.steps, last.steps)}"
+
+
+def _first_end(numbers: Sequence[int], session: Session) -> Progress | None:
+    """Return the progress of the rank that came least far; None if none of them recorded the model."""
+    known = (rank.progress for rank in session.ranks if rank.info.rank in numbers)
+    return min(known, key=lambda progress: progress.steps, default=None)
 
 
 def rank_findings(session: Session, advised: Advised) -> Iterator[Finding]:
@@ -308,6 +329,10 @@ def _steps(session: Session) -> Iterator[Finding]:
             "steps": {str(steps): [rank.info.rank for rank in group][:100] for steps, group in odd.items()},
             "others": common,
         },
+        ""
+        if told or unfinished
+        else "Each rank counts its steps from where it was attached, and steps of one number are added up: attach on all ranks "
+        "before the same step, or look why some took fewer.",
         step=min((*odd, common)),
     )
 

@@ -35,9 +35,10 @@ from mpinspect.runtime.background import give_way
 #: known of it.
 MISSING, UNFINISHED = "rank-missing", "rank-unfinished"
 #: Name of the measurement that a rank's process ended before its script did; ``text`` is how ("by ValueError: 3"). Its figure
-#: "order" tells what ended it: something of its own, a signal, or that another rank was gone. The cause has the least.
+#: "order" tells what ended it: something of its own, a signal, that another rank was gone, or a SIGTERM, as launchers send it to
+#: the ranks that are left. The cause has the least.
 ENDED_EARLY = "rank-ended-early"
-ENDINGS = ("itself", "killed", "in a collective")
+ENDINGS = ("itself", "killed", "in a collective", "stopped")
 #: Most events kept of all ranks, the first ones; each rank's record has the number of its events.
 MOST_EVENTS = 1000
 
