@@ -189,6 +189,7 @@ class HandedOver(Observer):
         names = {watched.name for watched in self._optimizers.parameters(optimizer)}
         self._stepping |= names
         self._optimized |= names
+        self._masters.optimizer_steps(optimizer)
         masters = list(self._masters.of(optimizer))
         if masters:
             self._optimized.update(master.name for master in masters)

@@ -89,6 +89,8 @@ class Masters:
         self._parameters, self._optimizers = parameters, optimizers
         #: The weights by the id of their master.
         self._found: weakref.WeakKeyDictionary[_Optimizer, dict[int, WatchedParameter]] = weakref.WeakKeyDictionary()
+        #: The ids of the other tensors that had a gradient when an optimizer stepped.
+        self._stepped: set[int] = set()
         self._searches: weakref.WeakKeyDictionary[_Optimizer, int] = weakref.WeakKeyDictionary()
 
     def find_all(self) -> None:
@@ -137,12 +139,17 @@ class Masters:
         """Return the weights that have a master."""
         return [watched for found in self._found.values() for watched in found.values()]
 
+    def optimizer_steps(self, optimizer: _Optimizer) -> None:
+        """Remember which tensors that are not the model's have a gradient: those of a layer that was replaced have none."""
+        self._stepped.update(id(each) for each in self._foreign(optimizer) if each.grad is not None)
+
     def may_be_of(self, weights: Sequence[WatchedParameter]) -> bool:
         """Return whether a tensor that an optimizer steps may be a master of one of these weights, or of all in one piece."""
         shapes = {watched.parameter.shape for watched in weights}
         whole = sum(watched.parameter.numel() for watched in weights)
         return any(
-            id(each) not in self._found.get(optimizer, ())
+            id(each) in self._stepped
+            and id(each) not in self._found.get(optimizer, ())
             and (each.shape in shapes or (each.dim() == 1 and each.numel() >= whole))
             for optimizer in self._optimizers.living()
             for each in self._foreign(optimizer)
