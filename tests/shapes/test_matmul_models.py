@@ -139,12 +139,24 @@ def test_gradient_checkpointing():
     assert {record.module.split(".")[1] for record in again} == {"h"}
 
 
-def test_experts():
-    config = transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, vocab_size=99)
+@pytest.mark.parametrize(
+    ("way", "op", "roles"),
+    [
+        ("grouped_mm", "aten::_grouped_mm", {"forward", "dgrad", "wgrad"}),
+        # It multiplies by a copy of the weights for each token.
+        ("batched_mm", "aten::bmm", {"forward", "dgrad"}),
+    ],
+)
+def test_experts(way, op, roles):
+    if way == "grouped_mm" and not hasattr(torch, "_grouped_mm"):
+        pytest.skip(f"torch {torch.__version__} has no grouped product")
+    small = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 99}
+    config = transformers.MixtralConfig(**small, experts_implementation=way)
     recording = record_matmuls(transformers.MixtralForCausalLM(config), (), TEXT)
     experts = [record for record in recording.matmuls if record.module.endswith("experts")]
-    assert recording.notes == ()
-    assert {record.role for record in experts} == {"forward", "dgrad", "wgrad"}
+    assert (recording.stopped, recording.notes) == ("", ())
+    assert {record.op for record in experts} == {op}
+    assert {record.role for record in experts} >= roles
 
 
 # -- true autocast -------------------------------------------------------------------------------------------------------
