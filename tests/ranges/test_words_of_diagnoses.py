@@ -41,8 +41,8 @@ def event(step, phase="backward", **others):
 @pytest.mark.parametrize(
     ("squares", "not_finite", "words"),
     [
-        (1e10, 0, "they are FP16, and their norm, 1e+05, is beyond 65504, where FP16 ends"),
-        (1e6, 0, "they are FP16, and their sum of squares, 1e+06, is beyond 65504, where FP16 ends"),
+        (1e10, 0, "the model's are FP16, and their norm, 1e+05, is beyond 65504, where FP16 ends"),
+        (1e6, 0, "the model's are FP16, and their sum of squares, 1e+06, is beyond 65504, where FP16 ends"),
         (1e10, 1, "(the norm of the others, 1e+05, is beyond 65504 too: summed up in FP16 it is infinite as well)"),
         (
             1e6,
@@ -58,7 +58,7 @@ def test_the_words_of_a_norm_name_what_is_beyond_the_format(squares, not_finite,
     assert finding.message.startswith("In step 3 the optimizer was given zeros or NaNs")
     assert words in finding.message
     assert ("clip_grad_norm_" in finding.code) is bool(not_finite)
-    assert ("GradScaler below 1" in finding.fix) is bool(not_finite)
+    assert ("GradScaler that begins below 1" in finding.fix) is bool(not_finite)
 
 
 def test_the_norm_in_float32_is_computed_by_the_printed_code():

@@ -91,13 +91,14 @@ def brief(*products, **fields):
 def test_what_runs_in_fp32_is_told_with_what_16_bits_would_do():
     even, odd = (shape_records.linear(64, size, 512, "float32") for size in (1024, 1023))
     gpu = "of one step's FLOPs suit the Tensor Cores of A100"
-    assert brief(*even)[0].startswith(f"0% {gpu}; all run in FP32, in 16 bits all would suit")
-    assert brief(*odd)[0].startswith(f"0% {gpu}; all run in FP32, in 16 bits none would suit")
+    assert brief(*even)[0].startswith(f"0% {gpu}; all run in FP32; with those in 16 bits all would suit")
+    assert brief(*odd)[0].startswith(f"0% {gpu}; all run in FP32")
     assert brief(*even, *shape_records.linear(64, 1024, 512))[0].startswith(
-        f"50% {gpu}; 50% run in FP32, in 16 bits all would suit"
+        f"50% {gpu}; 50% run in FP32; with those in 16 bits all would suit"
     )
+    assert "16 bits" not in brief(*odd)[0]
     # A product with a vector is in FP32 too, whatever keeps it off Tensor Cores.
-    assert "; all run in FP32, in 16 bits none would suit" in brief(*shape_records.linear(1, 1024, 512, "float32"))[0]
+    assert "; all run in FP32" in brief(*shape_records.linear(1, 1024, 512, "float32"))[0]
     assert brief(*shape_records.linear(64, 1024, 512)) == (f"100% {gpu}", "")
 
 

@@ -122,7 +122,7 @@ def _look_at(first: Event, in_half: bool) -> str:
     if first.what in LOSSES:
         return f"Look at the loss function, and at the targets of step {first.step}."
     overflow = (
-        "; where its values grow beyond 65504, compute it, and the operations that take its result, in FP32 or BF16"
+        "; where its values exceed 65504, compute it in FP32, and what takes its result until they are below that again"
     )
     return (
         f"Look at the inputs, the weights and the arithmetic of {first.module or 'the model'!r} at step {first.step}"

@@ -103,9 +103,11 @@ def _forward_overflow(session: Session, layers: Sequence[LayerReport], format: F
 
 
 def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format: FloatFormat) -> list[Finding]:
-    over = [report for report in reduction_reports(totals, format) if report.overflows]
+    reports = reduction_reports(totals, format)
+    over = [report for report in reports if report.overflows]
     if not over:
         return []
+    least = "at least " if any(report.may_overflow for report in reports) else ""
     # FP32 weights have FP32 gradients under autocast too, and sums of these are FP32.
     in_format = [report for report in over if format.name in totals[report.key].dtypes]
     held = " and ".join(format_name(name) for name in {name: 0 for each in over for name in totals[each.key].dtypes})
@@ -117,8 +119,8 @@ def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format:
             "reductions-overflow",
             "info",
             largest.key.name,
-            f"Sums over a whole tensor would overflow {format_name(format.name)} in {number_of(len(over), 'tensor')}: the sum of "
-            f"squares of {phrase(*largest.key)} is about {largest.sum_squares.estimate:.3g}."
+            f"Sums over a whole tensor would overflow {format_name(format.name)} in {least}{number_of(len(over), 'tensor')}: "
+            f"the sum of squares of {phrase(*largest.key)} is about {largest.sum_squares.estimate:.3g}."
             + (f" {spared}" if spared else ""),
             {
                 "sum_abs": largest.sum_abs.estimate,
@@ -242,6 +244,11 @@ class ReductionReport:
     def overflows(self) -> bool:
         """Whether either sum certainly overflows."""
         return CERTAIN in (self.sum_abs_overflows, self.sum_squares_overflow)
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether a sum possibly overflows and none does certainly."""
+        return not self.overflows and POSSIBLE in (self.sum_abs_overflows, self.sum_squares_overflow)
 
 
 def reduction_reports(totals: Mapping[TensorKey, TensorWindow], format: FloatFormat) -> tuple[ReductionReport, ...]:

@@ -126,7 +126,7 @@ def _flushed_on_arrival(gradients: Sequence[LayerReport]) -> Finding | None:
     hiding = {
         layer.key: Visibility(layer.histogram, layer.floor_exponent)
         for layer in gradients
-        if layer.histogram is not None and layer.floor_exponent is not None
+        if layer.histogram is not None and layer.floor_exponent is not None and not layer.rounding_noise
     }
     likely = {key: seen for key, seen in hiding.items() if seen.likely_hidden_l1_share() > LOST_L1_TOLERANCE}
     if not likely:
@@ -139,7 +139,7 @@ def _flushed_on_arrival(gradients: Sequence[LayerReport]) -> Finding | None:
         FLOAT16,
         True,
         len(likely),
-        "Take the gradients of a few batches in FP32 (autocast off) to see them, or scale the loss.",
+        "Take the gradients of a few batches in FP32 to see them, or scale the loss.",
     )
 
 

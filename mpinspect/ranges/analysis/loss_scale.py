@@ -23,7 +23,7 @@ from mpinspect.ranges.analysis.scale_advice import Advised, Block, Decision, Sca
 from mpinspect.ranges.analysis.scale_window import HEADROOM, GradientRange, gradient_ranges, scale_window
 from mpinspect.ranges.analysis.scale_words import advice_reason, nothing_to_serve, scale_unknown
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
-from mpinspect.ranges.analysis.visibility import Visibility
+from mpinspect.ranges.analysis.visibility import Visibility, always_zero
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
 
@@ -129,7 +129,8 @@ def advise(
             top = top.below(own)
         served = scale_window(found, top.log2_highest if top else None, format, rules.tolerance)
         blocks.append(Block(first, last, found, served, own is not None))
-    decision = decide(gradients, window, ceiling, add_counts(peaks), blocks, rules)
+    zeros = () if format != FLOAT16 else tuple(always_zero(totals))
+    decision = decide(gradients, window, ceiling, add_counts(peaks), blocks, rules, zeros)
     return _advised(decision, blocks, gradients, seen.left_out)
 
 

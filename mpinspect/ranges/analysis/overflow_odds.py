@@ -43,7 +43,7 @@ class Ceiling:
         log2_highest: largest k at which a step overflows with a probability of at most 1/growth_interval.
         margin: powers of two already subtracted as a reserve for gradients larger than any seen.
         log2_overflowed: smallest k at which the run itself overflowed; None if the run did not overflow.
-        log2_of_finite: largest k by the steps that did not overflow.
+        log2_of_finite: largest k at which nothing overflows of the steps that did not overflow in the run.
     """
 
     log2_highest: int
@@ -57,7 +57,7 @@ class Ceiling:
             return self
         if log2_overflowed > self.log2_highest:
             return replace(self, log2_overflowed=log2_overflowed)
-        return Ceiling(log2_overflowed - 1, 0, log2_overflowed, self.log2_highest)
+        return Ceiling(log2_overflowed - 1, 0, log2_overflowed, self.log2_highest + self.margin)
 
 
 def log2_highest(

@@ -63,7 +63,9 @@ def _parts(session: Session) -> Iterator[str]:
         yield f"{_names(autocast)} autocast{' of some modules' if '' in precision.autocast else ''}"
     elif precision.autocast:
         yield "no autocast"
-    if len(precision.gradients) and set(precision.gradients) != set(precision.weights):
+    has_masters = any(optimizer.masters for optimizer in precision.optimizers)
+    # An optimizer of masters is given the masters' gradients, not the model's.
+    if precision.gradients and not has_masters and set(precision.gradients) != set(precision.weights):
         yield f"gradients in {_names(_worth_naming(precision.gradients))}"
     if precision.optimizers:
         yield from dict.fromkeys(map(_optimizer, precision.optimizers))

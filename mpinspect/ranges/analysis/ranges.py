@@ -83,7 +83,7 @@ def _over_the_run(
         layer,
         flushed_fraction=_between(run, parts, attrgetter("flushed_fraction")),
         lost_l1_share=_between(run, parts, attrgetter("lost_l1_share")),
-        already_flushed_fraction=run.already_flushed_fraction,
+        already_flushed_fraction=_between(run, parts, attrgetter("already_flushed_fraction")),
         floor_exponent=run.floor_exponent,
         subnormal_fraction=run.subnormal_fraction,
         noise_to_signal=run.noise_to_signal,

@@ -104,6 +104,7 @@ class Decision:
         overflows, steps: the number of sampled steps that overflow at ``log2_scale``, and the number of sampled steps.
         conflicts: pairs of layers that no one scale serves.
         rules: the requirements on the scale.
+        zeros: weights of modules whose gradients were all zero when they were counted, as FP16 may have made them.
         all_finite: whether the run did not overflow and no infinity or NaN was counted: otherwise how large the gradients
             of those steps were is unknown.
     """
@@ -118,6 +119,7 @@ class Decision:
     conflicts: tuple[ScaleConflict, ...]
     rules: ScaleRules
     all_finite: bool = True
+    zeros: tuple[str, ...] = ()
 
     @property
     def worst(self) -> Loss:
@@ -185,6 +187,7 @@ def decide(
     peaks: Mapping[int, int],
     blocks: Sequence[Block],
     rules: ScaleRules,
+    zeros: tuple[str, ...] = (),
 ) -> Decision:
     """Return the decision for these gradients.
 
@@ -195,10 +198,14 @@ def decide(
         peaks: peak exponent over all gradients of a step -> number of steps; may be empty.
         blocks: windows over time, in order; may be empty.
         rules: the requirements on the scale.
+        zeros: as in ``Decision``.
     """
     whole = window.serving(block.window for block in blocks if block.window)
     needed = _is_needed(whole)
     chosen = whole.choose(rules.headroom) if needed is not False else 0
+    if zeros and needed is False:
+        # Nothing is known of their need but that the largest scale serves them best.
+        needed, chosen = None, max(whole.log2_highest - rules.headroom, min(whole.log2_highest, 0))
     losses = _losses(gradients, blocks, rules)
     return Decision(
         needed,
@@ -211,6 +218,7 @@ def decide(
         _conflicts(losses, whole.log2_highest) if whole.is_empty else (),
         rules,
         ceiling.log2_overflowed is None and not any(g.histogram.infs or g.histogram.nans for g in gradients),
+        zeros if needed is None else (),
     )
 
 

@@ -34,7 +34,7 @@ def advice_reason(decision: Decision, gradients: Sequence[GradientRange], left_o
 
 
 def _reason(decision: Decision, gradients: Sequence[GradientRange], left_out: str) -> Iterator[str]:
-    yield _at_scale_1(decision)
+    yield _at_scale_1(decision, gradients)
     yield _window(decision, gradients)
     yield _never_finite(gradients)
     yield _overflowed(decision)
@@ -95,9 +95,8 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
     finite = "finite " if any(gradient.histogram.nonfinite for gradient in gradients) else ""
     high, hidden = worst.seen.lost_l1_share(format).high, any(gradient.seen.hidden for gradient in gradients)
     if high <= tolerance:
-        flushed = (
-            f"As the {finite}gradients arrive, {name} flushes {at_most(high)} of the sum of magnitudes of any of them"
-        )
+        much = f"{at_most(high)} of the sum of magnitudes of any of them{_noise_apart(gradients)}"
+        flushed = f"As the {finite}gradients arrive, {name} flushes {much}"
     elif hidden:
         flushed = f"How much of {phrase(*worst.key)} {name} flushed before it could be counted is not known"
     else:
@@ -110,7 +109,12 @@ def in_steps(steps: tuple[int, int] | None) -> str:
     return f" in {steps_named(*steps)}" if steps else ""
 
 
-def _at_scale_1(decision: Decision) -> str:
+def _noise_apart(gradients: Sequence[GradientRange]) -> str:
+    """Return words that leave out gradients of rounding noise; "" if there are none."""
+    return ", rounding noise apart" if any(gradient.is_noise for gradient in gradients) else ""
+
+
+def _at_scale_1(decision: Decision, gradients: Sequence[GradientRange]) -> str:
     worst, name = decision.worst, format_name(decision.rules.format.name)
     what = phrase(worst.key.name, worst.key.kind)
     lost = percent(worst.lost_l1_share)
@@ -118,9 +122,14 @@ def _at_scale_1(decision: Decision) -> str:
         enough = f"up to {percent(decision.rules.tolerance)} has not been seen to change a training"
         none = upper_first(f"{_by_the_finite(decision)}no loss scaling is needed")
         if not worst.lost_l1_share:
-            return f"{none}: at scale 1 {name} flushes nothing that was counted."
+            return f"{none}: at scale 1 {name} flushes nothing that was counted{_noise_apart(gradients)}."
         return f"{none}: at scale 1 {name} loses {lost} of the sum of magnitudes of {what}, the worst layer" + (
             f"; {enough}." if worst.lost_l1_share > _WORTH_A_WORD else "."
+        )
+    if decision.zeros:
+        return (
+            f"Whether a loss scale is needed is not known: every gradient of {some(list(decision.zeros), 3)} was zero when it "
+            "was counted, as rounding may have made it; the others need none."
         )
     if decision.needed is None and decision.likely_needed:
         return (
@@ -149,10 +158,10 @@ def _window(decision: Decision, gradients: Sequence[GradientRange]) -> str:
         return _no_scale(decision)
     if decision.needed is None:
         return f"2^{window.log2_highest} is the largest without overflow."
-    noise = " rounding noise apart," if any(gradient.is_noise for gradient in gradients) else ""
+    noise = _noise_apart(gradients)
     span = (
         f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every "
-        f"{'' if decision.all_finite else 'finite '}gradient seen,{noise} without overflow"
+        f"{'' if decision.all_finite else 'finite '}gradient seen{noise}, without overflow"
     )
     if decision.needed is False:
         return f"{span}."
@@ -198,9 +207,7 @@ def _overflowed(decision: Decision) -> str:
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
         of_finite = ceiling.log2_of_finite or top
         others = (
-            f" Without the steps that overflowed the window would reach up to 2^{of_finite}."
-            if of_finite > top + HEADROOM
-            else ""
+            f" In the other steps nothing would overflow up to 2^{of_finite}." if of_finite > top + HEADROOM else ""
         )
         return (
             f"The run overflowed at 2^{ceiling.log2_overflowed}. How large the gradients of that step were is not known, so a "
@@ -224,6 +231,9 @@ def _hidden(decision: Decision) -> str:
     if not decision.hides:
         return ""
     keeps = window.log2_certain <= window.log2_highest
+    if decision.zeros:
+        begin = f"begin at 2^{decision.log2_scale}"
+        return f"To know, take the gradients of a few batches in FP32 (autocast off, scale 1), or {begin}."
     if decision.needed is None:
         how = f"run at a loss scale of at least 2^{window.log2_certain}, or " if keeps else ""
         sure = f"{with_power(2.0**window.log2_certain)} would be enough in any case. " if keeps else ""

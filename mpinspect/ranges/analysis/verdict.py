@@ -134,7 +134,7 @@ def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
 def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -> str:
     """Return what to do after a healthy run, in one line; ``told`` is what FP16 needs."""
     if format == BFLOAT16:
-        return "Nothing to do: keep BF16."
+        return "Numerically nothing to do: keep BF16."
     if format == FLOAT16:
         return _next_in_float16(session, told)
     if format != FLOAT32:
@@ -161,7 +161,7 @@ def _next_in_float16(session: Session, advice: LossScaleAdvice) -> str:
     if used < advice.lowest:
         return f"Take the loss scale {with_power(advice.recommended)} at the next start."
     scaled = f"with the loss scale {with_power(used)}" if used != 1 else "without a loss scale"
-    return f"Nothing to do: keep FP16 {scaled}."
+    return f"Numerically nothing to do: keep FP16 {scaled}."
 
 
 def _window(advice: LossScaleAdvice) -> str:

@@ -7,11 +7,32 @@ values were flushed, and the floor bounds how large they were; the true figures 
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FloatFormat
-from mpinspect.ranges.session import TensorWindow
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.session import TensorKey, TensorWindow
+
+#: Fewest samples of a gradient that must be zero before it counts as always zero.
+_FEWEST_SILENT = 3
+
+
+def always_zero(totals: Mapping[TensorKey, TensorWindow]) -> list[str]:
+    """Return the weights whose gradients were zero in all samples after rounding to 16 bits, of modules with no other weights."""
+    silent: dict[str, list[str]] = defaultdict(list)
+    heard: set[str] = set()
+    for key, window in totals.items():
+        if key.kind == WEIGHT_GRADIENT and window.samples:
+            module, histogram = key.name.rpartition(".")[0], window.histogram
+            is_silent = not histogram.nonzero and not histogram.nonfinite and window.floor_exponent is not None
+            if is_silent and window.samples >= _FEWEST_SILENT:
+                silent[module].append(key.name)
+            else:
+                heard.add(module)
+    return [name for module in silent if module not in heard for name in silent[module]]
 
 
 @dataclass(frozen=True)

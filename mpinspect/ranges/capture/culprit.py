@@ -275,7 +275,7 @@ def read_all(call: Call, read: Collection[int]) -> bool:
 def _what_went_in(call: Call, seen: Sequence[Seen], read: Collection[int]) -> str:
     if read_all(call, read):
         largest = max((look.largest for look in seen if look.tensor in call.given), default=0.0)
-        beyond = f", up to {largest:.3g}: FP16, in which autocast may have cast it, ends at {FLOAT16.max_finite:g}"
+        beyond = f", up to {largest:.3g} (beyond FP16's {FLOAT16.max_finite:g})"
         return "what went in was finite" + (beyond if largest > FLOAT16.max_finite else "")
     if call.overwritten:
         return "it changed its input in place, and whether that was finite before is not known"

@@ -156,7 +156,10 @@ def _shapes(report: RunReport) -> str:
     if in_tf32:
         words += f" ({'' if in_tf32 == suits else f'{percent(in_tf32)} '}in TF32, cuDNN's default)"
     if in_fp32:
-        words += f"; {_how_many(in_fp32)} run in FP32, in 16 bits {_how_many(suiting_in_16_bits(shapes))} would suit"
+        in_16_bits = suiting_in_16_bits(shapes)
+        then = "all" if in_16_bits == 1 else f"{percent(in_16_bits)} of all"
+        gain = f"; with those in 16 bits {then} would suit" if in_16_bits > suits else ""
+        words += f"; {_how_many(in_fp32)} run in FP32{gain}"
     for worst in _grave_on_shapes(report)[:1]:
         words += f"; worst: {worst.id}{f' in {worst.layer!r}' if worst.layer else ''}"
     return words + (" (--lint, report.md)" if report.is_shape_detail else "")

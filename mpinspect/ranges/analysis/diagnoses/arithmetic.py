@@ -207,7 +207,7 @@ def router_ties(case: Case) -> Iterator[Finding]:
             found.name,
             f"The top {found.figures['k']:.0f} of the {found.figures['scores']:.0f} scores of {found.name or 'the model'!r} are "
             f"chosen in {format_name(found.text)}: in {percent(share)} of the rows the last one chosen ties with one that is "
-            "left out, and the order in memory decides.",
+            "left out, and it is not the scores that decide between them.",
             {**found.figures, "dtype": found.text},
             "Compute the router's scores in FP32.",
             "with torch.autocast(device_type, enabled=False):\n    scores = router(x.float()).softmax(-1)",

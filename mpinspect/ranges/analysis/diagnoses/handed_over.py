@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights, quoted
 from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.analysis.visibility import always_zero
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import FROZEN, Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
@@ -19,8 +20,6 @@ from mpinspect.reporting.words import number_or_power, some, with_power
 _FEWEST_LEFT_OVER = 2
 #: Fewest backwards without an update that count as a training that never updates.
 _FEWEST_BACKWARDS = 3
-#: Fewest samples of a gradient that must be zero before it counts as always zero.
-_FEWEST_SILENT = 3
 #: Share of the parameters that must hold such gradients.
 _MOST_LEFT_OVER = 0.9
 #: A smaller factor is not clipping: it leaves nothing to learn from.
@@ -61,7 +60,7 @@ def never_updated(case: Case) -> Iterator[Finding]:
             else "Let the scaler step the optimizer of these weights after their backward."
             if has_scaler
             else "Call the optimizer's step after the backward; see that it holds these weights.",
-            "scaler.step(optimizer)\nscaler.update()" if has_scaler or broke else "optimizer.step()",
+            "scaler.step(optimizer)  # before the scaler's one update()" if has_scaler or broke else "optimizer.step()",
         )
 
 
@@ -166,7 +165,7 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
         cause = (
             f"{not_finite:.0f} of them held infinities or NaNs, so that the norm was not finite{others}"
             if not_finite
-            else f"they are FP16, and their {what}, {value:.3g}, is beyond {limit:g}, where FP16 ends"
+            else f"the model's are FP16, and their {what}, {value:.3g}, is beyond {limit:g}, where FP16 ends"
         )
         yield Finding(
             "gradients-clipped-to-zero",
@@ -177,8 +176,9 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
             evidence,
             "Divide the masters' gradients by the loss scale and clip them, in FP32, and skip a step whose norm is not finite."
             if of_masters
-            else "Keep the weights in FP32, so that their gradients are FP32 too; compute the norm in FP32; skip a step whose "
-            "norm is not finite. Or compute in BF16, in which such gradients are finite, or begin a GradScaler below 1."
+            else "Keep the weights in FP32, so that their gradients are FP32 too, and compute in BF16, in which such gradients "
+            "are finite (or in FP16 with a GradScaler that begins below 1); compute the norm in FP32; skip a step whose norm is "
+            "not finite."
             if not_finite
             else "Compute norms in FP32 and clip by that.",
             "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float() / loss_scale\n"
@@ -363,20 +363,13 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
     """
     if run_format(case.session) != FLOAT16:
         return
-    silent: dict[str, list[str]] = defaultdict(list)
-    heard: set[str] = set()
-    for key, window in case.totals.items():
-        if key.kind == WEIGHT_GRADIENT and window.samples:
-            module, histogram = key.name.rpartition(".")[0], window.histogram
-            is_silent = not histogram.nonzero and not histogram.nonfinite and window.floor_exponent is not None
-            if is_silent and window.samples >= _FEWEST_SILENT:
-                silent[module].append(key.name)
-            else:
-                heard.add(module)
-    names = [name for module in silent if module not in heard for name in silent[module]]
+    names = always_zero(case.totals)
     if not names:
         return
-    scale = case.session.last_scale
+    scale, recommended = case.session.last_scale, case.advised.advice.recommended
+    larger = (
+        f"begin at a loss scale of {with_power(recommended)}, " if recommended and recommended > (scale or 1.0) else ""
+    )
     at_scale = f" at the loss scale of {with_power(scale)}" if scale else ""
     yield Finding(
         "gradients-all-zero",
@@ -385,8 +378,8 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
         f"Every gradient of {_grouped(names)} was zero in all sampled steps: these weights do not learn. FP16 flushes magnitudes "
         f"up to 2^-25{at_scale}; whether that made the zeros is not known.",
         {"parameters": len(names), "names": names[:20], "loss_scale": scale},
-        "Take the gradients of one batch with autocast off. If they are not zero there, multiply this part's loss by a factor of "
-        "its own, or compute its modules in FP32.",
+        f"Take the gradients of one batch with autocast off. If they are not zero there, {larger}multiply this part's loss by a "
+        "factor of its own, or compute its modules in FP32.",
         "with torch.autocast(device_type, enabled=False):\n    y = module(x.float())",
         INFERRED,
     )

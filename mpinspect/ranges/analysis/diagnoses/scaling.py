@@ -281,8 +281,8 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
     is_explained = any(each.what.startswith("examined-") for each in case.session.measurements)
     if run_format(case.session) == FLOAT16 and not is_explained:
         mend = (
-            f"Find what exceeds {FLOAT16.max_finite:g} in the forward of {module}; compute it, and the operations that take its "
-            "result, in FP32 or BF16"
+            f"Find what exceeds {FLOAT16.max_finite:g} in the forward of {module}; compute it in FP32, and the modules that take "
+            "its result until the values are below that again; or compute the whole model in BF16"
         )
         code = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
     yield Finding(
@@ -365,10 +365,22 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
     log2 = round(_powers(recommended)) if recommended else max((highest or 0) - HEADROOM, 0)
     wanted = f", init_scale=2.0**{log2}" if log2 and (recommended or log2 < LOG2_INITIAL) else ""
     room = (
-        f" (up to 2^{highest} nothing seen overflows; whether it needs as much is not known)"
+        f" (begin at 2^{log2}, {HEADROOM} powers of two below the largest at which nothing seen overflows; whether it needs as "
+        "much is not known)"
         if wanted and not recommended
         else ""
     )
+    code = (
+        (f"{fp32_weights(FLOAT16.name)}\n" if in_half else "")
+        + f"scaler = torch.amp.GradScaler(device_type{wanted})\n"
+        + "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
+    )
+    by_hand = "give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)"
+    weights = "Keep FP32 weights (GradScaler refuses FP16 gradients), and scale" if in_half else "Scale"
+    fix = f"{weights} the loss{room}; if the loop does so by hand, {by_hand}."
+    if any(optimizer.masters for optimizer in case.precision.optimizers):
+        # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
+        fix, code = f"If the loop scales the loss by hand, {by_hand}; let it skip steps that are not finite.", ""
     yield Finding(
         "scaler-missing-in-float16",
         "warning",
@@ -376,11 +388,8 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and nothing skips a "
         "step that overflows.",
         {"backwards": case.progress.backwards, "recommended": recommended},
-        ("Keep FP32 weights (GradScaler refuses FP16 gradients), and scale" if in_half else "Scale")
-        + f" the loss{room}; if the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: "
-        "--loss-scale).",
-        (f"{fp32_weights(FLOAT16.name)}\n" if in_half else "") + f"scaler = torch.amp.GradScaler(device_type{wanted})\n"
-        "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
+        fix,
+        code,
     )
 
 
