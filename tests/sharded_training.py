@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import math
 import os
 import sys
@@ -118,8 +119,25 @@ def _pipeline(stage: nn.Sequential, is_sharded: bool) -> Callable[[torch.Tensor]
         shard(stage, 1)
     last = dist.get_rank() == RANKS - 1
     stages = PipelineStage(stage, dist.get_rank(), RANKS, torch.device("cpu"))
+    _keep_works()
     schedule = Schedule1F1B(stages, MICRO_BATCHES, loss_fn=lambda output, target: output.square().mean())
     return lambda x: schedule.step(*([] if last else [x]), **({"target": x} if last else {}))
+
+
+@functools.cache
+def _keep_works() -> None:
+    """Keep what a schedule sends from being given up: gloo drops a transfer whose work nobody holds.
+
+    The schedules of torch 2.6 hold the last work alone of each batch, and both ranks then wait for ever.
+    """
+    start, works = dist.batch_isend_irecv, []
+
+    def batch_isend_irecv(operations: list[dist.P2POp]) -> list[dist.Work]:
+        started = start(operations)
+        works.extend(started)
+        return started
+
+    dist.batch_isend_irecv = batch_isend_irecv
 
 
 def batch(step: int) -> torch.Tensor:

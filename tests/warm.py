@@ -125,8 +125,11 @@ def serve(connection: int) -> None:
             __import__(name)
         except ImportError:
             continue
-    # torch 2.6 adds a folder of its own.
+    # torch 2.6 adds a folder of its own, made at its import; the end of each child would remove it, with a warning.
     sys.path[:] = path
+    own = getattr(sys.modules.get("torch.distributed.nn.jit.instantiator"), "_TEMP_DIR", None)
+    if own is not None:
+        own.cleanup()
     # What is frozen no child's garbage collector walks through, at its end above all: a second each.
     gc.freeze()
     with socket.socket(fileno=connection) as server:

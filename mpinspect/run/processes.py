@@ -234,6 +234,8 @@ def begin_in_child(options: LaunchOptions, directory: str, speaks: bool) -> None
     _end_with_the_process(ending)
     # A forkserver's child clears its finalizers before it runs the process's function, and then calls this again.
     util.register_after_fork(ending, _end_with_the_process)
+    if sys.version_info >= (3, 13):
+        _note_error(ending)
     when_imported("torch", ending.watch)
 
 
@@ -244,11 +246,37 @@ def _end_with_the_process(ending: Ending) -> None:
 
 
 def _end(ending: Ending) -> None:
-    # Finalizers run in the ``finally`` around the process's function, so its exception is still being handled.
+    # Before Python 3.13, finalizers run in the ``finally`` around the process's function, while its exception is handled.
     error = sys.exc_info()[1]
     if error is not None:
         ending.outcome = _outcome(error)
     ending.finish()
+
+
+def _note_error(ending: Ending) -> None:
+    """Note the exception of the process's function: from Python 3.13 on finalizers run after it has been handled."""
+    from multiprocessing.process import BaseProcess
+
+    bootstrap = BaseProcess._bootstrap  # type: ignore[attr-defined]
+
+    def begin(process: BaseProcess, *args: Any, **kwargs: Any) -> Any:
+        own = process.run
+
+        def run() -> None:
+            del process.run
+            try:
+                own()
+            except BaseException as error:
+                ending.outcome = _outcome(error)
+                # The traceback that is printed goes without this frame.
+                error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+                raise
+
+        BaseProcess._bootstrap = bootstrap  # type: ignore[attr-defined]
+        process.run = run  # type: ignore[method-assign]
+        return bootstrap(process, *args, **kwargs)
+
+    BaseProcess._bootstrap = begin  # type: ignore[attr-defined]
 
 
 def _outcome(error: BaseException) -> Outcome:

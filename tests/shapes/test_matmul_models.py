@@ -1,13 +1,13 @@
-"""record_matmuls on small Transformers models, against torch's FLOP counter, and against its autocast on fake GPU tensors."""
+"""record_matmuls on small Transformers models, against torch's FLOP counter, and against its autocast on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpinspect.shapes.record.recording import record_matmuls
@@ -139,19 +139,50 @@ def test_gradient_checkpointing():
     assert {record.module.split(".")[1] for record in again} == {"h"}
 
 
-def test_experts():
-    config = transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, vocab_size=99)
+@pytest.mark.parametrize(
+    ("way", "op", "roles"),
+    [
+        ("grouped_mm", "aten::_grouped_mm", {"forward", "dgrad", "wgrad"}),
+        # It multiplies by a copy of the weights for each token.
+        ("batched_mm", "aten::bmm", {"forward", "dgrad"}),
+    ],
+)
+def test_experts(way, op, roles):
+    if way == "grouped_mm" and not hasattr(torch, "_grouped_mm"):
+        pytest.skip(f"torch {torch.__version__} has no grouped product")
+    small = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 99}
+    config = transformers.MixtralConfig(**small, experts_implementation=way)
     recording = record_matmuls(transformers.MixtralForCausalLM(config), (), TEXT)
     experts = [record for record in recording.matmuls if record.module.endswith("experts")]
-    assert recording.notes == ()
-    assert {record.role for record in experts} == {"forward", "dgrad", "wgrad"}
+    assert (recording.stopped, recording.notes) == ("", ())
+    assert {record.op for record in experts} == {op}
+    assert {record.role for record in experts} >= roles
 
 
 # -- true autocast -------------------------------------------------------------------------------------------------------
 
 
+class OnGpu(torch.Tensor):
+    """A meta tensor that says that it is on a GPU, which autocast goes by."""
+
+    @staticmethod
+    def __new__(cls, meta):
+        device = "cuda:0"
+        return torch.Tensor._make_wrapper_subclass(cls, meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+
+    def __init__(self, meta):
+        self.meta = meta
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} outside of the mode")
+
+
 class Dtypes(TorchDispatchMode):
-    """What products were computed in, by torch's own autocast."""
+    """What products were computed in, by torch's own autocast.
+
+    torch's fake tensors would serve, but for a torch 2.6 that is built for CUDA: there they ask for its driver.
+    """
 
     def __init__(self):
         super().__init__()
@@ -162,7 +193,10 @@ class Dtypes(TorchDispatchMode):
         if name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "mv", "dot"):
             place = 1 if name.startswith(("addmm", "baddbmm")) else 0
             self.found.append((name, str(args[place].dtype).removeprefix("torch.")))
-        return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(OnGpu, lambda one: one.meta, (args, kwargs or {}))
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        return tree_map_only(torch.Tensor, OnGpu, func(*args, **kwargs))
 
 
 class Mixed(nn.Module):
@@ -193,21 +227,19 @@ def conv_stack():
 
 @pytest.mark.parametrize("make", [Mixed, conv_stack], ids=["mixed", "convolutions"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_dtypes_are_those_of_torchs_autocast_on_fake_gpu_tensors(make, dtype, monkeypatch):
-    """Forward: autograd of torch without CUDA refuses fake GPU tensors."""
+def test_dtypes_are_those_of_torchs_autocast_on_a_gpu(make, dtype, monkeypatch):
+    """Forward: autograd of torch without CUDA refuses tensors that say that they are on a GPU."""
     model = make()
     recording = record_matmuls(model, torch.randn(2, 3, 6, 6), dtype=dtype, backward=False)
     assert recording.notes == ()
     own = [(record.op.partition("::")[2], record.dtype) for record in recording.matmuls for _ in range(record.calls)]
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args: True)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Dtypes() as dtypes:
-        for module in model.modules():
-            for held in (module._parameters, module._buffers):
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        held[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
-        with torch.autocast("cuda", dtype):
-            model(torch.empty(2, 3, 6, 6, device="cuda"))
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({name: OnGpu(one.detach().to("meta")) for name, one in held.items() if one is not None})
+    images = OnGpu(torch.empty(2, 3, 6, 6, device="meta"))
+    with torch.no_grad(), Dtypes() as dtypes, torch.autocast("cuda", dtype):
+        model(images)
     assert sorted(own) == sorted(dtypes.found)
     assert str(dtype).removeprefix("torch.") in {name for _, name in own}
