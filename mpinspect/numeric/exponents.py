@@ -288,20 +288,11 @@ class ExponentHistogram:
 
         Terms are added in float64; a sum beyond float64's range is inf.
         """
-        return self._sum(1)
+        return self._sum_over(self.counts, self.powers_of_two, self.near_top, self.min_exponent, power=1)
 
     def sum_squares(self) -> Interval:
         """Return the sum of x^2 over the finite elements, with bounds and estimate as for ``sum_abs``."""
-        return self._sum(2)
-
-    def _sum(self, power: int) -> Interval:
-        """Return the sum of ``|x|`` to the power, which is also bounded by the smallest and the largest value."""
-        found = self._sum_over(self.counts, self.powers_of_two, self.near_top, self.min_exponent, power=power)
-        if not self.nonzero:
-            return found
-        least, most = (self.nonzero * math.prod([extreme] * power) for extreme in (self.min_abs, self.max_abs))
-        low, high = max(found.low, min(least, found.high)), min(found.high, max(most, found.low))
-        return Interval(min(max(found.estimate, low), high), low, high)
+        return self._sum_over(self.counts, self.powers_of_two, self.near_top, self.min_exponent, power=2)
 
     def lost_l1_share(self, format: FormatLike, log2_scale: int = 0) -> Interval:
         """Return the flushed share of the L1 norm (sum of ``|x|``), 0..1.

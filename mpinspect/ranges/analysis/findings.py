@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mpinspect.numeric.exponents import Interval
+from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.diagnoses import diagnose, explains_events
 from mpinspect.ranges.analysis.diagnoses.case import Case, fp32_weights
@@ -267,8 +268,18 @@ def reduction_report(key: TensorKey, window: TensorWindow, format: FloatFormat) 
     """
     histogram = window.histogram
     samples = window.samples * (1 - histogram.nonfinite / histogram.total)
-    first, second = _per_sample(histogram.sum_abs(), samples), _per_sample(histogram.sum_squares(), samples)
+    first = _per_sample(_within_extremes(histogram.sum_abs(), histogram, 1), samples)
+    second = _per_sample(_within_extremes(histogram.sum_squares(), histogram, 2), samples)
     return ReductionReport(key, first, second, _verdict(first, format), _verdict(second, format))
+
+
+def _within_extremes(total: Interval, histogram: ExponentHistogram, power: int) -> Interval:
+    """Return the sum of ``|x|`` to the power, bounded by that of as many smallest and as many largest values as well."""
+    least, most = (
+        histogram.nonzero * math.prod([extreme] * power) for extreme in (histogram.min_abs, histogram.max_abs)
+    )
+    low, high = max(total.low, min(least, total.high)), min(total.high, max(most, total.low))
+    return Interval(min(max(total.estimate, low), high), low, high)
 
 
 def _per_sample(total: Interval, samples: float) -> Interval:
