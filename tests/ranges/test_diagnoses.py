@@ -838,6 +838,79 @@ def test_a_layer_that_was_replaced_after_the_optimizer_was_made_is_not_optimized
     assert finding.layer.startswith("2")
 
 
+def test_gradients_that_a_script_puts_in_the_place_of_the_last_ones_are_not_added_to_them():
+    """Added up by hand from torch.autograd.grad, which adds to none, and never zeroed, since nothing needs it."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = list(model.parameters())
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for x, y in batches(8, torch.float32):
+            sums = [torch.zeros_like(parameter) for parameter in parameters]
+            for part in range(2):
+                loss = nn.functional.cross_entropy(model(x[part::2]), y[part::2]) / 2
+                for total, gradient in zip(sums, torch.autograd.grad(loss, parameters), strict=True):
+                    total += gradient
+            for parameter, total in zip(parameters, sums, strict=True):
+                parameter.grad = total
+            optimizer.step()
+    report = inspector.report()
+    assert [finding for finding in report.findings if finding.severity != "info"] == []
+
+
+def test_weights_that_explode_without_anything_infinite_are_named():
+    """The output saturates, so that the loss grows and stays finite."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 3.0**step)
+
+    def loss_of(model, x, y, step):
+        return nn.functional.cross_entropy(model(x), y)
+
+    report = train(model, optimizer, steps=16, loss_of=loss_of, after_step=lambda step: scheduler.step())
+    assert report.events == ()
+    (finding,) = named(report, "weights-exploded")
+    assert "times the first one" in finding.message
+
+
+def test_an_infinite_derivative_says_nothing_of_bf16s_range():
+    model = mlp(torch.bfloat16)
+
+    def loss_of(model, x, y, step):
+        made = model(x).float()
+        return made.square().mean() + ((made - made.detach()).square().sum().sqrt() if step == 5 else 0)
+
+    report = train(model, torch.optim.SGD(model.parameters(), lr=0.0), dtype=torch.bfloat16, loss_of=loss_of)
+    assert [event.phase for event in report.events][:1] == ["backward"]
+    assert report.loss_scale.needed is False
+
+
+def test_positions_given_in_rows_are_found():
+    class Clock(nn.Module):
+        def forward(self, t):
+            return (t[..., None] * torch.tensor([0.01, 0.1, 1.0, 2.0])).sin()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.clock, self.out = Clock(), nn.Linear(4, 1)
+
+        def forward(self, t):
+            return self.out(self.clock(t).float()).mean((1, 2))
+
+    for dtype in (torch.bfloat16, torch.float32):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Inspector(model) as inspector:
+            for _ in range(4):
+                hours = torch.randint(3000, 8000, (16, 1)) + torch.arange(24)
+                loss = model(hours.to(dtype)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        found = named(inspector.report(), "positions-collapse")
+        assert [finding.layer for finding in found] == (["clock"] if dtype is torch.bfloat16 else [])
+
+
 def test_gradients_alone_are_no_training():
     model = mlp()
     with Inspector(model) as inspector:

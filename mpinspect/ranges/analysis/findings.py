@@ -36,6 +36,7 @@ def findings(
     """Return all findings: errors first, then warnings, then information; within one severity, in the order of the checks."""
     case = Case(session, layers, totals, infos, advised, format)
     diagnosed = [_with_ranks(finding, session) for finding in diagnose(case)]
+    diagnosed = [_as_consequence(finding, diagnosed) for finding in diagnosed]
     is_explained = any(map(explains_events, diagnosed))
     events = event_findings(session, totals, advised.advice, is_explained=is_explained)
     found = [
@@ -71,6 +72,8 @@ def _as_consequence(finding: Finding, diagnosed: Sequence[Finding]) -> Finding:
 
 def _explains(cause: Finding, finding: Finding) -> bool:
     """Return whether a diagnosis is the cause of a finding."""
+    if finding.id == "gradients-all-zero":
+        return cause.id == "scale-too-low"
     if finding.id == "scale-unknown":
         return cause.id == "scaler-missing-in-float16"
     if finding.id != "non-finite-event" or not explains_events(cause):

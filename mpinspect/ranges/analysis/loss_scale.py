@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format, floor_log2
+from mpinspect.numeric.formats import FLOAT16, FloatFormat, FormatLike, as_format, floor_log2
 from mpinspect.ranges.analysis.drift import (
     LONGEST_GROWTH_INTERVAL,
     block_histograms,
@@ -171,9 +171,8 @@ def _without_broken(session: Session, group: list[Window], peaks: dict[int, int]
 
 
 def _overflowed(session: Session, format: FloatFormat) -> list[Event]:
-    """Return the run's events if overflows of the run would also be overflows of ``format``; otherwise no events."""
-    widest = min((FORMATS[name].max_exponent for name in session.passed_through() if name in FORMATS), default=0)
-    return list(session.events) if format.max_exponent <= max(widest, FLOAT16.max_exponent) else []
+    """Return the run's events if the format's range is no wider than FP16's: no loss scale makes infinities in FP32's range."""
+    return list(session.events) if format.max_exponent <= FLOAT16.max_exponent else []
 
 
 def _by_name(

@@ -203,9 +203,10 @@ def decide(
     whole = window.serving(block.window for block in blocks if block.window)
     needed = _is_needed(whole)
     chosen = whole.choose(rules.headroom) if needed is not False else 0
-    if zeros and needed is False:
+    if zeros and not whole.is_empty:
         # Nothing is known of their need but that the largest scale serves them best.
-        needed, chosen = None, max(whole.log2_highest - rules.headroom, min(whole.log2_highest, 0))
+        chosen = max(chosen, whole.log2_highest - rules.headroom)
+        needed = needed or None
     losses = _losses(gradients, blocks, rules)
     return Decision(
         needed,
@@ -218,7 +219,7 @@ def decide(
         _conflicts(losses, whole.log2_highest) if whole.is_empty else (),
         rules,
         ceiling.log2_overflowed is None and not any(g.histogram.infs or g.histogram.nans for g in gradients),
-        zeros if needed is None else (),
+        zeros,
     )
 
 

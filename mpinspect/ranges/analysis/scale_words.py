@@ -126,7 +126,7 @@ def _at_scale_1(decision: Decision, gradients: Sequence[GradientRange]) -> str:
         return f"{none}: at scale 1 {name} loses {lost} of the sum of magnitudes of {what}, the worst layer" + (
             f"; {enough}." if worst.lost_l1_share > _WORTH_A_WORD else "."
         )
-    if decision.zeros:
+    if decision.needed is None and decision.zeros:
         return (
             f"Whether a loss scale is needed is not known: every gradient of {some(list(decision.zeros), 3)} was zero when it "
             "was counted, as rounding may have made it; the others need none."
@@ -231,7 +231,7 @@ def _hidden(decision: Decision) -> str:
     if not decision.hides:
         return ""
     keeps = window.log2_certain <= window.log2_highest
-    if decision.zeros:
+    if decision.needed is None and decision.zeros:
         begin = f"begin at 2^{decision.log2_scale}"
         return f"To know, take the gradients of a few batches in FP32 (autocast off, scale 1), or {begin}."
     if decision.needed is None:

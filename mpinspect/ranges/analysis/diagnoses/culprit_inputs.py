@@ -237,7 +237,9 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
     """
     grown = list(case.measured("weight-growth"))
     broken = [event for event in case.events if not event.gradients_finite and not event.skipped]
-    if not grown or not (broken or case.advised.diverged):
+    # Where a saturating model lets nothing become infinite, its loss shows it.
+    loss_ratio = max((each.figures.get("loss_ratio", 0.0) for each in grown), default=0.0)
+    if not grown or not (broken or case.advised.diverged or loss_ratio):
         return
     first = min(grown, key=lambda each: each.step)
     at_once = [each for each in grown if each.step == first.step]
@@ -261,6 +263,8 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
         + (
             f", and in step {before} the {'forward' if in_forward else 'backward'} was no longer finite."
             if broken
+            else f", and the loss to {loss_ratio:.2g} times the first one."
+            if loss_ratio
             else "."
         ),
         {"ratios": {each.name: each.figures["ratio"] for each in grown}, "lr": rate},

@@ -13,7 +13,7 @@ from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
 from mpinspect.ranges.session import Event, ScalerRecord
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
-from mpinspect.reporting.words import format_name, with_power
+from mpinspect.reporting.words import format_name, some, with_power
 
 #: A scaler's initial search is worth a warning if it takes more than this share of the run, and at least three steps.
 _SEARCH_TOLERANCE = 0.1
@@ -84,13 +84,14 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     start = min(settled, highest, recommended if recommended and advice.needed else 2.0**LOG2_INITIAL)
     held = f"; step {again.step} overflowed at that too" if again else ""
     conflicts = advice.conflicts if _serves_none(case) else ()
+    opened = f"the first of {steps} steps was" if skipped == 1 else f"the first {skipped} of {steps} steps were"
     whom = f" for {conflicts[0].needs_small!r}" if conflicts else ""
     yield Finding(
         "initial-scale-too-high",
         "warning" if is_grave else "info",
         opening[0].module,
         f"The initial loss scale, {with_power(first)}, is at least {2**too_high} times ({too_high} powers of two) too large"
-        f"{whom}: the first {skipped} of {steps} steps were skipped until the scaler had come down to "
+        f"{whom}: {opened} skipped until the scaler had come down to "
         f"{with_power(settled)}{held}.",
         {"init_scale": first, "settled": settled, "powers_of_two": too_high, "skipped_steps": skipped, "steps": steps},
         f"Begin at {with_power(start)}{or_lower}." if is_grave else "",
@@ -182,7 +183,12 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
             else f"whose values need one {2**powers} times ({powers} powers of two) larger, at least {with_power(2.0**lowest)}."
         ),
         {"loss_scale": used, "log2_lowest": lowest, "log2_recommended": wanted, "powers_of_two": powers},
-        f"Scale by {with_power(2.0**wanted)}, or begin with it in a dynamic scaler.",
+        f"Scale by {with_power(2.0**wanted)}, or begin with it in a dynamic scaler."
+        + (
+            f" The gradients of {some(list(decision.zeros), 3)} were all zero: a large scale serves them best."
+            if decision.zeros
+            else ""
+        ),
         f"scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{wanted})",
         certainty,
         scales[0].step,

@@ -39,6 +39,8 @@ def moments_cannot_decay(case: Case) -> Iterator[Finding]:
     for optimizer in case.precision.optimizers:
         for state, dtype in optimizer.states.items():
             kept = optimizer.settings.get(_KEPT.get(state, ""))
+            if kept is None and dtype in SIGNIFICAND_BITS:
+                yield _decay_unknown(optimizer.type, state, dtype)
             if kept is None or not never_decays(dtype, kept):
                 continue
             name, limit = format_name(dtype), 2.0 ** -(SIGNIFICAND_BITS[dtype] + 1)
@@ -53,6 +55,21 @@ def moments_cannot_decay(case: Case) -> Iterator[Finding]:
                 f"Keep the weights that {optimizer.type} steps in FP32 and compute in 16 bits by autocast.",
                 fp32_weights(dtype),
             )
+
+
+def _decay_unknown(optimizer: str, state: str, dtype: str) -> Finding:
+    """Return the finding on a state in 16 bits of which the settings do not tell what share a step keeps."""
+    name, bits = format_name(dtype), SIGNIFICAND_BITS[dtype] + 1
+    return Finding(
+        "moments-cannot-decay",
+        "info",
+        "",
+        f"{optimizer} keeps {state} in {name}. If it is a moving average of which each step keeps more than 1 - 2^-{bits} "
+        f"({1 - 2.0**-bits:.3g}), as Adam's second moment with a beta2 of 0.999, rounding lets it only "
+        "grow; its decay is not known.",
+        {"optimizer": optimizer, "state": state, "dtype": dtype},
+        certainty=INFERRED,
+    )
 
 
 def weight_decay_lost(case: Case) -> Iterator[Finding]:

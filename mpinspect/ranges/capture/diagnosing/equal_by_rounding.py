@@ -38,6 +38,10 @@ _LEAST_TIED = 0.01
 Where = Callable[[], str]
 
 
+#: Fewest numbers in each row that are taken for positions if none is smaller than the one before.
+_FEWEST_IN_ROW = 8
+
+
 class EqualByRounding(Observer):
     """Compares, in measured steps, tensors that need no gradient and the scores of each top k. Waits for the device.
 
@@ -79,7 +83,7 @@ class EqualByRounding(Observer):
                 self._compare(where, tensor)
                 self._keep_table(where, tensor)
         for tensor in call.inputs():
-            if tensor.dtype in _DTYPES and tensor.numel() == max(tensor.shape, default=0) > 1 and is_plain(tensor):
+            if tensor.dtype in _DTYPES and is_plain(tensor) and _may_be_positions(tensor):
                 self._compare_whole(path, tensor)
         for tensor in call.whole_numbers():
             if 1 < tensor.numel() <= _MOST_NUMBERS and len(self._numbers) < _MOST_KEPT:
@@ -268,3 +272,12 @@ def _equal_neighbours(length: int, dtype: torch.dtype) -> torch.Tensor:
     """Return for each of 1, .., length - 1 whether it equals the number before it when both are rounded to ``dtype``."""
     rounded = torch.arange(length).to(dtype)
     return rounded[1:] == rounded[:-1]
+
+
+def _may_be_positions(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds one number for each row of a batch, or rows of numbers that never fall."""
+    if tensor.numel() == max(tensor.shape, default=0) > 1:
+        return True
+    if tensor.dim() < 2 or tensor.shape[-1] < _FEWEST_IN_ROW or tensor.requires_grad or tensor.numel() > _MOST_ELEMENTS:
+        return False
+    return bool((tensor[..., 1:] >= tensor[..., :-1]).all()) and bool((tensor[..., -1] >= tensor[..., 0]).any())

@@ -253,16 +253,17 @@ class Examination(Observer):
             self._first_loss = loss
         elif loss > _LOSS_GROWN * max(self._first_loss, 1.0) and self._compared < _MOST_EXAMINED:
             self._compared += 1
-            self._compare_norms(self._clock.step, self._weight_norms())
+            grown = loss / self._first_loss if self._first_loss else math.inf
+            self._compare_norms(self._clock.step, self._weight_norms(), grown)
 
-    def _compare_norms(self, step: int, norms: dict[str, float]) -> None:
+    def _compare_norms(self, step: int, norms: dict[str, float], loss_ratio: float = 0.0) -> None:
         """Record each weight whose norm has grown far beyond its first one, once."""
         for name, norm in norms.items():
             began = (self._norms or {}).get(name, 0.0)
             ratio = norm / began if began > 0 else 0.0
             if name not in self._grown and _GROWN <= ratio < math.inf and len(self._grown) < MOST_ROWS:
                 self._grown.add(name)
-                figures = {"ratio": ratio, "began": began, **self._rates}
+                figures = {"ratio": ratio, "began": began, "loss_ratio": loss_ratio, **self._rates}
                 self._recording.measured(Measurement("weight-growth", name, step, figures))
 
 

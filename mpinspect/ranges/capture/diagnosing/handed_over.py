@@ -118,6 +118,9 @@ class HandedOver(Observer):
         self._moments: dict[str, Magnitudes] = {}
         #: The gradients' magnitudes at the beginning of each of the step's backwards.
         self._left: list[Magnitudes] = []
+        #: Where the gradients lay when the step's first backward began, and the parameters whose gradients lay there at its end.
+        self._places: dict[str, int] = {}
+        self._in_place: set[str] = set()
         #: Parameters that received a gradient in this step, those that ever did, and those that an optimizer steps.
         self._arrived: set[str] = set()
         self._ever: set[str] = set()
@@ -141,6 +144,7 @@ class HandedOver(Observer):
         self.at_work = self.wants_backward_end = (self._clock.measured or is_armed) and not has_process_group()
         self._moments.clear()
         self._left.clear()
+        self._in_place.clear()
         self._arrived.clear()
         self._stepping.clear()
         self._scaled.clear()
@@ -150,6 +154,8 @@ class HandedOver(Observer):
     def backward_begins(self, backward: Backward) -> None:
         """Record the magnitudes that earlier steps have left in the gradients."""
         if self._stepped and len(self._left) < _MOST_BACKWARDS:
+            if not self._left:
+                self._places = self._gradients_places()
             self._left.append(magnitudes(self._parameters))
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
@@ -186,6 +192,10 @@ class HandedOver(Observer):
         if not self.at_work:
             return
         self._add("handed", self._optimizers.parameters(optimizer))
+        if self._left:
+            # A script may put others in their place, as after torch.autograd.grad, which adds to none.
+            here = self._gradients_places()
+            self._in_place |= {name for name, place in self._places.items() if here.get(name) == place}
         names = {watched.name for watched in self._optimizers.parameters(optimizer)}
         self._stepping |= names
         self._optimized |= names
@@ -279,10 +289,17 @@ class HandedOver(Observer):
         if stale:
             self._tell(STALE, step, stale, {"parameters": float(len(stale)), "of": float(len(handed))})
 
+    def _gradients_places(self) -> dict[str, int]:
+        """Return where the memory of each plain gradient lies."""
+        gradients = ((watched.name, watched.parameter.grad) for watched in self._parameters)
+        return {
+            name: gradient.data_ptr() for name, gradient in gradients if gradient is not None and is_plain(gradient)
+        }
+
     def _find_left_over(self, step: int, number: int) -> None:
         """Record the gradients left over at the first backward, unless a later one began with only zeros (zero_grad())."""
         left = [found.read() for found in self._left]
-        old = [name for name, value in left[0].items() if value > 0] if left else []
+        old = [name for name, value in left[0].items() if value > 0 and name in self._in_place] if left else []
         if old and all(any(value > 0 for value in values.values()) for values in left):
             figures = {"parameters": float(len(old)), "of": float(number), "largest": max(left[0].values())}
             self._tell(LEFT_OVER, step, old, figures)
