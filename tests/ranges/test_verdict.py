@@ -130,9 +130,9 @@ def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would
     assert report.format == "bfloat16"
     assert report.loss_scale.needed is False
     assert report.verdict.sentences[1].startswith(
-        "BF16 needs no loss scale; the gradients would fit FP16 at any loss scale in the window 2^"
+        "BF16 needs no loss scale; FP16 would fit at any loss scale in the window 2^"
     )
-    assert report.verdict.sentences[1].endswith("with rounding up to 8 times finer.")
+    assert report.verdict.sentences[1].endswith(", rounding up to 8 times finer.")
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
 
 

@@ -103,9 +103,9 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
     elif told.needed is None:
         fits = f"whether they would need one in FP16 is not known (overflow above {as_power(told.highest)})"
     else:
-        fits = f"the gradients would fit FP16 at any loss scale in the {_window(told)}"
+        fits = f"FP16 would fit at any loss scale in the {_window(told)}"
     if format == BFLOAT16:
-        finer = ", with rounding up to 8 times finer" if told.needed is not None and not told.serves_none else ""
+        finer = ", rounding up to 8 times finer" if told.needed is not None and not told.serves_none else ""
         yield f"BF16 needs no loss scale; {fits}{finer}."
     elif format == FLOAT32:
         yield f"For a change to 16 bits: {fits}; BF16 needs none."
