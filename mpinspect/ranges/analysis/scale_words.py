@@ -232,8 +232,7 @@ def _hidden(decision: Decision) -> str:
         return ""
     keeps = window.log2_certain <= window.log2_highest
     if decision.needed is None and decision.zeros:
-        begin = f"begin at 2^{decision.log2_scale}"
-        return f"To know, take the gradients of a few batches in FP32 (autocast off, scale 1), or {begin}."
+        return "To know, take the gradients of a few batches in FP32 (autocast off, scale 1)."
     if decision.needed is None:
         how = f"run at a loss scale of at least 2^{window.log2_certain}, or " if keeps else ""
         sure = f"{with_power(2.0**window.log2_certain)} would be enough in any case. " if keeps else ""

@@ -140,13 +140,13 @@ def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -
     if format != FLOAT32:
         return "Nothing to do."
     if not told.available or told.needed is None or told.serves_none:
-        return "Nothing to do; to train in 16 bits take BF16 autocast."
+        return "Numerically nothing to do; to train in 16 bits take BF16 autocast."
     # A GradScaler begins at 2^16 by itself.
     start = told.recommended if told.needed else min(told.highest or _INITIAL, _INITIAL)
     scale = f" from {with_power(start)}" if told.needed or start != _INITIAL else ""
     return (
-        f"Nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast with a GradScaler{scale}, which skips a step "
-        "that overflows."
+        f"Numerically nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast with a GradScaler{scale}, which "
+        "skips a step that overflows."
     )
 
 

@@ -366,10 +366,8 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
     names = always_zero(case.totals)
     if not names:
         return
-    scale, recommended = case.session.last_scale, case.advised.advice.recommended
-    larger = (
-        f"begin at a loss scale of {with_power(recommended)}, " if recommended and recommended > (scale or 1.0) else ""
-    )
+    scale, highest = case.session.last_scale, case.advised.advice.highest
+    limit = f": the other layers allow no loss scale above {with_power(highest)}" if highest else ""
     at_scale = f" at the loss scale of {with_power(scale)}" if scale else ""
     yield Finding(
         "gradients-all-zero",
@@ -378,8 +376,8 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
         f"Every gradient of {_grouped(names)} was zero in all sampled steps: these weights do not learn. FP16 flushes magnitudes "
         f"up to 2^-25{at_scale}; whether that made the zeros is not known.",
         {"parameters": len(names), "names": names[:20], "loss_scale": scale},
-        f"Take the gradients of one batch with autocast off. If they are not zero there, {larger}multiply this part's loss by a "
-        "factor of its own, or compute its modules in FP32.",
+        "Take the gradients of one batch with autocast off. If they are not zero there, compute these modules in FP32, or "
+        f"multiply this part's loss by a factor of its own{limit}.",
         "with torch.autocast(device_type, enabled=False):\n    y = module(x.float())",
         INFERRED,
     )
