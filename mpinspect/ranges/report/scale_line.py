@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
-from mpinspect.ranges.session import END, Event, Progress
+from mpinspect.ranges.session import END, LOSSES, Event, Progress
 from mpinspect.reporting.words import UNKNOWN, as_power, format_name, lower_first, number_of, with_power
 
 
@@ -105,7 +105,9 @@ def event_facts(event: Event) -> Iterator[str]:
         yield "no step reported it"
     else:
         yield f"loss scale {with_power(event.loss_scale) if event.loss_scale else 'unknown'}"
-    if event.forward_finite is not None:
+    if event.what == LOSSES[0]:
+        yield "every output seen was finite, the loss was not"
+    elif event.forward_finite is not None:
         yield f"the model's forward was {'finite' if event.forward_finite else 'not finite'}"
     if event.gradients_finite is not None:
         yield f"the gradients were {'finite' if event.gradients_finite else 'not finite'}"
