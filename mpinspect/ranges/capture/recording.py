@@ -233,7 +233,7 @@ class Recording:
         if self.progress.scale_known:
             self._progress(scale_known=False, scale_unknown_reason=reason)
             self.note(
-                f"the loss scale is not known ({reason}): gradients are counted as they arrive, and no scale is advised"
+                f"the loss scale is not known ({reason}): gradients are counted as they arrive, and no window of scales is given"
             )
 
     def weights_moved(self, moved: bool | None) -> None:

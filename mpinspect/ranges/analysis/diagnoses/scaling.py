@@ -288,7 +288,7 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
     if run_format(case.session) == FLOAT16 and not is_explained:
         mend = (
             f"Find what exceeds {FLOAT16.max_finite:g} in the forward of {module}; compute it in FP32, and the modules that take "
-            "its result until the values are below that again; or compute the whole model in BF16"
+            "its result until the values are below that again; or compute the whole model in BF16, without a scaler"
         )
         code = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
     yield Finding(
@@ -298,7 +298,7 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
         f"The scaler backed off in {len(steps)} steps because the forward itself was not finite, from step {steps[0]} on: the "
         f"loss scale is not the cause, and every such step halves it.",
         {"steps": len(steps), "first_step": steps[0]},
-        f"{mend}. Then begin with a new scaler, since this one's scale was lowered without need.",
+        f"{mend}. In FP16 begin with a new scaler, since this one's scale was lowered without need.",
         code,
         step=steps[0],
     )
