@@ -369,7 +369,7 @@ def test_objects_print_in_a_line(tmp_path: Path) -> None:
     assert repr(advice)[len("<LossScaleAdvice: ") : -1] in str(advice)
     assert advice.reason in str(advice)
     none = Inspector(model).report().loss_scale
-    assert repr(none) == "<LossScaleAdvice: No loss scale can be suggested>"
+    assert repr(none) == "<LossScaleAdvice: No window of loss scales can be given>"
     for finding in report.findings:
         assert finding.message in str(finding)
         assert str(finding).startswith(finding.severity)

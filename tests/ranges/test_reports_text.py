@@ -61,7 +61,7 @@ def test_doubt_no_need_and_no_advice_are_three_things():
     assert "8192 (2^13) (if one is needed)" in heading(needed=None)
     assert "no scale serves all: at least 2^30 is needed, 2^20 the largest" in heading(lowest=2.0**30)
     none = render(dataclasses.replace(report, loss_scale=sessions.no_advice("Because.")), 200)
-    assert "No loss scale can be suggested.\n  Because." in none
+    assert "No window of loss scales can be given.\n  Because." in none
     assert "Suggested" not in none
 
 

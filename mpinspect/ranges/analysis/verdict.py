@@ -113,7 +113,7 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
 
 def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
     if not advice.available:
-        yield f"No loss scale can be suggested: {lower_first(advice.reason)}"
+        yield f"No window of loss scales can be given: {lower_first(advice.reason)}"
         return
     used = session.last_scale
     if used is None:

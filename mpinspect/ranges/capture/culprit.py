@@ -263,7 +263,7 @@ def _in_container(around: Call, inner: str, look: Seen, read: Collection[int]) -
     elif not read_all(around, read):
         where += f" or before it (not every tensor that {around.module or 'the model'!r} was given was read),"
     return Culprit(
-        FORWARD, around.module, look, f"it arose {where} before {inner!r}, whose input already held an inf or NaN"
+        FORWARD, around.module, look, f"an inf or NaN arose {where} before {inner!r}, whose input already held it"
     )
 
 

@@ -203,7 +203,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         yield Line(reserve_line(report.in_float16))
         return
     if not advice.available:
-        yield Line("No loss scale can be suggested.", "strong")
+        yield Line("No window of loss scales can be given.", "strong")
         yield Line(advice.reason)
         return
     yield Line(scale_line(advice), "strong")

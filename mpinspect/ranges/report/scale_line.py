@@ -43,7 +43,7 @@ def event_maxima(event: Event) -> str:
 def scale_line(advice: LossScaleAdvice) -> str:
     """Return the suggested loss scale, its window and the headroom in words, or a sentence that no scale fits."""
     if not advice.available:
-        return "No loss scale can be suggested"
+        return "No window of loss scales can be given"
     if advice.serves_none:
         ends = f"at least {as_power(advice.lowest)} is needed, {as_power(advice.highest)} the largest"
         return f"No loss scale to suggest; no scale serves all: {ends}"
