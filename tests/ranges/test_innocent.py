@@ -212,7 +212,7 @@ def test_an_infinite_input_of_a_module_that_hides_it_is_told_of_the_next() -> No
 
     events = _step(Both(), torch.full((1, 2), -1.0))
     assert (events[0].phase, events[0].module, events[0].tensor) == ("forward", "", "linear")
-    assert "whose input already held an inf or NaN" in events[0].explanation
+    assert "whose input already held it" in events[0].explanation
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38], ids=str)
@@ -250,7 +250,7 @@ def test_an_infinity_made_after_a_large_product_is_told_of_the_code_that_made_it
     assert (event.step, event.phase, event.module) == (2, "forward", module)
     if by:
         assert event.tensor == by
-        assert "whose input already held an inf or NaN" in event.explanation
+        assert "whose input already held it" in event.explanation
 
 
 def test_a_layer_after_large_products_is_named_itself() -> None:
