@@ -283,14 +283,12 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
     ]
     if len(found) < _FEWEST_LEFT_OVER:
         return
-    first, last = (each.figures["largest"] for each in (found[0], found[-1]))
-    grown = f" (the largest element of .grad rose from {first:.3g} to {last:.3g})" if first < last else ""
     yield Finding(
         "gradients-never-zeroed",
         "error",
         "",
         f"In step {found[0].step}{_again(found)} .grad still held the gradients of the step before when the backward began: "
-        f"each step is taken with the sum of all gradients so far{grown}.",
+        f"each step is taken with the sum of all gradients so far{_grown(found, 'of .grad')}.",
         {"measured_steps": len(found), "largest": [each.figures["largest"] for each in found]},
         "Zero the gradients once a step; if the optimizer steps copies of the weights, zero the model's gradients too.",
         "optimizer.zero_grad()  # or model.zero_grad()",
@@ -304,19 +302,24 @@ def _masters_never_zeroed(case: Case) -> Iterator[Finding]:
     ]
     if len(found) < _FEWEST_LEFT_OVER:
         return
-    first, last = (each.figures["largest"] for each in (found[0], found[-1]))
-    grown = f" (the largest element that was read rose from {first:.3g} to {last:.3g})" if first < last else ""
     yield Finding(
         "gradients-never-zeroed",
         "error",
         "",
         f"In step {found[0].step}{_again(found)} the optimizer stepped with the sum of this step's gradients and of what the "
-        f"masters' .grad held before: each step is taken with the sum of all gradients so far{grown}.",
+        f"masters' .grad held before: each step is taken with the sum of all gradients so far"
+        f"{_grown(found, 'that was read')}.",
         {"measured_steps": len(found), **found[0].figures, "names": list(found[0].names[:20])},
         "Zero the gradients of the masters once a step, as those of the model.",
         "optimizer.zero_grad()  # the masters'\nmodel.zero_grad()",
         step=found[0].step,
     )
+
+
+def _grown(found: Sequence[Measurement], which: str) -> str:
+    """Return in brackets how the largest element grew from the first record to the last; "" if it did not."""
+    first, last = (each.figures["largest"] for each in (found[0], found[-1]))
+    return f" (the largest element {which} rose from {first:.3g} to {last:.3g})" if first < last else ""
 
 
 def _is_kept_whole(found: Measurement, scale: float | None) -> bool:
