@@ -91,6 +91,25 @@ def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.maximum(torch.stack(highs), -torch.stack(lows))
 
 
+class Records:
+    """Records measurements: at most ``_MOST_RECORDS`` of each kind, each with at most ``_MOST_NAMES`` names.
+
+    Args:
+        recording: receives them.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._told: dict[str, int] = {}
+
+    def tell(self, what: str, step: int, names: Sequence[str], figures: Mapping[str, float]) -> None:
+        """Record one; ``names`` must not be empty."""
+        told = self._told.get(what, 0)
+        if told < _MOST_RECORDS:
+            self._told[what] = told + 1
+            self._recording.measured(Measurement(what, names[0], step, dict(figures), tuple(names[:_MOST_NAMES])))
+
+
 class HandedOver(Observer):
     """Compares gradients between a backward's end and the optimizer's step.
 
@@ -112,7 +131,7 @@ class HandedOver(Observer):
     ) -> None:
         self._parameters, self._optimizers, self._clock, self._recording = parameters, optimizers, clock, recording
         self._masters = masters
-        self._told: dict[str, int] = {}
+        self._records = Records(recording)
         self._events = self._armed = self._armed_in_all = 0
         #: The gradients' magnitudes by moment of the step.
         self._moments: dict[str, Magnitudes] = {}
@@ -234,13 +253,15 @@ class HandedOver(Observer):
             watched.name for watched in self._parameters if watched.parameter.requires_grad and watched.name in never
         ]
         if missing:
-            self._tell(MISSING, self._clock.step, missing, {"of": float(len(self._parameters))})
+            self._records.tell(MISSING, self._clock.step, missing, {"of": float(len(self._parameters))})
         left_out = [watched for watched in self._parameters if watched.name in only_ever]
         # A tensor that an optimizer steps and that is not known may be a copy of one of them.
         if left_out and not self._masters.may_be_of(left_out):
             elements = sum(watched.parameter.numel() for watched in self._parameters)
             share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
-            self._tell(NOT_OPTIMIZED, self._clock.step, [watched.name for watched in left_out], {"fraction": share})
+            self._records.tell(
+                NOT_OPTIMIZED, self._clock.step, [watched.name for watched in left_out], {"fraction": share}
+            )
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -260,7 +281,7 @@ class HandedOver(Observer):
         handed = dict.fromkeys(self._stepping, 0.0) | handed
         changed = ratios(given, scaled)
         if any(ratio != 1 for ratio in changed.values()):
-            self._tell(CHANGED_SCALED, step, _named(changed), described(changed))
+            self._records.tell(CHANGED_SCALED, step, _named(changed), described(changed))
         # The changes between the last known gradients (after unscaling if there is a scaler) and the optimizer's step.
         before = unscaled or given
         factors = ratios(before, handed)
@@ -269,14 +290,14 @@ class HandedOver(Observer):
             squares = self._moments["unscaled" if unscaled else "given"].sum_of_squares()
             overflowed = sum(not math.isfinite(value) for value in before.values())
             figures = {"zeroed": float(len(zeroed)), "sum_of_squares": squares, "not_finite": float(overflowed)}
-            self._tell(CHANGED, step, zeroed or _named(factors), {**described(factors), **figures})
+            self._records.tell(CHANGED, step, zeroed or _named(factors), {**described(factors), **figures})
         still_scaled = {name: ratio for name, ratio in ratios(given, handed).items() if name in self._still_scaled}
         if still_scaled:
-            self._tell(STEPPED_SCALED, step, list(still_scaled), described(still_scaled))
+            self._records.tell(STEPPED_SCALED, step, list(still_scaled), described(still_scaled))
         broken = [name for name, value in given.items() if not math.isfinite(value)]
         replaced = [name for name in broken if math.isfinite(handed.get(name, math.nan))]
         if replaced:
-            self._tell(REPLACED, step, replaced, {"of": float(len(given))})
+            self._records.tell(REPLACED, step, replaced, {"of": float(len(given))})
 
     def _find_stale(self, step: int) -> None:
         """Record the gradients that the optimizer received although no backward of this step produced them."""
@@ -287,7 +308,7 @@ class HandedOver(Observer):
             name for name, value in handed.items() if value > 0 and name in self._ever and name not in self._arrived
         ]
         if stale:
-            self._tell(STALE, step, stale, {"parameters": float(len(stale)), "of": float(len(handed))})
+            self._records.tell(STALE, step, stale, {"parameters": float(len(stale)), "of": float(len(handed))})
 
     def _gradients_places(self) -> dict[str, int]:
         """Return where the memory of each plain gradient lies."""
@@ -302,13 +323,7 @@ class HandedOver(Observer):
         old = [name for name, value in left[0].items() if value > 0 and name in self._in_place] if left else []
         if old and all(any(value > 0 for value in values.values()) for values in left):
             figures = {"parameters": float(len(old)), "of": float(number), "largest": max(left[0].values())}
-            self._tell(LEFT_OVER, step, old, figures)
-
-    def _tell(self, what: str, step: int, names: Sequence[str], figures: Mapping[str, float]) -> None:
-        told = self._told.get(what, 0)
-        if told < _MOST_RECORDS:
-            self._told[what] = told + 1
-            self._recording.measured(Measurement(what, names[0], step, dict(figures), tuple(names[:_MOST_NAMES])))
+            self._records.tell(LEFT_OVER, step, old, figures)
 
 
 def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

@@ -11,20 +11,25 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.handed_over import CHANGED, REPLACED, Magnitudes, described, magnitudes, ratios
+from mpinspect.ranges.capture.diagnosing.handed_over import (
+    CHANGED,
+    REPLACED,
+    Magnitudes,
+    Records,
+    described,
+    magnitudes,
+    ratios,
+)
 from mpinspect.ranges.capture.diagnosing.masters import Masters, Samples, samples
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward, Observer
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
-from mpinspect.ranges.session import Measurement
 from mpinspect.runtime.distributed import has_process_group
 
 #: The name of the measurement of masters whose gradients hold those of earlier steps.
 ADDED_UP = "masters-added-up"
 
-#: The most records of one kind, and the most names in one.
-_MOST_RECORDS, _MOST_NAMES = 10, 200
 #: The most backwards of a step whose gradients are compared with the masters'.
 _MOST_BACKWARDS = 4
 #: The gradients of a step's backwards alone must leave at least this share of the masters' gradients unexplained...
@@ -43,8 +48,8 @@ class MasterGradients(Observer):
     """
 
     def __init__(self, masters: Masters, clock: StepClock, recording: Recording) -> None:
-        self._masters, self._clock, self._recording = masters, clock, recording
-        self._told: dict[str, int] = {}
+        self._masters, self._clock = masters, clock
+        self._records = Records(recording)
         self._stepped = False
         #: The weights' gradients when the last backward was over, and the masters' when their optimizer steps.
         self._given: Magnitudes | None = None
@@ -130,10 +135,10 @@ class MasterGradients(Observer):
                 "masters": 1.0,
                 "without": float(sum(name not in handed for name in zeroed)),
             }
-            self._tell(CHANGED, step, zeroed, {**described(changes), **figures})
+            self._records.tell(CHANGED, step, zeroed, {**described(changes), **figures})
         replaced = [name for name in broken if 0 < handed.get(name, math.nan) < math.inf] if is_single else []
         if replaced:
-            self._tell(REPLACED, step, replaced, {"of": float(len(given))})
+            self._records.tell(REPLACED, step, replaced, {"of": float(len(given))})
 
     def _find_added_up(self, step: int) -> None:
         """Record that the masters' gradients are those of this step's backwards and what they held before, added up."""
@@ -159,13 +164,7 @@ class MasterGradients(Observer):
                 "parameters": float(len(names)),
                 "of": float(len(sums)),
             }
-            self._tell(ADDED_UP, step, names, figures)
-
-    def _tell(self, what: str, step: int, names: Sequence[str], figures: Mapping[str, float]) -> None:
-        told = self._told.get(what, 0)
-        if told < _MOST_RECORDS:
-            self._told[what] = told + 1
-            self._recording.measured(Measurement(what, names[0], step, dict(figures), tuple(names[:_MOST_NAMES])))
+            self._records.tell(ADDED_UP, step, names, figures)
 
 
 def _gradients(parameters: Iterable[WatchedParameter]) -> list[tuple[str, torch.Tensor | None]]:
