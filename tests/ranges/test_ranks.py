@@ -321,6 +321,12 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
         dead = analyse(two.session(ended_early=[left(0, killed, 1.0), waited]))
         then = f"Then rank 1 ended in step 570 {waited.text}."
         assert finding(dead, "rank-ended-early").message == f"Rank 0 ended {when} {killed}. {then}"
+    # A rank that was killed before it wrote of a whole step may have done more of them than it wrote.
+    early = RankSum()
+    early.add(ranked(session_of(progress=s.Progress(0, 0, 0, 0, False)), 0, 4))
+    early.add(ending_at(1, 570, ended=True))
+    none = analyse(early.session(ended_early=[left(0, killed, 1.0)]))
+    assert finding(none, "rank-ended-early").message == f"Rank 0 ended in step 0 or later {killed}."
     # The launcher stops those that are left, and a scheduler the whole job.
     sigterms = [left(rank, "by a SIGTERM", 3.0) for rank in (0, 2)]
     ended = finding(analyse(total.session(ended_early=[*sigterms, left(3, killed, 1.0)])), "rank-ended-early")

@@ -110,6 +110,14 @@ def test_tf32_that_cudnn_takes_by_itself_is_named():
     assert "% in TF32, cuDNN's default)" in brief(*products)[0]
 
 
+def test_what_suits_in_no_dtype_is_told_beside_what_runs_in_fp32():
+    products = (*shape_records.linear(64, 1023, 512), *shape_records.linear(64, 1023, 512, "float32"))
+    words = brief(*products)[0]
+    assert words.startswith(
+        "0% of one step's FLOPs suit the Tensor Cores of A100; 50% do not, by shape or dtype; 50% run in FP32"
+    )
+
+
 def test_the_worst_finding_on_shapes_is_named_where_the_shapes_are_not_shown():
     products = shape_records.linear(4096, 4096, 4096, "float32", name="attention")
     words, findings = brief(*products, autocast_dtype="bfloat16")

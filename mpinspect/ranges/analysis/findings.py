@@ -1,4 +1,4 @@
-"""Collects and sorts all findings of a session; also makes the findings on lost updates and overflowing sums."""
+"""Collects and sorts all findings of a session; also makes the findings on overflowing sums."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.diagnoses import diagnose, explains_events
-from mpinspect.ranges.analysis.diagnoses.case import Case, fp32_weights
+from mpinspect.ranges.analysis.diagnoses.case import Case
 from mpinspect.ranges.analysis.event_findings import event_findings
 from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
 from mpinspect.ranges.analysis.precision import holds_without_scale
@@ -19,9 +19,9 @@ from mpinspect.ranges.analysis.ranks import ranks_named
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
-from mpinspect.ranges.session import FROZEN, LostUpdates, Session, TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.session import FROZEN, Session, TensorInfo, TensorKey, TensorWindow
 from mpinspect.reporting.finding import Finding, gravest_first
-from mpinspect.reporting.words import format_name, number_of, percent, some
+from mpinspect.reporting.words import format_name, number_of
 
 
 def findings(
@@ -46,7 +46,6 @@ def findings(
         *(_as_consequence(finding, diagnosed) for finding in events),
         *(_as_consequence(finding, diagnosed) for finding in gradient_findings(session, layers, advised)),
         *_forward_overflow(session, layers, format),
-        *update_findings(infos, totals),
         *([] if advised.diverged else _reductions(session, totals, format)),
         *_never_fired(coverage),
         *rank_findings(session, advised),
@@ -167,64 +166,6 @@ def _never_fired(coverage: Coverage) -> list[Finding]:
             },
         )
     ]
-
-
-#: Share of lost updates above which a warning is given. For comparison: a digits classifier trained by SGD with FP16 weights
-#: and no FP32 masters lost 87% of its updates, and its loss ended at 0.298 against 0.160.
-LOST_UPDATES_TOLERANCE = 0.1
-
-_MASTERS = "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights."
-
-
-def update_findings(infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]) -> list[Finding]:
-    """Return one finding per storage format: a warning if weights stored in it lose too many updates, else information."""
-    by_format: dict[str, dict[str, LostUpdates]] = {}
-    for key, window in totals.items():
-        for storage, updates in window.lost_updates.items() if key.kind == UPDATE else ():
-            if updates.nonzero:
-                by_format.setdefault(storage, {})[key.name] = updates
-    findings = []
-    for storage, updates_by_name in by_format.items():
-        stored = {name: lost for name, lost in updates_by_name.items() if _stored_in(storage, name, lost, infos)}
-        if any(lost.fraction > LOST_UPDATES_TOLERANCE for lost in stored.values()):
-            findings.append(_finding("warning", storage, stored))
-        elif any(lost.lost for lost in updates_by_name.values()):
-            findings.append(_finding("info", storage, updates_by_name, hypothetical=not stored))
-    return findings
-
-
-def _stored_in(storage: str, name: str, lost: LostUpdates, infos: dict[TensorKey, TensorInfo]) -> bool:
-    """Return whether the parameter really is stored in this format (otherwise its lost updates are hypothetical)."""
-    dtypes = {infos[key].dtype for key in (TensorKey(name, UPDATE), TensorKey(name, WEIGHT)) if key in infos}
-    return lost.measured or storage in dtypes
-
-
-def _finding(severity: str, storage: str, updates: dict[str, LostUpdates], *, hypothetical: bool = False) -> Finding:
-    # Of equal ones that with the most updates: a bias before a normalisation has rounding noise for a gradient.
-    ordered = sorted(updates, key=lambda name: (updates[name].fraction, updates[name].nonzero), reverse=True)
-    worst, share = ordered[0], updates[ordered[0]].fraction
-    equal = [name for name in ordered if updates[name].fraction == share]
-    lost, nonzero = (sum(getattr(part, field) for part in updates.values()) for field in ("lost", "nonzero"))
-    name = format_name(storage)
-    if hypothetical:
-        message = f"If the weights were stored in {name}, rounding would lose {percent(lost / nonzero)} of the updates"
-    else:
-        message = f"The weights are stored in {name}, and rounding loses {percent(lost / nonzero)} of the updates"
-    return Finding(
-        "updates-lost",
-        severity,
-        worst,
-        f"{message}; {percent(share)} of those of {some(equal, 3)}.",
-        {
-            "format": storage,
-            "lost_fraction": lost / nonzero,
-            "worst_lost_fraction": share,
-            "layers": len(updates),
-            "measured": all(part.measured for part in updates.values()),
-        },
-        _MASTERS,
-        fp32_weights(storage) if severity == "warning" else "",
-    )
 
 
 CERTAIN, POSSIBLE, NO = "certain", "possible", "no"

@@ -85,7 +85,7 @@ def _when(numbers: Sequence[int], session: Session, waited: Sequence[int]) -> st
     # A process that was killed did more than it wrote, but no more than those that waited for it.
     last = _first_end(waited, session)
     if last is None or not last.ended or last.steps < first.steps:
-        return f" after step {max(first.steps - 1, 0):,}"
+        return f" after step {first.steps - 1:,}" if first.steps else " in step 0 or later"
     among = "" if first.steps == last.steps else "one of "
     return f" in {among}{steps_named(first.steps, last.steps)}"
 

@@ -156,6 +156,9 @@ def _shapes(report: RunReport) -> str:
     if in_tf32:
         words += f" ({'' if in_tf32 == suits else f'{percent(in_tf32)} '}in TF32, cuDNN's default)"
     if in_fp32:
+        # Not by the sum of the shares: it can end a rounding error below 1.
+        if unsuited := _share(shapes, lambda row: row.verdict != "native" and not runs_in_fp32(row)):
+            words += f"; {percent(unsuited)} do not, by shape or dtype"
         in_16_bits = suiting_in_16_bits(shapes)
         then = "all" if in_16_bits == 1 else f"{percent(in_16_bits)} of all"
         gain = f"; with those in 16 bits {then} would suit" if in_16_bits > suits else ""
