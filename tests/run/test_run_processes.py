@@ -371,7 +371,8 @@ def test_a_rank_that_is_killed_is_named_with_its_step_and_the_other_ends_as_it_w
                 r"Rank 1 ended (after step \d+|in step 0 or later) without a report \(killed, or it", said
             )
             wrote = re.search(r"What rank 1 wrote ends at step (\d+); the others' at 20", said)
-            assert ended is not None and wrote is not None
+            assert ended is not None
+            assert wrote is not None
             # When it wrote last, which is once a second at most.
             steps = int(wrote[1])
             assert steps in range(20)
