@@ -9,6 +9,8 @@ lost, the first and the last because the gap below a power of two is half the ga
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -29,6 +31,8 @@ _EXPONENT_FIELD = 0x7F800000
 STORAGE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 #: Elements tested at a time on a CPU, so that intermediate tensors stay in cache and torch uses a single thread.
 _CHUNK = 1 << 15
+#: What the states are called in which optimizers keep the part of an update that rounding cut off.
+_KAHAN = ("compensation", "kahan")
 
 
 class Updates(Observer):
@@ -72,7 +76,9 @@ class Updates(Observer):
             if gradient is not None and weight.is_floating_point():
                 key = TensorKey(watched.name, UPDATE)
                 with self._tally.unread.left_out(key):
-                    self._count(key, watched.parameter, weight, gradient, may_have_skipped)
+                    state = optimizer.state.get(watched.parameter)
+                    states = state if isinstance(state, dict) else {}
+                    self._count(key, watched.parameter, weight, gradient, may_have_skipped, states)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop the copies of the weights, since the step was skipped."""
@@ -90,6 +96,7 @@ class Updates(Observer):
         before: torch.Tensor,
         gradient: torch.Tensor,
         may_have_skipped: bool,
+        states: Mapping[str, Any],
     ) -> None:
         after = detached_values(local_part(parameter))
         wide = torch.float64 if before.dtype == torch.float64 else torch.float32
@@ -99,9 +106,20 @@ class Updates(Observer):
             lost = lost_updates_by_format(before, update)
         elif gradient.layout is torch.strided and not may_have_skipped:
             lost = {stored: unmoved(before, after, detached_values(local_part(gradient)))}
+            for name, state in states.items():
+                if isinstance(state, torch.Tensor) and state.shape == parameter.shape:
+                    lost[stored][0] *= ~_keeps_the_rest(name, detached_values(local_part(state)), after)
         self._tally.add(Sample(key, row, update.numel(), dtype_name(before.dtype)))
         for name, counts in lost.items():
             self._tally.add_lost_updates(key, name, counts, measured=stored != "float32")
+
+
+def _keeps_the_rest(name: str, state: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | bool:
+    """Return whether an optimizer's state keeps what rounding loses: a wider master of the weight, or by its name Kahan's sum."""
+    if any(word in name for word in _KAHAN):
+        return True
+    is_wider = state.dtype.is_floating_point and state.dtype.itemsize > weight.dtype.itemsize
+    return (state.to(weight.dtype) == weight).all() if is_wider else False
 
 
 def _held_still(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -14,7 +14,7 @@ from mpinspect.ranges.analysis.visibility import always_zero
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import FROZEN, Measurement
 from mpinspect.reporting.finding import INFERRED, Finding
-from mpinspect.reporting.words import number_or_power, some, with_power
+from mpinspect.reporting.words import number_of, number_or_power, some, with_power
 
 #: Fewest measured steps that must begin with gradients of earlier steps before these count as never zeroed.
 _FEWEST_LEFT_OVER = 2
@@ -331,30 +331,50 @@ def _is_kept_whole(found: Measurement, scale: float | None) -> bool:
 def gradients_missing(case: Case) -> Iterator[Finding]:
     """Parameters in an optimizer that never got a gradient, and parameters that a name's prefix froze by mistake.
 
-    False alarms: Modules that the run has not needed so far (a head for a later phase) are reported. A frozen prefix is
-    inferred from names alone.
+    False alarms: Modules that were not called (an expert without tokens, a head for a later phase) are reported as
+    information. A frozen prefix is inferred from names alone.
     """
     never = {name for name, kind, _ in _never_fired(case) if kind == WEIGHT_GRADIENT}
     for found in case.measured("missing"):
         names = [name for name in found.names if name in never]
-        if names:
-            yield Finding(
-                "gradients-missing",
-                "warning",
-                names[0],
-                (
-                    f"{names[0]!r} is in the optimizer but never got a gradient: the loss does not reach it."
-                    if len(names) == 1
-                    else f"The {len(names)} parameters of {_grouped(names)} are in the optimizer but never got a gradient: the "
-                    "loss does not reach them."
-                )
-                + " A result is detached, converted to a number or computed under no_grad, or the module is not used.",
-                {"parameters": len(names), "names": names[:20], "of": found.figures["of"]},
-                "Look for detach(), .data, .item(), argmax or torch.no_grad() in the code that uses these modules' outputs; "
-                "freeze them if they are not meant to learn.",
-                certainty=INFERRED,
-            )
+        if not names:
+            continue
+        which = repr(names[0]) if len(names) == 1 else f"The {len(names)} parameters of {_grouped(names)}"
+        severity, cause, fix, code = _why_missing(found, "it" if len(names) == 1 else "them")
+        yield Finding(
+            "gradients-missing",
+            severity,
+            names[0],
+            f"{which} {'is' if len(names) == 1 else 'are'} in the optimizer but never got a gradient: {cause}",
+            {"parameters": len(names), "names": names[:20], **found.figures},
+            fix,
+            code,
+            INFERRED,
+        )
     yield from _caught_by_prefix(case)
+
+
+def _why_missing(found: Measurement, them: str) -> tuple[str, str, str, str]:
+    """Return the severity, the cause in words, the fix and its code, by how the parameters' modules were called."""
+    if "not_called" in found.figures:
+        where = "the module" if them == "it" else "their modules"
+        return "info", f"{where} did not run in the steps that were looked at.", "", ""
+    if "without_graph" in found.figures:
+        return (
+            "warning",
+            f"the forward that uses {them} built no graph. It ran under torch.no_grad(), or in a reentrant checkpoint none of "
+            "whose inputs needs a gradient.",
+            "Call these modules with gradients enabled, and checkpoint without reentry.",
+            "torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)\n"
+            '# in Transformers: model.gradient_checkpointing_enable({"use_reentrant": False})',
+        )
+    return (
+        "warning",
+        f"the loss does not reach {them}. A result is detached, converted to a number or computed under no_grad, or not used.",
+        "Look for detach(), .data, .item(), argmax or torch.no_grad() in the code that uses these modules' outputs; "
+        f"freeze {them} if {'it is' if them == 'it' else 'they are'} not meant to learn.",
+        "",
+    )
 
 
 def gradients_all_zero(case: Case) -> Iterator[Finding]:
@@ -430,23 +450,35 @@ def parameters_not_optimized(case: Case) -> Iterator[Finding]:
     """Parameters that get gradients and that no optimizer steps.
 
     False alarms: Parameters that the script steps by hand are reported. If most of the model is left out the finding is
-    only "info", since usually a head is trained on a backbone.
+    only "info", since usually a head is trained on a backbone, unless the optimizer holds tensors that never get gradients.
     """
     for found in case.measured("not-optimized"):
-        share, module = found.figures["fraction"], found.name.rpartition(".")[0]
+        idle = int(found.figures.get("idle", 0))
+        share, modules = found.figures["fraction"], {name.rpartition(".")[0] for name in found.names}
         yield Finding(
             "parameters-not-optimized",
             # Leaving out most of a model is usually intended: a head is trained on a backbone that was not frozen.
-            "warning" if share < 0.5 else "info",
+            "warning" if share < 0.5 or idle else "info",
             found.name,
-            f"{found.name!r} gets gradients but is in no optimizer that was seen: it never changes."
-            if len(found.names) == 1
-            else f"The {len(found.names)} parameters of {_grouped(found.names)} get gradients but are in no optimizer that was "
-            "seen: they never change.",
-            {"parameters": len(found.names), "fraction": share, "names": list(found.names[:20])},
+            (
+                f"{found.name!r} gets gradients but is in no optimizer that was seen: it never changes."
+                if len(found.names) == 1
+                else f"The {len(found.names)} parameters of {_grouped(found.names)} get gradients but are in no optimizer that "
+                "was seen: they never change."
+            )
+            + (
+                f" The optimizer holds {number_of(idle, 'tensor')} that never got a gradient and {'is' if idle == 1 else 'are'} "
+                "not in the model: it was made before parameters were replaced."
+                if idle
+                else ""
+            ),
+            {"parameters": len(found.names), "fraction": share, "idle": idle, "names": list(found.names[:20])},
             "Make the optimizer after the last module was added, or add that module's parameters to it; freeze what is not "
             "meant to learn.",
-            f'optimizer.add_param_group({{"params": model.get_submodule({quoted(module)}).parameters()}})',
+            f'optimizer.add_param_group({{"params": model.get_submodule({quoted(*modules)}).parameters()}})'
+            if len(modules) == 1
+            else 'known = {id(p) for group in optimizer.param_groups for p in group["params"]}\n'
+            'optimizer.add_param_group({"params": [p for p in model.parameters() if id(p) not in known]})',
         )
 
 

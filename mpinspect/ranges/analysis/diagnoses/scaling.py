@@ -198,33 +198,33 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
 def scaler_shared(case: Case) -> Iterator[Finding]:
     """A loss scale that falls more often than this model's steps overflow, since another loss that uses the scaler overflows.
 
-    False alarms: A script that lowers its scaler's scale by hand looks the same.
+    False alarms: A script that lowers its scaler's scale by hand looks the same. It is reported as information if the lowest
+    scale still serves this model and was reached in the first half of the run, as after a search from a high start.
     """
-    fell, first, lowest = 0.0, None, math.inf
+    fell, first, last, lowest = 0.0, None, 0, math.inf
     for before, after in pairwise(case.progress.scales):
         if before.scale and after.scale and after.scale < before.scale < math.inf:
             fell += _powers(before.scale) - _powers(after.scale)
-            first = before.step if first is None else first
+            first, last = before.step if first is None else first, after.step
             lowest = min(lowest, after.scale)
     own = max(case.progress.skipped_steps, len(_skips(case)))
     if not _enabled(case) or fell - own < 2:
         return
     least = case.advised.advice.lowest
-    harmless = (
-        f" It lost nothing by that yet: {with_power(lowest)}, the lowest, still serves it."
-        if least and lowest >= least
-        else ""
-    )
+    is_harmless = bool(least and lowest >= least and 2 * last < case.progress.steps)
+    harmless = f" It lost nothing by that: {with_power(lowest)}, the lowest, still serves it." if is_harmless else ""
     yield Finding(
         "scaler-shared",
-        "warning",
+        "info" if is_harmless else "warning",
         "",
         f"The loss scale fell by {fell:.0f} powers of two, and {f'only {own}' if own else 'none'} of this model's steps "
         "overflowed: another loss or optimizer that uses the same GradScaler overflows and drags the scale of this one down."
         f"{harmless}",
         {"powers_of_two": fell, "own_overflows": own},
-        "Give each network (each loss with an optimizer of its own) a scaler of its own.",
-        "scaler = torch.amp.GradScaler(device_type)  # one that scales this network's loss alone",
+        "" if is_harmless else "Give each network (each loss with an optimizer of its own) a scaler of its own.",
+        ""
+        if is_harmless
+        else "scaler = torch.amp.GradScaler(device_type)  # one that scales this network's loss alone",
         INFERRED,
         first,
     )

@@ -17,7 +17,7 @@ import torch
 from mpinspect.ranges.capture.diagnosing.masters import Masters
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
-from mpinspect.ranges.capture.observations import Backward, Observer, ParameterGradient
+from mpinspect.ranges.capture.observations import Backward, Call, Observer, ParameterGradient
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
@@ -147,6 +147,8 @@ class HandedOver(Observer):
         #: Parameters that an optimizer steps in this step.
         self._stepping: set[str] = set()
         self._stepped = False
+        #: The modules that were called in measured steps: whether any call built a graph.
+        self._called: dict[str, bool] = {}
         #: Whether a scaler multiplied losses in this step, the parameters whose gradients came from a scaled backward, and those
         #: of them that were stepped before a scaler divided their gradients.
         self._is_scaled = False
@@ -169,6 +171,10 @@ class HandedOver(Observer):
         self._scaled.clear()
         self._still_scaled.clear()
         self._is_scaled = False
+
+    def called(self, call: Call) -> None:
+        """Record that a module was called, and whether a graph was built."""
+        self._called[call.layer.path] = self._called.get(call.layer.path, False) or torch.is_grad_enabled()
 
     def backward_begins(self, backward: Backward) -> None:
         """Record the magnitudes that earlier steps have left in the gradients."""
@@ -249,21 +255,27 @@ class HandedOver(Observer):
         if not self._optimized or not self._ever:
             return
         never, only_ever = self._optimized - self._ever, self._ever - self._optimized
-        missing = [
-            watched.name for watched in self._parameters if watched.parameter.requires_grad and watched.name in never
-        ]
-        if missing:
-            self._records.tell(MISSING, self._clock.step, missing, {"of": float(len(self._parameters))})
+        missing: dict[str, list[str]] = {}
+        for watched in self._parameters:
+            if watched.parameter.requires_grad and watched.name in never:
+                missing.setdefault(self._how_called(watched.owner), []).append(watched.name)
+        for how, names in missing.items():
+            self._records.tell(MISSING, self._clock.step, names, {"of": float(len(self._parameters)), how: 1.0})
         left_out = [watched for watched in self._parameters if watched.name in only_ever]
         # A tensor that an optimizer steps and that is not known may be a copy of one of them.
         if left_out and not self._masters.may_be_of(left_out):
             elements = sum(watched.parameter.numel() for watched in self._parameters)
             share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
-            self._records.tell(
-                NOT_OPTIMIZED, self._clock.step, [watched.name for watched in left_out], {"fraction": share}
-            )
+            figures = {"fraction": share, "idle": float(self._masters.idle())}
+            self._records.tell(NOT_OPTIMIZED, self._clock.step, [watched.name for watched in left_out], figures)
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _how_called(self, module: str) -> str:
+        """Return how a module was called in the steps that were looked at: the name of a figure."""
+        if not self._called:
+            return "unknown"
+        return "not_called" if module not in self._called else "called" if self._called[module] else "without_graph"
 
     def _add(self, moment: str, parameters: Iterable[WatchedParameter]) -> None:
         """Record an optimizer's gradients at a moment, in addition to those of other optimizers."""

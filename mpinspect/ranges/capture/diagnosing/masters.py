@@ -117,7 +117,9 @@ class Masters:
             )
         dtypes = {watched.parameter.dtype for watched in weights}
         for number, each in enumerate(foreign):
-            same = (waiting.get(_key(each, values[str(number)], dtype)) for dtype in dtypes)
+            # Of the weights' dtype and without a gradient it is no copy but what they were made from, as under weight_norm.
+            may_be = (dtype for dtype in dtypes if dtype != each.dtype or id(each) in self._stepped)
+            same = (waiting.get(_key(each, values[str(number)], dtype)) for dtype in may_be)
             agreeing = next((weights for weights in same if weights), None)
             if agreeing:
                 found[id(each)] = agreeing.pop()
@@ -142,6 +144,11 @@ class Masters:
     def optimizer_steps(self, optimizer: _Optimizer) -> None:
         """Remember which tensors that are not the model's have a gradient: those of a layer that was replaced have none."""
         self._stepped.update(id(each) for each in self._foreign(optimizer) if each.grad is not None)
+
+    def idle(self) -> int:
+        """Return how many tensors that are not the model's the optimizers hold that never had a gradient in a step."""
+        foreign = (each for optimizer in self._optimizers.living() for each in self._foreign(optimizer))
+        return sum(id(each) not in self._stepped for each in foreign)
 
     def may_be_of(self, weights: Sequence[WatchedParameter]) -> bool:
         """Return whether a tensor that an optimizer steps may be a master of one of these weights, or of all in one piece."""
