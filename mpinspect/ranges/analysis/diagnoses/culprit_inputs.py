@@ -252,6 +252,9 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
     optimizer = next((optimizer.type for optimizer in case.precision.optimizers), "")
     scheduled = initial is not None and initial != rate
     at_rate = f" at a learning rate of {rate:g}" if rate else ""
+    group = first.figures.get("group")
+    if rate and group is not None:
+        at_rate += f" (of group {group:.0f} of the optimizer, which has several)"
     at_rate += f", to which a scheduler had brought it from {initial:g}" if rate and scheduled else ""
     lower = "the largest learning rate of the scheduler" if scheduled else "the learning rate"
     yield Finding(
@@ -271,9 +274,11 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
         f"Lower {lower} (a tenth is a first guess), and warm it up or clip the gradients. No precision and no loss scale mends "
         "this.",
         (
-            f"optimizer = torch.optim.{optimizer}(model.parameters(), lr={rate / 10:g})\n"
-            if rate and not scheduled
-            else ""
+            ""
+            if not rate or scheduled
+            else f"optimizer = torch.optim.{optimizer}(model.parameters(), lr={rate / 10:g})\n"
+            if group is None
+            else f'optimizer.param_groups[{group:.0f}]["lr"] = {rate / 10:g}\n'
         )
         + "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # between backward() and step()",
         INFERRED,

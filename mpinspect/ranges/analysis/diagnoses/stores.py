@@ -50,9 +50,9 @@ def updates_lost(case: Case) -> Iterator[Finding]:
     for storage, found in by_format.items():
         stored = {name: lost for name, lost in found.items() if _stored_in(storage, name, lost, case)}
         if any(lost.fraction > _LOST_TOLERANCE for lost in stored.values()):
-            yield _updates_lost("warning", storage, stored)
+            yield _updates_lost("warning", storage, stored, case)
         elif any(lost.lost for lost in found.values()):
-            yield _updates_lost("info", storage, found, hypothetical=not stored)
+            yield _updates_lost("info", storage, found, case, hypothetical=not stored)
 
 
 def _stored_in(storage: str, name: str, lost: LostUpdates, case: Case) -> bool:
@@ -62,7 +62,7 @@ def _stored_in(storage: str, name: str, lost: LostUpdates, case: Case) -> bool:
 
 
 def _updates_lost(
-    severity: str, storage: str, updates: dict[str, LostUpdates], *, hypothetical: bool = False
+    severity: str, storage: str, updates: dict[str, LostUpdates], case: Case, *, hypothetical: bool = False
 ) -> Finding:
     # Of equal ones that with the most updates: a bias before a normalisation has rounding noise for a gradient.
     ordered = sorted(updates, key=lambda name: (updates[name].fraction, updates[name].nonzero), reverse=True)
@@ -70,15 +70,24 @@ def _updates_lost(
     equal = [name for name in ordered if updates[name].fraction == share]
     lost, nonzero = (sum(getattr(part, field) for part in updates.values()) for field in ("lost", "nonzero"))
     name = format_name(storage)
+    is_part = set(case.precision.weights) > {storage}
     if hypothetical:
-        message = f"If the weights were stored in {name}, rounding would lose {percent(lost / nonzero)} of the updates"
+        stored = f"If the weights were stored in {name}, rounding would lose"
+    elif is_part and len(updates) == 1:
+        stored = f"{worst!r} is stored in {name}, and rounding loses"
     else:
-        message = f"The weights are stored in {name}, and rounding loses {percent(lost / nonzero)} of the updates"
+        stored = f"{f'{len(updates)} of the' if is_part else 'The'} weights are stored in {name}, and rounding loses"
+    whose = (
+        "its updates"
+        if is_part and len(updates) == 1
+        else f"the updates; {percent(share)} of those of {some(equal, 3)}"
+    )
+    has_autocast = any(case.precision.autocast)
     return Finding(
         "updates-lost",
         severity,
         worst,
-        f"{message}; {percent(share)} of those of {some(equal, 3)}.",
+        f"{stored} {percent(lost / nonzero)} of {whose}.",
         {
             "format": storage,
             "lost_fraction": lost / nonzero,
@@ -86,8 +95,14 @@ def _updates_lost(
             "layers": len(updates),
             "measured": all(part.measured for part in updates.values()),
         },
-        "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights.",
-        fp32_weights(storage) if severity == "warning" else "",
+        "Keep all weights in FP32: autocast casts what a product needs."
+        if has_autocast
+        else "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights.",
+        ""
+        if severity != "warning"
+        else "model.float()  # before the optimizer is made"
+        if has_autocast
+        else fp32_weights(storage),
     )
 
 
@@ -206,7 +221,9 @@ def average_lost(case: Case) -> Iterator[Finding]:
     for found in case.measured("average"):
         share, writes, name = found.figures["unmoved_fraction"], found.figures["writes"], format_name(found.text)
         is_one = found.figures["tensors"] == 1
-        copies, times = ("copy", "was written in place") if is_one else ("copies", "were each written in place up to")
+        copies, times = (
+            ("copy", "was seen to be written") if is_one else ("copies", "were each seen to be written up to")
+        )
         yield Finding(
             "average-lost",
             "warning",

@@ -68,8 +68,10 @@ class Examination(Observer):
         self._grown: set[str] = set()
         self._told_loss = self._told_term = False
         self._first_loss: float | None = None
-        #: The last step's learning rate, and the one with which a scheduler began, where the optimizer tells.
-        self._rates: dict[str, float] = {}
+        #: The learning rates of each group in the last step, and those with which a scheduler began, where the optimizer tells.
+        self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, float]]] = (
+            weakref.WeakKeyDictionary()
+        )
         #: Number of times that a grown loss made the weights be compared.
         self._compared = 0
 
@@ -140,10 +142,12 @@ class Examination(Observer):
             self._tell_singular(step, found, loss_finite=False)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the learning rate."""
-        if self.at_work and optimizer.param_groups:
-            named = {name: optimizer.param_groups[0].get(name) for name in ("lr", "initial_lr")}
-            self._rates = {name: float(rate) for name, rate in named.items() if isinstance(rate, (int, float))}
+        """Remember the learning rates."""
+        if self.at_work:
+            named = [{name: group.get(name) for name in ("lr", "initial_lr")} for group in optimizer.param_groups]
+            self._rates[optimizer] = [
+                {name: float(rate) for name, rate in group.items() if isinstance(rate, (int, float))} for group in named
+            ]
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the singular operation near a finite loss if the backward was not finite; compare the weights' norms."""
@@ -263,8 +267,19 @@ class Examination(Observer):
             ratio = norm / began if began > 0 else 0.0
             if name not in self._grown and _GROWN <= ratio < math.inf and len(self._grown) < MOST_ROWS:
                 self._grown.add(name)
-                figures = {"ratio": ratio, "began": began, "loss_ratio": loss_ratio, **self._rates}
+                figures = {"ratio": ratio, "began": began, "loss_ratio": loss_ratio, **self._rates_of(name)}
                 self._recording.measured(Measurement("weight-growth", name, step, figures))
+
+    def _rates_of(self, name: str) -> dict[str, float]:
+        """Return the learning rates with which a weight was last stepped, and its group's number if groups have several."""
+        parameter = next(each.parameter for each in self._parameters if each.name == name)
+        for optimizer, rates in self._rates.items():
+            for number, (group, named) in enumerate(zip(optimizer.param_groups, rates, strict=False)):
+                if any(each is parameter for each in group["params"]):
+                    is_one = len({each.get("lr") for each in rates}) == 1
+                    return named if is_one else {**named, "group": float(number)}
+        # Masters are stepped in the weights' place.
+        return next((rates[0] for rates in self._rates.values() if rates), {})
 
 
 def _on_cpu(parameters: Sequence[WatchedParameter]) -> bool:
