@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -359,6 +360,27 @@ def missing(broken):
         model[2](model[1](model[0](x)).detach() if broken else model[1](model[0](x))), y
     )
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
+def missing_under_checkpoints(broken):
+    model = mlp()
+
+    def loss_of(model, x, y, step):
+        hidden = torch.utils.checkpoint.checkpoint(model[:2], x, use_reentrant=broken)
+        return nn.functional.cross_entropy(model[2](hidden), y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
+def replaced_behind_the_optimizer(broken):
+    model = mlp()
+    before = list(model.parameters())
+    for module in (model[0], model[2]):
+        nn.utils.parametrizations.weight_norm(module)
+    # The biases are the same, the weights are not.
+    return train(model, torch.optim.SGD(before if broken else model.parameters(), lr=0.1))
 
 
 def not_optimized(broken):
@@ -1013,7 +1035,9 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("gradients-zeroed", "", 0, masters_given_nothing),
     ("gradients-replaced", "2", 3, masters_given_repaired_gradients),
     ("gradients-missing", "0", None, missing),
+    ("gradients-missing", "0", None, missing_under_checkpoints),
     ("parameters-not-optimized", "2", None, not_optimized),
+    ("parameters-not-optimized", "0.parametrizations", None, replaced_behind_the_optimizer),
     ("batch-not-finite", "", 5, nan_in_batch),
     ("batch-not-finite", "", 5, nan_targets),
     ("batch-not-finite", "", 5, nan_targets_by_hand),
@@ -1078,6 +1102,91 @@ def test_the_same_loop_without_the_fault_is_not_accused(id, module, step, loop):
 
 def quiet(report, id):
     assert not named(report, id), [str(finding) for finding in report.findings]
+
+
+def test_a_module_that_never_ran_is_information():
+    model = nn.Sequential(*mlp(), nn.Linear(4, 4))
+    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model[:3](x), y)  # noqa: E731
+    report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+    (said,) = [finding for finding in report.findings if finding.id == "gradients-missing"]
+    assert (said.severity, said.layer, report.verdict.healthy) == ("info", "3.weight", True)
+    assert "did not run" in said.message
+
+
+def test_what_replaced_parameters_left_in_the_optimizer_is_named_whatever_the_share():
+    (said,) = named(replaced_behind_the_optimizer(True), "parameters-not-optimized")
+    assert "holds 2 tensors that never got a gradient and are not in the model" in said.message
+    assert not {"gradients-zeroed", "gradients-missing"} & {
+        each.id for each in replaced_behind_the_optimizer(True).findings
+    }
+
+
+class Keeping(torch.optim.Optimizer):
+    """SGD of 16-bit weights that keeps in its state what rounding cuts off, or keeps nothing."""
+
+    def __init__(self, parameters, keeps):
+        super().__init__(parameters, {"lr": 1e-3})
+        self._keeps = keeps
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            update, state = -1e-3 * parameter.grad.float(), self.state[parameter]
+            if self._keeps == "master":
+                master = state.setdefault("master", parameter.float())
+                parameter.copy_(master.add_(update))
+            elif self._keeps == "compensation":
+                rest = state.setdefault("compensation", torch.zeros_like(parameter))
+                before = parameter.clone()
+                parameter.add_((update + rest).to(parameter.dtype))
+                rest.copy_(update + rest - (parameter - before))
+            else:
+                state["momentum"] = update.to(parameter.dtype)
+                parameter.add_(update)
+
+
+@pytest.mark.parametrize("keeps", ["master", "compensation", ""])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_optimizer_that_keeps_what_rounding_cuts_off_loses_no_updates(keeps, dtype):
+    model = mlp(dtype)
+    assert bool(named(train(model, Keeping(model.parameters(), keeps), dtype=dtype), "updates-lost")) == (not keeps)
+
+
+def test_the_one_weight_that_is_stored_in_16_bits_is_named():
+    model = mlp()
+    model[2].bias.data = model[2].bias.data.bfloat16() + 4
+    report = train(model, torch.optim.SGD(model.parameters(), lr=1e-3), autocast=torch.bfloat16)
+    (said,) = named(report, "updates-lost")
+    assert said.message == "'2.bias' is stored in BF16, and rounding loses 100% of its updates."
+    assert said.code == "model.float()  # before the optimizer is made"
+
+
+def test_a_shared_scaler_that_found_its_scale_early_is_information():
+    model, other = mlp(), mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    theirs = torch.optim.SGD(other.parameters(), lr=1e-9)
+
+    def second(step):
+        scaler.unscale_(optimizer)
+        theirs.zero_grad()
+        for parameter in other.parameters():
+            parameter.grad = torch.full_like(parameter, torch.inf if step < 4 else 1.0)
+        scaler.step(theirs)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = train(model, optimizer, steps=20, scaler=scaler, autocast=torch.float16, before_step=second)
+    (said,) = [finding for finding in report.findings if finding.id == "scaler-shared"]
+    assert (said.severity, said.fix, report.verdict.healthy) == ("info", "", True)
+
+
+def test_weights_that_explode_are_told_with_the_learning_rate_of_their_group():
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 3e4}]
+    loss_of = lambda model, x, y, step: nn.functional.mse_loss(model(x), 1e3 * nn.functional.one_hot(y, 4))  # noqa: E731
+    (said,) = named(train(model, torch.optim.SGD(groups), loss_of=loss_of), "weights-exploded")
+    assert said.layer == "2"
+    assert "at a learning rate of 30000 (of group 1 of the optimizer, which has several)" in said.message
+    assert said.code.startswith('optimizer.param_groups[1]["lr"] = 3000\n')
 
 
 class Scaled(nn.Module):

@@ -106,20 +106,25 @@ class Updates(Observer):
             lost = lost_updates_by_format(before, update)
         elif gradient.layout is torch.strided and not may_have_skipped:
             lost = {stored: unmoved(before, after, detached_values(local_part(gradient)))}
-            for name, state in states.items():
-                if isinstance(state, torch.Tensor) and state.shape == parameter.shape:
-                    lost[stored][0] *= ~_keeps_the_rest(name, detached_values(local_part(state)), after)
+            _forget_what_is_kept(lost[stored], states, after)
         self._tally.add(Sample(key, row, update.numel(), dtype_name(before.dtype)))
         for name, counts in lost.items():
             self._tally.add_lost_updates(key, name, counts, measured=stored != "float32")
 
 
-def _keeps_the_rest(name: str, state: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | bool:
-    """Return whether an optimizer's state keeps what rounding loses: a wider master of the weight, or by its name Kahan's sum."""
-    if any(word in name for word in _KAHAN):
-        return True
-    is_wider = state.dtype.is_floating_point and state.dtype.itemsize > weight.dtype.itemsize
-    return (state.to(weight.dtype) == weight).all() if is_wider else False
+def _forget_what_is_kept(lost: torch.Tensor, states: Mapping[str, Any], weight: torch.Tensor) -> None:
+    """Count no update as lost if a state keeps what rounding cuts off: a wider master, or by its name the rest of Kahan's sum."""
+    for name, state in states.items():
+        if not isinstance(state, torch.Tensor):
+            continue
+        values = detached_values(local_part(state))
+        if values.shape != weight.shape:
+            continue
+        if any(word in name for word in _KAHAN):
+            lost[0] = 0
+        elif values.is_floating_point() and values.dtype.itemsize > weight.dtype.itemsize:
+            # On the device, without waiting for it.
+            lost[0] *= (values.to(weight.dtype) != weight).any()
 
 
 def _held_still(optimizer: torch.optim.Optimizer) -> set[int]:
