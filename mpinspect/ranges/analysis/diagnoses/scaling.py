@@ -211,8 +211,12 @@ def scaler_shared(case: Case) -> Iterator[Finding]:
     if not _enabled(case) or fell - own < 2:
         return
     least = case.advised.advice.lowest
-    is_harmless = bool(least and lowest >= least and 2 * last < case.progress.steps)
-    harmless = f" It lost nothing by that: {with_power(lowest)}, the lowest, still serves it." if is_harmless else ""
+    still_serves = bool(least and lowest >= least)
+    is_harmless = still_serves and 2 * last < case.progress.steps
+    yet = "" if is_harmless else " yet"
+    harmless = (
+        f" It lost nothing by that{yet}: {with_power(lowest)}, the lowest, still serves it." if still_serves else ""
+    )
     yield Finding(
         "scaler-shared",
         "info" if is_harmless else "warning",
