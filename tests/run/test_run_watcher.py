@@ -656,3 +656,34 @@ def test_training_is_bit_identical(tmp_path, deterministic_torch, options):
         together = training()
     assert run.steps() == 12
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+#: Every activation that torch.nn has, as far as it is made of nothing and takes one tensor.
+ACTIVATIONS = [
+    name
+    for name in nn.modules.activation.__all__
+    if name not in ("Threshold", "MultiheadAttention", "GLU", "Softmax2d", "Softmin", "Softmax", "LogSoftmax")
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_step_whose_shapes_are_recorded_is_bit_identical_whatever_the_activation(
+    name, dtype, tmp_path, deterministic_torch
+):
+    def training() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 64), getattr(nn, name)(), nn.Linear(64, 5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                loss = model(torch.randn(32, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+        return list(model.state_dict().values())
+
+    alone = training()
+    with watched(tmp_path, lint=True):
+        together = training()
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))

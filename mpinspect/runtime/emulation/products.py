@@ -62,7 +62,7 @@ class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _OPENED and _half_dtype(func, args, kwargs) is not None:
             with self:
                 return func.redispatch(_CPU, *args, **kwargs)
-        if _is_composite(func):
+        if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
@@ -133,8 +133,11 @@ _OPENED = frozenset(_overloads(_COMPOSED, "default"))
 
 
 @cache
-def _is_composite(func: Any) -> bool:
-    """Return whether torch composes the operation of others; the mode sees such operations only in inference mode."""
+def is_composite(func: Any) -> bool:
+    """Return whether torch only composes the operation of others; a mode sees such operations in inference mode alone.
+
+    Of a few (the backwards of SiLU and Mish) torch has a kernel too, whose last bits differ from those of the composition.
+    """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has(func.name(), "CompositeImplicitAutograd")) and not has(func.name(), "CPU")
 

@@ -12,6 +12,7 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpinspect.runtime.emulation.products import is_composite
 from mpinspect.shapes.operators import matmuls_of, product_name
 from mpinspect.shapes.record.attribution import Forward, Forwards, ModuleCalls, Parameters, role_and_parameter
 from mpinspect.shapes.record.failures import first_line, mixed_dtypes, result_of_refused
@@ -304,7 +305,7 @@ def _kind(func: Any) -> int:
         return _PLAIN
     if func in _COPIES:
         return _COPY
-    if func.namespace == "aten" and _is_composite(func):
+    if func.namespace == "aten" and is_composite(func):
         return _COMPOSITE
     if product_name(schema.name):
         return _PRODUCT
@@ -316,12 +317,6 @@ def _makes_stale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     if all(one.is_meta for one in targets(func, args, kwargs)):
         return False
     return any(isinstance(one, torch.Tensor) and one.is_meta for one in (*args, *kwargs.values()))
-
-
-def _is_composite(func: Any) -> bool:
-    """Return whether an operator is composed of others; such operators reach a mode only in inference mode."""
-    keys = torch._C.DispatchKey
-    return bool(func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd))
 
 
 def _input(value: Any) -> Any:

@@ -95,9 +95,12 @@ def _updates_lost(
             "layers": len(updates),
             "measured": all(part.measured for part in updates.values()),
         },
-        "Keep all weights in FP32: autocast casts what a product needs."
+        ""
+        if severity != "warning"
+        else "Keep all weights in FP32: autocast casts what a product needs."
         if has_autocast
-        else "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights.",
+        else "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights. (An "
+        "optimizer that rounds stochastically loses nothing on average.)",
         ""
         if severity != "warning"
         else "model.float()  # before the optimizer is made"
