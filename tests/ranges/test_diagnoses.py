@@ -14,6 +14,7 @@ from torch import nn
 from mpinspect import Inspector, MixedPrecision
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.capture.diagnosing.masters import Masters
+from mpinspect.ranges.session import Event
 from mpinspect.reporting.finding import Finding
 
 Loop = Callable[[bool], RangeReport]
@@ -398,6 +399,57 @@ def masked_row(broken):
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
 
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        return self.out((self.query(x) @ x.T + mask).softmax(-1) @ x)
+
+
+class MaskedBlocks(nn.Module):
+    """Two blocks, both of which are given the same mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(8, 8), nn.ModuleList([Masked(), Masked()]), nn.Linear(8, 4)
+
+    def forward(self, x, mask):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x, mask)
+        return self.last(x)
+
+
+def causal(dtype=torch.float32):
+    return torch.full((32, 32), torch.finfo(torch.float32).min).triu(1).to(dtype)
+
+
+def mask_given_to_blocks(broken):
+    """The mask of BF16 holds -inf, as a cast made them of FP32's smallest number."""
+    model = MaskedBlocks().to(torch.bfloat16)
+
+    def loss_of(model, x, y, step):
+        mask = causal(torch.bfloat16)
+        mask[7] = -torch.inf if broken and step == 3 else mask[7]
+        return nn.functional.cross_entropy(model(x, mask).float(), y)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train(model, optimizer, loss_of=loss_of, dtype=torch.bfloat16)
+
+
+def infinity_beside_a_mask(broken):
+    """Features hold -inf, as a mask does: a layer that takes nothing else shows that they are none."""
+    model = MaskedBlocks()
+
+    def loss_of(model, x, y, step):
+        x[3, 2] = -torch.inf if broken and step == 4 else x[3, 2]
+        return nn.functional.cross_entropy(model(x, causal().masked_fill(causal() < 0, -torch.inf)), y)
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
 def zero_row(broken):
     model = mlp()
 
@@ -674,6 +726,62 @@ ties_gathered = routed(lambda scores, chosen: scores.gather(-1, chosen))
 ties_masked = routed(lambda scores, chosen: scores.masked_fill(~left(scores, chosen), 0))
 ties_multiplied = routed(lambda scores, chosen: scores * left(scores, chosen).to(scores.dtype))
 ties_biased = routed(lambda scores, chosen: (scores + torch.zeros(64, dtype=scores.dtype)).topk(4).values)
+
+
+def test_a_nan_arises_where_the_mask_is_used_and_not_where_it_comes_from():
+    report = mask_given_to_blocks(True)
+    first = report.events[0]
+    assert (first.step, first.module, first.tensor, first.value) == (3, "blocks.0", "blocks.0.out", "nan")
+    assert "of 'blocks.0'" in first.explanation
+    assert "torch.finfo(scores.dtype).min (that of float32 becomes -inf in 16 bits)" in report.findings[0].fix
+    assert mask_given_to_blocks(False).events == infinity_beside_a_mask(False).events == ()
+
+
+class MaskedSoftmax(nn.Module):
+    def forward(self, scores, mask):
+        return (scores + mask).softmax(-1)
+
+
+class ItsOwnMasked(Masked):
+    """Leaves the softmax to a module that is given the scores and the mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.softmax = MaskedSoftmax()
+
+    def forward(self, x, mask):
+        return self.softmax(self.query(x) @ x.T, mask) @ x
+
+
+def test_a_module_whose_input_holds_but_a_masks_infinities_made_the_nan():
+    model, hidden = ItsOwnMasked(), torch.full((32, 32), -torch.inf).triu(1)
+    hidden[5] = -torch.inf
+    with Inspector(model) as inspector:
+        model(torch.randn(32, 8), hidden).sum().backward()
+    first = inspector.report().events[0]
+    assert first.module == "softmax"
+    assert "what went in was finite but for -inf, as in a mask" in first.explanation
+
+
+def test_an_infinity_that_no_mask_holds_is_the_code_s_that_made_it():
+    class Logarithm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.fc(x.relu().log())
+
+    model = Logarithm()
+    with Inspector(model) as inspector:
+        model(torch.randn(32, 8)).sum().backward()
+    assert inspector.report().events[0].module == ""
+
+
+def test_the_model_itself_is_not_quoted_like_a_module():
+    event = Event(0, 0, "forward", "", "activation", "", "inf")
+    assert event.quantity == "the activation of the model"
+    assert event.place == "the model itself"
 
 
 def test_gradients_of_a_closure_are_compared_with_nothing():
@@ -1019,7 +1127,9 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("batch-not-finite", "", 5, nan_targets_by_hand),
     ("batch-not-finite", "", 5, nan_targets_absolute),
     ("argument-out-of-range", "", 5, ignored_targets),
+    ("batch-not-finite", "", 4, infinity_beside_a_mask),
     ("mask-hides-whole-row", "", 3, masked_row),
+    ("mask-hides-whole-row", "blocks.0", 3, mask_given_to_blocks),
     ("zero-row-normalized", "", 4, zero_row),
     ("argument-out-of-range", "", 6, logarithm),
     ("weights-exploded", "", None, exploding),
