@@ -57,6 +57,7 @@ FAULTS = (
     Fault("bf16_accumulation.py", "accumulation-lost"),
     Fault("fp16_adam_eps.py", "epsilon-zero"),
     Fault("resnet_initial_scale.py", "initial-scale-too-high", step=0),
+    Fault("scaler_made_anew.py", "scaler-made-anew", step=0),
     Fault("static_scale_high.py", "scale-too-high", step=0),
     Fault("static_scale_low.py", "scale-too-low", "decoder", 0),
     Fault("fp16_without_scaler.py", "scaler-missing-in-float16"),

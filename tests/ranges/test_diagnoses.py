@@ -138,6 +138,25 @@ def static_scale(broken):
     return inspector.report()
 
 
+def scaler_made_anew(broken):
+    """Where it is not broken a scaler is made anew after a checkpoint only."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    with Inspector(model) as inspector:
+        for step, (x, _) in enumerate(batches(24)):
+            if broken or step == 12:
+                del scaler
+                scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+            with torch.autocast("cpu", torch.float16):
+                loss = (model(x).float() - 1e4 * broken).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return inspector.report()
+
+
 def no_scaler(broken):
     model = mlp()
     scaler = None if broken else torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -1101,6 +1120,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("accumulation-lost", "", None, accumulation),
     ("initial-scale-too-high", "", 0, initial_scale),
     ("scale-too-high", "", 0, static_scale),
+    ("scaler-made-anew", "", 0, scaler_made_anew),
     ("scaler-missing-in-float16", "", None, no_scaler),
     ("scaler-in-bfloat16", "", None, scaler_in_bfloat16),
     ("scaler-shared", "", 0, shared_scaler),

@@ -42,7 +42,7 @@ def never_updated(case: Case) -> Iterator[Finding]:
         backwards = found.figures["backwards"]
         if backwards < _FEWEST_BACKWARDS or case.progress.skipped_steps:
             continue
-        has_scaler = any(scaler.enabled for scaler in case.precision.scalers)
+        has_scaler = bool(case.scalers)
         broke = next((event for event in case.events if event.gradients_finite is False), None)
         whose = f" of {' and '.join(dict.fromkeys(found.names))}" if found.names else ""
         yield Finding(
