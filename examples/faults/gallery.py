@@ -70,6 +70,7 @@ FAULTS = (
     Fault("clip_fp16_norm.py", "gradients-clipped-to-zero", step=0),
     Fault("masters_clipped_in_fp16.py", "gradients-clipped-to-zero", step=0),
     Fault("nan_to_num.py", "gradients-replaced", step=0),
+    Fault("nan_to_num_hook.py", "gradients-replaced", step=0),
     Fault("zero_grad_too_late.py", "gradients-zeroed", step=0),
     Fault("stale_branch.py", "gradients-stale", "heads.segment", 1),
     Fault("frozen_prefix.py", "gradients-missing", "blocks.10"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -249,6 +250,30 @@ def replaced(broken):
         return loss + (0 * model[0].weight.sum()).sqrt() if step == 4 else loss
 
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of, before_step=replace)
+
+
+def replaced_by_hook(broken, *, late=False):
+    """Where it is not broken the hooks only bound what is finite, as gradients are at this scale."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (24 if broken else 6))
+
+    def hook():
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4))
+
+    def batch_of(step, x):
+        if late and step == 0:
+            hook()
+        return x
+
+    if not late:
+        hook()
+    sums = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y, reduction="sum")  # noqa: E731
+    return train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=sums, batch_of=batch_of)
+
+
+replaced_by_late_hook = functools.partial(replaced_by_hook, late=True)
 
 
 class Branches(nn.Module):
@@ -803,6 +828,31 @@ def test_the_model_itself_is_not_quoted_like_a_module():
     assert event.place == "the model itself"
 
 
+@pytest.mark.parametrize("loop", [replaced_by_hook, replaced_by_late_hook])
+def test_what_a_hook_replaced_leads_and_nobody_stepped_on_infinities(loop):
+    report = loop(True)
+    finding = report.findings[0]
+    assert (finding.id, finding.certainty) == ("gradients-replaced", "inferred")
+    assert "its scale never falls from 16777216 (2^24)" in finding.message
+    assert "infinities in step" not in str(report)
+    assert all(other.severity == "info" for other in report.findings if other.id == "gradients-all-zero")
+
+
+def test_infinities_that_no_product_passes_on_are_not_called_replaced():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+
+    def loss_of(model, x, y, step):
+        hidden = model[1](model[0](x) - 100.0)
+        # The root's derivative is infinite at zero, where the ReLU before it passes no gradient on.
+        return nn.functional.cross_entropy(model[2](hidden).float(), y) + hidden.float().sqrt().sum()
+
+    report = train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+    assert report.events
+    assert not [finding for finding in report.findings if finding.id == "gradients-replaced"]
+
+
 def test_gradients_of_a_closure_are_compared_with_nothing():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1132,6 +1182,8 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("gradients-clipped-to-zero", "", 0, clipped_to_zero),
     ("gradients-zeroed", "", 0, zeroed),
     ("gradients-replaced", "0", 4, replaced),
+    ("gradients-replaced", "0", 0, replaced_by_hook),
+    ("gradients-replaced", "0", 0, replaced_by_late_hook),
     ("gradients-stale", "left", 1, stale),
     ("gradients-never-zeroed", "", 1, never_zeroed),
     ("gradients-never-zeroed", "", 1, masters_never_zeroed),

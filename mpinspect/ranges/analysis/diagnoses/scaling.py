@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
+from mpinspect.ranges.analysis.diagnoses.handed_over import replaced
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
@@ -153,7 +154,9 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
     if came_down or (not stepped and len(over) < _FEWEST_STEPS):
         return
     outcome = (
-        f"the optimizer stepped on infinities in step {stepped[0].step}"
+        f"the optimizer stepped in step {stepped[0].step} all the same, on gradients that had been made finite"
+        if stepped and replaced(case)
+        else f"the optimizer stepped on infinities in step {stepped[0].step}"
         if stepped
         else f"{len(skips)} of {steps} steps were skipped and nothing was learned in them"
     )
