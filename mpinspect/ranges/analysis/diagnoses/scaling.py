@@ -122,13 +122,15 @@ def scaler_made_anew(case: Case) -> Iterator[Finding]:
     skips, steps = _skips(case), case.progress.steps
     lost = len([event for event in skips if event.skipped])
     scale = case.session.scale_history()[0].scale
+    count, of = int(found.figures["new"]), int(found.figures["steps"])
+    where = f"{count} in {'the first ' if of < steps else ''}{of} steps"
     outcome = f", at which the gradients overflow: {lost} of {steps} steps were skipped" if lost else ""
     yield Finding(
         "scaler-made-anew",
         "error" if lost >= max(_MOST * steps, _FEWEST_STEPS) else "warning",
         "",
-        f"A new GradScaler is made for each step ({found.figures['new']:.0f} in {found.figures['steps']:.0f} steps): what it "
-        f"learnt from an overflow is thrown away, and the loss scale stays at {with_power(scale)}{outcome}.",
+        f"A new GradScaler is made for each step ({where}): what it learnt from an overflow is thrown away, and the loss scale "
+        f"stays at {with_power(scale)}{outcome}.",
         {**found.figures, "loss_scale": scale, "skipped_steps": lost},
         "Make the scaler once, before the loop.",
         "scaler = torch.amp.GradScaler(device_type)\nfor batch in loader:\n    train_step(model, optimizer, scaler, batch)",

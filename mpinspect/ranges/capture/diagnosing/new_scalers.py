@@ -13,10 +13,12 @@ from mpinspect.ranges.session import Measurement
 NEW_SCALERS = "new-scalers"
 #: The number of steps with a new scaler at which it is recorded for the first time: a process may be killed before its end.
 _MANY = 3
+#: The number of steps in which this is looked at: an observer at work takes some time of every call of a module.
+_MOST_STEPS = 64
 
 
 class NewScalers(Observer):
-    """Counts steps with a scaler, and those in which it was new. Works in sampled and watched steps; reads no tensor.
+    """Counts steps with a scaler, and those in which it was new. Works in the first sampled or watched steps; reads no tensor.
 
     Args:
         recording: receives the measurement.
@@ -27,11 +29,12 @@ class NewScalers(Observer):
         # A deleted scaler's id is soon reused.
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._is_scaled = self._is_new = False
-        self._steps = self._new = self._first = 0
+        self._seen = self._steps = self._new = self._first = 0
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Activate this observer in every step whose losses are observed anyway."""
-        self.at_work = sampled or watched
+        """Activate this observer in the first steps whose losses are observed anyway."""
+        self.at_work = (sampled or watched) and self._seen < _MOST_STEPS
+        self._seen += self.at_work
         self._is_scaled = self._is_new = False
 
     def scaler_used(self, scaler: Any) -> None:
