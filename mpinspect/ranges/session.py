@@ -252,7 +252,7 @@ class Event:
     @property
     def quantity(self) -> str:
         """What held the value, in words: "the weight gradient of 'fc.weight'", "the loss"."""
-        of = "" if self.what in LOSSES else f" of {self.tensor or 'the model'!r}"
+        of = "" if self.what in LOSSES else f" of {module_named(self.tensor)}"
         return f"the {self.what.replace('_', ' ')}{of}"
 
 
@@ -421,6 +421,11 @@ class Progress:
     def overhead(self) -> float | None:
         """The inspector's measured time divided by the bare training's (0.02 means 2%); None if not measured."""
         return self.own_s / self.bare_s if self.bare_s > 0 else None
+
+
+def module_named(module: str) -> str:
+    """Return a module's dotted path in quotes; "the model" for the model itself."""
+    return repr(module) if module else "the model"
 
 
 def containers(module: str) -> list[str]:

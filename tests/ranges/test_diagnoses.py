@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from torch import nn
 from mpinspect import Inspector, MixedPrecision
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.capture.diagnosing.masters import Masters
+from mpinspect.ranges.session import Event
 from mpinspect.reporting.finding import Finding
 
 Loop = Callable[[bool], RangeReport]
@@ -138,6 +140,25 @@ def static_scale(broken):
     return inspector.report()
 
 
+def scaler_made_anew(broken):
+    """Where it is not broken a scaler is made anew after a checkpoint only."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    with Inspector(model) as inspector:
+        for step, (x, _) in enumerate(batches(24)):
+            if broken or step == 12:
+                del scaler
+                scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+            with torch.autocast("cpu", torch.float16):
+                loss = (model(x).float() - 1e4 * broken).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return inspector.report()
+
+
 def no_scaler(broken):
     model = mlp()
     scaler = None if broken else torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -230,6 +251,30 @@ def replaced(broken):
         return loss + (0 * model[0].weight.sum()).sqrt() if step == 4 else loss
 
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of, before_step=replace)
+
+
+def replaced_by_hook(broken, *, late=False):
+    """Where it is not broken the hooks only bound what is finite, as gradients are at this scale."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (24 if broken else 6))
+
+    def hook():
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4))
+
+    def batch_of(step, x):
+        if late and step == 0:
+            hook()
+        return x
+
+    if not late:
+        hook()
+    sums = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y, reduction="sum")  # noqa: E731
+    return train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=sums, batch_of=batch_of)
+
+
+replaced_by_late_hook = functools.partial(replaced_by_hook, late=True)
 
 
 class Branches(nn.Module):
@@ -416,6 +461,57 @@ def masked_row(broken):
         mask = torch.zeros(32, 32, dtype=torch.bool)
         mask[7] = broken and step == 3
         return nn.functional.cross_entropy(model(x, mask), y)
+
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        return self.out((self.query(x) @ x.T + mask).softmax(-1) @ x)
+
+
+class MaskedBlocks(nn.Module):
+    """Two blocks, both of which are given the same mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(8, 8), nn.ModuleList([Masked(), Masked()]), nn.Linear(8, 4)
+
+    def forward(self, x, mask):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x, mask)
+        return self.last(x)
+
+
+def causal(dtype=torch.float32):
+    return torch.full((32, 32), torch.finfo(torch.float32).min).triu(1).to(dtype)
+
+
+def mask_given_to_blocks(broken):
+    """The mask of BF16 holds -inf, as a cast made them of FP32's smallest number."""
+    model = MaskedBlocks().to(torch.bfloat16)
+
+    def loss_of(model, x, y, step):
+        mask = causal(torch.bfloat16)
+        mask[7] = -torch.inf if broken and step == 3 else mask[7]
+        return nn.functional.cross_entropy(model(x, mask).float(), y)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train(model, optimizer, loss_of=loss_of, dtype=torch.bfloat16)
+
+
+def infinity_beside_a_mask(broken):
+    """Features hold -inf, as a mask does: a layer that takes nothing else shows that they are none."""
+    model = MaskedBlocks()
+
+    def loss_of(model, x, y, step):
+        x[3, 2] = -torch.inf if broken and step == 4 else x[3, 2]
+        return nn.functional.cross_entropy(model(x, causal().masked_fill(causal() < 0, -torch.inf)), y)
 
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
 
@@ -696,6 +792,87 @@ ties_gathered = routed(lambda scores, chosen: scores.gather(-1, chosen))
 ties_masked = routed(lambda scores, chosen: scores.masked_fill(~left(scores, chosen), 0))
 ties_multiplied = routed(lambda scores, chosen: scores * left(scores, chosen).to(scores.dtype))
 ties_biased = routed(lambda scores, chosen: (scores + torch.zeros(64, dtype=scores.dtype)).topk(4).values)
+
+
+def test_a_nan_arises_where_the_mask_is_used_and_not_where_it_comes_from():
+    report = mask_given_to_blocks(True)
+    first = report.events[0]
+    assert (first.step, first.module, first.tensor, first.value) == (3, "blocks.0", "blocks.0.out", "nan")
+    assert "of 'blocks.0'" in first.explanation
+    assert "torch.finfo(scores.dtype).min (that of float32 becomes -inf in 16 bits)" in report.findings[0].fix
+    assert mask_given_to_blocks(False).events == infinity_beside_a_mask(False).events == ()
+
+
+class MaskedSoftmax(nn.Module):
+    def forward(self, scores, mask):
+        return (scores + mask).softmax(-1)
+
+
+class ItsOwnMasked(Masked):
+    """Leaves the softmax to a module that is given the scores and the mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.softmax = MaskedSoftmax()
+
+    def forward(self, x, mask):
+        return self.softmax(self.query(x) @ x.T, mask) @ x
+
+
+def test_a_module_whose_input_holds_but_a_masks_infinities_made_the_nan():
+    model, hidden = ItsOwnMasked(), torch.full((32, 32), -torch.inf).triu(1)
+    hidden[5] = -torch.inf
+    with Inspector(model) as inspector:
+        model(torch.randn(32, 8), hidden).sum().backward()
+    first = inspector.report().events[0]
+    assert first.module == "softmax"
+    assert "what went in was finite but for -inf, as in a mask" in first.explanation
+
+
+def test_an_infinity_that_no_mask_holds_is_the_code_s_that_made_it():
+    class Logarithm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.fc(x.relu().log())
+
+    model = Logarithm()
+    with Inspector(model) as inspector:
+        model(torch.randn(32, 8)).sum().backward()
+    assert inspector.report().events[0].module == ""
+
+
+def test_the_model_itself_is_not_quoted_like_a_module():
+    event = Event(0, 0, "forward", "", "activation", "", "inf")
+    assert event.quantity == "the activation of the model"
+    assert event.place == "the model itself"
+
+
+@pytest.mark.parametrize("loop", [replaced_by_hook, replaced_by_late_hook])
+def test_what_a_hook_replaced_leads_and_nobody_stepped_on_infinities(loop):
+    report = loop(True)
+    finding = report.findings[0]
+    assert (finding.id, finding.certainty) == ("gradients-replaced", "inferred")
+    assert "its scale never falls from 16777216 (2^24)" in finding.message
+    assert "infinities in step" not in str(report)
+    assert all(other.severity == "info" for other in report.findings if other.id == "gradients-all-zero")
+
+
+def test_infinities_that_no_product_passes_on_are_not_called_replaced():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+
+    def loss_of(model, x, y, step):
+        hidden = model[1](model[0](x) - 100.0)
+        # The root's derivative is infinite at zero, where the ReLU before it passes no gradient on.
+        return nn.functional.cross_entropy(model[2](hidden).float(), y) + hidden.float().sqrt().sum()
+
+    report = train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+    assert report.events
+    assert not [finding for finding in report.findings if finding.id == "gradients-replaced"]
 
 
 def test_gradients_of_a_closure_are_compared_with_nothing():
@@ -1015,6 +1192,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("accumulation-lost", "", None, accumulation),
     ("initial-scale-too-high", "", 0, initial_scale),
     ("scale-too-high", "", 0, static_scale),
+    ("scaler-made-anew", "", 0, scaler_made_anew),
     ("scaler-missing-in-float16", "", None, no_scaler),
     ("scaler-in-bfloat16", "", None, scaler_in_bfloat16),
     ("scaler-shared", "", 0, shared_scaler),
@@ -1026,6 +1204,8 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("gradients-clipped-to-zero", "", 0, clipped_to_zero),
     ("gradients-zeroed", "", 0, zeroed),
     ("gradients-replaced", "0", 4, replaced),
+    ("gradients-replaced", "0", 0, replaced_by_hook),
+    ("gradients-replaced", "0", 0, replaced_by_late_hook),
     ("gradients-stale", "left", 1, stale),
     ("gradients-never-zeroed", "", 1, never_zeroed),
     ("gradients-never-zeroed", "", 1, masters_never_zeroed),
@@ -1043,7 +1223,9 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("batch-not-finite", "", 5, nan_targets_by_hand),
     ("batch-not-finite", "", 5, nan_targets_absolute),
     ("argument-out-of-range", "", 5, ignored_targets),
+    ("batch-not-finite", "", 4, infinity_beside_a_mask),
     ("mask-hides-whole-row", "", 3, masked_row),
+    ("mask-hides-whole-row", "blocks.0", 3, mask_given_to_blocks),
     ("zero-row-normalized", "", 4, zero_row),
     ("argument-out-of-range", "", 6, logarithm),
     ("weights-exploded", "", None, exploding),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, SHORTEST_GROWTH_INTERVAL
 from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import END, LOSSES, Event, Progress, Session, TensorKey, TensorWindow
+from mpinspect.ranges.session import END, LOSSES, Event, Progress, Session, TensorKey, TensorWindow, module_named
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import some
 
@@ -125,7 +125,7 @@ def _look_at(first: Event, in_half: bool) -> str:
         "; where its values exceed 65504, compute it in FP32, and what takes its result until they are below that again"
     )
     return (
-        f"Look at the inputs, the weights and the arithmetic of {first.module or 'the model'!r} at step {first.step}"
+        f"Look at the inputs, the weights and the arithmetic of {module_named(first.module)} at step {first.step}"
         f"{overflow if in_half else ''}."
     )
 
@@ -211,7 +211,7 @@ def _remedy(first: Event, advice: LossScaleAdvice, progress: Progress) -> str:
         return _take(advice)
     if first.what == WEIGHT_GRADIENT and progress.hides(first.module):
         return _SEARCH_COMPILED
-    module = repr(first.module or "the model")
+    module = module_named(first.module)
     where = f"what comes after {module}, the loss first of all" if first.after else f"the backward of {module}"
     return (
         f"Look at {where}: a division by zero, a square root or logarithm at zero, an overflow. torch.amp.GradScaler would skip "
@@ -318,9 +318,9 @@ def _what(event: Event) -> str:
     if event.given:
         return f"what the model was given was not finite{rank}"
     if event.of_input:
-        return f"the {event.what.replace('_', ' ')} of an input of {event.tensor or 'the model'!r} held {value}{rank}"
+        return f"the {event.what.replace('_', ' ')} of an input of {module_named(event.tensor)} held {value}{rank}"
     if event.after:
-        return f"the gradient that arrived at the output of {event.module or 'the model'!r} held {value} already{rank}"
+        return f"the gradient that arrived at the output of {module_named(event.module)} held {value} already{rank}"
     return f"{event.quantity} held {value}{rank}"
 
 

@@ -19,7 +19,7 @@ from mpinspect.ranges.analysis.ranks import ranks_named
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
-from mpinspect.ranges.session import FROZEN, Session, TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.session import FROZEN, Session, TensorInfo, TensorKey, TensorWindow, module_named
 from mpinspect.reporting.finding import Finding, gravest_first
 from mpinspect.reporting.words import format_name, number_of
 
@@ -100,7 +100,7 @@ def _forward_overflow(session: Session, layers: Sequence[LayerReport], format: F
                 "layers": [layer.name for layer in over[:MOST_LAYERS_LISTED]],
                 "layers_count": len(over),
             },
-            f"Compute {worst.name or 'the model'!r} in FP32 or BF16; a loss scale does not change it.",
+            f"Compute {module_named(worst.name)} in FP32 or BF16; a loss scale does not change it.",
         )
     ]
 

@@ -57,6 +57,7 @@ FINDING_IDS = (
     "scale-window-empty",
     "scale-window-moves",
     "scaler-in-bfloat16",
+    "scaler-made-anew",
     "scaler-missing-in-float16",
     "scaler-shared",
     "statistics-broken",

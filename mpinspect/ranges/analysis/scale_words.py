@@ -157,7 +157,7 @@ def _window(decision: Decision, gradients: Sequence[GradientRange]) -> str:
     if window.is_empty:
         return _no_scale(decision)
     if decision.needed is None:
-        return f"2^{window.log2_highest} is the largest without overflow."
+        return f"{upper_first(_by_the_finite(decision))}2^{window.log2_highest} is the largest without overflow."
     noise = _noise_apart(gradients)
     span = (
         f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every "
@@ -210,8 +210,8 @@ def _overflowed(decision: Decision) -> str:
             f" In the other steps nothing would overflow up to 2^{of_finite}." if of_finite > top + HEADROOM else ""
         )
         return (
-            f"The run overflowed at 2^{ceiling.log2_overflowed}. How large the gradients of that step were is not known, so a "
-            f"smaller scale may overflow too: keep a scaler that skips such steps.{others}"
+            f"The run overflowed at 2^{ceiling.log2_overflowed}; by how much is not known, and of these gradients the window "
+            f"says nothing: keep a scaler that skips such steps.{others}"
         )
     if not ceiling.margin:
         return ""

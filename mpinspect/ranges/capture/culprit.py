@@ -1,7 +1,8 @@
 """Finds the module that made the first infinity or NaN of a step: a pure function of the observed tensors, in execution order.
 
 In the forward, the culprit is the module with the first non-finite output. If its input was non-finite already and no module
-made that input, the culprit is the innermost container around the module whose own input was finite, or else the data.
+made that input, the culprit is the innermost container around the module whose own input was finite, or else the data. A mask's
+-inf in an input counts as finite where the output is NaN.
 
 In the backward, the gradient of a module's output is made by the *consumers* of that output, observed or not. The culprit is the
 consumer whose output gradient was still finite and whose input gradient is not. If that consumer can't have made an infinity or
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import LOSSES, Event, containers, is_below
+from mpinspect.ranges.session import LOSSES, Event, containers, is_below, module_named
 
 FORWARD, BACKWARD = "forward", "backward"
 #: The number of maxima kept for each tensor.
@@ -43,7 +44,8 @@ class Seen:
         module: dotted path of the module.
         tensor: number of the tensor within the step; -1 for parameters and the loss.
         micro_batch: counted from 0.
-        largest: largest magnitude; inf or NaN if it is not finite.
+        largest: largest magnitude; inf or NaN if it is not finite; -inf for an input of the forward that holds neither
+            but -inf.
         is_input: the tensor was read as an input of the module, because no observed module made it.
     """
 
@@ -223,6 +225,8 @@ def _in_forward(
         reason = "every output seen was finite and the loss was not: it arose in the loss function"
         return Culprit(FORWARD, "", look, reason)
     bad = {other.tensor for other in seen if other.phase == FORWARD and not other.finite}
+    masks = _masks(seen, calls) if math.isnan(look.largest) else set()
+    bad -= masks
     at = next((i for i, call in enumerate(calls) if call.module == look.module and look.tensor in call.returned), None)
     if at is None:
         return Culprit(FORWARD, look.module, look, "its output was the first that was not finite")
@@ -233,7 +237,7 @@ def _in_forward(
             FORWARD,
             look.module,
             look,
-            f"its output was the first that was not finite; {_what_went_in(call, seen, read)}",
+            f"its output was the first that was not finite; {_what_went_in(call, seen, read, masks)}",
         )
     inner, outermost = look.module, look.module == ""
     for container in containers(look.module):
@@ -261,10 +265,16 @@ def _in_container(around: Call, inner: str, look: Seen, read: Collection[int]) -
     if not around.module and not around.given:
         where += " or in the data,"
     elif not read_all(around, read):
-        where += f" or before it (not every tensor that {around.module or 'the model'!r} was given was read),"
+        where += f" or before it (not every tensor that {module_named(around.module)} was given was read),"
     return Culprit(
         FORWARD, around.module, look, f"an inf or NaN arose {where} before {inner!r}, whose input already held it"
     )
+
+
+def _masks(seen: Sequence[Seen], calls: Sequence[Call]) -> set[int]:
+    """Return the tensors that hold -inf as a mask does: no module made them, and none received one as its only input."""
+    alone = {call.given[0] for call in calls if len(call.given) == 1}
+    return {look.tensor for look in seen if look.is_input and look.largest == -math.inf} - alone
 
 
 def read_all(call: Call, read: Collection[int]) -> bool:
@@ -272,11 +282,12 @@ def read_all(call: Call, read: Collection[int]) -> bool:
     return not call.overwritten and all(number in read for number in call.given)
 
 
-def _what_went_in(call: Call, seen: Sequence[Seen], read: Collection[int]) -> str:
+def _what_went_in(call: Call, seen: Sequence[Seen], read: Collection[int], masks: set[int]) -> str:
     if read_all(call, read):
         largest = max((look.largest for look in seen if look.tensor in call.given), default=0.0)
         beyond = f", up to {largest:.3g} (beyond FP16's {FLOAT16.max_finite:g})"
-        return "what went in was finite" + (beyond if largest > FLOAT16.max_finite else "")
+        but = "" if masks.isdisjoint(call.given) else " but for -inf, as in a mask"
+        return f"what went in was finite{but}" + (beyond if largest > FLOAT16.max_finite else "")
     if call.overwritten:
         return "it changed its input in place, and whether that was finite before is not known"
     return "whether all that went in was finite is not known: not all of it was read"

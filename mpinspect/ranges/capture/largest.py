@@ -101,8 +101,10 @@ def from_stacked(values: npt.NDArray[Any]) -> list[float]:
 
 
 def from_extremes(low: float, high: float) -> float:
-    """Return the largest magnitude, given the smallest and the largest value; NaN if either is NaN."""
-    return math.nan if math.isnan(low) or math.isnan(high) else max(abs(low), abs(high))
+    """Return the largest magnitude, given the smallest and the largest value: NaN if either is NaN, -inf if only one is -inf."""
+    if math.isnan(low) or math.isnan(high):
+        return math.nan
+    return low if low == -math.inf and high < math.inf else max(abs(low), abs(high))
 
 
 def from_row(row: Any) -> float:

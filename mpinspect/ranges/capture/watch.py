@@ -16,7 +16,7 @@ import torch
 
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS
 from mpinspect.ranges.capture.judge import Judge, Reading, StepLog
-from mpinspect.ranges.capture.largest import Found, Value, largest_of
+from mpinspect.ranges.capture.largest import Found, Value, extremes, largest_of
 from mpinspect.ranges.capture.observations import (
     Backward,
     Call,
@@ -323,17 +323,29 @@ class Watch(Observer):
         found: Found | None,
         is_input: bool = False,
     ) -> Reading | None:
-        value = self._read(name, what, tensor, found, phase == FORWARD)
+        value = self._read(name, what, tensor, found, phase == FORWARD, signed=is_input and phase == FORWARD)
         if value is None:
             return None
         reading = Reading(phase, what, name, module, number, micro_batch, value, is_input)
         self._log.readings.append(reading)
         return reading
 
-    def _read(self, name: str, what: str, tensor: torch.Tensor, found: Found | None, at_once: bool) -> Value | None:
-        """Return a tensor's largest magnitude; None if the tensor has no values or can't be read."""
+    def _read(
+        self,
+        name: str,
+        what: str,
+        tensor: torch.Tensor,
+        found: Found | None,
+        at_once: bool,
+        *,
+        signed: bool = False,
+    ) -> Value | None:
+        """Return a tensor's largest magnitude; None if the tensor has no values or can't be read.
+
+        ``signed``: read both extremes, which tell a mask's -inf from other infinities.
+        """
         try:
-            return largest_of(tensor, found, at_once)
+            return extremes(local_part(tensor)) if signed else largest_of(tensor, found, at_once)
         except Exception as error:
             self.unread.failed(TensorKey(name, what), error)
             return None

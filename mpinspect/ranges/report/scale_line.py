@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
-from mpinspect.ranges.session import END, LOSSES, Event, Progress
+from mpinspect.ranges.session import END, LOSSES, Event, Progress, module_named
 from mpinspect.reporting.words import UNKNOWN, as_power, format_name, lower_first, number_of, with_power
 
 
@@ -121,6 +121,6 @@ def event_line(event: Event) -> str:
     batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
     tensor = f" of {event.tensor!r}" if event.tensor not in ("", event.module) else ""
     if event.of_input:
-        tensor = f" of an input of {event.tensor or 'the model'!r}"
+        tensor = f" of an input of {module_named(event.tensor)}"
     what = f"{'seen in ' if event.given else 'in '}the {event.what.replace('_', ' ')}"
     return f"{rank}step {event.step}{batch}, {event.phase}, {event.place}: {event.value} {what}{tensor}"

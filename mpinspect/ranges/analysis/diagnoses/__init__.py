@@ -32,6 +32,7 @@ _CAUSES = frozenset(
         "mask-hides-whole-row",
         "scale-falls-for-forward",
         "scale-too-high",
+        "scaler-made-anew",
         "weights-exploded",
         "zero-row-normalized",
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, quoted
-from mpinspect.ranges.session import MOST_ROWS, Measurement
+from mpinspect.ranges.session import MOST_ROWS, Measurement, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, percent, some
 
@@ -33,14 +33,14 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
         begun = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
         mend = "Look at what makes the values too large, infinite or NaN"
         if begun is not None:
-            what = "the batch" if begun.given else f"the forward of {begun.module or 'the model'!r}"
+            what = "the batch" if begun.given else f"the forward of {module_named(begun.module)}"
             why = f" ({begun.explanation})" if begun.explanation else ""
             mend = f"Mend {what}, which was not finite in step {begun.step}{why}"
         yield Finding(
             "statistics-broken",
             "error",
             module,
-            f"{' and '.join(buffers)} of {module or 'the model'!r} ({kind}) {has} not been finite since step {first.step}: "
+            f"{' and '.join(buffers)} of {module_named(module)} ({kind}) {has} not been finite since step {first.step}: "
             "training uses the batch's own statistics and goes on, but evaluation uses the running statistics and gives "
             f"{gives}."
             + (f" A forward that was not finite wrote {it}; skipping its step does not undo that." if begun else ""),
@@ -173,7 +173,7 @@ def positions_collapse(case: Case) -> Iterator[Finding]:
             "positions-collapse",
             "warning",
             found.name,
-            f"In {found.name or 'the model'!r} {which or _whole_numbers_from(figures)} are in "
+            f"In {module_named(found.name)} {which or _whole_numbers_from(figures)} are in "
             f"{format_name(found.text)}, which keeps {figures['after']:.0f} of these {figures['before']:.0f} distinct: "
             "neighbours become one position, timestep or index.",
             {**figures, "dtype": found.text},
@@ -205,7 +205,7 @@ def router_ties(case: Case) -> Iterator[Finding]:
             "router-ties",
             "warning",
             found.name,
-            f"The top {found.figures['k']:.0f} of the {found.figures['scores']:.0f} scores of {found.name or 'the model'!r} are "
+            f"The top {found.figures['k']:.0f} of the {found.figures['scores']:.0f} scores of {module_named(found.name)} are "
             f"chosen in {format_name(found.text)}: in {percent(share)} of the rows the last one chosen ties with one that is "
             "left out, and it is not the scores that decide between them.",
             {**found.figures, "dtype": found.text},

@@ -14,6 +14,7 @@ from mpinspect.ranges.session import (
     Measurement,
     Precision,
     Progress,
+    ScalerRecord,
     Session,
     TensorInfo,
     TensorKey,
@@ -56,6 +57,11 @@ class Case:
     @property
     def events(self) -> tuple[Event, ...]:
         return self.session.events
+
+    @property
+    def scalers(self) -> list[ScalerRecord]:
+        """The enabled gradient scalers."""
+        return [scaler for scaler in self.precision.scalers if scaler.enabled]
 
     def measured(self, what: str) -> Iterator[Measurement]:
         """Return the measurements of one kind, in the order in which they were made."""

@@ -145,6 +145,8 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
     """
     for found in case.measured("examined-mask"):
         module, rows = _where(case, found), int(found.figures["elements"])
+        is_narrow = run_format(case.session) in (FLOAT16, BFLOAT16)
+        rounded = " (that of float32 becomes -inf in 16 bits)" if is_narrow else ""
         yield Finding(
             "mask-hides-whole-row",
             "error",
@@ -153,8 +155,9 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
             f"{_brackets(_rows(found, 'index', 'indices', 'the first dimension'))}: {'its' if rows == 1 else 'their'} softmax is "
             f"0/0, which is NaN.{_aftermath(case, _event_at(case, found.step))}",
             {"elements": found.figures["elements"], "rows": list(found.names)},
-            "Leave each row at least one key, or mask by a large finite number. Possible causes: an empty sample, padding on the "
-            "wrong side, a mask that is applied twice.",
+            "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
+            f"torch.finfo(scores.dtype).min{rounded}. Possible causes: an empty sample, padding on the wrong side, a mask that "
+            "is applied twice.",
             "mask[~mask.any(-1)] = True  # True: visible. A row without keys gets them all; ignore it in the loss",
             step=found.step,
         )

@@ -11,8 +11,8 @@ from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights, quoted
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.visibility import always_zero
-from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.session import FROZEN, Measurement
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.ranges.session import FROZEN, Event, Measurement, TensorKey, TensorWindow
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import number_of, number_or_power, some, with_power
 
@@ -30,6 +30,8 @@ _SAME = 0.01
 _UNSCALED_BY_HAND = 2.0
 #: Division by a whole number up to this is taken for averaging over micro-batches, which may happen before unscaling.
 _MOST_MICRO_BATCHES = 1024
+#: Modules whose weights' gradients are sums of products with every element of the gradient at their output.
+_PRODUCTS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
 
 
 def never_updated(case: Case) -> Iterator[Finding]:
@@ -42,7 +44,7 @@ def never_updated(case: Case) -> Iterator[Finding]:
         backwards = found.figures["backwards"]
         if backwards < _FEWEST_BACKWARDS or case.progress.skipped_steps:
             continue
-        has_scaler = any(scaler.enabled for scaler in case.precision.scalers)
+        has_scaler = bool(case.scalers)
         broke = next((event for event in case.events if event.gradients_finite is False), None)
         whose = f" of {' and '.join(dict.fromkeys(found.names))}" if found.names else ""
         yield Finding(
@@ -213,34 +215,109 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
     )
 
 
+def replaced(case: Case) -> list[str]:
+    """Return the weights whose gradients held infinities or NaNs that were made finite before the optimizer's step."""
+    measured = [name for found in case.measured("replaced-before-step") for name in found.names]
+    return list(dict.fromkeys(measured)) or _replaced_in_backward(case)
+
+
+def _replaced_in_backward(case: Case) -> list[str]:
+    """Return the weights whose gradients must have been replaced within the backward, as the counts and the steps taken show.
+
+    A scaler would have skipped these steps, and of what it does not check the weights would have broken the next forward.
+    """
+    taken = _taken(case)
+    unchecked = any(each.what in ("not-optimized", "stepped-while-scaled") for each in case.session.measurements)
+    if not case.scalers or not taken or case.progress.skipped_steps or unchecked:
+        return []
+    if any(event.forward_finite is False for event in case.events):
+        return []
+    weights = {key: info for key, info in case.infos.items() if key.kind == WEIGHT_GRADIENT and key in case.totals}
+    broken = [key.name for key in weights if case.totals[key].histogram.nonfinite]
+    if broken:
+        # They were counted before a later hook.
+        return broken if taken[0].step + 2 < case.progress.steps else []
+    return [
+        key.name
+        for key, info in weights.items()
+        if _must_overflow(case.totals.get(TensorKey(info.module, ACTIVATION_GRADIENT)), case.totals[key].samples)
+        and info.module_type in _PRODUCTS
+    ]
+
+
+def _taken(case: Case) -> list[Event]:
+    """Return the events of backwards that were not finite, after which the optimizer stepped."""
+    return [event for event in case.events if event.phase == "backward" and event.skipped is False]
+
+
+def _must_overflow(at_output: TensorWindow | None, samples: int) -> bool:
+    """Return whether the gradient at a product's output was not finite, in as many backwards as gave its weights gradients."""
+    return at_output is not None and at_output.samples == samples and bool(at_output.histogram.nonfinite)
+
+
 def gradients_replaced(case: Case) -> Iterator[Finding]:
     """Infinities and NaNs in gradients that were replaced by finite values before the optimizer's step.
 
-    False alarms: torch.nan_to_num on gradients is reported even if it is intended; a step that a scaler skips is not.
+    False alarms: torch.nan_to_num on gradients is reported even if it is intended; a step that a scaler skips is not. What a
+    hook replaces within the backward is inferred, in runs with a scaler: where the gradient at the output of a linear layer or
+    convolution is not finite, those of its weights can't be.
     """
-    found = list(case.measured("replaced-before-step"))
-    if not found:
+    fix, code = _instead_of_replacing(case)
+    for found in case.measured("replaced-before-step"):
+        yield Finding(
+            "gradients-replaced",
+            "error",
+            found.name,
+            f"In step {found.step}{_again(list(case.measured(found.what)))} the gradients of {some(list(found.names), 3)} held "
+            "infinities or NaNs, and were replaced by finite values before the optimizer stepped: the step was taken on numbers "
+            "that no backward gave.",
+            {"parameters": len(found.names), "of": found.figures["of"], "names": list(found.names[:20])},
+            fix,
+            code,
+            step=found.step,
+        )
         return
-    first = found[0]
-    broken, steps = len({event.step for event in case.events if event.gradients_finite is False}), case.progress.steps
-    # To skip most steps would be no training.
-    is_most = 2 * broken >= steps
-    yield Finding(
-        "gradients-replaced",
-        "error",
-        first.name,
-        f"In step {first.step}{_again(found)} the gradients of {some(list(first.names), 3)} held infinities or NaNs, and were "
-        "replaced by finite values before the optimizer stepped: the step was taken on numbers that no backward gave.",
-        {"parameters": len(first.names), "of": first.figures["of"], "names": list(first.names[:20])},
-        f"Find where the infinities and NaNs arise: they come in {broken} of {steps} steps, so skipping such steps would leave "
-        "few or none."
-        if is_most
-        else "Find where the infinities and NaNs arise; until then skip a step that has any, as a GradScaler does.",
-        ""
-        if is_most
-        else "# in place of the replacement\n"
+    names = _replaced_in_backward(case)
+    if names:
+        first = _taken(case)[0]
+        scale = f", so that its scale never falls from {with_power(first.loss_scale)}" if first.loss_scale else ""
+        yield Finding(
+            "gradients-replaced",
+            "error",
+            names[0],
+            f"From step {first.step} on gradients held infinities or NaNs, which must have reached those of {_grouped(names)}, "
+            f"and no step was skipped: a hook (nan_to_num) replaced them by finite values before the scaler looked{scale}. The "
+            "optimizer stepped on numbers that no backward gave.",
+            {"parameters": len(names), "names": names[:20], "loss_scale": first.loss_scale},
+            fix,
+            code,
+            INFERRED,
+            first.step,
+        )
+
+
+def _instead_of_replacing(case: Case) -> tuple[str, str]:
+    """Return what to do instead of making gradients finite, in words and as code."""
+    broken, steps = [event for event in case.events if event.gradients_finite is False], case.progress.steps
+    number = len({event.step for event in broken})
+    if case.scalers and any(each.value == "inf" and each.forward_finite and each.loss_scale != 1 for each in broken):
+        return (
+            "Take the replacement out: the scaler then skips such steps, and lowers its scale until they end.",
+            "scaler.scale(loss).backward()\n"
+            "scaler.unscale_(optimizer)  # looks for infinities and NaNs; clip after it\n"
+            "scaler.step(optimizer)  # skips the step if there were any\nscaler.update()",
+        )
+    if 2 * number >= steps:
+        # To skip most steps would be no training.
+        return (
+            f"Find where the infinities and NaNs arise: they come in {number} of {steps} steps, so skipping such steps would "
+            "leave few or none.",
+            "",
+        )
+    return (
+        "Find where the infinities and NaNs arise; until then skip a step that has any, as a GradScaler does.",
+        "# in place of the replacement\n"
         "if all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters()):\n    optimizer.step()",
-        step=first.step,
     )
 
 
@@ -386,7 +463,17 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
     """
     if run_format(case.session) != FLOAT16:
         return
-    names = always_zero(case.totals)
+    zero, unseen = always_zero(case.totals), replaced(case)
+    names = [name for name in zero if name not in unseen]
+    if zero and not names:
+        yield Finding(
+            "gradients-all-zero",
+            "info",
+            zero[0],
+            f"Every gradient of {_grouped(zero)} was zero in all sampled steps, since infinities and NaNs were replaced: these "
+            "weights do not learn.",
+            {"parameters": len(zero), "names": zero[:20]},
+        )
     if not names:
         return
     scale, highest = case.session.last_scale, case.advised.advice.highest

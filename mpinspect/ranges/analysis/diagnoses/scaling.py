@@ -8,10 +8,11 @@ from itertools import pairwise
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
+from mpinspect.ranges.analysis.diagnoses.handed_over import replaced
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
-from mpinspect.ranges.session import Event, ScalerRecord
+from mpinspect.ranges.session import Event, Measurement, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, some, with_power
 
@@ -36,10 +37,6 @@ def _skips(case: Case) -> list[Event]:
         if event.phase == "backward" and event.forward_finite is not False
     }
     return [by_step[step] for step in sorted(by_step)]
-
-
-def _enabled(case: Case) -> list[ScalerRecord]:
-    return [scaler for scaler in case.precision.scalers if scaler.enabled]
 
 
 def _opening(skips: Sequence[Event]) -> list[Event]:
@@ -100,6 +97,47 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     )
 
 
+def _made_anew(case: Case) -> Measurement | None:
+    """Return the last count of steps with a new scaler, if most steps have one and the scale never changed."""
+    found = list(case.measured("new-scalers"))
+    if run_format(case.session) in (BFLOAT16, FLOAT32):
+        # There no scale is of use.
+        return None
+    if not found or found[-1].figures["new"] <= _MOST * found[-1].figures["steps"]:
+        return None
+    # A new scaler into which the state of the last one is loaded goes on with its scale.
+    scales = {change.scale for change in case.session.scale_history()}
+    return found[-1] if len(scales) == 1 and None not in scales else None
+
+
+def scaler_made_anew(case: Case) -> Iterator[Finding]:
+    """A scaler that is made again for each step, so that its scale is always the initial one.
+
+    False alarms: A new scaler now and then (for each epoch, after a checkpoint) is not reported, nor one that goes on with the
+    state of the last.
+    """
+    found = _made_anew(case)
+    if found is None:
+        return
+    skips, steps = _skips(case), case.progress.steps
+    lost = len([event for event in skips if event.skipped])
+    scale = case.session.scale_history()[0].scale
+    count, of = int(found.figures["new"]), int(found.figures["steps"])
+    where = f"{count} in {'the first ' if of < steps else ''}{of} steps"
+    outcome = f", at which the gradients overflow: {lost} of {steps} steps were skipped" if lost else ""
+    yield Finding(
+        "scaler-made-anew",
+        "error" if lost >= max(_MOST * steps, _FEWEST_STEPS) else "warning",
+        "",
+        f"A new GradScaler is made for each step ({where}): what it learnt from an overflow is thrown away, and the loss scale "
+        f"stays at {with_power(scale)}{outcome}.",
+        {**found.figures, "loss_scale": scale, "skipped_steps": lost},
+        "Make the scaler once, before the loop.",
+        "scaler = torch.amp.GradScaler(device_type)\nfor batch in loader:\n    train_step(model, optimizer, scaler, batch)",
+        step=found.step,
+    )
+
+
 def scale_too_high(case: Case) -> Iterator[Finding]:
     """A scale at which most steps overflow, and that does not come down.
 
@@ -107,6 +145,9 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
     """
     skips, steps = _skips(case), case.progress.steps
     over = [event for event in skips if event.value == "inf" and event.loss_scale and event.loss_scale > 1]
+    if _made_anew(case) is not None:
+        # Why the scale stays has a finding of its own.
+        return
     if not over or len({event.step for event in skips}) < max(_MOST * steps, 1):
         return
     first, last = over[0].loss_scale or 0.0, over[-1].loss_scale or 0.0
@@ -115,13 +156,16 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
     if came_down or (not stepped and len(over) < _FEWEST_STEPS):
         return
     outcome = (
-        f"the optimizer stepped on infinities in step {stepped[0].step}"
+        f"the optimizer stepped in step {stepped[0].step} all the same, on gradients that had been made finite"
+        if stepped and replaced(case)
+        else f"the optimizer stepped on infinities in step {stepped[0].step}"
         if stepped
         else f"{len(skips)} of {steps} steps were skipped and nothing was learned in them"
     )
-    recommended = case.advised.advice.recommended
+    # How far a gradient overflowed is not known: a scaler finds out, where the finite ones need no scale.
+    recommended = None if case.scalers and case.advised.advice.needed is False else case.advised.advice.recommended
     wanted = recommended if recommended and recommended < first else None
-    factors = [scaler.backoff_factor for scaler in _enabled(case) if (scaler.backoff_factor or 0) > _HARDLY_LOWER]
+    factors = [scaler.backoff_factor for scaler in case.scalers if (scaler.backoff_factor or 0) > _HARDLY_LOWER]
     static = (
         f" A backoff_factor of {factors[0]:.12g} hardly lowers it: leave backoff_factor and growth_factor at their defaults."
         if factors
@@ -135,9 +179,11 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
         f"forward is finite: {outcome}.",
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
         (
-            f"Scale by {with_power(wanted)}, and let a scaler skip what overflows."
-            if wanted
-            else "Let a dynamic scaler find the scale."
+            "Let a dynamic scaler find the scale."
+            if not wanted
+            else f"Begin at {with_power(wanted)}, and let the scaler lower it by itself."
+            if case.scalers
+            else f"Scale by {with_power(wanted)}, and let a scaler skip what overflows."
         )
         + static,
         f"scaler = torch.amp.GradScaler(device_type{f', init_scale=2.0**{round(_powers(wanted))}' if wanted else ''})",
@@ -156,7 +202,7 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
     if run_format(case.session) != FLOAT16 or decision is None or not known or len(known) < len(scales):
         return
     # Other findings cover a script that does not scale at all, and gradients that no scale serves.
-    if _serves_none(case) or not case.precision.weights or (not _enabled(case) and set(known) == {1.0}):
+    if _serves_none(case) or not case.precision.weights or (not case.scalers and set(known) == {1.0}):
         return
     needs = decision.neediest
     lowest, certainty = decision.window.log2_lowest, MEASURED
@@ -208,7 +254,7 @@ def scaler_shared(case: Case) -> Iterator[Finding]:
             first, last = before.step if first is None else first, after.step
             lowest = min(lowest, after.scale)
     own = max(case.progress.skipped_steps, len(_skips(case)))
-    if not _enabled(case) or fell - own < 2:
+    if not case.scalers or fell - own < 2:
         return
     least = case.advised.advice.lowest
     still_serves = bool(least and lowest >= least)
@@ -246,7 +292,7 @@ def overflow_recurs(case: Case) -> Iterator[Finding]:
     if len(later) < _FEWEST_STEPS or len(later) > _MOST * case.progress.steps:
         return
     gaps = {after - before for before, after in pairwise(steps)}
-    intervals = [scaler.growth_interval for scaler in _enabled(case) if scaler.growth_interval]
+    intervals = [scaler.growth_interval for scaler in case.scalers if scaler.growth_interval]
     if not intervals or min(gaps) >= min(intervals):
         # The scale may have grown in between: that is how a dynamic scaler works.
         return
@@ -286,7 +332,7 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
     if len(steps) < _FEWEST_STEPS:
         return
     first = min(broken, key=lambda event: event.step)
-    module = repr(first.module) if first.module else "the model"
+    module = module_named(first.module)
     mend, code = f"Mend the forward of {module}", ""
     is_explained = any(each.what.startswith("examined-") for each in case.session.measurements)
     if run_format(case.session) == FLOAT16 and not is_explained:
@@ -314,7 +360,7 @@ def scaler_of_no_use(case: Case) -> Iterator[Finding]:
     False alarms: A scaler that is kept for a switch to FP16 is reported unless it is disabled.
     """
     format = run_format(case.session)
-    if not _enabled(case) or format not in (BFLOAT16, FLOAT32):
+    if not case.scalers or format not in (BFLOAT16, FLOAT32):
         return
     name, skipped = format_name(format.name), case.progress.skipped_steps
     yield Finding(
@@ -345,12 +391,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
 
     False alarms: A loop that scales by hand looks the same until the inspector is given the scale.
     """
-    if (
-        not case.precision.weights
-        or run_format(case.session) != FLOAT16
-        or not case.progress.backwards
-        or _enabled(case)
-    ):
+    if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
         return
     if any(change.scale not in (1.0, None) for change in case.progress.scales):
         # The loop scales by hand, and the inspector was given the scale.
@@ -405,6 +446,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
 
 DIAGNOSES: tuple[Diagnosis, ...] = (
     scale_falls_for_forward,
+    scaler_made_anew,
     scale_too_high,
     initial_scale_too_high,
     scaler_missing,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, fp32_weights
@@ -48,65 +48,64 @@ def updates_lost(case: Case) -> Iterator[Finding]:
             if updates.nonzero:
                 by_format.setdefault(storage, {})[key.name] = updates
     for storage, found in by_format.items():
-        stored = {name: lost for name, lost in found.items() if _stored_in(storage, name, lost, case)}
-        if any(lost.fraction > _LOST_TOLERANCE for lost in stored.values()):
-            yield _updates_lost("warning", storage, stored, case)
-        elif any(lost.lost for lost in found.values()):
-            yield _updates_lost("info", storage, found, case, hypothetical=not stored)
+        stored = {name: each for name, each in found.items() if _stored_in(storage, name, each, case)}
+        is_fault = any(each.fraction > _LOST_TOLERANCE for each in stored.values())
+        if not is_fault and not any(each.lost for each in found.values()):
+            continue
+        updates = stored if is_fault else found
+        # Of equal ones that with the most updates: a bias before a normalisation has rounding noise for a gradient.
+        ordered = sorted(updates, key=lambda name: (updates[name].fraction, updates[name].nonzero), reverse=True)
+        share = updates[ordered[0]].fraction
+        lost, nonzero = (sum(getattr(part, field) for part in updates.values()) for field in ("lost", "nonzero"))
+        has_autocast = any(case.precision.autocast)
+        yield Finding(
+            "updates-lost",
+            "warning" if is_fault else "info",
+            ordered[0],
+            _updates_in_words(
+                storage, [name for name in ordered if updates[name].fraction == share], updates, stored, case
+            ),
+            {
+                "format": storage,
+                "lost_fraction": lost / nonzero,
+                "worst_lost_fraction": share,
+                "layers": len(updates),
+                "measured": all(part.measured for part in updates.values()),
+            },
+            ""
+            if not is_fault
+            else "Keep all weights in FP32: autocast casts what a product needs."
+            if has_autocast
+            else "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights. "
+            "(An optimizer that rounds stochastically loses nothing on average.)",
+            ""
+            if not is_fault
+            else "model.float()  # before the optimizer is made"
+            if has_autocast
+            else fp32_weights(storage),
+        )
+
+
+def _updates_in_words(
+    storage: str, worst: list[str], updates: dict[str, LostUpdates], stored: Collection[str], case: Case
+) -> str:
+    """Return how many updates are lost, and of which weights most."""
+    lost, nonzero = (sum(getattr(part, field) for part in updates.values()) for field in ("lost", "nonzero"))
+    name, share = format_name(storage), percent(lost / nonzero)
+    most = f"the updates; {percent(updates[worst[0]].fraction)} of those of {some(worst, 3)}."
+    if not stored:
+        return f"If the weights were stored in {name}, rounding would lose {share} of {most}"
+    if not set(case.precision.weights) > {storage}:
+        return f"The weights are stored in {name}, and rounding loses {share} of {most}"
+    if len(updates) == 1:
+        return f"{worst[0]!r} is stored in {name}, and rounding loses {share} of its updates."
+    return f"{len(updates)} of the weights are stored in {name}, and rounding loses {share} of {most}"
 
 
 def _stored_in(storage: str, name: str, lost: LostUpdates, case: Case) -> bool:
     """Return whether the parameter really is stored in this format (otherwise its lost updates are hypothetical)."""
     dtypes = {case.infos[key].dtype for kind in (UPDATE, WEIGHT) if (key := TensorKey(name, kind)) in case.infos}
     return lost.measured or storage in dtypes
-
-
-def _updates_lost(
-    severity: str, storage: str, updates: dict[str, LostUpdates], case: Case, *, hypothetical: bool = False
-) -> Finding:
-    # Of equal ones that with the most updates: a bias before a normalisation has rounding noise for a gradient.
-    ordered = sorted(updates, key=lambda name: (updates[name].fraction, updates[name].nonzero), reverse=True)
-    worst, share = ordered[0], updates[ordered[0]].fraction
-    equal = [name for name in ordered if updates[name].fraction == share]
-    lost, nonzero = (sum(getattr(part, field) for part in updates.values()) for field in ("lost", "nonzero"))
-    name = format_name(storage)
-    is_part = set(case.precision.weights) > {storage}
-    if hypothetical:
-        stored = f"If the weights were stored in {name}, rounding would lose"
-    elif is_part and len(updates) == 1:
-        stored = f"{worst!r} is stored in {name}, and rounding loses"
-    else:
-        stored = f"{f'{len(updates)} of the' if is_part else 'The'} weights are stored in {name}, and rounding loses"
-    whose = (
-        "its updates"
-        if is_part and len(updates) == 1
-        else f"the updates; {percent(share)} of those of {some(equal, 3)}"
-    )
-    has_autocast = any(case.precision.autocast)
-    return Finding(
-        "updates-lost",
-        severity,
-        worst,
-        f"{stored} {percent(lost / nonzero)} of {whose}.",
-        {
-            "format": storage,
-            "lost_fraction": lost / nonzero,
-            "worst_lost_fraction": share,
-            "layers": len(updates),
-            "measured": all(part.measured for part in updates.values()),
-        },
-        ""
-        if severity != "warning"
-        else "Keep all weights in FP32: autocast casts what a product needs."
-        if has_autocast
-        else "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights. (An "
-        "optimizer that rounds stochastically loses nothing on average.)",
-        ""
-        if severity != "warning"
-        else "model.float()  # before the optimizer is made"
-        if has_autocast
-        else fp32_weights(storage),
-    )
 
 
 def moments_cannot_decay(case: Case) -> Iterator[Finding]:

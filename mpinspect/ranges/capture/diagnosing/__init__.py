@@ -14,6 +14,7 @@ from mpinspect.ranges.capture.diagnosing.handed_over import HandedOver
 from mpinspect.ranges.capture.diagnosing.ledger import Ledger
 from mpinspect.ranges.capture.diagnosing.master_gradients import MasterGradients
 from mpinspect.ranges.capture.diagnosing.masters import Masters
+from mpinspect.ranges.capture.diagnosing.new_scalers import NewScalers
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
@@ -33,6 +34,7 @@ def diagnosing_observers(
     masters = Masters(parameters, optimizers)
     return (
         Ledger(parameters, optimizers, masters, clock, recording, modules),
+        NewScalers(recording),
         MasterGradients(masters, clock, recording),
         HandedOver(parameters, optimizers, masters, clock, recording),
         Averages(parameters, optimizers, clock, recording),

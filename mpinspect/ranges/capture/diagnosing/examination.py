@@ -60,6 +60,8 @@ class Examination(Observer):
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         self._graphless: list[tuple[str, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
         self._made: set[int] = set()
+        #: The tensors that were the only input of a call: a mask never is.
+        self._alone: set[int] = set()
         self._called: set[str] = set()
         #: The sequence numbers of the graph nodes that made modules' outputs.
         self._ends: set[int] = set()
@@ -83,6 +85,7 @@ class Examination(Observer):
         self._inputs.clear()
         self._graphless.clear()
         self._made.clear()
+        self._alone.clear()
         self._called.clear()
         self._ends.clear()
         if self._norms is None:
@@ -92,7 +95,10 @@ class Examination(Observer):
         """Remember the inputs that no module made, the calls without a graph, and the nodes of the outputs."""
         if call.recomputed or not call.outputs:
             return
-        for tensor in call.inputs():
+        inputs = call.inputs()
+        if len(inputs) == 1:
+            self._alone.add(id(inputs[0]))
+        for tensor in inputs:
             if tensor.is_floating_point() and tensor.grad_fn is None and id(tensor) not in self._made:
                 if not is_from_stage_before(tensor):
                     self._inputs.append((call.layer.path, weakref.ref(tensor)))
@@ -171,7 +177,7 @@ class Examination(Observer):
     def _batch_not_finite(self) -> torch.Tensor | None:
         """Return which elements of the first non-finite model input that still exists are not finite; None if there is none.
 
-        The inputs of a module that another one called may be made by the code of that one.
+        The inputs of a module that another one called may be made by the code of that one. A mask's -inf counts as finite.
         """
         for path, reference in self._inputs:
             tensor = reference()
@@ -183,6 +189,8 @@ class Examination(Observer):
             ):
                 continue
             broken = ~tensor.isfinite()
+            if id(tensor) not in self._alone:
+                broken &= tensor != -math.inf
             if bool(broken.any()):
                 return broken
         return None
