@@ -89,6 +89,7 @@ FAULTS = (
     Fault("mse_in_fp16.py", "loss-in-16-bits", step=0),
     Fault("kl_in_bf16.py", "loss-in-16-bits", step=0),
     Fault("positions_bf16.py", "positions-collapse", "0.rotary", 0),
+    Fault("indices_bf16.py", "positions-collapse", "attention", 1),
     Fault("router_ties.py", "router-ties", "moe", 0),
     Fault("batchnorm_half.py", "statistics-broken", "1"),
     Fault("batchnorm_after_skip.py", "statistics-broken", "1", 5),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from mpinspect.ranges.session import Measurement, is_below
 from mpinspect.reporting.active_run import ActiveRun
 from mpinspect.run.models.attach_lock import AttachLock, is_unsafe_to_detach
 from mpinspect.run.models.compiled import Compiled
@@ -164,6 +166,23 @@ class InspectedModels:
             for each in self.all
             if each.inspector.attached and (model := each.inspector.model) is not None
         }
+
+    def measured(self, names: Sequence[str], measurement: Measurement) -> None:
+        """Hand a measurement, made among several models, to the record of its model, as one of the current step.
+
+        Args:
+            names: the models' names; if there are several, the measurement's name begins with its model's.
+        """
+        path = measurement.name
+        if not path and len(self.attached()) > len(names):
+            # It may belong to a model that was attached in the middle of the recorded step.
+            return
+        owner = next((name for name in names if path == name or is_below(path, name)), names[0])
+        if len(names) > 1:
+            path = path.removeprefix(owner).removeprefix(".")
+        for each in self.all:
+            if each.name == owner:
+                each.inspector.measured(replace(measurement, name=path))
 
     def rest(self, resting: bool) -> None:
         """Suspend (True) or resume (False) counting and watching in all models."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mpinspect.ranges.capture.sinks import Sink
 from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.kinds import PARAMETER_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import Event, is_below
+from mpinspect.ranges.session import Event, Measurement, is_below
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
 from mpinspect.run.models.owners import Parameters
@@ -102,6 +103,10 @@ class LaunchedInspector(Inspector):
     def note(self, sentence: str) -> None:
         """Keep a sentence for the report."""
         self._recording.note(sentence)
+
+    def measured(self, measurement: Measurement) -> None:
+        """Record a measurement of the current step."""
+        self._recording.measured(replace(measurement, step=self._capture.clock.step))
 
     def pause(self) -> None:
         """Remove every hook and release the model, but keep the record open. Waits for the GPU."""

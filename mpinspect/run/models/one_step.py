@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,6 +171,7 @@ class OneStep(Guarded):
             self._finish_profile("")
 
     def _begin_products(self) -> None:
+        from mpinspect.ranges.capture.diagnosing.rounded_numbers import RoundedNumbers
         from mpinspect.shapes.record.live import LiveMatmuls, obstacle
 
         self._wants_matmuls = False
@@ -178,7 +180,8 @@ class OneStep(Guarded):
         if reason:
             self._note_lint(reason)
             return
-        products = LiveMatmuls(models)
+        rounded = RoundedNumbers(partial(self._models.measured, tuple(models)))
+        products = LiveMatmuls(models, rounded.watchers())
         products.begin()
         self._products = products
 

@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -32,6 +32,9 @@ _ON_THE_WAY = (
     "torch._compile",
     "torch._dynamo",
 )
+#: What wants to see an operator's calls: called with its arguments, its result, and a function that returns the running
+#: module's dotted path (None if mpinspect itself calls the operator).
+Watcher = Callable[[tuple[Any, ...], dict[str, Any], Any, Callable[[], str | None]], None]
 #: How many stack frames are searched upwards for the code that copies a tensor.
 _FRAMES = 12
 
@@ -54,13 +57,14 @@ class LiveMatmuls:
 
     Args:
         models: the models by name; if there are several, each module's path begins with its model's name.
+        watchers: called after each call of an operator in a forward, by operator (an OpOverloadPacket). They must change nothing.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
+    def __init__(self, models: Mapping[str, torch.nn.Module], watchers: Mapping[Any, Watcher] | None = None) -> None:
         self._model = next(iter(models.values())) if len(models) == 1 else _together(models)
         self._calls = _LiveCalls(self._model)
         parameters = Parameters(self._model, {id(parameter): parameter for parameter in self._model.parameters()})
-        self._mode = _LiveMode(self._calls, parameters)
+        self._mode = _LiveMode(self._calls, parameters, watchers or {})
         self._left = False
         self._thread = threading.get_ident()
 
@@ -129,13 +133,14 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
     #: If False, torch refuses higher-order operators while the mode is active.
     supports_higher_order_operators = True
 
-    def __init__(self, calls: _LiveCalls, parameters: Parameters) -> None:
+    def __init__(self, calls: _LiveCalls, parameters: Parameters, watchers: Mapping[Any, Watcher]) -> None:
         # A single call does not show the device's own autocast: 16-bit products count as cast.
         super().__init__(calls, parameters, autocast=False, lowers=lambda: True, meta=False)
         self.recording = False
         self.in_optimizer = False
         self.notes: list[str] = []
         self._live_calls = calls
+        self._watchers = watchers
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -167,7 +172,24 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         if not self.recording or getattr(func, "_schema", None) is None:
             return func(*args, **(kwargs or {}))
         self.autocast = self._live_calls.autocast_dtype is not None
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        watcher = self._watchers.get(func.overloadpacket)
+        if watcher is not None and result is not NotImplemented:
+            self._watch(watcher, args, kwargs or {}, result)
+        return result
+
+    def _watch(self, watcher: Watcher, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Let a watcher see an operator of the forward; if it fails, no watcher sees any more."""
+        if torch._C._current_autograd_node() is not None or self._is_beside_the_step():
+            return
+        try:
+            watcher(args, kwargs, result, functools.partial(self._where, sys._getframe(1)))
+        except Exception as error:
+            self._watchers = {}
+            self.notes.append(f"mpinspect failed in looking at the values of the recorded step ({error!r})")
+
+    def _where(self, frame: FrameType) -> str | None:
+        return None if _called_by_us(frame) else self.calls.paths[self.calls.current]
 
     def _records(self, func: Any, args: tuple[Any, ...], output: Any) -> tuple[Matmul, ...]:
         try:
@@ -185,7 +207,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
 
     def _copy(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         try:
-            if not self._is_beside_the_step() and not _copied_by_us():
+            if not self._is_beside_the_step() and not _called_by_us(sys._getframe(1)):
                 super()._copy(func, args, result)
         except Exception as error:
             self._fault(error)
@@ -269,9 +291,8 @@ def _together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     return holder
 
 
-def _copied_by_us() -> bool:
-    """Return whether mpinspect's own counting makes the copy."""
-    frame = sys._getframe(2)
+def _called_by_us(frame: FrameType) -> bool:
+    """Return whether mpinspect's own counting calls the operator that a frame of the mode handles."""
     for _ in range(_FRAMES):
         if frame.f_back is None:
             return False

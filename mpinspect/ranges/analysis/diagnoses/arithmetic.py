@@ -158,31 +158,50 @@ _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
 
 
 def positions_collapse(case: Case) -> Iterator[Finding]:
-    """Positions that become equal to their neighbours when they are cast to 16 bits.
+    """Positions, or other whole numbers, that become equal to their neighbours in 16 bits.
 
     False alarms: It is measured if a table has equal neighbours where consecutive whole numbers in the format have them: in
     groups one less and one more than a power of two. Indices that a script rounds on purpose, half to even, look alike. It is
-    measured, too, if a table holds the sines or cosines of the rounded whole numbers that a module was given. It is inferred
-    if a module's input holds one whole number per row and the largest exceeds 264 (BF16; 2056 in FP16): it may be a count that
-    is meant to be rounded.
+    measured, too, if a table holds the sines or cosines of the rounded whole numbers that a module was given, and, in one step
+    under ``mpinspect run``, if a cast, an arange or a cumsum makes distinct whole numbers equal that are then subtracted from
+    each other, compared, made integers again or given a sine: whole targets that a loss ranks look like that. Counts that
+    something is divided by, and targets of a regression, are not reported. It is inferred if a module's input holds one whole
+    number per row and the largest exceeds 264 (BF16; 2056 in FP16): it may be a count that is meant to be rounded.
     """
-    for found in case.measured("positions"):
+    for found in sorted(case.measured("positions"), key=lambda each: not each.figures["is_table"]):
         figures = found.figures
+        operator, used = found.names or ("", "")
         which = f"whole numbers up to {figures['largest']:.0f}" if "largest" in figures else ""
+        if operator == "cumsum":
+            which = f"the sums of a cumsum, {which},"
+            fix, code = _FIX_OF_SUMS
+        else:
+            fix, code = _FIX_OF_ANGLES if used in ("", "get a sine or cosine") else _FIX_OF_INDICES
         yield Finding(
             "positions-collapse",
             "warning",
             found.name,
             f"In {module_named(found.name)} {which or _whole_numbers_from(figures)} are in "
             f"{format_name(found.text)}, which keeps {figures['after']:.0f} of these {figures['before']:.0f} distinct: "
-            "neighbours become one position, timestep or index.",
+            f"neighbours become one position, timestep or index{' before they ' + used if used else ''}.",
             {**figures, "dtype": found.text},
-            "Compute positions, and everything derived from them, in FP32; cast only the cosines and sines.",
-            "angles = positions.float()[:, None] * inv_freq.float()\ncos, sin = angles.cos().to(dtype), angles.sin().to(dtype)",
+            fix,
+            code,
             certainty=MEASURED if figures["is_table"] else INFERRED,
             step=found.step,
         )
         return
+
+
+_FIX_OF_ANGLES = (
+    "Compute positions, and everything derived from them, in FP32; cast only the cosines and sines.",
+    "angles = positions.float()[:, None] * inv_freq.float()\ncos, sin = angles.cos().to(dtype), angles.sin().to(dtype)",
+)
+_FIX_OF_SUMS = ("Add up in integers.", "slots = torch.cumsum(mask.long(), dim=0) - 1")
+_FIX_OF_INDICES = (
+    "Keep positions, indices and counts as integers, or in FP32.",
+    "indices = torch.arange(n, device=x.device)  # not in the dtype of x",
+)
 
 
 def _whole_numbers_from(figures: Mapping[str, float]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mpinspect.ranges.capture.diagnosing.chosen_scores import CHOOSING, choice, tied
+from mpinspect.ranges.capture.diagnosing.rounded_numbers import FIRST_LOST
 from mpinspect.ranges.capture.diagnosing.rounded_positions import angles_of_rounded, collapsed, repeating
 from mpinspect.ranges.capture.diagnosing.singularities import graph, is_packed
 from mpinspect.ranges.capture.largest import is_plain
@@ -19,9 +20,7 @@ from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.session import Measurement
 
-#: The 16-bit formats and the first whole number that each can't represent.
-_FIRST_LOST = ((torch.bfloat16, 257), (torch.float16, 2049))
-_DTYPES = tuple(dtype for dtype, _ in _FIRST_LOST)
+_DTYPES = tuple(FIRST_LOST)
 #: The number of neighbours above that number that rounding must make equal, to rule out coincidence.
 _FEWEST_PAIRS = 4
 #: The most elements of a tensor that is compared, and of scores that are kept until backward.
@@ -141,7 +140,7 @@ class EqualByRounding(Observer):
         self._left -= cost
         for dim in dims:
             length = tensor.shape[dim]
-            for dtype, first_lost in _FIRST_LOST:
+            for dtype, first_lost in FIRST_LOST.items():
                 if length <= first_lost + 2 * _FEWEST_PAIRS:
                     continue
                 rows = tensor.movedim(dim, 0).reshape(length, -1)
@@ -153,7 +152,7 @@ class EqualByRounding(Observer):
         if found is not None:
             dtype = tensor.dtype if tensor.dtype in _DTYPES else self._dtype or _DTYPES[0]
             # Numbers are 2 apart where the format no longer has all whole numbers, 4 apart from twice that number on.
-            least = found.spacing * (dict(_FIRST_LOST)[dtype] - 1) // 2
+            least = found.spacing * (FIRST_LOST[dtype] - 1) // 2
             figures = {
                 "least": float(least),
                 "before": float(found.before),
@@ -184,7 +183,7 @@ class EqualByRounding(Observer):
 
     def _compare_whole(self, module: str, tensor: torch.Tensor) -> None:
         """Record a 16-bit tensor of whole numbers, one per row of a batch, if some are too large to be exact in its format."""
-        largest, first_lost = float(tensor.max()), dict(_FIRST_LOST)[tensor.dtype]
+        largest, first_lost = float(tensor.max()), FIRST_LOST[tensor.dtype]
         if (
             self._told["positions"] < _MOST_RECORDS
             and first_lost + 2 * _FEWEST_PAIRS <= largest < _MOST_ELEMENTS
@@ -197,7 +196,7 @@ class EqualByRounding(Observer):
         """Record a table of sines and cosines of whole numbers which were rounded after a module was given them."""
         for numbers in self._numbers.values():
             largest = int(numbers.max())
-            if not _FIRST_LOST[0][1] < largest < _MOST_ELEMENTS:
+            if not min(FIRST_LOST.values()) < largest < _MOST_ELEMENTS:
                 continue
             shape = [length for length in numbers.shape if length > 1]
             for where, table in self._tables.values():

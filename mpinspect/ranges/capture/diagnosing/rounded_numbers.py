@@ -1,0 +1,246 @@
+"""Finds whole numbers that 16 bits make equal, among the operators of one step, where their differences are used afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mpinspect.ranges.capture.largest import has_memory
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.session import Measurement
+
+aten = torch.ops.aten
+
+#: The 16-bit formats and the first whole number that each can't represent.
+FIRST_LOST = {torch.bfloat16: 257, torch.float16: 2049}
+#: Elements that a tensor of several numbers has at least, and distinct numbers that must have been lost.
+_FEWEST, _FEWEST_LOST = 4, 4
+#: The most elements that are compared of a tensor and in all, and the most tensors on a GPU whose values are read.
+_MOST_ELEMENTS, _MOST_IN_ALL, _MOST_ON_GPU = 1 << 18, 1 << 22, 64
+#: Elements of a tensor of floats that must be whole before all of them are compared.
+_FEW = 64
+#: The most operators between the rounding and the use.
+_MOST_HOPS = 8
+
+#: Operators whose result stands for the same numbers; views share their memory.
+_CARRYING = (
+    *(aten.mul_, aten.div_, aten.add_, aten.sub_),
+    *(aten.rsub, aten.neg, aten.remainder, aten.floor, aten.round, aten.clamp),
+    *(aten.cat, aten.stack, aten.clone, aten.repeat, aten.where, aten.masked_fill, aten.sum),
+    *(aten.index, aten.index_select, aten.gather, aten.sort),
+)
+_COMPARING = (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
+
+#: Returns the dotted path of the running module; None if mpinspect itself calls the operator.
+Where = Callable[[], str | None]
+#: Called with an operator's arguments and its result.
+Watcher = Callable[[tuple[Any, ...], dict[str, Any], Any, Where], None]
+
+
+class _Rounded(NamedTuple):
+    """Whole numbers that were rounded: by which operator, in which module, and how many operators ago."""
+
+    operator: str
+    module: str
+    dtype: torch.dtype
+    figures: dict[str, float]
+    storage: StorageWeakRef
+    hops: int = 0
+
+
+class RoundedNumbers:
+    """Follows whole numbers rounded to 16 bits until their differences matter. Waits for the device.
+
+    Neighbours become equal in a cast, an ``arange`` or a ``cumsum``. A length to divide by, or a target, suffers little from
+    that. It is recorded where the numbers, or simple functions of them, get a sine or cosine, become integers again, are
+    subtracted from each other or compared with each other; what an ``arange`` or a ``cumsum`` made, with any other numbers.
+
+    Args:
+        tell: receives the measurement, once; its step is not set.
+    """
+
+    def __init__(self, tell: Callable[[Measurement], None]) -> None:
+        self._tell: Callable[[Measurement], None] | None = tell
+        #: By the address of their storage.
+        self._rounded: dict[int, _Rounded] = {}
+        self._left, self._left_on_gpu = _MOST_IN_ALL, _MOST_ON_GPU
+
+    def watchers(self) -> dict[Any, Watcher]:
+        """Return what is to be called after each call of an operator of the forward, by operator."""
+        return {
+            aten.arange: self._made,
+            aten.cumsum: self._added_up,
+            aten._to_copy: self._cast,
+            aten.copy_: lambda args, kwargs, result, where: self._cast(args[1:], kwargs, result, where),
+            **dict.fromkeys(_CARRYING, self._carried),
+            **dict.fromkeys((aten.mul, aten.add), self._computed),
+            aten.sub: self._subtracted,
+            aten.div: self._divided,
+            **dict.fromkeys((aten.mm, aten.bmm), self._multiplied),
+            **dict.fromkeys((aten.sin, aten.cos), self._given_an_angle),
+            **dict.fromkeys(_COMPARING, self._compared),
+        }
+
+    # -- where numbers are rounded -----------------------------------------------------------------------------------
+
+    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        if self._is_worth_reading(result, result):
+            exact = torch.arange(*args, dtype=torch.float64, device=result.device)
+            self._look("arange", exact, result, result, where)
+
+    def _added_up(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        terms, dim = args[:2]
+        if self._is_worth_reading(terms, result) and _is_whole(terms):
+            terms, sums = _part(terms, dim), _part(result, dim)
+            self._look("cumsum", terms.double().cumsum(dim), sums, result, where)
+
+    def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        source = args[0]
+        if self._of(source) is not None:
+            if result.is_floating_point():
+                self._carried(args, kwargs, result, where)
+            elif result.dtype != torch.bool:
+                self._used("become integers again", source)
+        elif source.element_size() > 1 and self._is_worth_reading(source, result) and _is_whole(source):
+            part = _part(source).double()
+            self._look("cast", part, part.to(result.dtype), result, where)
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        """Integers that meet 16-bit operands are cast first."""
+        for given in args[:2]:
+            if isinstance(given, torch.Tensor) and not given.is_floating_point():
+                self._cast((given,), kwargs, result, where)
+        self._carried(args, kwargs, result, where)
+
+    def _subtracted(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        self._computed(args, kwargs, result, where)
+        self._used("are subtracted from each other", *args[:2])
+
+    def _divided(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        """Follow what is divided: a length that something is divided by may be rounded."""
+        self._computed(args[:1], kwargs, result, where)
+
+    def _look(
+        self, operator: str, exact: torch.Tensor, rounded: torch.Tensor, result: torch.Tensor, where: Where
+    ) -> None:
+        """Remember a result if rounding has made enough neighbours equal."""
+        figures = _collapsed(exact.flatten(), rounded.flatten())
+        module = where() if figures is not None else None
+        if figures is not None and module is not None:
+            self._remember(result, _Rounded(operator, module, result.dtype, figures, _reference(result)))
+
+    def _is_worth_reading(self, source: Any, result: Any) -> bool:
+        """Return whether values may be compared; take what that costs from what may still be spent."""
+        if (
+            self._tell is None
+            or not _is_readable(source)
+            or not _is_readable(result)
+            or result.dtype not in FIRST_LOST
+            or source.numel() < _FEWEST + _FEWEST_LOST
+            or source.is_complex()
+            or source.requires_grad
+        ):
+            return False
+        if source.is_cuda:
+            self._left_on_gpu -= 1
+            if self._left_on_gpu < 0 or torch.cuda.is_current_stream_capturing():
+                return False
+        self._left -= min(source.numel(), _MOST_ELEMENTS if not source.is_floating_point() else _FEW)
+        return self._left >= 0
+
+    # -- where they go -----------------------------------------------------------------------------------------------
+
+    def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        """Remember the result of an operator whose operands are rounded numbers."""
+        if not self._rounded:
+            return
+        result = result[0] if isinstance(result, tuple) else result
+        for given in args:
+            for each in given if isinstance(given, (list, tuple)) else (given,):
+                origin = self._of(each)
+                if origin is not None and origin.hops < _MOST_HOPS:
+                    self._remember(result, origin._replace(storage=_reference(result), hops=origin.hops + 1))
+                    return
+
+    def _multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        """An outer product, of positions and frequencies, adds up nothing."""
+        if args[0].shape[-1] == 1:
+            self._carried(args, kwargs, result, where)
+
+    def _given_an_angle(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        self._used("get a sine or cosine", args[0])
+
+    def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        operands = [each for each in args[:2] if isinstance(each, torch.Tensor) and each.numel() > 1]
+        if len(operands) == 2:
+            made = [each for each in operands if (origin := self._of(each)) is not None and origin.operator != "cast"]
+            self._used("are compared with others", *(made or operands))
+
+    def _used(self, how: str, *operands: Any) -> None:
+        """Record the numbers if all operands are rounded ones."""
+        origins = [self._of(each) for each in operands]
+        origin = origins[0]
+        if origin is None or None in origins or self._tell is None:
+            return
+        names = (origin.operator, how)
+        self._tell(
+            Measurement("positions", origin.module, 0, origin.figures, names=names, text=dtype_name(origin.dtype))
+        )
+        self._tell = None
+        self._rounded.clear()
+
+    def _of(self, tensor: Any) -> _Rounded | None:
+        if not self._rounded or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            return None
+        return self._rounded.get(tensor.untyped_storage()._cdata)
+
+    def _remember(self, result: torch.Tensor, rounded: _Rounded) -> None:
+        if result.is_floating_point() and result.numel() >= _FEWEST:
+            self._rounded[result.untyped_storage()._cdata] = rounded
+
+
+def _is_readable(tensor: Any) -> bool:
+    """Return whether this is a dense tensor, no subclass, with memory on a CPU or a GPU that has FP64."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and (tensor.is_cpu or tensor.is_cuda)
+        and has_memory(tensor)
+    )
+
+
+def _reference(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return what keeps the address of a tensor's storage from being used again, but not its memory."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _part(tensor: torch.Tensor, keep: int | None = None) -> torch.Tensor:
+    """Return as much of a tensor as is compared: all along one dimension (by default the longest), if possible."""
+    if keep is None:
+        keep = max(range(tensor.dim()), key=tensor.shape.__getitem__)
+    for dim in (*(each for each in range(tensor.dim()) if each != keep % tensor.dim()), keep):
+        most = max(_MOST_ELEMENTS * tensor.shape[dim] // tensor.numel(), 1)
+        tensor = tensor.narrow(dim, 0, min(most, tensor.shape[dim]))
+    return tensor
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor holds whole numbers; of most others a few elements suffice to see that it doesn't."""
+    if not tensor.is_floating_point():
+        return True
+    part = _part(tensor)
+    return all(bool((each == each.round()).all()) for each in (part.flatten()[:_FEW], part))
+
+
+def _collapsed(exact: torch.Tensor, rounded: torch.Tensor) -> dict[str, float] | None:
+    """Return how many distinct whole numbers there were and are, if rounding has made enough of them equal."""
+    largest = float(exact.abs().max())
+    if not FIRST_LOST[rounded.dtype] <= largest < float("inf"):
+        return None
+    before, after = (float(len(torch.unique(each))) for each in (exact, rounded))
+    if before - after < _FEWEST_LOST:
+        return None
+    return {"largest": largest, "before": before, "after": after, "is_table": 1.0}
