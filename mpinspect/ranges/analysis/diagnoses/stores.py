@@ -39,14 +39,14 @@ def never_decays(dtype: str, kept: float) -> bool:
 def updates_lost(case: Case) -> Iterator[Finding]:
     """Updates that rounding loses when they are added to weights stored in 16 bits; in FP32 runs, those that would be lost.
 
-    False alarms: An optimizer that rounds stochastically, or keeps what rounding lost in a buffer of its own (Kahan sums),
-    loses nothing over many steps and is reported likewise.
+    False alarms: An optimizer that rounds stochastically loses nothing on average and is reported likewise, as is one that keeps
+    what rounding cut off (Kahan's sum) in a state whose name does not say so.
     """
     by_format: dict[str, dict[str, LostUpdates]] = {}
     for key, window in case.totals.items():
-        for storage, updates in window.lost_updates.items() if key.kind == UPDATE else ():
-            if updates.nonzero:
-                by_format.setdefault(storage, {})[key.name] = updates
+        for storage, counted in window.lost_updates.items() if key.kind == UPDATE else ():
+            if counted.nonzero:
+                by_format.setdefault(storage, {})[key.name] = counted
     for storage, found in by_format.items():
         stored = {name: each for name, each in found.items() if _stored_in(storage, name, each, case)}
         is_fault = any(each.fraction > _LOST_TOLERANCE for each in stored.values())
