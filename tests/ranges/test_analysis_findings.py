@@ -167,6 +167,8 @@ def test_drift_is_information():
     report = analyse(session_of(*blocks))
     assert ids(report) == {"scale-window-moves": "info"}
     assert found(report, "scale-window-moves").evidence["powers_of_two"] == 6
+    # BF16 has FP32's range, and no scale to move.
+    assert ids(analyse(session_of(*blocks), "bfloat16")) == {}
 
 
 # -- the healthy ones: nothing above info -----------------------------------------------------------------------------

@@ -125,6 +125,27 @@ def test_a_healthy_run_is_told_so_in_four_lines_the_last_of_which_is_what_to_do(
     assert not verdict.change
 
 
+def test_where_no_grad_scaler_can_step_none_is_advised():
+    def with_closure():
+        model, data = nn.Linear(8, 4), torch.randn(16, 8)
+        optimizer = torch.optim.LBFGS(model.parameters())
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(data).square().mean()
+            loss.backward()
+            return loss
+
+        with Inspector(model) as inspector:
+            for _ in range(4):
+                optimizer.step(closure)
+        return inspector
+
+    advice = "to train in 16 bits take BF16 autocast"
+    assert f"{advice}, or FP16 autocast with a GradScaler" in train().report().verdict.lines[-1]
+    assert with_closure().report().verdict.lines[-1].endswith(f"{advice}.")
+
+
 def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would():
     report = train(autocast=torch.bfloat16).report()
     assert report.format == "bfloat16"

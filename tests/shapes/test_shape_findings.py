@@ -346,6 +346,13 @@ def test_fp32_under_autocast_is_named():
     assert finding.evidence["estimated_speedup_high"] == pytest.approx(989.4 / 66.9, rel=1e-6)
 
 
+def test_fp32_of_the_scripts_own_code_beside_autocast_is_information():
+    own = [replace(product, module="", parameter="", autocast=False) for product in linear(4096, 1024, 1024, "float32")]
+    assert severities(recording(*linear(4096, 1024, 1024), *own, autocast_dtype="float16")) == {
+        "float32-under-autocast": "info"
+    }
+
+
 def test_fp64_is_a_root_cause_even_where_it_is_native():
     assert severities(recording(*linear(64, 64, 64, "float64")))["float64"] == "warning"
     assert severities(recording(*linear(64, 64, 64, "float64")), named("volta"))["float64"] == "warning"

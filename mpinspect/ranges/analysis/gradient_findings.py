@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from mpinspect.numeric.formats import FLOAT16, FloatFormat, floor_log2
+from mpinspect.numeric.formats import FLOAT16, FLOAT32, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.drift import moved
 from mpinspect.ranges.analysis.precision import holds_without_scale
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice
@@ -40,7 +40,8 @@ def gradient_findings(session: Session, layers: Sequence[LayerReport], advised: 
             _weights_fine(decision),
             _already_flushed(gradients, decision),
             _overflow(session, gradients, decision),
-            _drift(advice),
+            # Where FP32's range holds them there is no scale to move.
+            _drift(advice) if decision.rules.format.exponent_bits < FLOAT32.exponent_bits else None,
         ]
     if not advised.diverged:
         found.append(_noise(gradients))

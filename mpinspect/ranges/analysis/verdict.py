@@ -139,7 +139,11 @@ def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -
         return _next_in_float16(session, told)
     if format != FLOAT32:
         return "Nothing to do."
-    if not told.available or told.needed is None or told.serves_none:
+    # A GradScaler takes no closure, and no step that is made by hand.
+    ledger = session.precision
+    by_hand = bool(ledger.weights) and not ledger.optimizers
+    no_scaler = by_hand or any(optimizer.type == "LBFGS" for optimizer in ledger.optimizers)
+    if no_scaler or not told.available or told.needed is None or told.serves_none:
         return "Numerically nothing to do; to train in 16 bits take BF16 autocast."
     # A GradScaler begins at 2^16 by itself.
     start = told.recommended if told.needed else min(told.highest or _INITIAL, _INITIAL)

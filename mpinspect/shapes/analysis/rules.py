@@ -297,6 +297,8 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         fix="run {where} under autocast too (without enabled=False) or cast the operands to {autocast}; where it is attention, "
         "give scaled_dot_product_attention operands of 4 dimensions, which a fused kernel takes; where FP32's range is needed: "
         "{tf32_switch}",
+        # Products outside of every module that use none of its weights are of the script: its data, its loss, a teacher.
+        severity=lambda group: "" if any(row.module or row.parameter for row in group.rows) else "info",
         time=lowered_time,
     ),
     Rule(
