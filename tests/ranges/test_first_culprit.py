@@ -677,13 +677,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]
         lambda: nn.Sequential(_Block(_shared_with_code, a=_linear(), b=_linear())),
         _GOOD,
         ("backward", "0", False),
-        "it arose in its own code",
+        "what is not finite arose in the code of",
     ),
     "backward: code that shares an activation's input": (
         lambda: nn.Sequential(_Block(_shared_with_code, a=_linear(), b=nn.Tanh())),
         _GOOD,
         ("backward", "0", False),
-        "it arose in its own code",
+        "what is not finite arose in the code of",
     ),
     "backward: a module that shares its input with code": (
         lambda: nn.Sequential(_Block(_shared_with_sound_code, a=_linear(), b=_Scaled(1.0, math.inf))),
@@ -713,13 +713,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]
         lambda: nn.Sequential(_Block(lambda self, x: self.b(_broken_backward(self.a(x))), a=_linear(), b=_linear())),
         _GOOD,
         ("backward", "0", False),
-        "it arose in its own code",
+        "what is not finite arose in the code of",
     ),
     "backward: code at a container's end": (
         lambda: nn.Sequential(_linear(), _Block(lambda self, x: _Times.apply(self.a(x), 1.0, math.inf), a=_linear())),
         _GOOD,
         ("backward", "1", False),
-        "it arose in its own code",
+        "what is not finite arose in the code of",
     ),
 }
 

@@ -344,6 +344,7 @@ def test_after_a_full_disk_has_room_again_recording_goes_on_and_nothing_is_lost(
     recording.event(event(5))
     steps(range(5, 60))
     recording.note("something else")
+    recording.flush()
     # Not even half a record: whoever reads meanwhile finds what was there.
     assert read_session(tmp_path) == before
     (full,) = (note for note in told if "no room" in note)

@@ -153,7 +153,7 @@ def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would
     assert report.verdict.sentences[1].startswith(
         "BF16 needs no loss scale; FP16 would fit at any loss scale in the window 2^"
     )
-    assert report.verdict.sentences[1].endswith(", rounding up to 8 times finer.")
+    assert report.verdict.sentences[1].endswith("; near its top it rounds up to 8 times finer.")
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
 
 
@@ -182,11 +182,11 @@ def test_what_to_do_after_a_healthy_run_in_float16_fits_its_scale(used, told):
 def test_the_reserve_of_the_window_is_named_in_powers_of_two():
     advice = analyse(sessions.word_model()).loss_scale
     assert (advice.lowest, advice.highest, advice.recommended) == (2.0**4, 2.0**19, 2.0**15)
-    suggested = "Reserve in the window, in powers of two: 2^15 (suggested) has 11 below and 4 above"
+    suggested = "Reserve in the window, in powers of two: the suggested scale, 2^15, has 11 below and 4 above"
     assert reserve_line(advice) == reserve_line(advice, 2.0**15) == f"{suggested}."
-    assert reserve_line(advice, 2.0**18) == f"{suggested}; 2^18 (the run's last) has 14 below and 1 above."
-    assert reserve_line(advice, 2.0**3) == f"{suggested}; 2^3 (the run's last) lies 1 below the window."
-    assert reserve_line(advice, 2.0**22).endswith("2^22 (the run's last) lies 3 above the window.")
+    assert reserve_line(advice, 2.0**18) == f"{suggested}; the run's last, 2^18, has 14 below and 1 above."
+    assert reserve_line(advice, 2.0**3) == f"{suggested}; the run's last, 2^3, lies 1 below the window."
+    assert reserve_line(advice, 2.0**22).endswith("the run's last, 2^22, lies 3 above the window.")
     assert reserve_line(replace(advice, needed=None)) == reserve_line(replace(advice, lowest=2.0**20)) == ""
 
 

@@ -165,7 +165,7 @@ def test_where_no_scale_is_needed_torchs_default_is_proposed_and_one_is_enough()
     finding = next(each for each in report.findings if each.id == "initial-scale-too-high")
     assert finding.fix.startswith("Begin at 65536 (2^16) or lower")
     assert "init_scale=2.0**16" in finding.code
-    assert "1 (enough) has" in str(report)
+    assert "the scale 1, which is enough, has" in str(report)
 
 
 # -- the place and the operation of an event --------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def _flushed(session: Session, decision: Decision) -> Finding | None:
         "info" if spared else "warning",
         worst.key.name,
         f"Without loss scaling {format_name(decision.rules.format.name)} would flush {percent(worst.flushed_fraction)} of the "
-        f"non-zero elements of {phrase(*worst.key)}{in_steps(worst.steps)}, {percent(worst.lost_l1_share)} of their sum of "
+        f"non-zero elements of {phrase(*worst.key)}{in_steps(worst.steps)}, about {percent(worst.lost_l1_share)} of their sum of "
         f"magnitudes.{others}" + (f" {spared}" if spared else ""),
         {
             "kind": worst.key.kind,

@@ -21,7 +21,7 @@ from mpinspect.ranges.analysis.ranges import tensor_infos
 from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.analysis.scale_advice import Advised, Block, Decision, ScaleRules, decide, no_advice, scale_advice
 from mpinspect.ranges.analysis.scale_window import HEADROOM, GradientRange, gradient_ranges, scale_window
-from mpinspect.ranges.analysis.scale_words import advice_reason, nothing_to_serve, scale_unknown
+from mpinspect.ranges.analysis.scale_words import advice_reason, every_step_overflowed, nothing_to_serve, scale_unknown
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility, always_zero
 from mpinspect.ranges.kinds import GRADIENT_KINDS
@@ -105,6 +105,8 @@ def advise(
         [each for each in peaks if each], format, rules.growth_interval, [each for each in exact if each]
     )
     if ceiling is not None:
+        if overflowed_at(overflowed) is not None and ceiling.log2_of_finite is None:
+            return Advised(no_advice(every_step_overflowed()))
         ceiling = ceiling.below(overflowed_at(overflowed))
     window = scale_window(gradients, ceiling.log2_highest if ceiling else None, format, rules.tolerance)
     if window is None:

@@ -43,7 +43,8 @@ class Ceiling:
         log2_highest: largest k at which a step overflows with a probability of at most 1/growth_interval.
         margin: powers of two already subtracted as a reserve for gradients larger than any seen.
         log2_overflowed: smallest k at which the run itself overflowed; None if the run did not overflow.
-        log2_of_finite: largest k at which nothing overflows of the steps that did not overflow in the run.
+        log2_of_finite: largest k at which nothing overflows of the steps that did not overflow in the run; None if there are
+            none, or if it is not known.
     """
 
     log2_highest: int
@@ -57,7 +58,7 @@ class Ceiling:
             return self
         if log2_overflowed > self.log2_highest:
             return replace(self, log2_overflowed=log2_overflowed)
-        return Ceiling(log2_overflowed - 1, 0, log2_overflowed, self.log2_highest + self.margin)
+        return Ceiling(log2_overflowed - 1, 0, log2_overflowed, self.log2_of_finite)
 
 
 def log2_highest(
@@ -92,13 +93,15 @@ def log2_highest(
             break
         exceedances -= peaks[exponent]
     seen = log2_room(exponent, format)
+    finite = max((peak for block in (blocks if exact is None else exact) for peak in block), default=None)
+    of_finite = None if finite is None else log2_room(finite, format)
     if steps * probability >= RULE_OF_THREE:
-        return Ceiling(seen)
+        return Ceiling(seen, log2_of_finite=of_finite)
     bound = normal_bound(blocks if exact is None else exact, probability)
     # A peak of exponent e lies in [2^e, 2^(e+1)), on average at e + 1/2; adding 1/2 and rounding down gives the bound's exponent.
     largest = exponent if bound is None else max(exponent, math.floor(bound + 0.5))
     highest = max(log2_room(largest, format), min(seen, 0))
-    return Ceiling(highest, seen - highest)
+    return Ceiling(highest, seen - highest, log2_of_finite=of_finite)
 
 
 def normal_bound(blocks: Sequence[Mapping[int, int]], probability: float) -> float | None:

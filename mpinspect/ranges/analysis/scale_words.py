@@ -61,6 +61,14 @@ def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None
     return "No gradient was seen; run forward, backward and the optimizer's step inside the inspector's block."
 
 
+def every_step_overflowed() -> str:
+    """Return why steps that all overflowed give no advice, and what to do."""
+    return (
+        "Every sampled step overflowed, and by how much is not known: let a dynamic scaler come down, or take some steps with "
+        "autocast off to measure the gradients."
+    )
+
+
 def scale_unknown(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
     """Return why an unknown loss scale prevents advice, and how the gradients, still scaled, fit the format."""
     cause = (session.progress.scale_unknown_reason or "the loss scale of a backward is not known").rstrip(".")
@@ -148,7 +156,7 @@ def _at_scale_1(decision: Decision, gradients: Sequence[GradientRange]) -> str:
         return f"A loss scale below 1 is needed: at scale 1 the largest gradients overflow {name}."
     return (
         f"A loss scale is needed: at scale 1 {name} flushes {percent(worst.flushed_fraction)} of the non-zero elements of "
-        f"{what}{in_steps(worst.steps)}, {lost} of their sum of magnitudes."
+        f"{what}{in_steps(worst.steps)}, about {lost} of their sum of magnitudes."
     )
 
 
@@ -157,7 +165,7 @@ def _window(decision: Decision, gradients: Sequence[GradientRange]) -> str:
     if window.is_empty:
         return _no_scale(decision)
     if decision.needed is None:
-        return f"{upper_first(_by_the_finite(decision))}2^{window.log2_highest} is the largest without overflow."
+        return f"{upper_first(_by_the_finite(decision))}2^{window.log2_highest} is the largest that is safe."
     noise = _noise_apart(gradients)
     span = (
         f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every "
@@ -187,7 +195,7 @@ def _never_finite(gradients: Sequence[GradientRange]) -> str:
 
 
 def _no_scale(decision: Decision) -> str:
-    largest = f"{_by_the_finite(decision)}{with_power(2.0**decision.log2_scale)} is the largest without overflow"
+    largest = f"{_by_the_finite(decision)}{with_power(2.0**decision.log2_scale)} is the largest that is safe"
     pair = decision.conflicts[0] if decision.conflicts else None
     if pair is not None and pair.needs_large != pair.needs_small:
         return (
@@ -205,9 +213,11 @@ def _overflowed(decision: Decision) -> str:
     """Return why the window's top is below the largest scale that the counts allow; "" if it is not."""
     ceiling, top = decision.ceiling, decision.window.log2_highest
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
-        of_finite = ceiling.log2_of_finite or top
+        of_finite = ceiling.log2_of_finite
         others = (
-            f" In the other steps nothing would overflow up to 2^{of_finite}." if of_finite > top + HEADROOM else ""
+            f" In the other steps nothing would overflow up to 2^{of_finite}."
+            if of_finite is not None and of_finite > top + HEADROOM
+            else ""
         )
         return (
             f"The run overflowed at 2^{ceiling.log2_overflowed}; by how much is not known, and of these gradients the window "
@@ -232,7 +242,10 @@ def _hidden(decision: Decision) -> str:
         return ""
     keeps = window.log2_certain <= window.log2_highest
     if decision.needed is None and decision.zeros:
-        return "To know, take the gradients of a few batches in FP32 (autocast off, scale 1)."
+        return (
+            f"Whether {with_power(2.0**decision.log2_scale)} is enough for them is not known. To know, take the gradients of a "
+            "few batches in FP32 (autocast off, scale 1)."
+        )
     if decision.needed is None:
         how = f"run at a loss scale of at least 2^{window.log2_certain}, or " if keeps else ""
         sure = f"{with_power(2.0**window.log2_certain)} would be enough in any case. " if keeps else ""

@@ -105,7 +105,10 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
     else:
         fits = f"FP16 would fit at any loss scale in the {_window(told)}"
     if format == BFLOAT16:
-        finer = ", rounding up to 8 times finer" if told.needed is not None and not told.serves_none else ""
+        # Near the window's bottom gradients are subnormal in FP16, and rounded more coarsely than in BF16.
+        finer = (
+            "; near its top it rounds up to 8 times finer" if told.needed is not None and not told.serves_none else ""
+        )
         yield f"BF16 needs no loss scale; {fits}{finer}."
     elif format == FLOAT32:
         yield f"For a change to 16 bits: {fits}; BF16 needs none."
@@ -121,7 +124,7 @@ def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
     scale, highest = f"The loss scale, {with_power(used)},", as_power(advice.highest)
     if advice.needed is None or advice.lowest is None or advice.highest is None:
         where = "below" if used <= (advice.highest or math.inf) else "above"
-        yield f"{scale} lies {where} {highest}, the largest without overflow."
+        yield f"{scale} lies {where} {highest}, the largest that is safe."
     elif advice.lowest <= used <= advice.highest:
         where = "in" if used < advice.highest else "at the top of"
         yield f"{scale} lies {where} the window {as_power(advice.lowest)} .. {highest}."

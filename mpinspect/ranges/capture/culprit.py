@@ -349,7 +349,8 @@ def _in_code_after(
                 # What arrives at this tensor is a sum over both.
                 first, second = "another output or call of it", f"the output of {producer!r}, which it returned too,"
                 doubt += ", or in the code after it (the loss)"
-            reason = f"the gradient at {first} was finite, the one at {second} was not: it arose in its own code{doubt}"
+            own = f"the code of {container!r}" if container else "the model's own code"
+            reason = f"the gradient at {first} was finite, the one at {second} was not: what is not finite arose in {own}{doubt}"
             return Culprit(BACKWARD, container, look, reason)
     if story.root:
         reason = (

@@ -351,7 +351,7 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
                 "range",
                 is_left=True,
                 priority=2,
-                meaning="the non-zero elements, small to large, against the format from its flush edge to its top",
+                meaning="the non-zero elements of the samples, small to large, against the format from its flush edge to its top",
             ),
             lambda row: Cell() if row.worst.histogram is None else Cell(strip=range_strip(row.worst.histogram, format)),
         ),

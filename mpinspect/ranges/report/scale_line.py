@@ -72,10 +72,10 @@ def reserve_line(advice: LossScaleAdvice, used: float | None = None) -> str:
     if advice.lowest is None or advice.highest is None or advice.serves_none:
         return ""
     ends = math.log2(advice.lowest), math.log2(advice.highest)
-    best = f"{as_power(advice.recommended)} (suggested)" if advice.needed else "1 (enough)"
+    best = f"the suggested scale, {as_power(advice.recommended)}," if advice.needed else "the scale 1, which is enough,"
     words = [_reserve(best, advice.recommended, ends)]
     if used is not None and 0 < used < math.inf and used != advice.recommended:
-        words.append(_reserve(f"{as_power(used)} (the run's last)", used, ends))
+        words.append(_reserve(f"the run's last, {as_power(used)},", used, ends))
     return f"Reserve in the window, in powers of two: {'; '.join(words)}."
 
 

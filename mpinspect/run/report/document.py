@@ -150,7 +150,7 @@ def _shapes(report: RunReport) -> str:
     if not shapes.flops:
         return "no matrix product was recorded"
     suits = _share(shapes, lambda row: row.verdict == "native")
-    in_tf32 = _share(shapes, lambda row: row.verdict == "native" and row.dtype == "float32" and row.kind in _OF_CUDNN)
+    in_tf32 = _share(shapes, lambda row: row.verdict == "native" and row.kind in _OF_CUDNN and _is_in_tf32(row))
     in_fp32 = _share(shapes, runs_in_fp32)
     words = f"{percent(suits)} of one step's FLOPs suit the Tensor Cores of {shapes.gpu.name}"
     if in_tf32:
@@ -158,7 +158,10 @@ def _shapes(report: RunReport) -> str:
     if in_fp32:
         # Not by the sum of the shares: it can end a rounding error below 1.
         if unsuited := _share(shapes, lambda row: row.verdict != "native" and not runs_in_fp32(row)):
-            words += f"; {percent(unsuited)} do not, by shape or dtype"
+            unsuited_tf32 = _share(shapes, lambda row: row.verdict != "native" and _is_in_tf32(row))
+            words += (
+                f"; {percent(unsuited)} do not, by shape{' (in TF32)' if unsuited_tf32 == unsuited else ' or dtype'}"
+            )
         in_16_bits = suiting_in_16_bits(shapes)
         then = "all" if in_16_bits == 1 else f"{percent(in_16_bits)} of all"
         gain = f"; with those in 16 bits {then} would suit" if in_16_bits > suits else ""
@@ -166,6 +169,10 @@ def _shapes(report: RunReport) -> str:
     for worst in _grave_on_shapes(report)[:1]:
         words += f"; worst: {worst.id}{f' in {worst.layer!r}' if worst.layer else ''}"
     return words + (" (--lint, report.md)" if report.is_shape_detail else "")
+
+
+def _is_in_tf32(row: ShapeRow) -> bool:
+    return row.dtype == "float32" and not runs_in_fp32(row)
 
 
 def _how_many(fraction: float) -> str:

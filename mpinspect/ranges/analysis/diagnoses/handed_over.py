@@ -477,7 +477,7 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
     if not names:
         return
     scale, highest = case.session.last_scale, case.advised.advice.highest
-    limit = f": the other layers allow no loss scale above {with_power(highest)}" if highest else ""
+    limit = f": above a loss scale of {with_power(highest)} the other layers may overflow" if highest else ""
     at_scale = f" at the loss scale of {with_power(scale)}" if scale else ""
     yield Finding(
         "gradients-all-zero",

@@ -171,6 +171,10 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
         if factors
         else ""
     )
+    is_hidden = bool(stepped and replaced(case) and case.scalers)
+    code = (
+        f"scaler = torch.amp.GradScaler(device_type{f', init_scale=2.0**{round(_powers(wanted))}' if wanted else ''})"
+    )
     yield Finding(
         "scale-too-high",
         "error",
@@ -179,14 +183,16 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
         f"forward is finite: {outcome}.",
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
         (
-            "Let a dynamic scaler find the scale."
+            "Take the replacement out: the scaler then lowers the scale by itself."
+            if is_hidden
+            else "Let a dynamic scaler find the scale."
             if not wanted
             else f"Begin at {with_power(wanted)}, and let the scaler lower it by itself."
             if case.scalers
             else f"Scale by {with_power(wanted)}, and let a scaler skip what overflows."
         )
         + static,
-        f"scaler = torch.amp.GradScaler(device_type{f', init_scale=2.0**{round(_powers(wanted))}' if wanted else ''})",
+        "" if is_hidden else code,
         step=over[0].step,
     )
 

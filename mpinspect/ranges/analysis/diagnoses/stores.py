@@ -196,8 +196,8 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
                 f"{edge:.2g} are flushed): an element whose squared gradients are flushed as well is divided by zero."
                 + (_when_broken(broke[0]) if broke else ""),
                 {"optimizer": optimizer.type, "dtype": dtype, "eps": epsilon, "flush_edge": edge},
-                "Keep the weights and states in FP32. A larger eps (2^-14, say) avoids the division by zero too, but shrinks the "
-                "steps of small gradients.",
+                "Keep the weights and states in FP32. A larger eps (2^-14, say) avoids the division by zero too, but where the "
+                "squared gradients are flushed it is all that the step is divided by.",
                 fp32_weights(dtype),
                 INFERRED if not broke else "measured",
                 broke[0].step if broke else None,
@@ -221,18 +221,16 @@ def average_lost(case: Case) -> Iterator[Finding]:
     count.
     """
     for found in case.measured("average"):
-        share, writes, name = found.figures["unmoved_fraction"], found.figures["writes"], format_name(found.text)
+        share, name = found.figures["unmoved_fraction"], format_name(found.text)
         is_one = found.figures["tensors"] == 1
-        copies, times = (
-            ("copy", "was seen to be written") if is_one else ("copies", "were each seen to be written up to")
-        )
+        copies, were = ("copy", "was") if is_one else ("copies", "were")
         yield Finding(
             "average-lost",
             "warning",
             found.name,
-            f"The {name} {copies} of {some(list(found.names), 2)} {times} {writes:.0f} times from step {found.step} on, yet "
-            f"{percent(share)} of the elements that differ from the weights never moved: each update was below half a unit in "
-            "the last place.",
+            f"The {name} {copies} of {some(list(found.names), 2)} {were} written in place, as was seen from step {found.step} "
+            f"on, yet {percent(share)} of the elements that differ from the weights never moved: each update was below half a "
+            "unit in the last place.",
             {"dtype": found.text, "copies_of": list(found.names), **found.figures},
             "Keep averages (EMA, SWA) of weights in FP32.",
             "average = parameter.detach().float().clone()  # of each parameter; of a model: copy.deepcopy(model).float()",
