@@ -215,7 +215,7 @@ def _overflowed(decision: Decision) -> str:
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
         of_finite = ceiling.log2_of_finite
         others = (
-            f" In the other steps nothing would overflow up to 2^{of_finite}."
+            f" In the other sampled steps nothing would overflow up to 2^{of_finite}."
             if of_finite is not None and of_finite > top + HEADROOM
             else ""
         )
