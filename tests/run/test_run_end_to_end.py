@@ -62,15 +62,16 @@ def run(directory: Path, *command: str, forked: bool = False) -> Ran:
 
 
 def run_bare(directory: Path, *command: str, forked: bool) -> Ran:
-    """The script without mpinspect, once more where torch has aborted its exit.
+    """The script without mpinspect, up to twice more where torch has aborted its exit.
 
     DistributedDataParallel keeps its group's threads alive after destroy_process_group, and one that lets go of a tensor while
     the interpreter ends aborts the process: about one run in a hundred, with "terminate called without an active exception"
     (pytorch/pytorch#179291).
     """
     ran = run(directory / "bare", *command, forked=forked)
-    if ran.code and "terminate called without an active exception" in ran.err:
-        ran = run(directory / "bare_again", *command, forked=forked)
+    for again in ("bare_again", "bare_once_more"):
+        if ran.code and "terminate called without an active exception" in ran.err:
+            ran = run(directory / again, *command, forked=forked)
     return ran
 
 
