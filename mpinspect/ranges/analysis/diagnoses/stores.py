@@ -63,7 +63,12 @@ def updates_lost(case: Case) -> Iterator[Finding]:
             "warning" if is_fault else "info",
             ordered[0],
             _updates_in_words(
-                storage, [name for name in ordered if updates[name].fraction == share], updates, stored, case
+                storage,
+                lost / nonzero,
+                [name for name in ordered if updates[name].fraction == share],
+                updates,
+                stored,
+                case,
             ),
             {
                 "format": storage,
@@ -87,11 +92,15 @@ def updates_lost(case: Case) -> Iterator[Finding]:
 
 
 def _updates_in_words(
-    storage: str, worst: list[str], updates: dict[str, LostUpdates], stored: Collection[str], case: Case
+    storage: str,
+    fraction: float,
+    worst: list[str],
+    updates: dict[str, LostUpdates],
+    stored: Collection[str],
+    case: Case,
 ) -> str:
-    """Return how many updates are lost, and of which weights most."""
-    lost, nonzero = (sum(getattr(part, field) for part in updates.values()) for field in ("lost", "nonzero"))
-    name, share = format_name(storage), percent(lost / nonzero)
+    """Return which fraction of the updates, 0..1, is lost, and of which weights most."""
+    name, share = format_name(storage), percent(fraction)
     most = f"the updates; {percent(updates[worst[0]].fraction)} of those of {some(worst, 3)}."
     if not stored:
         return f"If the weights were stored in {name}, rounding would lose {share} of {most}"
