@@ -16,6 +16,7 @@ from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.verdict import verdict
 from mpinspect.ranges.report.scale_line import reserve_line
 from mpinspect.ranges.session import ScaleChange, Session
+from mpinspect.reporting.words import as_power
 
 
 def train(
@@ -153,8 +154,35 @@ def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would
     assert report.verdict.sentences[1].startswith(
         "BF16 needs no loss scale; FP16 would fit at any loss scale in the window 2^"
     )
-    assert report.verdict.sentences[1].endswith("; near its top it rounds up to 8 times finer.")
+    finer = report.in_float16.finer_from
+    assert report.verdict.sentences[1].endswith(f"; from {as_power(finer)} on it rounds finer, up to 8 times.")
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
+
+
+def test_float16_rounds_finer_than_bfloat16_from_the_scale_that_the_report_names():
+    torch.manual_seed(0)
+    gradients = torch.randn(4096) * 2.0**-20
+    with mpinspect.Recorder() as recorder:
+        for step in range(4):
+            recorder.observe("w", gradients.numpy(), step=step)
+    advice = recorder.report().loss_scale
+
+    def noise(scale, dtype):
+        held = (gradients.double() * scale).to(dtype).double() / scale
+        return float((held - gradients.double()).square().sum())
+
+    finer = advice.finer_from
+    assert finer > advice.lowest
+    in_bfloat16 = noise(1.0, torch.bfloat16)
+    assert noise(finer, torch.float16) < in_bfloat16 < noise(finer / 4, torch.float16)
+    assert noise(64 * finer, torch.float16) < in_bfloat16 / 32
+
+
+def test_a_few_weights_of_another_dtype_are_named_as_a_few():
+    recorded = sessions.word_model()
+    weights = {"float32": 1, "bfloat16": 2000}
+    session = replace(recorded, precision=replace(recorded.precision, weights=weights, autocast=()))
+    assert "BF16 weights (a few in FP32), " in analyse(session).verdict.precision
 
 
 @pytest.mark.parametrize(

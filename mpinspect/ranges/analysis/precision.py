@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, FloatFormat
 from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session, TensorKey
 from mpinspect.reporting.words import format_name, with_power
 
-#: Smallest share of the elements for which a dtype is named: a few normalisation weights kept in FP32 are not.
-_WORTH_A_WORD = 0.001
+#: Share of the elements below which those of a dtype are called a few, as normalisation weights kept in FP32.
+_A_FEW = 0.001
 
 
 def run_format(session: Session) -> FloatFormat | None:
@@ -55,7 +55,7 @@ def ledger_line(session: Session) -> str:
 
 def _parts(session: Session) -> Iterator[str]:
     precision = session.precision
-    yield f"{_names(_worth_naming(precision.weights))} weights"
+    yield _by_share(precision.weights, "weights")
     autocast = [dtype for dtype in precision.autocast if dtype]
     if _is_autocast_unknown(session):
         yield "autocast not known (the model is compiled)"
@@ -66,7 +66,7 @@ def _parts(session: Session) -> Iterator[str]:
     has_masters = any(optimizer.masters for optimizer in precision.optimizers)
     # An optimizer of masters is given the masters' gradients, not the model's.
     if precision.gradients and not has_masters and set(precision.gradients) != set(precision.weights):
-        yield f"gradients in {_names(_worth_naming(precision.gradients))}"
+        yield _by_share(precision.gradients, "gradients")
     if precision.optimizers:
         yield from dict.fromkeys(map(_optimizer, precision.optimizers))
     else:
@@ -76,7 +76,7 @@ def _parts(session: Session) -> Iterator[str]:
 
 
 def _optimizer(optimizer: OptimizerRecord) -> str:
-    masters = f" on {_names(_worth_naming(optimizer.steps))} masters" if optimizer.masters else ""
+    masters = f" on {_by_share(optimizer.steps, 'masters')}" if optimizer.masters else ""
     dtypes = dict.fromkeys(dtype for held in optimizer.states.values() for dtype in held.split(", "))
     states = f" with states in {_names(dtypes)}" if dtypes else ""
     return f"{optimizer.type}{masters}{states}"
@@ -86,11 +86,13 @@ def _scaler(scaler: ScalerRecord) -> str:
     return scaler.type + ("" if scaler.init_scale is None else f" from {with_power(scaler.init_scale)}")
 
 
-def _worth_naming(elements: Mapping[str, int]) -> list[str]:
-    """Return the dtypes by number of elements, largest first, without those below a share of _WORTH_A_WORD."""
+def _by_share(elements: Mapping[str, int], what: str) -> str:
+    """Return "BF16 weights" or "BF16 and FP32 weights", the largest share first; "a few" are below _A_FEW."""
     most = sorted(elements, key=lambda dtype: -elements[dtype])
-    return [dtype for dtype in most if elements[dtype] >= _WORTH_A_WORD * sum(elements.values())]
+    few = [dtype for dtype in most if elements[dtype] < _A_FEW * sum(elements.values())]
+    rest = f" (a few in {_names(few)})" if few else ""
+    return f"{_names([dtype for dtype in most if dtype not in few])} {what}{rest}"
 
 
-def _names(dtypes: Mapping[str, None] | list[str]) -> str:
+def _names(dtypes: Iterable[str]) -> str:
     return " and ".join(format_name(dtype) if dtype in FORMATS else dtype for dtype in dtypes)

@@ -194,6 +194,9 @@ class LossScaleAdvice:
         blocks: the window in each block of steps, which shows drift over time.
         reason: the advice in words, one or more sentences.
         all_finite: whether every gradient was finite; if not, all of this is judged by the finite ones.
+        finer_from: the least scale of the window at which FP16 rounds every gradient that a scale has to serve at least
+            as finely as BF16 (estimated noise-to-signal ratio); None if there is none, in other formats than FP16, and
+            where the lower end of the window is not known.
     """
 
     available: bool
@@ -213,6 +216,7 @@ class LossScaleAdvice:
     blocks: tuple[TimeBlock, ...]
     reason: str
     all_finite: bool = True
+    finer_from: float | None = None
 
     @property
     def serves_none(self) -> bool:

@@ -5,11 +5,12 @@ Every sentence on the loss scale, in the advice and in the findings, is derived 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mpinspect.numeric.formats import FLOAT16, FloatFormat
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FloatFormat
 from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, growth_interval
 from mpinspect.ranges.analysis.overflow_odds import Ceiling, log2_room, overflow_probability_bound
 from mpinspect.ranges.analysis.report import DynamicSettings, LossScaleAdvice, ScaleConflict, TimeBlock
@@ -250,6 +251,7 @@ def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> Lo
         blocks=times,
         reason=reason,
         all_finite=decision.all_finite,
+        finer_from=_finer_from(decision),
     )
 
 
@@ -344,6 +346,25 @@ def _at_first(decision: Decision, blocks: Sequence[Block]) -> int:
     if first is None or at_odds or not decision.window.is_empty:
         return decision.log2_scale
     return first.choose(decision.rules.headroom)
+
+
+def _finer_from(decision: Decision) -> float | None:
+    """Return ``LossScaleAdvice.finer_from``: below it the large gradients of some layer are subnormal in FP16."""
+    if decision.rules.format != FLOAT16 or decision.needed is None:
+        return None
+    histograms = [loss.gradient.histogram for loss in decision.losses]
+    in_bfloat16 = [histogram.noise_to_signal(BFLOAT16) for histogram in histograms]
+
+    def is_finer(log2_scale: int) -> bool:
+        # Both ratios are estimates: where all is normal, FP16's is a 64th of BF16's.
+        return all(
+            histogram.noise_to_signal(FLOAT16, log2_scale) <= noise
+            for histogram, noise in zip(histograms, in_bfloat16, strict=True)
+        )
+
+    scales = range(decision.window.log2_lowest, decision.window.log2_highest + 1)
+    found = bisect_left(scales, True, key=is_finer)
+    return scale_of(scales[found]) if found < len(scales) else None
 
 
 def _time_block(block: Block) -> TimeBlock:

@@ -105,11 +105,10 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
     else:
         fits = f"FP16 would fit at any loss scale in the {_window(told)}"
     if format == BFLOAT16:
-        # Near the window's bottom gradients are subnormal in FP16, and rounded more coarsely than in BF16.
-        finer = (
-            "; near its top it rounds up to 8 times finer" if told.needed is not None and not told.serves_none else ""
-        )
-        yield f"BF16 needs no loss scale; {fits}{finer}."
+        # Below, gradients are subnormal in FP16, and rounded more coarsely than in BF16.
+        finer = told.finer_from
+        rounds = "" if finer is None else f"; from {as_power(finer)} on it rounds finer, up to 8 times"
+        yield f"BF16 needs no loss scale; {fits}{rounds}."
     elif format == FLOAT32:
         yield f"For a change to 16 bits: {fits}; BF16 needs none."
 

@@ -168,17 +168,21 @@ def overflowed_share(histogram: ExponentHistogram, format: FloatFormat) -> Inter
 def range_strip(histogram: ExponentHistogram, format: FloatFormat) -> Strip:
     """Return shares of the non-zero elements by exponent: below the format's flush edge, up to its top, and beyond."""
     # Surviving exponents begin one below the smallest subnormal's: values above half of it round up to it.
-    edge, top = format.min_subnormal_exponent - 1, format.max_exponent + 1
+    edge, top = format.flush_exponent, format.max_exponent + 1
     low = edge - _BELOW
-    first = histogram.min_exponent
-    counts = (histogram.counts / max(histogram.nonzero, 1)).tolist()
-    bins = [0.0] * (top - low)
-    below = above = 0.0
-    for exponent, fraction in enumerate(counts, first):
+    bins = [0] * (top - low)
+    below = above = 0
+    for exponent, count in enumerate(histogram.counts.tolist(), histogram.min_exponent):
         if exponent < low:
-            below += fraction
+            below += count
         elif exponent >= top:
-            above += fraction
+            above += count
         else:
-            bins[exponent - low] += fraction
-    return Strip(below, (tuple(bins[:_BELOW]), tuple(bins[_BELOW:])), above)
+            bins[exponent - low] += count
+    # Half the smallest subnormal itself rounds to zero: it belongs left of the edge.
+    ties = histogram.flushed(format) - below - sum(bins[:_BELOW])
+    bins[_BELOW - 1] += ties
+    bins[_BELOW] -= ties
+    whole = max(histogram.nonzero, 1)
+    shares = tuple(count / whole for count in bins)
+    return Strip(below / whole, (shares[:_BELOW], shares[_BELOW:]), above / whole)
