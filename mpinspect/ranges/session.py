@@ -294,6 +294,7 @@ class OptimizerRecord:
         steps: number of elements that the optimizer updates, by dtype.
         states: dtypes of the per-element state by name ("exp_avg_sq"); empty before the optimizer's first step.
         masters: number of updated elements that are not in the model (FP32 masters of a loop that copies them back).
+        draws_random: whether each of its steps draws random numbers, as stochastic rounding does.
     """
 
     type: str
@@ -301,6 +302,7 @@ class OptimizerRecord:
     steps: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
     states: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     masters: Count = 0
+    draws_random: bool = False
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,48 @@ def test_overflow_without_a_scale_is_a_warning():
     assert report.loss_scale.recommended < 1
 
 
+@pytest.mark.parametrize(("scale", "severity"), [(1.0, "warning"), (2.0**-8, "info")])
+def test_overflow_at_scale_1_is_no_warning_where_the_runs_own_scale_is_small_enough(scale, severity):
+    progress = Progress(100, 100, 0, 100, True, scales=(ScaleChange(0, scale),))
+    session = session_of({activation("fc"): spread({0: 1000, 17: 3})}, steps=100, progress=progress)
+    finding = found(analyse(session), "gradients-overflow")
+    assert finding.severity == severity
+    assert ("The run's own loss scale serves it." in finding.message) == (severity == "info")
+    assert bool(finding.fix) == (severity == "warning")
+
+
+def test_updates_of_rounding_noise_are_not_counted_as_lost():
+    def lost_in(gradient):
+        updates = {
+            TensorKey("0.weight", UPDATE): replace(
+                window_of(FINE), lost_updates={"float16": LostUpdates(90, 100, True)}
+            ),
+            TensorKey("0.bias", UPDATE): replace(
+                window_of(FINE), lost_updates={"float16": LostUpdates(100, 100, True)}
+            ),
+        }
+        gradients = {weight("0.weight"): spread({-3: 16000}), weight("0.bias"): gradient}
+        infos = [TensorInfo(key.name, key.kind, "0", "Linear", shape=(100,)) for key in gradients]
+        return found(analyse(session_of({**gradients, **updates}, infos=infos)), "updates-lost")
+
+    assert lost_in(spread({-4: 1000})).layer == "0.bias"
+    assert lost_in(spread({-28: 1000})).layer == "0.weight"
+
+
+def test_gradients_that_never_came_are_named_beside_the_window():
+    seen, unseen = activation("head"), activation("body")
+    infos = [TensorInfo(key.name, key.kind, key.name, "Linear") for key in (seen, unseen)]
+    said = str(analyse(session_of({seen: spread({-40: 1000})}, infos=infos)))
+    assert "Of 1 gradient nothing was seen (Coverage): of these the window says nothing." in " ".join(said.split())
+
+
+def test_a_tensor_without_a_finite_value_is_named_where_the_others_fit():
+    report = analyse(session_of({activation("a"): spread({-3: 100}), activation("b"): spread({}, nans=12)}))
+    said = " ".join(str(report).split())
+    assert "activation gradients: range holds them: float16, bfloat16" in said
+    assert "; no finite value of 'b' was seen" in said
+
+
 def test_layers_at_odds_are_named_with_the_ways_out():
     report = analyse(session_of({activation("deep"): spread({-40: 1000}), activation("head"): spread({12: 1000})}))
     finding = found(report, "scale-window-empty")

@@ -1334,6 +1334,46 @@ def test_an_optimizer_that_keeps_what_rounding_cuts_off_loses_no_updates(keeps, 
     assert bool(named(train(model, Keeping(model.parameters(), keeps), dtype=dtype), "updates-lost")) == (not keeps)
 
 
+class RoundingStochastically(torch.optim.Adam):
+    """Adam of BF16 weights that rounds to one of the two neighbours by chance; ``draws`` whether it really does."""
+
+    def __init__(self, parameters, draws):
+        super().__init__(parameters, lr=1e-4)
+        self._draws = draws
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for parameter in self.param_groups[0]["params"]:
+            updated = (parameter.float() - 1e-4 * parameter.grad.float().sign()).view(torch.int32)
+            noise = torch.randint_like(updated, 0, 1 << 16) if self._draws else 1 << 15
+            parameter.copy_(((updated + noise) & -65536).view(torch.float32))
+        return loss
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("draws", [False, True])
+def test_an_optimizer_that_rounds_stochastically_loses_no_updates(draws, closure):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 4)).bfloat16()
+    optimizer = RoundingStochastically(model.parameters(), draws)
+
+    def loss():
+        optimizer.zero_grad()
+        found = model(torch.randn(8, 16).bfloat16()).float().square().mean()
+        found.backward()
+        return found
+
+    with Inspector(model) as inspector:
+        for _ in range(8):
+            optimizer.step(loss) if closure else (loss(), optimizer.step())
+    report = inspector.report()
+    # What a closure draws cannot be told from what the step draws.
+    assert bool(named(report, "updates-lost")) == (not draws or closure)
+    drawing = "RoundingStochastically (its step draws random numbers)"
+    assert (drawing in report.verdict.precision) == (draws and not closure)
+
+
 def test_the_one_weight_that_is_stored_in_16_bits_is_named():
     model = mlp()
     model[2].bias.data = model[2].bias.data.bfloat16() + 4

@@ -761,6 +761,24 @@ def test_the_code_after_the_model_is_the_culprit_where_one_of_its_calls_broke() 
     assert "it arose in the code after it" in event.explanation
 
 
+def test_the_code_after_a_model_that_returns_what_two_modules_made_is_the_culprit() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.one(x), self.other(x)
+
+    torch.manual_seed(0)
+    model = Heads()
+    with Inspector(model, capture=(), optimizers=torch.optim.SGD(model.parameters(), lr=0.1)) as inspector:
+        one, other = model(_GOOD)
+        ((one - one.detach()).square().sum().sqrt() + other.square().sum()).backward()
+    event = inspector.session().events[0]
+    assert (event.phase, event.module, event.after) == ("backward", "one", True)
+
+
 def test_inputs_that_autocast_makes_infinite_are_told_by_their_size() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with Inspector(model, capture=(), optimizers=torch.optim.SGD(model.parameters(), lr=0.1)) as inspector:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import sessions
 
+import mpinspect
 from mpinspect.numeric.exponents import Interval
 from mpinspect.ranges.analysis.report import TimeBlock
 from mpinspect.ranges.kinds import UPDATE
@@ -35,6 +37,17 @@ def test_golden_html(name, golden):
     """Without the map, whose script and counts are tested in a browser."""
     report = sessions.report_by_hand(sessions.all_sessions()[name])
     golden(f"{name}.html", html.render(static(forms.document(report))))
+
+
+def test_exactly_half_the_smallest_subnormal_is_drawn_left_of_the_edge():
+    values = np.array([2.0**-25] * 10 + [1.5 * 2.0**-25] * 20 + [2.0**-3] * 70, np.float32)
+    with mpinspect.Recorder() as recorder:
+        recorder.observe("w", values, step=0)
+    (drawn,) = [line for line in render(recorder.report(), 200).splitlines() if line.startswith("w ")]
+    assert " 10% " in drawn
+    below, inside = drawn.split("|")[:2]
+    assert below.endswith("#")
+    assert inside.strip().count("#") == 2
 
 
 def test_the_first_event_comes_before_everything_else():

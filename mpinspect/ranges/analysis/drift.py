@@ -62,14 +62,15 @@ def divergence(windows: Sequence[Window]) -> str:
     (first, before), (last, after) = ((window, max(window.gradient_peaks)) for window in (seen[0], seen[-1]))
     largest = max(max(window.gradient_peaks) for window in seen)
     if after - before >= EXPLOSION and log2_room(after, FLOAT16) < 0:
-        course = f"rose from 2^{before} in step {first.first_step} to 2^{after} in step {last.last_step}"
+        finite = "" if last is max(windows, key=lambda window: window.last_step) else ", the last that was finite"
+        course = f"rose from 2^{before} in step {first.first_step} to 2^{after} in step {last.last_step}{finite}"
     elif log2_room(largest, FLOAT16) <= FLOAT16.flush_exponent:
         course = f"reached 2^{largest}"
     else:
         return ""
     return (
         f"The training diverged. Its largest gradients {course}, and no loss scale mends that: a lower learning "
-        "rate, a warm-up or clipping the gradients may."
+        "rate may, with a warm-up or with clipped gradients."
     )
 
 

@@ -206,23 +206,27 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
     worst = max(over, key=lambda layer: layer.histogram.max_abs if layer.histogram else 0.0)
     finite = " finite one seen" if worst.histogram and worst.histogram.nonfinite else ""
     others = f" So would {len(over) - 1} more." if len(over) > 1 else ""
+    spared = holds_without_scale(session, [layer.key for layer in over])
+    if not spared and session.last_scale and math.log2(session.last_scale) <= decision.window.log2_highest:
+        spared = f"The run's own loss scale serves {'them' if others else 'it'}."
     fix = (
         "Make the loss smaller (a mean in place of a sum), begin a GradScaler at "
         f"{scale_of(decision.log2_scale):.17g}, clip these gradients where they arise, or use BF16."
     )
     return Finding(
         "gradients-overflow",
-        "info" if holds_without_scale(session, [layer.key for layer in over]) else "warning",
+        "info" if spared else "warning",
         worst.name,
         f"Without loss scaling {phrase(worst.name, worst.kind)} would overflow {format_name(format.name)}: the largest"
-        f"{finite} is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.{others}",
+        f"{finite} is {worst.histogram.max_abs if worst.histogram else 0:.3g}, the format ends at {format.max_finite:g}.{others}"
+        + (f" {spared}" if spared else ""),
         {
             "overflowed": worst.overflowed,
             "max_log2_scale": worst.max_log2_scale,
             "layers": [layer.name for layer in over[:MOST_LAYERS_LISTED]],
             "layers_count": len(over),
         },
-        "" if decision.window.is_empty else fix,
+        "" if spared or decision.window.is_empty else fix,
     )
 
 
@@ -304,7 +308,7 @@ def _diverged(session: Session, advice: LossScaleAdvice) -> Finding:
         "",
         advice.reason,
         {},
-        f"{first}Train at a lower learning rate, warm it up, or clip the gradients.",
+        f"{first}Train at a lower learning rate, with a warm-up or with clipped gradients.",
     )
 
 

@@ -79,7 +79,8 @@ def _optimizer(optimizer: OptimizerRecord) -> str:
     masters = f" on {_by_share(optimizer.steps, 'masters')}" if optimizer.masters else ""
     dtypes = dict.fromkeys(dtype for held in optimizer.states.values() for dtype in held.split(", "))
     states = f" with states in {_names(dtypes)}" if dtypes else ""
-    return f"{optimizer.type}{masters}{states}"
+    drawing = " (its step draws random numbers)" if optimizer.draws_random else ""
+    return f"{optimizer.type}{masters}{states}{drawing}"
 
 
 def _scaler(scaler: ScalerRecord) -> str:

@@ -197,6 +197,8 @@ class LossScaleAdvice:
         finer_from: the least scale of the window at which FP16 rounds every gradient that a scale has to serve at least
             as finely as BF16 (estimated noise-to-signal ratio); None if there is none, in other formats than FP16, and
             where the lower end of the window is not known.
+        reserve: powers of two that ``highest`` lies below the largest scale at which nothing counted overflows, as a
+            margin for larger gradients.
     """
 
     available: bool
@@ -217,6 +219,7 @@ class LossScaleAdvice:
     reason: str
     all_finite: bool = True
     finer_from: float | None = None
+    reserve: int = 0
 
     @property
     def serves_none(self) -> bool:

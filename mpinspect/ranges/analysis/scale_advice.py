@@ -252,6 +252,7 @@ def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> Lo
         reason=reason,
         all_finite=decision.all_finite,
         finer_from=_finer_from(decision),
+        reserve=decision.ceiling.margin,
     )
 
 

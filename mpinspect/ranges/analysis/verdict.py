@@ -99,7 +99,7 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
     if told.serves_none:
         fits = "the gradients would not fit FP16: no one loss scale serves every layer"
     elif told.needed:
-        fits = f"the gradients would need a loss scale in FP16: {with_power(told.recommended)} ({_window(told)})"
+        fits = f"the gradients would need a loss scale in FP16: {with_power(told.recommended)}, {_window(told)}"
     elif told.needed is None:
         fits = f"whether they would need one in FP16 is not known (overflow above {as_power(told.highest)})"
     else:
@@ -126,7 +126,7 @@ def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
         yield f"{scale} lies {where} {highest}, the largest that is safe."
     elif advice.lowest <= used <= advice.highest:
         where = "in" if used < advice.highest else "at the top of"
-        yield f"{scale} lies {where} the window {as_power(advice.lowest)} .. {highest}."
+        yield f"{scale} lies {where} the {_window(advice)}."
     elif used > advice.highest:
         yield (
             f"{scale} lies above {highest}, the largest with a margin for larger gradients; a dynamic scaler may stand there."
@@ -171,4 +171,5 @@ def _next_in_float16(session: Session, advice: LossScaleAdvice) -> str:
 
 
 def _window(advice: LossScaleAdvice) -> str:
-    return f"window {as_power(advice.lowest)} .. {as_power(advice.highest)}"
+    reserve = f" ({number_of(advice.reserve, 'power')} of two above it in reserve)" if advice.reserve else ""
+    return f"window {as_power(advice.lowest)} .. {as_power(advice.highest)}{reserve}"

@@ -308,7 +308,7 @@ def _in_backward(
     consumers = [module for module in _innermost(story.consumers) if module not in innocent]
     suspects = [module for module in consumers if module in finite_at_output]
     if not suspects:
-        return _in_code_after(look, story, calls, finite_at_output, consumers)
+        return _in_code_after(look, stories, calls, finite_at_output, consumers)
     by_weight = {
         other.module for other in seen if other.what == WEIGHT_GRADIENT and other.phase == BACKWARD and not other.finite
     }
@@ -333,16 +333,21 @@ def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], unti
 
 
 def _in_code_after(
-    look: Seen, story: TensorStory, calls: Sequence[Call], finite_at_output: Collection[str], unread: Sequence[str]
+    look: Seen,
+    stories: Sequence[TensorStory],
+    calls: Sequence[Call],
+    finite_at_output: Collection[str],
+    unread: Sequence[str],
 ) -> Culprit:
     """Return as the culprit the code of a container around the producer, or the loss: none of the tensor's consumers made it."""
+    story = stories[look.tensor]
     producer = story.producers[0] if story.producers else look.module
     what = "input" if look.is_input else "output"
     doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
     for container in containers(producer):
-        returned = [call.returned for call in calls if call.module == container]
-        # What returns this tensor alone is done with it: the gradient that arrives here comes from the code after it.
-        is_done = container in story.producers and all(len(tensors) == 1 for tensors in returned)
+        returned = {number for call in calls if call.module == container for number in call.returned}
+        # What returns this tensor and makes no other from it (a loss) is done with it: the gradient comes from the code after it.
+        is_done = container in story.producers and all(stories[n].producers[0] != container for n in returned)
         if container in finite_at_output and not is_done:
             first, second = "its output", f"the {what} of {producer!r} inside it"
             if container in story.producers:

@@ -11,6 +11,7 @@ from mpinspect.numeric.formats import FLOAT16, FLOAT32, FORMATS
 from mpinspect.ranges.analysis.formats_fit import CANDIDATES
 from mpinspect.ranges.analysis.overhead import overhead_line
 from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.rank_findings import rank_sentences
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
@@ -57,7 +58,7 @@ from mpinspect.reporting.document import (
     most,
     section,
 )
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, percent, share
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, number_of, percent, share, some
 
 #: About as many rows as one reads; GitHub cuts a comment at 65,536 characters.
 LAYERS = Limit(8, 100, "more (--all, JSON)", "more; to_dataframe() and JSON have all")
@@ -123,7 +124,7 @@ def document(
             *section("Infinite or NaN", *_events(report.events)),
             *section(_scale_title(report), *_loss_scale(report), is_detail=is_healthy),
             *_layers(report, everything),
-            *section("Other formats", *lines(_formats(report.formats)), is_detail=is_healthy),
+            *section("Other formats", *lines(_formats(report)), is_detail=is_healthy),
             *section(
                 "Coverage",
                 Line(_totals(report)),
@@ -217,6 +218,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         which = "it" if start == advice.static_scale else "the scale of the first steps"
         scaler = f"torch.amp.GradScaler(device_type, init_scale={start:.17g}, growth_interval={interval})"
         yield Line(f"A dynamic scaler may begin with {which}: {scaler}")
+    yield Line(_unseen_gradients(report))
     for pair in advice.conflicts[1:]:
         needs, limit = pair.needs_large, pair.needs_small
         yield Line(
@@ -229,6 +231,17 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
             f"The window over time, by the sampled steps{none}: "
             + "; ".join(_block(group[0], group[-1]) for group in groups)
         )
+
+
+def _unseen_gradients(report: RangeReport) -> str:
+    """Return a sentence on the gradients that no backward made although they should be trained; "" if there are none."""
+    kinds = set(GRADIENT_KINDS)
+    unseen = [name for name, kind, why in report.coverage.never_fired if kind in kinds and why == NO_GRADIENT_SEEN]
+    return (
+        f"Of {number_of(len(unseen), 'gradient')} nothing was seen (Coverage): of these the window says nothing."
+        if unseen
+        else ""
+    )
 
 
 def _moves(blocks: tuple[TimeBlock, ...]) -> bool:
@@ -290,7 +303,7 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
         title = (
             "Updates that rounding loses where weights are stored in a narrow format"
             if kind == UPDATE
-            else f"{kind_named(kind).title} in {report.format} {_as_counted(kind, report)}"
+            else f"{kind_named(kind).title}{_of_each_backward(kind, report)} in {report.format} {_as_counted(kind, report)}"
         )
         rows = tuple(
             (_name(blocks[place], is_mixed), *(_as_cell(figure(blocks[place])) for _, figure in columns))
@@ -299,6 +312,13 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
         headings = (Column("layer", is_name=True), *(column for column, _ in columns))
         tables.append(Table(headings, rows, title, tuple(ranks[place] for place in places)))
     yield Tables(tuple(tables), limit, len(seen), _LEGEND)
+
+
+def _of_each_backward(kind: str, report: RangeReport) -> str:
+    """Return words for a run that accumulates: its gradients are counted before they are added."""
+    progress = report.session.progress
+    accumulates = kind in GRADIENT_KINDS and progress.backwards > progress.steps + 1
+    return " of each backward" if accumulates else ""
 
 
 def _as_counted(kind: str, report: RangeReport) -> str:
@@ -432,9 +452,10 @@ def _remarks(block: Repeated, is_mixed: bool) -> Iterator[str]:
 # -- the rest -------------------------------------------------------------------------------------------------------
 
 
-def _formats(verdicts: tuple[FormatVerdict, ...]) -> Iterator[str]:
+def _formats(report: RangeReport) -> Iterator[str]:
     """Yield lines naming the formats whose range holds the values, and the others; kinds with equal lines share one."""
     told: dict[str, list[str]] = {}
+    verdicts = report.formats
     for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
         of_kind = [verdict for verdict in verdicts if verdict.kind == kind]
         yes = ", ".join(_format_name(verdict) for verdict in of_kind if verdict.fits)
@@ -446,9 +467,17 @@ def _formats(verdicts: tuple[FormatVerdict, ...]) -> Iterator[str]:
         hidden = ", ".join(dict.fromkeys(f.name for f, _ in CANDIDATES if f.name not in {v.format for v in of_kind}))
         parts = ([f"range holds them: {yes}"] if yes else []) + ([f"does not: {no}"] if no else [])
         parts += [f"not known: {hidden} (values were flushed or overflowed before counting)"] if hidden else []
+        parts += _unknown_range(report.layers, kind)
         told.setdefault("; ".join(parts), []).append(f"{kind.replace('_', ' ')}s")
     for words, kinds in told.items():
         yield f"{', '.join(kinds)}: {words}"
+
+
+def _unknown_range(layers: Sequence[LayerReport], kind: str) -> list[str]:
+    """Return a sentence on the tensors of a kind that held infinities and NaNs and no finite value; no sentence if none did."""
+    of_kind = [(layer.name, layer.histogram) for layer in layers if layer.kind == kind and layer.histogram is not None]
+    names = [name for name, counts in of_kind if counts.nonfinite and not counts.nonzero]
+    return [f"no finite value of {some(names)} was seen"] if names else []
 
 
 def _format_name(verdict: FormatVerdict) -> str:

@@ -158,9 +158,9 @@ def _math_paths(group: Group) -> list[str]:
 
 def _unfused(group: Group) -> str:
     if not (paths := _math_paths(group)):
-        # The first product of attention sums over a head's size; its result holds the scores.
-        scores = sorted({(row.m, row.n) for row in group.rows if row.role == "forward" and row.k <= row.n})
-        sizes = f" of {scores[-1][0]} x {scores[-1][1]}" if scores else ""
+        # The first product of attention is recorded first; its result holds the scores.
+        scores = next(((row.m, row.n) for row in group.rows if row.role == "forward"), None)
+        sizes = f" of {scores[0]} x {scores[1]}" if scores else ""
         return (
             f"{group.products} in {group.where} look like attention in separate products: the scores{sizes} are written to "
             f"memory and read again several times; {group.gain_words}, the softmax between them not counted"

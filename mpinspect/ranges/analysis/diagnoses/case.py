@@ -74,7 +74,8 @@ def fp32_weights(dtype: str = BFLOAT16.name) -> str:
     return (
         "model.float()  # FP32 weights, and with them the optimizer's states\n"
         f"with torch.autocast(device_type, dtype=torch.{narrow}):\n"
-        f"    loss = ...{'  # for torch.amp.GradScaler to scale' if narrow == FLOAT16.name else ''}"
+        "    output = model(x)\n"
+        f"loss = loss_fn(output.float(), target){'  # for torch.amp.GradScaler to scale' if narrow == FLOAT16.name else ''}"
     )
 
 

@@ -274,8 +274,8 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
             else "."
         ),
         {"ratios": {each.name: each.figures["ratio"] for each in grown}, "lr": rate},
-        f"Lower {lower} (a tenth is a first guess), and warm it up or clip the gradients. No precision and no loss scale mends "
-        "this.",
+        f"Lower {lower} (to a tenth, and again if need be), with a warm-up or with clipped gradients. No precision and no loss "
+        "scale mends this.",
         (
             ""
             if not rate or scheduled

@@ -14,7 +14,7 @@ from mpinspect.ranges.analysis.visibility import always_zero
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import FROZEN, Event, Measurement, TensorKey, TensorWindow
 from mpinspect.reporting.finding import INFERRED, Finding
-from mpinspect.reporting.words import number_of, number_or_power, some, with_power
+from mpinspect.reporting.words import as_power, number_of, number_or_power, some, with_power
 
 #: Fewest measured steps that must begin with gradients of earlier steps before these count as never zeroed.
 _FEWEST_LEFT_OVER = 2
@@ -478,13 +478,13 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
         return
     scale, highest = case.session.last_scale, case.advised.advice.highest
     limit = f": above a loss scale of {with_power(highest)} the other layers may overflow" if highest else ""
-    at_scale = f" at the loss scale of {with_power(scale)}" if scale else ""
+    edge = f"{as_power(2.0**-25 / scale)} at the loss scale of {with_power(scale)}" if scale else "2^-25"
     yield Finding(
         "gradients-all-zero",
         "warning",
         names[0],
-        f"Every gradient of {_grouped(names)} was zero in all sampled steps: these weights do not learn. FP16 flushes magnitudes "
-        f"up to 2^-25{at_scale}; whether that made the zeros is not known.",
+        f"Every gradient of {_grouped(names)} was zero in all sampled steps: these weights do not learn. FP16 flushes gradients "
+        f"up to {edge}; whether that made the zeros is not known.",
         {"parameters": len(names), "names": names[:20], "loss_scale": scale},
         "Take the gradients of one batch with autocast off. If they are not zero there, compute these modules in FP32, or "
         f"multiply this part's loss by a factor of its own{limit}.",

@@ -414,7 +414,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
             f"{overflowed[0].step} did.",
             {"backwards": case.progress.backwards, "recommended": recommended},
             f"{'Keep FP32 weights, and compute' if in_half else 'Compute'} in BF16, where such gradients are finite and "
-            "nothing has to be scaled; or multiply the loss by less than 1.",
+            "nothing has to be scaled.",
             fp32_weights() if in_half else "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = ...",
         )
         return

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, fp32_weights
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
-from mpinspect.ranges.session import Event, LostUpdates, TensorKey
+from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.finding import INFERRED, Finding
-from mpinspect.reporting.words import format_name, percent, some
+from mpinspect.reporting.words import format_name, number_of, percent, some
 
 #: The optimizer's setting that says which share of a state each step keeps, by the state's name.
 _KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}
@@ -39,21 +39,27 @@ def never_decays(dtype: str, kept: float) -> bool:
 def updates_lost(case: Case) -> Iterator[Finding]:
     """Updates that rounding loses when they are added to weights stored in 16 bits; in FP32 runs, those that would be lost.
 
-    False alarms: An optimizer that rounds stochastically loses nothing on average and is reported likewise, as is one that keeps
-    what rounding cut off (Kahan's sum) in a state whose name does not say so.
+    An optimizer whose step draws random numbers is taken to round stochastically, which loses nothing on average.
+
+    False alarms: An optimizer that keeps what rounding cut off (Kahan's sum) in a state whose name does not say so, and one that
+    rounds stochastically with numbers of its own.
     """
     by_format: dict[str, dict[str, LostUpdates]] = {}
+    # An update that is made of rounding noise is no loss.
+    noise = {layer.name for layer in case.layers if layer.rounding_noise}
     for key, window in case.totals.items():
         for storage, counted in window.lost_updates.items() if key.kind == UPDATE else ():
-            if counted.nonzero:
+            if counted.nonzero and key.name not in noise:
                 by_format.setdefault(storage, {})[key.name] = counted
     for storage, found in by_format.items():
+        if any(optimizer.draws_random and storage in optimizer.steps for optimizer in case.precision.optimizers):
+            continue
         stored = {name: each for name, each in found.items() if _stored_in(storage, name, each, case)}
         is_fault = any(each.fraction > _LOST_TOLERANCE for each in stored.values())
         if not is_fault and not any(each.lost for each in found.values()):
             continue
         updates = stored if is_fault else found
-        # Of equal ones that with the most updates: a bias before a normalisation has rounding noise for a gradient.
+        # Of equal ones that with the most updates.
         ordered = sorted(updates, key=lambda name: (updates[name].fraction, updates[name].nonzero), reverse=True)
         share = updates[ordered[0]].fraction
         lost, nonzero = (sum(getattr(part, field) for part in updates.values()) for field in ("lost", "nonzero"))
@@ -81,8 +87,7 @@ def updates_lost(case: Case) -> Iterator[Finding]:
             if not is_fault
             else "Keep all weights in FP32: autocast casts what a product needs."
             if has_autocast
-            else "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights. "
-            "(An optimizer that rounds stochastically loses nothing on average.)",
+            else "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights.",
             ""
             if not is_fault
             else "model.float()  # before the optimizer is made"
@@ -100,14 +105,16 @@ def _updates_in_words(
     case: Case,
 ) -> str:
     """Return which fraction of the updates, 0..1, is lost, and of which weights most."""
-    name, share = format_name(storage), percent(fraction)
-    most = f"the updates; {percent(updates[worst[0]].fraction)} of those of {some(worst, 3)}."
+    name, share, progress = format_name(storage), percent(fraction), case.progress
+    some_steps = 0 < progress.sampled_steps < progress.steps
+    sampled = f" in the {number_of(progress.sampled_steps, 'sampled step')}" if some_steps else ""
+    most = f"the updates{sampled}; {percent(updates[worst[0]].fraction)} of those of {some(worst, 3)}."
     if not stored:
         return f"If the weights were stored in {name}, rounding would lose {share} of {most}"
     if not set(case.precision.weights) > {storage}:
         return f"The weights are stored in {name}, and rounding loses {share} of {most}"
     if len(updates) == 1:
-        return f"{worst[0]!r} is stored in {name}, and rounding loses {share} of its updates."
+        return f"{worst[0]!r} is stored in {name}, and rounding loses {share} of its updates{sampled}."
     return f"{len(updates)} of the weights are stored in {name}, and rounding loses {share} of {most}"
 
 
@@ -120,9 +127,11 @@ def _stored_in(storage: str, name: str, lost: LostUpdates, case: Case) -> bool:
 def moments_cannot_decay(case: Case) -> Iterator[Finding]:
     """Moments kept in 16 bits whose decay is lost to rounding, as the settings alone show.
 
-    False alarms: The arithmetic gives none, but an optimizer that rounds its states stochastically is reported too.
+    An optimizer whose step draws random numbers is left out: it may round its states stochastically.
+
+    False alarms: The arithmetic gives none.
     """
-    for optimizer in case.precision.optimizers:
+    for optimizer in _rounding_to_nearest(case):
         for state, dtype in optimizer.states.items():
             kept = optimizer.settings.get(_KEPT.get(state, ""))
             if kept is None and dtype in SIGNIFICAND_BITS:
@@ -141,6 +150,11 @@ def moments_cannot_decay(case: Case) -> Iterator[Finding]:
                 f"Keep the weights that {optimizer.type} steps in FP32 and compute in 16 bits by autocast.",
                 fp32_weights(dtype),
             )
+
+
+def _rounding_to_nearest(case: Case) -> Iterator[OptimizerRecord]:
+    """Yield the optimizers whose step draws no random numbers."""
+    return (optimizer for optimizer in case.precision.optimizers if not optimizer.draws_random)
 
 
 def _decay_unknown(optimizer: str, state: str, dtype: str) -> Finding:
@@ -164,7 +178,7 @@ def weight_decay_lost(case: Case) -> Iterator[Finding]:
     False alarms: The arithmetic gives none at the recorded learning rate. The finding is only "info" if the decay is the
     optimizer's default, which few scripts have chosen.
     """
-    for optimizer in case.precision.optimizers:
+    for optimizer in _rounding_to_nearest(case):
         decay, rate = optimizer.settings.get("weight_decay", 0.0), optimizer.settings.get("lr", 0.0)
         dtype = max(optimizer.steps, key=lambda dtype: optimizer.steps[dtype], default="")
         if not decay * rate > 0 or optimizer.type not in _DECOUPLED or not never_decays(dtype, 1 - decay * rate):

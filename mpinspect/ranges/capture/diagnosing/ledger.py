@@ -57,6 +57,10 @@ class Ledger(Observer):
         #: By the object's id; if Python reuses the id, the new optimizer replaces the old one.
         self._stepped: dict[int, OptimizerRecord] = {}
         self._scalers: dict[int, ScalerRecord] = {}
+        #: The random generators before the step of each optimizer, by its id, unless a closure calls the model within it.
+        self._generators: dict[int, list[torch.Tensor]] = {}
+        #: Whether every recorded step of an optimizer drew random numbers, by its id: others may draw beside one of them.
+        self._draws: dict[int, bool] = {}
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
@@ -66,6 +70,7 @@ class Ledger(Observer):
         """Record the autocast dtype around a training forward, and the dtypes of its outputs."""
         if call.recomputed:
             return
+        self._generators.clear()
         for output in call.outputs:
             if output.is_floating_point():
                 self._outputs[dtype_name(output.dtype)] = None
@@ -89,10 +94,15 @@ class Ledger(Observer):
         if self.at_work:
             given = _elements(parameter.grad for parameter in _stepped_by(optimizer) if parameter.grad is not None)
             self._gradients.update({dtype: count for dtype, count in given.items() if dtype not in self._gradients})
+            self._generators[id(optimizer)] = _generators(optimizer)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the optimizer's settings, and the dtypes of its parameters and of its states, which exist after its step."""
         if self.at_work:
+            before = self._generators.pop(id(optimizer), None)
+            if before is not None:
+                drew = not all(map(torch.equal, before, _generators(optimizer)))
+                self._draws[id(optimizer)] = drew and self._draws.get(id(optimizer), True)
             self._stepped[id(optimizer)] = self._optimizer(optimizer)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -144,12 +154,19 @@ class Ledger(Observer):
             _elements(stepped),
             _states(optimizer, stepped),
             sum(master.parameter.numel() for master in self._masters.of(optimizer)) if of_ours else foreign,
+            self._draws.get(id(optimizer), False),
         )
 
 
 def _stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _generators(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the states of the CPU's generator and of those of the GPUs that hold the parameters; waits for no GPU."""
+    gpus = {parameter.device for parameter in _stepped_by(optimizer) if parameter.is_cuda}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in sorted(gpus, key=str))]
 
 
 def _elements(tensors: Iterable[torch.Tensor]) -> Counter[str]:
