@@ -155,7 +155,9 @@ def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would
         "BF16 needs no loss scale; FP16 would fit at any loss scale in the window 2^"
     )
     finer = report.in_float16.finer_from
-    assert report.verdict.sentences[1].endswith(f"; from {as_power(finer)} on it rounds finer, up to 8 times.")
+    assert report.verdict.sentences[1].endswith(
+        f"; from {as_power(finer)} on it rounds finer by root mean square, up to 8 times."
+    )
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, FloatFormat, FormatLike, as_format
@@ -20,8 +21,9 @@ from mpinspect.ranges.analysis.ranges import (
     with_needs,
 )
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.analysis.scale_advice import ScaleRules
+from mpinspect.ranges.analysis.scale_advice import Advised, ScaleRules
 from mpinspect.ranges.analysis.verdict import verdict
+from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS
 from mpinspect.ranges.session import Session
 
 __all__ = ["analyse", "recommend_loss_scale"]
@@ -64,11 +66,17 @@ def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
         events=session.events,
         coverage=covered,
         loss_scale=advised.advice,
-        formats=() if advised.diverged else format_verdicts(spoken, noise),
+        formats=() if advised.diverged else format_verdicts(spoken, noise, _judged_kinds(session, advised)),
         overall=overall_reports(totals, format),
         in_float16=in_float16,
         verdict=verdict(session, found, advised.advice, in_float16),
     )
+
+
+def _judged_kinds(session: Session, advised: Advised) -> Sequence[str]:
+    """Return the kinds whose range is known: not the gradients where no window can be given, as if every step overflowed."""
+    knows_gradients = advised.decision is not None or not session.progress.scale_known
+    return KINDS if knows_gradients else [kind for kind in KINDS if kind not in GRADIENT_KINDS]
 
 
 def judged_in(session: Session) -> FloatFormat:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS, FloatFormat
@@ -25,10 +25,12 @@ CANDIDATES: tuple[tuple[FloatFormat, str], ...] = (
 )
 
 
-def format_verdicts(totals: Mapping[TensorKey, TensorWindow], noise: frozenset[TensorKey]) -> tuple[FormatVerdict, ...]:
-    """Return a verdict for each candidate and each kind of tensor seen, except updates, which are added and not stored."""
+def format_verdicts(
+    totals: Mapping[TensorKey, TensorWindow], noise: frozenset[TensorKey], kinds: Sequence[str] = KINDS
+) -> tuple[FormatVerdict, ...]:
+    """Return a verdict for each candidate and each of these kinds seen, except updates, which are added and not stored."""
     verdicts = []
-    for kind in KINDS:
+    for kind in kinds:
         histograms = {
             key.name: window.histogram
             for key, window in totals.items()

@@ -252,7 +252,7 @@ def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> Lo
         reason=reason,
         all_finite=decision.all_finite,
         finer_from=_finer_from(decision),
-        reserve=decision.ceiling.margin,
+        reserve=_reserve(decision.ceiling),
     )
 
 
@@ -347,6 +347,13 @@ def _at_first(decision: Decision, blocks: Sequence[Block]) -> int:
     if first is None or at_odds or not decision.window.is_empty:
         return decision.log2_scale
     return first.choose(decision.rules.headroom)
+
+
+def _reserve(ceiling: Ceiling) -> int:
+    """Return ``LossScaleAdvice.reserve``; where the run itself overflowed nothing beyond that is in reserve."""
+    if ceiling.log2_overflowed is None:
+        return ceiling.margin
+    return max(min(ceiling.margin, ceiling.log2_overflowed - 1 - ceiling.log2_highest), 0)
 
 
 def _finer_from(decision: Decision) -> float | None:

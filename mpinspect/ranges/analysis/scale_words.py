@@ -87,7 +87,7 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
         return ""
     name, window = format_name(format.name), scale_window(gradients, None, format, tolerance)
     if any(gradient.histogram.infs for gradient in gradients) or (window and window.log2_highest < 0):
-        return f"As the gradients arrive, they overflow {name}: whatever the loss is multiplied by is too much."
+        return f"As the gradients arrive, they overflow {name}: what the loss is multiplied by now is too large."
     if window is None:
         return ""
     if window.log2_lowest > 0:

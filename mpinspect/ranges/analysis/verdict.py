@@ -107,7 +107,9 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
     if format == BFLOAT16:
         # Below, gradients are subnormal in FP16, and rounded more coarsely than in BF16.
         finer = told.finer_from
-        rounds = "" if finer is None else f"; from {as_power(finer)} on it rounds finer, up to 8 times"
+        rounds = (
+            "" if finer is None else f"; from {as_power(finer)} on it rounds finer by root mean square, up to 8 times"
+        )
         yield f"BF16 needs no loss scale; {fits}{rounds}."
     elif format == FLOAT32:
         yield f"For a change to 16 bits: {fits}; BF16 needs none."

@@ -474,10 +474,10 @@ def _formats(report: RangeReport) -> Iterator[str]:
 
 
 def _unknown_range(layers: Sequence[LayerReport], kind: str) -> list[str]:
-    """Return a sentence on the tensors of a kind that held infinities and NaNs and no finite value; no sentence if none did."""
+    """Return a sentence on the tensors of a kind that held nothing but zeros, infinities and NaNs; no sentence if none did."""
     of_kind = [(layer.name, layer.histogram) for layer in layers if layer.kind == kind and layer.histogram is not None]
-    names = [name for name, counts in of_kind if counts.nonfinite and not counts.nonzero]
-    return [f"no finite value of {some(names)} was seen"] if names else []
+    names = [name for name, counts in of_kind if counts.total and not counts.nonzero]
+    return [f"of {some(names)} no finite value but zero was seen"] if names else []
 
 
 def _format_name(verdict: FormatVerdict) -> str:
