@@ -122,6 +122,17 @@ def test_overflow_at_scale_1_is_no_warning_where_the_runs_own_scale_is_small_eno
     assert bool(finding.fix) == (severity == "warning")
 
 
+def test_nothing_is_in_reserve_above_a_scale_at_which_the_run_overflowed():
+    blocks = [{activation("fc"): spread({-20: 100, peak: 1})} for peak in (-3, -1, -2, -3, -1, -2, -3, -1)]
+    free = analyse(session_of(*blocks, steps=4)).loss_scale
+    assert free.reserve > 1
+    overflow = Event(
+        9, 0, "backward", "fc", "activation_gradient", "fc", "inf", loss_scale=2 * free.highest, forward_finite=True
+    )
+    told = analyse(session_of(*blocks, steps=4, events=(overflow,))).loss_scale
+    assert (told.highest, told.reserve) == (free.highest, 0)
+
+
 def test_updates_of_rounding_noise_are_not_counted_as_lost():
     def lost_in(gradient):
         updates = {

@@ -207,8 +207,9 @@ def _overflow(session: Session, gradients: Sequence[LayerReport], decision: Deci
     finite = " finite one seen" if worst.histogram and worst.histogram.nonfinite else ""
     others = f" So would {len(over) - 1} more." if len(over) > 1 else ""
     spared = holds_without_scale(session, [layer.key for layer in over])
-    if not spared and session.last_scale and math.log2(session.last_scale) <= decision.window.log2_highest:
-        spared = f"The run's last loss scale, {with_power(session.last_scale)}, is small enough."
+    last = session.last_scale
+    if not spared and last is not None and 0 < last <= scale_of(decision.window.log2_highest):
+        spared = f"The run's last loss scale, {with_power(last)}, is small enough."
     fix = (
         "Make the loss smaller (a mean in place of a sum), begin a GradScaler at "
         f"{scale_of(decision.log2_scale):.17g}, clip these gradients where they arise, or use BF16."

@@ -235,8 +235,8 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
 
 def _unseen_gradients(report: RangeReport) -> str:
     """Return a sentence on the gradients that no backward made although they should be trained; "" if there are none."""
-    kinds = set(GRADIENT_KINDS)
-    unseen = [name for name, kind, why in report.coverage.never_fired if kind in kinds and why == NO_GRADIENT_SEEN]
+    never = report.coverage.never_fired
+    unseen = [name for name, kind, why in never if kind in GRADIENT_KINDS and why == NO_GRADIENT_SEEN]
     return (
         f"Of {number_of(len(unseen), 'gradient')} nothing was seen (Coverage): of these the window says nothing."
         if unseen

@@ -49,7 +49,9 @@ def scale_line(advice: LossScaleAdvice) -> str:
         return f"No loss scale to suggest; no scale serves all: {ends}"
     if advice.needed is False:
         will, finer = "will do" if advice.all_finite else "would do", advice.finer_from
-        rounding = f" for the range, {as_power(finer)} to round finer than BF16" if finer and finer > 1 else ""
+        rounding = (
+            f" for the range (FP16 rounds finer than BF16 from {as_power(finer)} on)" if finer and finer > 1 else ""
+        )
         return f"Scale 1 {will}{rounding}; {scale_window(advice)}"
     suggested = f"Suggested loss scale: {with_power(advice.recommended)}"
     doubt = "" if advice.needed else " (if one is needed)"
