@@ -19,6 +19,7 @@ from mpinspect.ranges.session import (
     Event,
     LostUpdates,
     Measurement,
+    OptimizerRecord,
     Precision,
     Progress,
     ScaleChange,
@@ -179,6 +180,48 @@ def test_layers_at_odds_are_named_with_the_ways_out():
     }
     for way_out in ("FP32", "clip", "scale each branch by itself", "BF16"):
         assert way_out in finding.fix
+
+
+def by_optimizers(*optimizers):
+    return Precision(weights={"float32": 10}, autocast=("float16",), optimizers=optimizers)
+
+
+ADAM = OptimizerRecord("Adam", {"lr": 1e-3, "eps": 1e-8}, {"float32": 10}, {"exp_avg_sq": "float32"})
+SGD = OptimizerRecord("SGD", {"lr": 1e-3}, {"float32": 10}, {})
+
+
+@pytest.mark.parametrize(
+    ("exponent", "optimizers", "told"),
+    [
+        (-28, (ADAM,), True),
+        # 2^-26 is above 1e-8.
+        (-26, (ADAM,), False),
+        (-28, (SGD,), False),
+        # Which of the two steps these gradients is not known.
+        (-28, (ADAM, SGD), False),
+        (-28, (), False),
+    ],
+)
+def test_gradients_below_the_optimizers_epsilon_need_a_larger_loss(exponent, optimizers, told):
+    damped = "Adam's eps, 1e-08, is above gradients that small and damps their steps in any format"
+    precision = by_optimizers(*optimizers)
+    at_odds = session_of(
+        {activation("deep"): spread({exponent: 1000}), activation("head"): spread({15: 1000})}, precision=precision
+    )
+    assert (damped in found(analyse(at_odds), "scale-window-empty").fix) is told
+    # Zeros of a run at loss scale 2^(-25 - exponent), which flushes gradients up to 2^exponent.
+    silent = {
+        key: window_of(histogram, passed_through="float16", floor_exponent=exponent)
+        for key, histogram in (
+            (weight("deep.weight"), spread({}, zeros=1000)),
+            (weight("head.weight"), spread({-3: 1000})),
+        )
+    }
+    scale = 2.0 ** (-25 - exponent)
+    progress = Progress(8, 8, 0, 8, True, scales=(ScaleChange(0, scale),))
+    finding = found(analyse(session_of(*[silent] * 8, precision=precision, progress=progress)), "gradients-all-zero")
+    assert (damped in finding.fix) is told
+    assert ("compute these modules in FP32, or" in finding.fix) is not told
 
 
 def test_layers_at_odds_are_no_alarm_where_the_run_has_the_range():

@@ -14,7 +14,7 @@ from mpinspect.ranges.analysis.report import TimeBlock
 from mpinspect.ranges.kinds import UPDATE
 from mpinspect.ranges.report.layers import badness, flushed_words
 from mpinspect.ranges.report.scale_line import steps_and_samples
-from mpinspect.ranges.session import LostUpdates, Progress
+from mpinspect.ranges.session import LostUpdates, Progress, Window
 from mpinspect.reporting import forms, html
 from mpinspect.reporting.document import static
 from mpinspect.reporting.finding import Finding
@@ -158,6 +158,40 @@ def test_backwards_are_said_where_there_is_not_one_a_step():
         progress = dataclasses.replace(progress, backwards=backwards)
         rendered = render(sessions.report_by_hand(dataclasses.replace(sessions.everything(), progress=progress)), 200)
         assert words in rendered
+
+
+@pytest.mark.parametrize(
+    ("gradients", "backwards", "words"),
+    [
+        ({"float16": 10}, 5 * 500, "the sum of 5 in an FP16 .grad may be up to 3 powers of two larger"),
+        ({"bfloat16": 10}, 512 * 500, "the sum of 512 in an FP16 .grad may be up to 9 powers of two larger"),
+        ({"float32": 10}, 512 * 500, ""),
+        ({"float16": 10}, 500, ""),
+    ],
+)
+def test_the_window_is_of_single_backwards(gradients, backwards, words):
+    session = sessions.everything()
+    assert session.progress.steps == 500
+    session = dataclasses.replace(
+        session,
+        progress=dataclasses.replace(session.progress, backwards=backwards),
+        precision=dataclasses.replace(session.precision, weights=gradients, gradients={}),
+    )
+    rendered = render(sessions.report_by_hand(session), 200)
+    assert words in rendered
+    assert ("The window is of single backwards" in rendered) is bool(words)
+
+
+def test_blocks_of_which_only_some_steps_were_sampled_say_so():
+    report = sessions.report_by_hand(sessions.word_model())
+    blocks = (TimeBlock(0, 0, 3, 18), TimeBlock(1, 500, 3, 21))
+    windows = (Window(0, 0, 1, {}), Window(1, 1, 1, {}), Window(500, 500, 1, {}))
+    report = dataclasses.replace(
+        report,
+        loss_scale=dataclasses.replace(report.loss_scale, blocks=blocks),
+        session=dataclasses.replace(report.session, windows=windows),
+    )
+    assert "step 0: 2^3 .. 2^18; steps 1-500 (2 sampled): 2^3 .. 2^21" in render(report, 200)
 
 
 def test_a_window_that_moves_by_one_power_is_noise():

@@ -142,7 +142,7 @@ def test_where_no_grad_scaler_can_step_none_is_advised():
                 optimizer.step(closure)
         return inspector
 
-    advice = "to train in 16 bits take BF16 autocast"
+    advice = "to train in 16 bits try BF16 autocast"
     assert f"{advice}, or FP16 autocast with a GradScaler" in train().report().verdict.lines[-1]
     assert with_closure().report().verdict.lines[-1].endswith(f"{advice}.")
 

@@ -41,21 +41,25 @@ def event(step, phase="backward", **others):
 @pytest.mark.parametrize(
     ("squares", "not_finite", "words"),
     [
-        (1e10, 0, "the model's are FP16, and their norm, 1e+05, is beyond 65504, where FP16 ends"),
-        (1e6, 0, "the model's are FP16, and their sum of squares, 1e+06, is beyond 65504, where FP16 ends"),
+        (1e10, 0, "the norm of the model's FP16 gradients, 1e+05, is beyond 65504, where FP16 ends"),
+        (1e6, 0, "the sum of squares of the model's FP16 gradients, 1e+06, is beyond 65504, where FP16 ends"),
         (1e10, 1, "(the norm of the others, 1e+05, is beyond 65504 too: summed up in FP16 it is infinite as well)"),
         (
             1e6,
             1,
             "(the sum of squares of the others, 1e+06, is beyond 65504 too: summed up in FP16 it is infinite as well)",
         ),
-        (1e3, 1, "1 of them held infinities or NaNs, so that the norm was not finite, and dividing by the norm"),
+        (
+            1e3,
+            1,
+            "1 of the model's gradients held infinities or NaNs, so that the norm was not finite, and dividing by the norm",
+        ),
     ],
 )
 def test_the_words_of_a_norm_name_what_is_beyond_the_format(squares, not_finite, words):
     figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": squares, "not_finite": float(not_finite)}
     finding = found("gradients-clipped-to-zero", Measurement("changed-before-step", "w", 3, figures, ("w",)))
-    assert finding.message.startswith("In step 3 the optimizer was given zeros or NaNs")
+    assert finding.message.startswith("In step 3 the gradients that the optimizer was given were zeros or NaNs: ")
     assert words in finding.message
     assert ("clip_grad_norm_" in finding.code) is bool(not_finite)
     assert ("GradScaler that begins below 1" in finding.fix) is bool(not_finite)

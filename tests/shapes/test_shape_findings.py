@@ -338,7 +338,7 @@ def test_fp32_on_volta_has_no_tf32():
 def test_fp32_under_autocast_is_named():
     off = [replace(product, autocast=False) for product in linear(4096, 1024, 1024, "float32", name="router")]
     record = recording(*linear(4096, 1024, 1024), *off, autocast_dtype="float16")
-    finding = found(record)["float32-under-autocast"]
+    finding = found(record)["float32-beside-autocast"]
     assert finding.severity == "warning"
     assert "router" in finding.message
     assert finding.evidence["flops_fraction"] == pytest.approx(0.5)
@@ -349,7 +349,7 @@ def test_fp32_under_autocast_is_named():
 def test_fp32_of_the_scripts_own_code_beside_autocast_is_information():
     own = [replace(product, module="", parameter="", autocast=False) for product in linear(4096, 1024, 1024, "float32")]
     assert severities(recording(*linear(4096, 1024, 1024), *own, autocast_dtype="float16")) == {
-        "float32-under-autocast": "info"
+        "float32-beside-autocast": "info"
     }
 
 

@@ -134,7 +134,9 @@ def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format:
                 },
                 "tensors_count": len(over),
             },
-            "" if spared else "Compute norms, means, variances and losses in FP32.",
+            ""
+            if spared
+            else "Compute such sums (norms, means, variances, losses) in FP32, where the script does not already.",
         )
     ]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.drift import moved
-from mpinspect.ranges.analysis.precision import holds_without_scale
+from mpinspect.ranges.analysis.precision import damped_by_epsilon, holds_without_scale
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice
 from mpinspect.ranges.analysis.scale_advice import Advised, Decision, Loss
 from mpinspect.ranges.analysis.scale_window import HEADROOM
@@ -245,7 +245,7 @@ def _window_empty(session: Session, decision: Decision) -> Finding | None:
         f"2^{highest}: no one loss scale serves {whom}."
         + (f" {spared}" if spared else _at_last_scale(session, decision)),
         {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
-        "" if spared else _ways_out(decision),
+        "" if spared else _ways_out(session, decision),
     )
 
 
@@ -259,13 +259,15 @@ def _at_last_scale(session: Session, decision: Decision) -> str:
     return f" At the run's last scale, {with_power(scale)}, {percent(flushed)} of {which} are flushed."
 
 
-def _ways_out(decision: Decision) -> str:
+def _ways_out(session: Session, decision: Decision) -> str:
     """Return the alternatives to take if no loss scale serves every layer."""
+    damped = damped_by_epsilon(session, decision.neediest.gradient.histogram.max_abs or math.inf)
     large, small = (_modules(losses) for losses in (decision.needing_more, decision.overflowing_first))
     instead = f" (or {small} instead)" if small and small != large else ""
     return (
         f"Compute {large} in FP32{instead}, clip the large gradients where they arise, scale each branch by itself, or use "
         "BF16, which needs no scale."
+        + (f" In any case let the part of the loss that trains {large} weigh more: {damped}." if damped else "")
     )
 
 

@@ -8,6 +8,8 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, Float
 from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session, TensorKey
 from mpinspect.reporting.words import format_name, with_power
 
+#: States from which a denominator is computed, to which epsilon is added.
+SQUARES = ("exp_avg_sq", "square_avg")
 #: Share of the elements below which those of a dtype are called a few, as normalisation weights kept in FP32.
 _A_FEW = 0.001
 
@@ -41,6 +43,21 @@ def holds_without_scale(session: Session, keys: Collection[TensorKey]) -> str:
     if format is None or format.max_exponent <= FLOAT16.max_exponent:
         return ""
     return f"The run computes in {format_name(format.name)}, which holds them."
+
+
+def damped_by_epsilon(session: Session, largest: float) -> str:
+    """Return a clause saying that the optimizer's eps is above gradients up to ``largest``; "" if it is not, or unknown.
+
+    Adam's step is lr * m / (sqrt(v) + eps), so gradients below eps get less than half of the step that they would get without.
+    """
+    adaptive = [each for each in session.precision.optimizers if set(SQUARES) & set(each.states)]
+    if not adaptive or len(adaptive) < len(session.precision.optimizers):
+        return ""
+    least = min(adaptive, key=lambda each: each.settings.get("eps", 0.0))
+    epsilon = least.settings.get("eps", 0.0)
+    if largest >= epsilon:
+        return ""
+    return f"{least.type}'s eps, {epsilon:g}, is above gradients that small and damps their steps in any format"
 
 
 def _is_autocast_unknown(session: Session) -> bool:

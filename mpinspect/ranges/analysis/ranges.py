@@ -88,6 +88,7 @@ def _over_the_run(
         subnormal_fraction=run.subnormal_fraction,
         noise_to_signal=run.noise_to_signal,
         log2_scale_needed=run.log2_scale_needed,
+        weighed=run.histogram,
     )
 
 

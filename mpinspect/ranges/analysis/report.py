@@ -100,6 +100,7 @@ class LayerReport:
         lost_updates: lost updates by storage format, for the kind "update" only.
         rounding_noise: True if the gradient is zero in theory and holds only rounding noise, which no scale need
             preserve.
+        weighed: the counts that the shares come from, where samples represent different numbers of steps; None: ``histogram``.
     """
 
     name: str
@@ -120,10 +121,16 @@ class LayerReport:
     max_log2_scale: int | None = None
     lost_updates: dict[str, LostUpdates] | None = None
     rounding_noise: bool = False
+    weighed: ExponentHistogram | None = None
 
     @property
     def key(self) -> TensorKey:
         return TensorKey(self.name, self.kind)
+
+    @property
+    def shared(self) -> ExponentHistogram | None:
+        """The counts that the shares come from; None if never seen."""
+        return self.weighed or self.histogram
 
 
 @dataclass(frozen=True)

@@ -243,8 +243,8 @@ def _hidden(decision: Decision) -> str:
     keeps = window.log2_certain <= window.log2_highest
     if decision.needed is None and decision.zeros:
         return (
-            f"Whether {with_power(2.0**decision.log2_scale)} is enough for them is not known. To know, take the gradients of a "
-            "few batches in FP32 (autocast off, scale 1)."
+            f"Whether {with_power(2.0**decision.log2_scale)} is enough for the gradients that were zero is not known. To know, "
+            "take the gradients of a few batches in FP32 (autocast off, scale 1)."
         )
     if decision.needed is None:
         how = f"run at a loss scale of at least 2^{window.log2_certain}, or " if keeps else ""

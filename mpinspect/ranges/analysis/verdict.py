@@ -148,12 +148,12 @@ def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -
     by_hand = bool(ledger.weights) and not ledger.optimizers
     no_scaler = by_hand or any(optimizer.type == "LBFGS" for optimizer in ledger.optimizers)
     if no_scaler or not told.available or told.needed is None or told.serves_none:
-        return "Numerically nothing to do; to train in 16 bits take BF16 autocast."
+        return "Numerically nothing to do; to train in 16 bits try BF16 autocast."
     # A GradScaler begins at 2^16 by itself.
     start = told.recommended if told.needed else min(told.highest or _INITIAL, _INITIAL)
     scale = f" from {with_power(start)}" if told.needed or start != _INITIAL else ""
     return (
-        f"Numerically nothing to do; to train in 16 bits take BF16 autocast, or FP16 autocast with a GradScaler{scale}, which "
+        f"Numerically nothing to do; to train in 16 bits try BF16 autocast, or FP16 autocast with a GradScaler{scale}, which "
         "skips a step that overflows."
     )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
 from mpinspect.numeric.exponents import Interval
-from mpinspect.numeric.formats import FLOAT16, FLOAT32, FORMATS
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS
 from mpinspect.ranges.analysis.formats_fit import CANDIDATES
 from mpinspect.ranges.analysis.overhead import overhead_line
 from mpinspect.ranges.analysis.precision import run_format
@@ -15,7 +16,7 @@ from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.rank_findings import rank_sentences
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
-from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
+from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.report.explorer import NO_NOTES, Mapped, ModuleNotes, widget
 from mpinspect.ranges.report.layers import (
     Repeated,
@@ -37,7 +38,7 @@ from mpinspect.ranges.report.scale_line import (
     scale_line,
     steps_and_samples,
 )
-from mpinspect.ranges.session import Event
+from mpinspect.ranges.session import Event, Window
 from mpinspect.reporting.document import (
     Block,
     Cell,
@@ -203,6 +204,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         if report.in_float16.needed is not False:
             yield Line(f"In FP16: {report.in_float16.reason}")
         yield Line(reserve_line(report.in_float16))
+        yield Line(_of_sums(report))
         return
     if not advice.available:
         yield Line("No window of loss scales can be given.", "strong")
@@ -211,6 +213,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
     yield Line(scale_line(advice), "strong")
     yield Line(advice.reason)
     yield Line(reserve_line(advice, None if _would_change(report) else report.session.last_scale))
+    yield Line(_of_sums(report))
     # Where layers are at odds, no scale is worth beginning with.
     moves = advice.dynamic is not None and advice.dynamic.init_scale != advice.static_scale
     if advice.dynamic is not None and advice.needed is not False and (moves or not advice.serves_none):
@@ -229,8 +232,22 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         none = "" if advice.all_finite else " (none: not all was finite)"
         yield Line(
             f"The window over time, by the sampled steps{none}: "
-            + "; ".join(_block(group[0], group[-1]) for group in groups)
+            + "; ".join(_block(group[0], group[-1], report.session.windows) for group in groups)
         )
+
+
+def _of_sums(report: RangeReport) -> str:
+    """Return a sentence on how much larger the sums in a 16-bit .grad may be than the single backwards; "" if it holds none."""
+    progress, ledger = report.session.progress, report.session.precision
+    narrow = {FLOAT16.name, BFLOAT16.name} & set(ledger.gradients or ledger.weights)
+    if not narrow or not _of_each_backward(WEIGHT_GRADIENT, report):
+        return ""
+    summed = -(-progress.backwards // max(progress.steps, 1))
+    powers = number_of(math.ceil(math.log2(summed)), "power")
+    return (
+        f"The window is of single backwards: the sum of {summed:,} in an FP16 .grad may be up to {powers} of two larger, and "
+        "overflow that much earlier."
+    )
 
 
 def _unseen_gradients(report: RangeReport) -> str:
@@ -257,11 +274,13 @@ def _window(block: TimeBlock) -> str:
     return f"2^{block.log2_lowest} .. 2^{block.log2_highest}" if block.log2_lowest is not None else "none"
 
 
-def _block(first: TimeBlock, last: TimeBlock) -> str:
-    """Return the steps of neighbouring blocks and the window that all these blocks share."""
-    if first.first_step == last.last_step:
-        return f"step {first.first_step:,}: {_window(first)}"
-    return f"steps {first.first_step:,}-{last.last_step:,}: {_window(first)}"
+def _block(first: TimeBlock, last: TimeBlock, windows: Iterable[Window]) -> str:
+    """Return the steps of neighbouring blocks, how many of them were sampled if not all, and the window that the blocks share."""
+    start, end = first.first_step, last.last_step
+    sampled = sum(each.sampled_steps for each in windows if start <= each.first_step and each.last_step <= end)
+    part = f" ({sampled:,} sampled)" if 0 < sampled < end - start + 1 else ""
+    steps = f"step {start:,}" if start == end else f"steps {start:,}-{end:,}"
+    return f"{steps}{part}: {_window(first)}"
 
 
 # -- the layers -----------------------------------------------------------------------------------------------------
@@ -359,7 +378,7 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
     format = FORMATS[report.format]
     columns += [
         (
-            Column("largest", meaning="rounded down"),
+            Column("largest", meaning="finite magnitude, rounded down"),
             lambda row: NOT_APPLICABLE if row.max_exponent is None else f"2^{row.max_exponent}",
         ),
         (
@@ -371,9 +390,9 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
                 "range",
                 is_left=True,
                 priority=2,
-                meaning="the non-zero elements of the samples, small to large, against the format from its flush edge to its top",
+                meaning="the non-zero elements, small to large, against the format from its flush edge to its top",
             ),
-            lambda row: Cell() if row.worst.histogram is None else Cell(strip=range_strip(row.worst.histogram, format)),
+            lambda row: Cell() if row.worst.shared is None else Cell(strip=range_strip(row.worst.shared, format)),
         ),
     ]
     return [(column, partial(_of_values, figure)) for column, figure in columns]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.ranges.analysis.report import Coverage, RangeReport
+from mpinspect.ranges.analysis.report import Coverage, LayerReport, RangeReport
 from mpinspect.ranges.session import LostUpdates, Session, Window
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
 
@@ -27,6 +27,8 @@ _SPECIAL: Special = {
     ExponentHistogram: lambda histogram: fields(histogram, also=("nonzero", "total", "min_abs", "max_abs")),
     LostUpdates: lambda updates: fields(updates, also=("fraction",)),
     Coverage: _coverage,
+    # Weights belong to how shares are estimated; the counts are of the samples.
+    LayerReport: lambda layer: fields(layer, but=("weighed",)),
     # The layers hold the sums of the windows' histograms; only the session file holds each window's.
     Window: lambda window: fields(window, but=("tensors",)),
     # The report itself has the events.

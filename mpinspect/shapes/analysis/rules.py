@@ -288,7 +288,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
     ),
     # -- dtypes and switches: to be fixed before any padding
     Rule(
-        "float32-under-autocast",
+        "float32-beside-autocast",
         on=("tf32-off", "float32"),
         when=lambda symptom: symptom.recording.autocast_dtype is not None,
         message="{products} in {where} run{s} in FP32 beside {autocast} autocast, on CUDA cores: autocast is off around "

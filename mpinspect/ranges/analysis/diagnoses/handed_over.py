@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights, quoted
-from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.analysis.precision import damped_by_epsilon, run_format
 from mpinspect.ranges.analysis.visibility import always_zero
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import FROZEN, Event, Measurement, TensorKey, TensorWindow
@@ -153,7 +153,7 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
     if not found:
         return
     first = found[0]
-    of_masters = " in its masters" if "masters" in first.figures else ""
+    of_masters = "masters" in first.figures
     squares, not_finite = first.figures.get("sum_of_squares", 0.0), first.figures.get("not_finite", 0.0)
     evidence = {**first.figures, "measured_steps": len(found)}
     if squares > FLOAT16.max_finite or not_finite:
@@ -165,16 +165,16 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
             else ""
         )
         cause = (
-            f"{not_finite:.0f} of them held infinities or NaNs, so that the norm was not finite{others}"
+            f"{not_finite:.0f} of the model's gradients held infinities or NaNs, so that the norm was not finite{others}"
             if not_finite
-            else f"the model's are FP16, and their {what}, {value:.3g}, is beyond {limit:g}, where FP16 ends"
+            else f"the {what} of the model's FP16 gradients, {value:.3g}, is beyond {limit:g}, where FP16 ends"
         )
         yield Finding(
             "gradients-clipped-to-zero",
             "error",
             "",
-            f"In step {first.step}{_again(found)} the optimizer was given zeros or NaNs{of_masters} instead of the gradients: "
-            f"{cause}, and dividing by the norm left nothing.",
+            f"In step {first.step}{_again(found)} the gradients{' of the masters' if of_masters else ''} that the optimizer was "
+            f"given were zeros or NaNs: {cause}, and dividing by the norm left nothing.",
             evidence,
             "Divide the masters' gradients by the loss scale and clip them, in FP32, and skip a step whose norm is not finite."
             if of_masters
@@ -479,6 +479,8 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
     scale, highest = case.session.last_scale, case.advised.advice.highest
     limit = f": above a loss scale of {with_power(highest)} the other layers may overflow" if highest else ""
     edge = f"{as_power(2.0**-25 / scale)} at the loss scale of {with_power(scale)}" if scale else "2^-25"
+    damped = damped_by_epsilon(case.session, 2.0**-25 / (scale or 1.0))
+    in_fp32 = "" if damped else "compute these modules in FP32, or "
     yield Finding(
         "gradients-all-zero",
         "warning",
@@ -486,8 +488,8 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
         f"Every gradient of {_grouped(names)} was zero in all sampled steps: these weights do not learn. FP16 flushes gradients "
         f"up to {edge}; whether that made the zeros is not known.",
         {"parameters": len(names), "names": names[:20], "loss_scale": scale},
-        "Take the gradients of one batch with autocast off. If they are not zero there, compute these modules in FP32, or "
-        f"multiply this part's loss by a factor of its own{limit}.",
+        f"Take the gradients of one batch with autocast off. If they are not zero there, {in_fp32}multiply this part's loss by "
+        f"a factor of its own{limit}.{f' Computing them in FP32 would not do: {damped}.' if damped else ''}",
         "with torch.autocast(device_type, enabled=False):\n    y = module(x.float())",
         INFERRED,
     )

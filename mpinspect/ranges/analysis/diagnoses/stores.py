@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, fp32_weights
+from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.finding import INFERRED, Finding
@@ -13,8 +14,6 @@ from mpinspect.reporting.words import format_name, number_of, percent, some
 
 #: The optimizer's setting that says which share of a state each step keeps, by the state's name.
 _KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}
-#: States from which a denominator is computed, to which epsilon is added.
-_SQUARES = ("exp_avg_sq", "square_avg")
 #: torch's default weight decay in AdamW, which many scripts have without having chosen it.
 _DEFAULT_DECAY = 0.01
 #: Optimizers that shrink the weights themselves; the others add the decay to the gradient.
@@ -204,7 +203,7 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
     """
     for optimizer in case.precision.optimizers:
         epsilon = optimizer.settings.get("eps", 0.0)
-        dtypes = {optimizer.states.get(state, "") for state in _SQUARES} & set(SIGNIFICAND_BITS)
+        dtypes = {optimizer.states.get(state, "") for state in SQUARES} & set(SIGNIFICAND_BITS)
         for dtype in sorted(dtypes):
             edge = FORMATS[dtype].flush_edge
             if not 0 < epsilon <= edge:
