@@ -170,13 +170,13 @@ def test_layers_at_odds_are_named_with_the_ways_out():
     report = analyse(session_of({activation("deep"): spread({-40: 1000}), activation("head"): spread({12: 1000})}))
     finding = found(report, "scale-window-empty")
     assert finding.severity == "warning"
-    told = "'deep' needs a loss scale of at least 2^15, but 'head' overflows above 2^3: no one loss scale serves both."
+    told = "'deep' needs a loss scale of at least 2^15, but 'head' overflows above 2^1: no one loss scale serves both."
     assert finding.message == f"In FP16 {told}"
     assert finding.evidence["conflicts"][0] == {
         "needs_large": "deep",
         "log2_lowest": 15,
         "needs_small": "head",
-        "log2_highest": 3,
+        "log2_highest": 1,
     }
     for way_out in ("FP32", "clip", "scale each branch by itself", "BF16"):
         assert way_out in finding.fix

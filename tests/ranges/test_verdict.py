@@ -211,12 +211,12 @@ def test_what_to_do_after_a_healthy_run_in_float16_fits_its_scale(used, told):
 
 def test_the_reserve_of_the_window_is_named_in_powers_of_two():
     advice = analyse(sessions.word_model()).loss_scale
-    assert (advice.lowest, advice.highest, advice.recommended) == (2.0**4, 2.0**19, 2.0**15)
-    suggested = "Reserve in the window, in powers of two: the suggested scale, 2^15, has 11 below and 4 above"
+    assert (advice.lowest, advice.highest, advice.recommended) == (2.0**4, 2.0**18, 2.0**15)
+    suggested = "Reserve in the window, in powers of two: the suggested scale, 2^15, has 11 below and 3 above"
     assert reserve_line(advice) == reserve_line(advice, 2.0**15) == f"{suggested}."
-    assert reserve_line(advice, 2.0**18) == f"{suggested}; the run's last, 2^18, has 14 below and 1 above."
+    assert reserve_line(advice, 2.0**18) == f"{suggested}; the run's last, 2^18, has 14 below and 0 above."
     assert reserve_line(advice, 2.0**3) == f"{suggested}; the run's last, 2^3, lies 1 below the window."
-    assert reserve_line(advice, 2.0**22).endswith("the run's last, 2^22, lies 3 above the window.")
+    assert reserve_line(advice, 2.0**22).endswith("the run's last, 2^22, lies 4 above the window.")
     assert reserve_line(replace(advice, needed=None)) == reserve_line(replace(advice, lowest=2.0**20)) == ""
 
 
@@ -292,7 +292,7 @@ def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_its_fix_as_code()
     assert verdict.healthy is False
     assert verdict.code
     assert 3 <= len(verdict.lines) - len(verdict.code.splitlines()) + 1 <= 6
-    assert verdict.more.startswith("Also below: ")
+    assert verdict.more.startswith("Also to be mended: ")
 
 
 def test_the_precision_inside_a_compiled_model_is_not_known() -> None:

@@ -9,13 +9,14 @@ import made_kernels
 import pytest
 import sessions
 import shape_records
+from analysis_sessions import session_of, spread, window_of
 
 from mpinspect.kernels.analysis import analyse_kernels
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.first_line import first_line, gravest
-from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.report.explorer import ModuleNotes
-from mpinspect.ranges.session import Event, Session, TensorKey
+from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, TensorKey
 from mpinspect.reporting.forms import render
 from mpinspect.run.report import ModelPart, RunReport, by_module
 from mpinspect.run.report.module_notes import module_notes
@@ -114,7 +115,8 @@ def test_what_suits_in_no_dtype_is_told_beside_what_runs_in_fp32():
     products = (*shape_records.linear(64, 1023, 512), *shape_records.linear(64, 1023, 512, "float32"))
     words = brief(*products)[0]
     assert words.startswith(
-        "0% of one step's FLOPs suit the Tensor Cores of A100; 50% do not, by shape or dtype; 50% run in FP32"
+        "0% of one step's FLOPs suit the Tensor Cores of A100; 50% use them with narrower loads or padded copies; "
+        "50% run in FP32"
     )
 
 
@@ -145,6 +147,29 @@ def test_a_row_joins_the_gradients_range_the_shapes_and_the_kernels():
     assert rows["hidden"].lost_l1_share == layer.lost_l1_share
     assert (rows["head"].log2_scale_needed, rows["head"].lost_l1_share) == (None, None)
     assert rows["hidden"].kernel_time_us is None
+
+
+@pytest.mark.parametrize("case", ["scale not known", "no finite value", "all may have been flushed"])
+def test_what_is_not_known_of_one_gradient_is_not_known_of_its_module(case):
+    layers = {
+        TensorKey("hidden.weight", WEIGHT_GRADIENT): spread({-3: 1000}),
+        TensorKey("hidden", ACTIVATION_GRADIENT): spread({-3: 1000}),
+    }
+    progress = Progress(8, 8, 0, 8, True)
+    if case == "scale not known":
+        progress = dataclasses.replace(progress, scale_known=False, scales=(ScaleChange(0, None),))
+    if case == "no finite value":
+        layers[TensorKey("hidden", ACTIVATION_GRADIENT)] = spread({}, infs=1000)
+    if case == "all may have been flushed":
+        hidden = window_of(spread({-20: 10}, zeros=990), passed_through="float16", floor_exponent=-25)
+        layers[TensorKey("hidden", ACTIVATION_GRADIENT)] = hidden
+    part = ModelPart("Net", analyse(session_of(layers, progress=progress)))
+    row = next(row for row in by_module(RunReport("a.py", "ended", (part,), shapes())) if row.module == "hidden")
+    assert row.log2_scale_needed is None
+    if case == "all may have been flushed":
+        assert row.lost_l1_share.high > 0.01
+    else:
+        assert row.lost_l1_share is None
 
 
 def test_kernel_times_of_modules_known_by_path():

@@ -480,6 +480,46 @@ def test_math_attention_beside_eager_attention_says_both():
     assert "others look like attention in separate products" in finding.message
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "head", "is_told"), [(1, 8, 16, False), (8, 8, 64, False), (64, 64, 64, True)]
+)
+def test_few_scores_are_no_reason_to_fuse_attention(queries, keys, head, is_told):
+    """Eight scores beside 144 elements of queries and keys cost next to nothing, wherever they are kept."""
+    told = found(recording(*eager_attention(4096, queries, keys, head)))
+    assert ("unfused-attention" in told) is is_told
+
+
+@pytest.mark.parametrize("is_attention", [True, False])
+def test_what_runs_in_fp32_beside_autocast_is_mended_by_autocast_unless_it_is_attention(is_attention):
+    products = eager_attention(96, 64, 64, 64, "float32") if is_attention else linear(64, 64, 64, "float32")
+    record = recording(*(replace(one, autocast=False) for one in products), autocast_dtype="bfloat16")
+    fix = found(record)["float32-beside-autocast"].fix
+    first, second = (fix.index("4 dimensions"), fix.index("without enabled=False"))
+    assert (first < second) is is_attention
+
+
+def test_products_without_a_module_or_a_weight_are_not_said_to_be_the_models():
+    product = replace(gemm(row_major((64, 512), "float32"), row_major((512, 64), "float32")), module="", autocast=False)
+    told = found(recording(product, *linear(64, 64, 64), autocast_dtype="float16"))["float32-beside-autocast"]
+    assert "in code outside of submodules runs in FP32" in told.message
+    assert "the model itself" not in told.message + told.fix
+
+
+def test_an_images_channels_are_no_other_layers_size():
+    record = recording(
+        convolution(channels=(3, 64), kernel=7, size=112, module="0"),
+        *linear(4096, 64, 3, name="3"),
+        sizes={3: ("0.in_channels", "3.out_features")},
+    )
+    told = found(record)
+    assert "pad 3.out_features 3 -> " in told["odd-size"].fix
+    assert "0.in_channels" not in told["odd-size"].message
+    assert {padding.what: padding.names for padding in analyse_shapes(record, HOPPER).padding} == {
+        "size": ("3.out_features",),
+        "input channels": ("0.in_channels",),
+    }
+
+
 def test_fp64_attention_is_its_dtype():
     products = [replace(one, math_path="dtype") for one in eager_attention(96, 64, 64, 64, "float64")]
     assert set(found(recording(*products))) == {"float64"}

@@ -20,6 +20,8 @@ RULE_OF_THREE = 3.0
 _Z95 = 1.6449
 #: Number of events above which a normal approximation replaces the exact sum of binomial terms.
 _EXACT = 10_000
+#: Least standard deviation of peaks known to their power of two: that of a value anywhere within one octave, sqrt(1/12).
+_LEAST_SPREAD = 1 / math.sqrt(12)
 #: Fewest steps from which a standard deviation is computed: with fewer, the tolerance factor k alone exceeds 8.
 FEWEST_IN_BLOCK = 5
 #: A NaN is attributed to an overflow only if the tensor's earlier magnitudes reached 1/16 of FP16's maximum.
@@ -107,8 +109,8 @@ def log2_highest(
 def normal_bound(blocks: Sequence[Mapping[int, int]], probability: float) -> float | None:
     """Return a 95% upper bound of the (1 - probability) quantile of the peaks' exponents, taken as normally distributed.
 
-    The bound is the maximum of mean + k s over the blocks, with the pooled within-block standard deviation s and k from
-    ``tolerance_factor``; None if there are too few steps.
+    The bound is the maximum of mean + k s over the blocks, with the pooled within-block standard deviation s (at least
+    _LEAST_SPREAD) and k from ``tolerance_factor``; None if there are too few steps.
     """
     blocks = _large_enough(blocks)
     sizes = [sum(block.values()) for block in blocks]
@@ -119,7 +121,7 @@ def normal_bound(blocks: Sequence[Mapping[int, int]], probability: float) -> flo
         count * (e - mean) ** 2 for block, mean in zip(blocks, means, strict=True) for e, count in block.items()
     )
     freedom = sum(sizes) - len(sizes)
-    spread = math.sqrt(squares / freedom)
+    spread = max(math.sqrt(squares / freedom), _LEAST_SPREAD)
     return max(mean + tolerance_factor(n, freedom, probability) * spread for mean, n in zip(means, sizes, strict=True))
 
 

@@ -103,7 +103,7 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
     finite = "finite " if any(gradient.histogram.nonfinite for gradient in gradients) else ""
     high, hidden = worst.seen.lost_l1_share(format).high, any(gradient.seen.hidden for gradient in gradients)
     if high <= tolerance:
-        much = f"{at_most(high)} of the sum of magnitudes of any of them{_noise_apart(gradients)}"
+        much = f"{at_most(high)} of the sum of magnitudes of any of them over the run{_noise_apart(gradients)}"
         flushed = f"As the {finite}gradients arrive, {name} flushes {much}"
     elif hidden:
         flushed = f"How much of {phrase(*worst.key)} {name} flushed before it could be counted is not known"
@@ -228,7 +228,7 @@ def _overflowed(decision: Decision) -> str:
     below = f"still {number_of(ceiling.margin, 'power')} of two below the overflow"
     if not decision.all_finite:
         # Beside steps that were not finite the spread of the others proves nothing.
-        return f"At 2^{top} the largest finite gradient seen is {below}, as a margin."
+        return f"At 2^{top} the largest finite gradient seen is {below}, as a margin; of the others the window says nothing."
     return (
         f"At 2^{top} the largest gradient seen is {below}, in reserve for the steps not sampled: judging by the spread of the "
         f"peaks so far, fewer than one step in {decision.rules.growth_interval} would overflow (95% confidence)."

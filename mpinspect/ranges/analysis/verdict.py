@@ -41,8 +41,9 @@ def verdict(
         return Verdict(True, precision, sentences)
     worst = grave[0]
     opening = "In trouble" if worst.severity == _ERROR else "To be mended"
-    others = in_counts((finding for finding in findings if finding is not worst), named=True)
-    more = f"Also below: {others}." if others else ""
+    mend = in_counts((finding for finding in grave[1:]), named=True)
+    others = in_counts(finding for finding in findings if finding.severity == _INFO)
+    more = " ".join(f"{lead}: {what}." for lead, what in (("Also to be mended", mend), ("Also below", others)) if what)
     sure = "" if worst.certainty == "measured" else " (inferred)"
     return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more)
 

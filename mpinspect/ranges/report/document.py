@@ -16,7 +16,7 @@ from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.rank_findings import rank_sentences
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
-from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, WEIGHT_GRADIENT, kind_named
+from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
 from mpinspect.ranges.report.explorer import NO_NOTES, Mapped, ModuleNotes, widget
 from mpinspect.ranges.report.layers import (
     Repeated,
@@ -240,9 +240,9 @@ def _of_sums(report: RangeReport) -> str:
     """Return a sentence on how much larger the sums in a 16-bit .grad may be than the single backwards; "" if it holds none."""
     progress, ledger = report.session.progress, report.session.precision
     narrow = {FLOAT16.name, BFLOAT16.name} & set(ledger.gradients or ledger.weights)
-    if not narrow or not _of_each_backward(WEIGHT_GRADIENT, report):
-        return ""
     summed = -(-progress.backwards // max(progress.steps, 1))
+    if not narrow or summed < 2:
+        return ""
     powers = number_of(math.ceil(math.log2(summed)), "power")
     return (
         f"The window is of single backwards: the sum of {summed:,} in an FP16 .grad may be up to {powers} of two larger, and "
@@ -334,9 +334,10 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
 
 
 def _of_each_backward(kind: str, report: RangeReport) -> str:
-    """Return words for a run that accumulates: its gradients are counted before they are added."""
+    """Return words for a run that adds up gradients, on purpose or not: they are counted before they are added."""
     progress = report.session.progress
-    accumulates = kind in GRADIENT_KINDS and progress.backwards > progress.steps + 1
+    never_zeroed = any(finding.id == "gradients-never-zeroed" for finding in report.findings)
+    accumulates = kind in GRADIENT_KINDS and (progress.backwards > progress.steps + 1 or never_zeroed)
     return " of each backward" if accumulates else ""
 
 
@@ -362,7 +363,7 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
             lambda row: flushed_words(row.worst, row.worst.flushed_fraction),
         ),
         (
-            Column("L1 lost", meaning="of the sum of magnitudes, by flushing"),
+            Column("L1 lost", meaning="of the sum of magnitudes, by flushing the tensor itself"),
             lambda row: _lost(row.worst.lost_l1_share),
         ),
     ]

@@ -50,7 +50,9 @@ def scale_line(advice: LossScaleAdvice) -> str:
     if advice.needed is False:
         will, finer = "will do" if advice.all_finite else "would do", advice.finer_from
         rounding = (
-            f" for the range (FP16 rounds finer than BF16 from {as_power(finer)} on)" if finer and finer > 1 else ""
+            f" for the range (from a loss scale of {with_power(finer)} on FP16 also rounds finer than BF16)"
+            if finer and finer > 1
+            else ""
         )
         return f"Scale 1 {will}{rounding}; {scale_window(advice)}"
     suggested = f"Suggested loss scale: {with_power(advice.recommended)}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mpinspect.numeric.exponents import Interval
 from mpinspect.ranges.analysis.report import LayerReport
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.run.report.report import RunReport
 
@@ -23,7 +24,7 @@ class ModuleRow:
         module_type: its class; "" if unknown.
         flops_fraction: share of the recorded step's FLOPs, 0..1; None without --lint.
         shape_verdict: the worst of its products ("off", "degraded", "unknown", "native"); "" without --lint.
-        lost_l1_share: the worst of its gradients' lost L1 shares at scale 1; None if no gradient was counted.
+        lost_l1_share: the worst of its gradients' lost L1 shares at scale 1; None if one of them is unknown.
         log2_scale_needed: log2 of the smallest loss scale that suffices for its gradients; None if unknown.
         kernel_time_us: time of its kernels in the profiled step; None without --kernels or without a GPU.
         kernel_time_fraction: that time as a share of all kernel time, 0..1; None if that is None.
@@ -70,7 +71,12 @@ def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:
     for part in report.parts:
         lead = "" if len(report.parts) == 1 else part.name
         for layer in part.ranges.layers:
-            if layer.kind in GRADIENT_KINDS and layer.histogram is not None:
+            # Without the loss scale the counts are of gradients times an unknown factor.
+            if (
+                layer.kind in GRADIENT_KINDS
+                and layer.histogram is not None
+                and part.ranges.session.progress.scale_known
+            ):
                 found.setdefault(".".join(filter(None, (lead, layer.module))), []).append(layer)
     return found
 
@@ -99,10 +105,23 @@ def _times(report: RunReport) -> dict[str, tuple[float | None, float | None, flo
 
 
 def _worst_share(layers: Iterable[LayerReport]) -> Interval | None:
-    shares = [layer.lost_l1_share for layer in layers if layer.lost_l1_share is not None and not layer.rounding_noise]
-    return max(shares, key=lambda share: share.estimate, default=None)
+    """Return the largest share; None if that of any gradient is unknown, as it may be the largest."""
+    shares = [_share(layer) for layer in layers if not layer.rounding_noise]
+    known = [share for share in shares if share is not None]
+    largest = max(known, key=lambda share: (share.high, share.estimate), default=None)
+    return largest if len(known) == len(shares) else None
 
 
 def _needed(layers: Iterable[LayerReport]) -> int | None:
-    needed = [layer.log2_scale_needed for layer in layers if not layer.rounding_noise]
-    return max((k for k in needed if k is not None), default=None)
+    """Return the largest exponent; None if a gradient that may have lost too much before it was counted needs an unknown one."""
+    judged = [layer for layer in layers if not layer.rounding_noise]
+    worst = _worst_share(judged)
+    needed = max((layer.log2_scale_needed for layer in judged if layer.log2_scale_needed is not None), default=None)
+    return None if worst is None or (not needed and worst.high > LOST_L1_TOLERANCE) else needed
+
+
+def _share(layer: LayerReport) -> Interval | None:
+    """Return a gradient's lost share; None if no finite value of it was seen."""
+    histogram = layer.histogram
+    has_none = histogram is None or (histogram.nonfinite and not histogram.nonzero)
+    return None if has_none else layer.lost_l1_share

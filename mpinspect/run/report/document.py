@@ -155,13 +155,14 @@ def _shapes(report: RunReport) -> str:
     words = f"{percent(suits)} of one step's FLOPs suit the Tensor Cores of {shapes.gpu.name}"
     if in_tf32:
         words += f" ({'' if in_tf32 == suits else f'{percent(in_tf32)} '}in TF32, cuDNN's default)"
+    if degraded := _share(shapes, lambda row: row.verdict == "degraded"):
+        degraded_tf32 = _share(shapes, lambda row: row.verdict == "degraded" and _is_in_tf32(row))
+        tf32 = " (in TF32)" if degraded_tf32 == degraded else ""
+        words += f"; {_how_many(degraded)} use them{tf32} with narrower loads or padded copies"
+    # Not by the sum of the shares: it can end a rounding error below 1.
+    if others := _share(shapes, lambda row: row.verdict not in ("native", "degraded") and not runs_in_fp32(row)):
+        words += f"; {_how_many(others)} do not, by shape or dtype"
     if in_fp32:
-        # Not by the sum of the shares: it can end a rounding error below 1.
-        if unsuited := _share(shapes, lambda row: row.verdict != "native" and not runs_in_fp32(row)):
-            unsuited_tf32 = _share(shapes, lambda row: row.verdict != "native" and _is_in_tf32(row))
-            words += (
-                f"; {percent(unsuited)} do not, by shape{' (in TF32)' if unsuited_tf32 == unsuited else ' or dtype'}"
-            )
         in_16_bits = suiting_in_16_bits(shapes)
         then = "all" if in_16_bits == 1 else f"{percent(in_16_bits)} of all"
         gain = f"; with those in 16 bits {then} would suit" if in_16_bits > suits else ""

@@ -182,6 +182,11 @@ def _halved(operand: Operand | None) -> Operand | None:
     return None if operand is None else replace(operand, dtype="float16")
 
 
+#: Scores that are fewer than the queries' and keys' elements by this factor cost little, kept on chip or not: they are written
+#: and read some eight times, forward and backward.
+_FEW_SCORES = 8
+
+
 def unfused_attention(recording: MatmulRecording) -> frozenset[int]:
     """Return the indices of attention computed as separate products: batched q k^T, then scores times v, in one module."""
     by_module: dict[str, list[int]] = {}
@@ -197,6 +202,8 @@ def _pairs(indices: list[int], recording: MatmulRecording) -> Iterable[int]:
     sizes: set[tuple[int, tuple[int, ...]]] = set()
     for place, (_, first) in enumerate(forward):
         for _, second in forward[place + 1 :]:
+            if _FEW_SCORES * first.m * first.n < (first.m + first.n) * first.k:
+                continue
             # The scores (queries x keys) are the second product's left operand; a head's query and value sizes are equal.
             if (first.batch, first.m, first.n, first.k) == (second.batch, second.m, second.k, second.n):
                 sizes.add((first.batch, tuple(sorted((first.m, first.n, first.k)))))

@@ -14,7 +14,7 @@ from mpinspect.shapes.analysis.causes import Cause, is_latent, once_mended
 from mpinspect.shapes.analysis.padding import Parts
 from mpinspect.shapes.analysis.report import Padding, ShapeRow
 from mpinspect.shapes.analysis.roofline import Gain, gain_words, is_worth_it
-from mpinspect.shapes.analysis.wording import count, dtype_name, grouped, some_modules
+from mpinspect.shapes.analysis.wording import OUTSIDE, count, dtype_name, grouped, some_modules
 from mpinspect.shapes.records import ITEM_SIZES, MatmulRecording
 
 #: Maximum number of modules listed in the evidence; enough for all groups of a large model.
@@ -67,7 +67,7 @@ class Group:
     @property
     def where(self) -> str:
         """Return the modules in words: "h.{0..11}.fc, lm_head and 2 more"."""
-        return some_modules(row.module for row in self.rows)
+        return some_modules(row.module or ("" if row.parameter else OUTSIDE) for row in self.rows)
 
     @property
     def products(self) -> str:

@@ -61,7 +61,7 @@ def padding_of(
     return Padding(
         finding=cause.id,
         what=cause.what,
-        names=_names_of(cause.size, rows, recording),
+        names=_names_of(cause.size, rows, recording, is_stem),
         size=cause.size,
         to=to,
         to_preferred=to_preferred,
@@ -82,10 +82,15 @@ def _padded(size: int, dtype: str, gpu: Gpu, parts: int = 1) -> tuple[int, int]:
     return up_to(size, parts * least), up_to(size, math.lcm(parts * least, wanted))
 
 
-def _names_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -> tuple[str, ...]:
+def _names_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording, is_stem: bool) -> tuple[str, ...]:
     """Return the names of a size, the config's first; without any, the names of the multiplied parameters."""
     sizes = [name for name in recording.sizes.get(size, ()) if not _COUNTS.search(name)]
-    named = sorted(sizes, key=lambda name: not name.startswith("config."))
+    # An image's channels are no other layer's size, though they may equal one.
+    modules = {row.module for row in rows}
+    own = [
+        name for name in sizes if name.rpartition(".")[0] in modules or not (is_stem or name.endswith(".in_channels"))
+    ]
+    named = sorted(own, key=lambda name: not name.startswith("config."))
     return tuple(named) or tuple(dict.fromkeys(row.parameter for row in rows if row.parameter))
 
 

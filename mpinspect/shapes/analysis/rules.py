@@ -14,7 +14,7 @@ from typing import Any
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import percent
 from mpinspect.runtime.gpus import Gpu
-from mpinspect.shapes.analysis.causes import Cause, Symptom
+from mpinspect.shapes.analysis.causes import Cause, Symptom, unfused_attention
 from mpinspect.shapes.analysis.group import Group, plus_one
 from mpinspect.shapes.analysis.report import CallTime, ShapeRow
 from mpinspect.shapes.analysis.roofline import fused_time, lowered_time, nhwc_time, size_time
@@ -176,6 +176,20 @@ def _unfused(group: Group) -> str:
     )
 
 
+def _lower(group: Group) -> str:
+    """Return how products in FP32 beside autocast get to 16 bits; torch's math attention does not by autocast."""
+    recording = group.recording
+    attention = {id(recording.matmuls[index]) for index in unfused_attention(recording)}
+    of_attention = [id(row.matmul) in attention for row in group.rows]
+    ways = [
+        f"run {group.where} under autocast too (without enabled=False) or cast the operands to {group.autocast}",
+        "where it is attention, give scaled_dot_product_attention operands of 4 dimensions, which a fused kernel takes",
+    ]
+    if all(of_attention):
+        ways.reverse()
+    return f"{'; '.join(ways)}; where FP32's range is needed: {group.tf32_switch}"
+
+
 def _fuse(group: Group) -> str:
     if paths := _math_paths(group):
         return "; ".join(_MATH_PATH.get(path, ("", "see why"))[1] for path in paths)
@@ -294,9 +308,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         message="{products} in {where} run{s} in FP32 beside {autocast} autocast, on CUDA cores: autocast is off around "
         "them, or their operands are made in FP32 by an operation that autocast leaves alone (torch's own math attention "
         "computes in FP32 too); {gain_words}",
-        fix="run {where} under autocast too (without enabled=False) or cast the operands to {autocast}; where it is attention, "
-        "give scaled_dot_product_attention operands of 4 dimensions, which a fused kernel takes; where FP32's range is needed: "
-        "{tf32_switch}",
+        fix=_lower,
         # Products outside of every module that use none of its weights are of the script: its data, its loss, a teacher.
         severity=lambda group: "" if any(row.module or row.parameter for row in group.rows) else "info",
         time=lowered_time,

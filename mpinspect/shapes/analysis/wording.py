@@ -56,6 +56,10 @@ def _span(values: list[int]) -> str:
     return f"{{{shown},...}}" if len(values) > 4 else f"{{{shown}}}"
 
 
+#: What products that no submodule computed and that use no weight are said to be in: the model's own forward, or the script.
+OUTSIDE = "code outside of submodules"
+
+
 def some_modules(names: Iterable[str], limit: int = 3) -> str:
     """Name the first groups of modules and say how many more there are."""
     found = [name or "the model itself" for name in grouped(names)]

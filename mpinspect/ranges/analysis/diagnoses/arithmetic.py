@@ -27,8 +27,8 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
         places = [each.name.rpartition(".") for each in broken if each.step == first.step]
         buffers = [buffer for where, _, buffer in places if where == module]
         has, it = ("has", "it") if len(buffers) == 1 else ("have", "them")
-        # Where only the variance is infinite, what is divided by it is zero.
-        gives = "NaN" if "running_mean" in buffers else "zeros or NaN"
+        # Where only the variance is infinite, what is divided by it is zero, and the layer's bias is left.
+        gives = "NaN" if "running_mean" in buffers else "the same output for every input, or NaN"
         is_wide = first.text.endswith("float32")
         begun = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
         mend = "Look at what makes the values too large, infinite or NaN"

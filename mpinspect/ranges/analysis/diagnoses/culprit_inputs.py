@@ -158,7 +158,7 @@ def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
             "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
             f"torch.finfo(scores.dtype).min{rounded}. Possible causes: an empty sample, padding on the wrong side, a mask that "
             "is applied twice.",
-            "mask[~mask.any(-1)] = True  # True: visible. A row without keys gets them all; ignore it in the loss",
+            "# True: visible. A row without keys gets them all; ignore it in the loss\nmask[~mask.any(-1)] = True",
             step=found.step,
         )
         return

@@ -154,6 +154,7 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
         return
     first = found[0]
     of_masters = "masters" in first.figures
+    nans = first.figures.get("nans")
     squares, not_finite = first.figures.get("sum_of_squares", 0.0), first.figures.get("not_finite", 0.0)
     evidence = {**first.figures, "measured_steps": len(found)}
     if squares > FLOAT16.max_finite or not_finite:
@@ -174,7 +175,7 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
             "error",
             "",
             f"In step {first.step}{_again(found)} the gradients{' of the masters' if of_masters else ''} that the optimizer was "
-            f"given were zeros or NaNs: {cause}, and dividing by the norm left nothing.",
+            f"given were {'zeros' if nans == 0 else 'zeros or NaNs'}: {cause}, and dividing by the norm left nothing.",
             evidence,
             "Divide the masters' gradients by the loss scale and clip them, in FP32, and skip a step whose norm is not finite."
             if of_masters
@@ -203,7 +204,8 @@ def gradients_gone(case: Case) -> Iterator[Finding]:
         "error",
         "",
         f"In step {first.step}{_again(found)} the backward gave gradients, and the optimizer was given "
-        + (f"zeros{of_masters}" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times their values")
+        + ("zeros" if first.figures["zeroed"] else f"{first.figures['factor']:.1g} times their values")
+        + (" in its masters" if of_masters else "")
         + ": the weights learn nothing from them.",
         evidence,
         "Look at the code between backward() and step(): "
@@ -360,6 +362,8 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
     ]
     if len(found) < _FEWEST_LEFT_OVER:
         return
+    has_masters = any(optimizer.masters for optimizer in case.precision.optimizers)
+    both = ", those of the copies that the optimizer steps and the model's"
     yield Finding(
         "gradients-never-zeroed",
         "error",
@@ -367,8 +371,8 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
         f"In step {found[0].step}{_again(found)} .grad still held the gradients of the step before when the backward began: "
         f"each step is taken with the sum of all gradients so far{_grown(found, 'of .grad')}.",
         {"measured_steps": len(found), "largest": [each.figures["largest"] for each in found]},
-        "Zero the gradients once a step; if the optimizer steps copies of the weights, zero the model's gradients too.",
-        "optimizer.zero_grad()  # or model.zero_grad()",
+        f"Zero the gradients once a step{both if has_masters else ''}.",
+        "optimizer.zero_grad()" + ("\nmodel.zero_grad()" if has_masters else ""),
         step=found[0].step,
     )
 
@@ -385,7 +389,7 @@ def _masters_never_zeroed(case: Case) -> Iterator[Finding]:
         "",
         f"In step {found[0].step}{_again(found)} the optimizer stepped with the sum of this step's gradients and of what the "
         f"masters' .grad held before: each step is taken with the sum of all gradients so far"
-        f"{_grown(found, 'that was read')}.",
+        f"{_grown(found, 'of those that were compared')}.",
         {"measured_steps": len(found), **found[0].figures, "names": list(found[0].names[:20])},
         "Zero the gradients of the masters once a step, as those of the model.",
         "optimizer.zero_grad()  # the masters'\nmodel.zero_grad()",
@@ -490,7 +494,7 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
         {"parameters": len(names), "names": names[:20], "loss_scale": scale},
         f"Take the gradients of one batch with autocast off. If they are not zero there, {in_fp32}multiply this part's loss by "
         f"a factor of its own{limit}.{f' Computing them in FP32 would not do: {damped}.' if damped else ''}",
-        "with torch.autocast(device_type, enabled=False):\n    y = module(x.float())",
+        "with torch.autocast(device_type, enabled=False):  # for this one batch\n    y = module(x.float())",
         INFERRED,
     )
 

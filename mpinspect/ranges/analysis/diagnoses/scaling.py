@@ -437,7 +437,10 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
     fix = f"{weights} the loss{room}; if the loop does so by hand, {by_hand}."
     if any(optimizer.masters for optimizer in case.precision.optimizers):
         # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
-        fix, code = f"If the loop scales the loss by hand, {by_hand}; let it skip steps that are not finite.", ""
+        fix, code = (
+            f"If the loop scales the loss by hand, {by_hand}, and let the loop skip steps that are not finite.",
+            "",
+        )
     yield Finding(
         "scaler-missing-in-float16",
         "warning",

@@ -255,7 +255,8 @@ def average_lost(case: Case) -> Iterator[Finding]:
             "unit in the last place.",
             {"dtype": found.text, "copies_of": list(found.names), **found.figures},
             "Keep averages (EMA, SWA) of weights in FP32.",
-            "average = parameter.detach().float().clone()  # of each parameter; of a model: copy.deepcopy(model).float()",
+            "averages = [p.detach().float().clone() for p in model.parameters()]\n"
+            "# as a whole model: average = copy.deepcopy(model).float()",
         )
 
 
