@@ -61,6 +61,9 @@ def test_the_words_of_a_norm_name_what_is_beyond_the_format(squares, not_finite,
     finding = found("gradients-clipped-to-zero", Measurement("changed-before-step", "w", 3, figures, ("w",)))
     assert finding.message.startswith("In step 3 the gradients that the optimizer was given were zeros or NaNs: ")
     assert words in finding.message
+    figures["nans"] = 0.0
+    finding = found("gradients-clipped-to-zero", Measurement("changed-before-step", "w", 3, figures, ("w",)))
+    assert finding.message.startswith("In step 3 the gradients that the optimizer was given were zeros: ")
     assert ("clip_grad_norm_" in finding.code) is bool(not_finite)
     assert ("GradScaler that begins below 1" in finding.fix) is bool(not_finite)
 

@@ -302,7 +302,7 @@ class HandedOver(Observer):
             squares = self._moments["unscaled" if unscaled else "given"].sum_of_squares()
             overflowed = sum(not math.isfinite(value) for value in before.values())
             figures = {"zeroed": float(len(zeroed)), "sum_of_squares": squares, "not_finite": float(overflowed)}
-            figures["nans"] = float(sum(map(math.isnan, factors.values())))
+            figures["nans"] = float(sum(not math.isfinite(value) for value in handed.values()))
             self._records.tell(CHANGED, step, zeroed or _named(factors), {**described(factors), **figures})
         still_scaled = {name: ratio for name, ratio in ratios(given, handed).items() if name in self._still_scaled}
         if still_scaled:

@@ -133,7 +133,7 @@ class MasterGradients(Observer):
                 "sum_of_squares": squares,
                 "not_finite": float(len(broken)),
                 "masters": 1.0,
-                "nans": float(sum(map(math.isnan, changes.values()))),
+                "nans": float(sum(not math.isfinite(value) for value in handed.values())),
                 "without": float(sum(name not in handed for name in zeroed)),
             }
             self._records.tell(CHANGED, step, zeroed, {**described(changes), **figures})
