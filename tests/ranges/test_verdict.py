@@ -156,7 +156,7 @@ def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would
     )
     finer = report.in_float16.finer_from
     assert report.verdict.sentences[1].endswith(
-        f"; from {as_power(finer)} on it rounds finer by root mean square, up to 8 times."
+        f"; at scales from {as_power(finer)} up it rounds up to 8 times finer than BF16 (by root mean square)."
     )
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
 

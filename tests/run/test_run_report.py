@@ -123,8 +123,8 @@ def test_what_suits_in_no_dtype_is_told_beside_what_runs_in_fp32():
 def test_the_worst_finding_on_shapes_is_named_where_the_shapes_are_not_shown():
     products = shape_records.linear(4096, 4096, 4096, "float32", name="attention")
     words, findings = brief(*products, autocast_dtype="bfloat16")
-    assert words.endswith("; worst: float32-beside-autocast in 'attention'")
-    assert findings == "1 warning on shapes (report.md)"
+    assert words.endswith("; see float32-beside-autocast in 'attention'")
+    assert findings == "1 warning on the speed of shapes (report.md)"
 
 
 # -- module by module ---------------------------------------------------------------------------------------------------

@@ -48,10 +48,13 @@ def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
     spoken = totals if seen.session is session else seen.session.totals()
     ceilings = rounding_noise_ceilings(infos, spoken)
     noise = noise_of(spoken, ceilings)
+    advised = advise(seen, spoken, ceilings, noise, ScaleRules(format))
+    if advised.diverged:
+        # Beside gradients that exploded any other looks like noise.
+        noise = frozenset()
     layers = layer_reports(session, totals, format, noise)
     if spoken is not totals:
         layers = over_the_run(layers, seen, spoken, format)
-    advised = advise(seen, spoken, ceilings, noise, ScaleRules(format))
     layers = with_needs(layers, advised.decision)
     covered = coverage(session, infos, totals)
     in_float16 = None

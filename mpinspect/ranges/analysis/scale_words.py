@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import FloatFormat
+from mpinspect.ranges.analysis.drift import block_histograms, time_blocks
 from mpinspect.ranges.analysis.overflow_odds import overflow_probability_bound
 from mpinspect.ranges.analysis.scale_advice import Decision
 from mpinspect.ranges.analysis.scale_window import HEADROOM, GradientRange, scale_window
@@ -103,13 +104,21 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
     finite = "finite " if any(gradient.histogram.nonfinite for gradient in gradients) else ""
     high, hidden = worst.seen.lost_l1_share(format).high, any(gradient.seen.hidden for gradient in gradients)
     if high <= tolerance:
-        much = f"{at_most(high)} of the sum of magnitudes of any of them over the run{_noise_apart(gradients)}"
+        most = at_most(max(high, *_in_parts(session, gradients, format)))
+        much = f"{most} of the sum of magnitudes of any of them{_noise_apart(gradients)}"
         flushed = f"As the {finite}gradients arrive, {name} flushes {much}"
     elif hidden:
         flushed = f"How much of {phrase(*worst.key)} {name} flushed before it could be counted is not known"
     else:
         flushed = f"As the {finite}gradients arrive, {name} flushes little of what was counted"
     return f"{flushed}. Multiplied by up to 2^{window.log2_highest}, nothing seen would overflow."
+
+
+def _in_parts(session: Session, gradients: Sequence[GradientRange], format: FloatFormat) -> list[float]:
+    """Return upper bounds of the shares that the format flushes of single gradients in the run's parts, as tables do."""
+    judged = {gradient.key for gradient in gradients if not gradient.is_noise}
+    parts = (part for block in time_blocks(session.windows) for part in block_histograms(block).items())
+    return [seen.lost_l1_share(format).high for key, seen in parts if key in judged and not seen.histogram.nonfinite]
 
 
 def in_steps(steps: tuple[int, int] | None) -> str:

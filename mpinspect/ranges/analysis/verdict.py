@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
@@ -41,11 +42,23 @@ def verdict(
         return Verdict(True, precision, sentences)
     worst = grave[0]
     opening = "In trouble" if worst.severity == _ERROR else "To be mended"
-    mend = in_counts((finding for finding in grave[1:]), named=True)
     others = in_counts(finding for finding in findings if finding.severity == _INFO)
-    more = " ".join(f"{lead}: {what}." for lead, what in (("Also to be mended", mend), ("Also below", others)) if what)
+    more = " ".join(filter(None, (_also_grave(grave[1:]), f"Also below: {others}." if others else "")))
     sure = "" if worst.certainty == "measured" else " (inferred)"
     return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more)
+
+
+#: Most further findings whose first clause the verdict gives.
+_TOLD = 2
+
+
+def _also_grave(findings: Sequence[Finding]) -> str:
+    """Return the first clauses of the findings above "info" that the verdict does not give whole; "" for none."""
+    if not findings:
+        return ""
+    clauses = [f"{re.split('[:;.] ', finding.message)[0].rstrip('.')} ({finding.id})" for finding in findings[:_TOLD]]
+    left = f"; and {number_of(len(findings) - _TOLD, 'finding')} more" if len(findings) > _TOLD else ""
+    return f"Also to be mended: {'; '.join(clauses)}{left}."
 
 
 def _computes_in(session: Session, format: FloatFormat | None) -> str:
@@ -109,7 +122,9 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
         # Below, gradients are subnormal in FP16, and rounded more coarsely than in BF16.
         finer = told.finer_from
         rounds = (
-            "" if finer is None else f"; from {as_power(finer)} on it rounds finer by root mean square, up to 8 times"
+            ""
+            if finer is None
+            else f"; at scales from {as_power(finer)} up it rounds up to 8 times finer than BF16 (by root mean square)"
         )
         yield f"BF16 needs no loss scale; {fits}{rounds}."
     elif format == FLOAT32:

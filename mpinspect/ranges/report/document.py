@@ -497,7 +497,7 @@ def _unknown_range(layers: Sequence[LayerReport], kind: str) -> list[str]:
     """Return a sentence on the tensors of a kind that held nothing but zeros, infinities and NaNs; no sentence if none did."""
     of_kind = [(layer.name, layer.histogram) for layer in layers if layer.kind == kind and layer.histogram is not None]
     names = [name for name, counts in of_kind if counts.total and not counts.nonzero]
-    return [f"of {some(names)} no finite value but zero was seen"] if names else []
+    return [f"of {some(names)} no finite value other than zero was seen"] if names else []
 
 
 def _format_name(verdict: FormatVerdict) -> str:

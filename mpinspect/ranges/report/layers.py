@@ -114,7 +114,7 @@ def badness(layer: LayerReport) -> tuple[float, ...]:
         not layer.rounding_noise,
         bool(layer.overflowed),
         lost,
-        layer.lost_l1_share.estimate if layer.lost_l1_share else 0.0,
+        layer.lost_l1_share.high if layer.lost_l1_share else 0.0,
         layer.flushed_fraction.estimate if layer.flushed_fraction else 0.0,
     )
 

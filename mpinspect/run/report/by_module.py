@@ -25,7 +25,8 @@ class ModuleRow:
         flops_fraction: share of the recorded step's FLOPs, 0..1; None without --lint.
         shape_verdict: the worst of its products ("off", "degraded", "unknown", "native"); "" without --lint.
         lost_l1_share: the worst of its gradients' lost L1 shares at scale 1; None if one of them is unknown.
-        log2_scale_needed: log2 of the smallest loss scale that suffices for its gradients; None if unknown.
+        log2_scale_needed: log2 of the smallest loss scale that suffices for its gradients, or of the largest if they overflow at
+            scale 1; None if unknown.
         kernel_time_us: time of its kernels in the profiled step; None without --kernels or without a GPU.
         kernel_time_fraction: that time as a share of all kernel time, 0..1; None if that is None.
         tensor_core_fraction: share of kernel_time_us on Tensor Cores, native or degraded, 0..1; None if that is None.
@@ -71,12 +72,8 @@ def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:
     for part in report.parts:
         lead = "" if len(report.parts) == 1 else part.name
         for layer in part.ranges.layers:
-            # Without the loss scale the counts are of gradients times an unknown factor.
-            if (
-                layer.kind in GRADIENT_KINDS
-                and layer.histogram is not None
-                and part.ranges.session.progress.scale_known
-            ):
+            # Without a loss scale that is known, or that mends anything, none is needed.
+            if layer.kind in GRADIENT_KINDS and layer.histogram is not None and part.ranges.loss_scale.available:
                 found.setdefault(".".join(filter(None, (lead, layer.module))), []).append(layer)
     return found
 
@@ -113,8 +110,14 @@ def _worst_share(layers: Iterable[LayerReport]) -> Interval | None:
 
 
 def _needed(layers: Iterable[LayerReport]) -> int | None:
-    """Return the largest exponent; None if a gradient that may have lost too much before it was counted needs an unknown one."""
+    """Return the exponent of the scale that serves all, also by not overflowing; None if one gradient's is unknown.
+
+    A gradient that may have lost too much before it was counted needs an unknown scale.
+    """
     judged = [layer for layer in layers if not layer.rounding_noise]
+    highest = min((layer.max_log2_scale for layer in judged if layer.max_log2_scale is not None), default=0)
+    if highest < 0:
+        return highest
     worst = _worst_share(judged)
     needed = max((layer.log2_scale_needed for layer in judged if layer.log2_scale_needed is not None), default=None)
     return None if worst is None or (not needed and worst.high > LOST_L1_TOLERANCE) else needed

@@ -132,7 +132,7 @@ def _brief(report: RunReport) -> Iterator[Item]:
         yield Item(_kernels(report), "kernels")
     of_shapes = in_counts(_grave_on_shapes(report))
     if report.findings or of_shapes:
-        words = (in_counts(report.findings), of_shapes and f"{of_shapes} on shapes (report.md)")
+        words = (in_counts(report.findings), of_shapes and f"{of_shapes} on the speed of shapes (report.md)")
         yield Item("; ".join(filter(None, words)), "findings")
     if report.log_dir:
         yield Item(report.log_dir, "files")
@@ -168,7 +168,7 @@ def _shapes(report: RunReport) -> str:
         gain = f"; with those in 16 bits {then} would suit" if in_16_bits > suits else ""
         words += f"; {_how_many(in_fp32)} run in FP32{gain}"
     for worst in _grave_on_shapes(report)[:1]:
-        words += f"; worst: {worst.id}{f' in {worst.layer!r}' if worst.layer else ''}"
+        words += f"; see {worst.id}{f' in {worst.layer!r}' if worst.layer else ''}"
     return words + (" (--lint, report.md)" if report.is_shape_detail else "")
 
 

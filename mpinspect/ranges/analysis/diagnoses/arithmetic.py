@@ -28,7 +28,11 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
         buffers = [buffer for where, _, buffer in places if where == module]
         has, it = ("has", "it") if len(buffers) == 1 else ("have", "them")
         # Where only the variance is infinite, what is divided by it is zero, and the layer's bias is left.
-        gives = "NaN" if "running_mean" in buffers else "the same output for every input, or NaN"
+        gives = (
+            " and gives NaN"
+            if "running_mean" in buffers
+            else ": a channel whose variance is infinite gives the same output for every input, one with NaN gives NaN"
+        )
         is_wide = first.text.endswith("float32")
         begun = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
         mend = "Look at what makes the values too large, infinite or NaN"
@@ -41,7 +45,7 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             "error",
             module,
             f"{' and '.join(buffers)} of {module_named(module)} ({kind}) {has} not been finite since step {first.step}: "
-            "training uses the batch's own statistics and goes on, but evaluation uses the running statistics and gives "
+            "training uses the batch's own statistics and goes on, but evaluation uses the running statistics"
             f"{gives}."
             + (f" A forward that was not finite wrote {it}; skipping its step does not undo that." if begun else ""),
             {"buffers": [each.name for each in broken]},

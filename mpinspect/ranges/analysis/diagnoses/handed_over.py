@@ -46,7 +46,7 @@ def never_updated(case: Case) -> Iterator[Finding]:
             continue
         has_scaler = bool(case.scalers)
         broke = next((event for event in case.events if event.gradients_finite is False), None)
-        whose = f" of {' and '.join(dict.fromkeys(found.names))}" if found.names else ""
+        whose = f" of its optimizer ({' and '.join(dict.fromkeys(found.names))})" if found.names else ""
         yield Finding(
             "never-updated",
             "error",
@@ -287,9 +287,9 @@ def gradients_replaced(case: Case) -> Iterator[Finding]:
             "gradients-replaced",
             "error",
             names[0],
-            f"From step {first.step} on gradients held infinities or NaNs, which must have reached those of {_grouped(names)}, "
-            f"and no step was skipped: a hook (nan_to_num) replaced them by finite values before the scaler looked{scale}. The "
-            "optimizer stepped on numbers that no backward gave.",
+            f"From step {first.step} on gradients held infinities or NaNs, which must have reached the weight gradients of "
+            f"{_grouped(names)}, and no step was skipped: a hook (nan_to_num) replaced them by finite values before the scaler "
+            f"looked{scale}. The optimizer stepped on numbers that no backward gave.",
             {"parameters": len(names), "names": names[:20], "loss_scale": first.loss_scale},
             fix,
             code,
@@ -474,8 +474,8 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
             "gradients-all-zero",
             "info",
             zero[0],
-            f"Every gradient of {_grouped(zero)} was zero in all sampled steps, since infinities and NaNs were replaced: these "
-            "weights do not learn.",
+            f"Every weight gradient of {_grouped(zero)} was zero in all sampled steps, since infinities and NaNs were replaced: "
+            "these weights do not learn.",
             {"parameters": len(zero), "names": zero[:20]},
         )
     if not names:
@@ -489,8 +489,8 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
         "gradients-all-zero",
         "warning",
         names[0],
-        f"Every gradient of {_grouped(names)} was zero in all sampled steps: these weights do not learn. FP16 flushes gradients "
-        f"up to {edge}; whether that made the zeros is not known.",
+        f"Every weight gradient of {_grouped(names)} was zero in all sampled steps: these weights do not learn. FP16 flushes "
+        f"gradients up to {edge}; whether that made the zeros is not known.",
         {"parameters": len(names), "names": names[:20], "loss_scale": scale},
         f"Take the gradients of one batch with autocast off. If they are not zero there, {in_fp32}multiply this part's loss by "
         f"a factor of its own{limit}.{f' Computing them in FP32 would not do: {damped}.' if damped else ''}",

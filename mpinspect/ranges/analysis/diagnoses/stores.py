@@ -268,7 +268,9 @@ def accumulation_lost(case: Case) -> Iterator[Finding]:
     found = [each for each in case.measured("accumulation") if each.figures.get("nonzero", 0) > 0]
     if not found:
         return
-    lost = sum(each.figures["lost"] for each in found) / sum(each.figures["nonzero"] for each in found)
+    # Of each step, the sums over all parameters stand beside each of the worst.
+    of_all = {each.step: each.figures for each in found}.values()
+    lost = sum(each["all_lost"] for each in of_all) / sum(each["all_nonzero"] for each in of_all)
     worst = max(found, key=lambda each: each.figures["lost"] / each.figures["nonzero"])
     share = worst.figures["lost"] / worst.figures["nonzero"]
     if share <= _LOST_TOLERANCE:

@@ -62,7 +62,7 @@ class Accumulation(Observer):
                 self._before[id(parameter)] = total.clone()
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Record the parameters that lost most."""
+        """Record the parameters that lost most, with the sums over all."""
         lost, self._lost = self._lost, {}
         self._before.clear()
         if not self.at_work or not lost:
@@ -71,6 +71,8 @@ class Accumulation(Observer):
         counts = torch.stack([each for each, _ in lost.values()]).tolist()
         rows = [(name, dtype, *pair) for (name, (_, dtype)), pair in zip(lost.items(), counts, strict=True)]
         rows.sort(key=lambda row: row[2] / max(row[3], 1), reverse=True)
+        of_all = {"all_lost": float(sum(row[2] for row in rows)), "all_nonzero": float(sum(row[3] for row in rows))}
+        of_all["micro_batches"] = float(self._micro_batch + 1)
         for name, dtype, missed, added in rows[:_MOST_PARAMETERS]:
-            figures = {"lost": float(missed), "nonzero": float(added), "micro_batches": float(self._micro_batch + 1)}
+            figures = {"lost": float(missed), "nonzero": float(added), **of_all}
             self._recording.measured(Measurement("accumulation", name, step, figures, text=dtype))
