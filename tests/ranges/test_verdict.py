@@ -156,7 +156,7 @@ def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would
     )
     finer = report.in_float16.finer_from
     assert report.verdict.sentences[1].endswith(
-        f"; at scales from {as_power(finer)} up it rounds up to 8 times finer than BF16 (by root mean square)."
+        f"; at scales of {as_power(finer)} or more its rounding is finer than BF16's, up to 8 times (root mean square)."
     )
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
 
@@ -212,7 +212,7 @@ def test_what_to_do_after_a_healthy_run_in_float16_fits_its_scale(used, told):
 def test_the_reserve_of_the_window_is_named_in_powers_of_two():
     advice = analyse(sessions.word_model()).loss_scale
     assert (advice.lowest, advice.highest, advice.recommended) == (2.0**4, 2.0**18, 2.0**15)
-    suggested = "Reserve in the window, in powers of two: the suggested scale, 2^15, has 11 below and 3 above"
+    suggested = "Room in the window, in powers of two: the suggested scale, 2^15, has 11 below and 3 above"
     assert reserve_line(advice) == reserve_line(advice, 2.0**15) == f"{suggested}."
     assert reserve_line(advice, 2.0**18) == f"{suggested}; the run's last, 2^18, has 14 below and 0 above."
     assert reserve_line(advice, 2.0**3) == f"{suggested}; the run's last, 2^3, lies 1 below the window."

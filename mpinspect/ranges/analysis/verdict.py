@@ -56,9 +56,15 @@ def _also_grave(findings: Sequence[Finding]) -> str:
     """Return the first clauses of the findings above "info" that the verdict does not give whole; "" for none."""
     if not findings:
         return ""
-    clauses = [f"{re.split('[:;.] ', finding.message)[0].rstrip('.')} ({finding.id})" for finding in findings[:_TOLD]]
+    clauses = [f"{_first_clause(finding.message)} ({finding.id})" for finding in findings[:_TOLD]]
     left = f"; and {number_of(len(findings) - _TOLD, 'finding')} more" if len(findings) > _TOLD else ""
     return f"Also to be mended: {'; '.join(clauses)}{left}."
+
+
+def _first_clause(message: str) -> str:
+    """Return a message up to its first colon, semicolon or full stop, without a bracket that this would leave open."""
+    clause = re.split("[:;.] ", message)[0].rstrip(".")
+    return clause[: clause.rindex(" (")] if clause.count("(") > clause.count(")") else clause
 
 
 def _computes_in(session: Session, format: FloatFormat | None) -> str:
@@ -124,7 +130,7 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
         rounds = (
             ""
             if finer is None
-            else f"; at scales from {as_power(finer)} up it rounds up to 8 times finer than BF16 (by root mean square)"
+            else f"; at scales of {as_power(finer)} or more its rounding is finer than BF16's, up to 8 times (root mean square)"
         )
         yield f"BF16 needs no loss scale; {fits}{rounds}."
     elif format == FLOAT32:
@@ -189,5 +195,5 @@ def _next_in_float16(session: Session, advice: LossScaleAdvice) -> str:
 
 
 def _window(advice: LossScaleAdvice) -> str:
-    reserve = f" ({number_of(advice.reserve, 'power')} of two above it in reserve)" if advice.reserve else ""
+    reserve = f" (its top keeps {number_of(advice.reserve, 'power')} of two in reserve)" if advice.reserve else ""
     return f"window {as_power(advice.lowest)} .. {as_power(advice.highest)}{reserve}"

@@ -81,7 +81,7 @@ def reserve_line(advice: LossScaleAdvice, used: float | None = None) -> str:
     words = [_reserve(best, advice.recommended, ends)]
     if used is not None and 0 < used < math.inf and used != advice.recommended:
         words.append(_reserve(f"the run's last, {as_power(used)},", used, ends))
-    return f"Reserve in the window, in powers of two: {'; '.join(words)}."
+    return f"Room in the window, in powers of two: {'; '.join(words)}."
 
 
 def _reserve(named: str, scale: float, ends: tuple[float, float]) -> str:

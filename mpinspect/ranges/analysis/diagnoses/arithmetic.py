@@ -101,7 +101,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
             "",
             f"The loss is computed in {name}"
             + (
-                f", and in step {found.step}, where it was read, it is {value:g}: a square or a sum inside it exceeds "
+                f", and in step {found.step}, which was examined, it is {value:g}: a square or a sum inside it exceeds "
                 f"{FORMATS[found.text].max_finite:g}" + ("." if broke else "; the gradients are finite all the same.")
                 if overflowed
                 else f" (autograd's {' of '.join(found.names[:4]).lower()}): each of its terms is rounded to {bits} bits "

@@ -481,7 +481,11 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
     if not names:
         return
     scale, highest = case.session.last_scale, case.advised.advice.highest
-    limit = f": above a loss scale of {with_power(highest)} the other layers may overflow" if highest else ""
+    limit = (
+        f" rather than raise the loss scale for all: above {with_power(highest)} the other layers may overflow"
+        if highest
+        else ""
+    )
     edge = f"{as_power(2.0**-25 / scale)} at the loss scale of {with_power(scale)}" if scale else "2^-25"
     damped = damped_by_epsilon(case.session, 2.0**-25 / (scale or 1.0))
     in_fp32 = "" if damped else "compute these modules in FP32, or "

@@ -319,7 +319,7 @@ def overflow_recurs(case: Case) -> Iterator[Finding]:
         "warning",
         later[0].module,
         f"{when} the gradients overflow{where}, although the scale {'fell each time' if falls else 'never grew'}, from "
-        f"{with_power(scales[0])} to {with_power(scales[-1])}: the cause is the batches of these steps, not the scale.",
+        f"{with_power(scales[0])} to {with_power(scales[-1])}: the gradients of these batches are far larger than the others'.",
         {"steps": steps, "period": period, "scales": scales},
         f"Look at the batches of steps {numbers}: an outlier, a padded last batch, a sample that comes by once a period. Clip "
         "its loss, or leave it out; each such step halves the scale for all the others.",
