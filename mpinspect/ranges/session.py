@@ -348,6 +348,11 @@ class Precision:
     scalers: tuple[ScalerRecord, ...] = ()
     reduced: tuple[str, ...] = ()
 
+    @property
+    def has_masters(self) -> bool:
+        """Whether an optimizer steps copies of the model's weights."""
+        return any(optimizer.masters for optimizer in self.optimizers)
+
 
 class ScaleChange(NamedTuple):
     """The loss scale from a given step on (1.0: no scaling; None: unknown)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
@@ -54,21 +55,14 @@ def inferred(finding: Finding) -> str:
     return "" if finding.certainty == MEASURED else f" ({finding.certainty})"
 
 
-def in_counts(findings: Iterable[Finding], *, named: bool = False) -> str:
-    """Return the number of findings of each severity in words, the gravest first: "1 error, 2 warnings, 3 info"; "" for none.
-
-    ``named``: put the ids after the number, for all but "info".
-    """
-    ids: dict[str, list[str]] = {name: [] for name in reversed(SEVERITIES)}
-    for finding in findings:
-        ids[finding.severity].append(finding.id)
+def in_counts(findings: Iterable[Finding]) -> str:
+    """Return the number of findings of each severity in words, the gravest first: "1 error, 2 warnings, 3 info"; "" for none."""
+    found = Counter(finding.severity for finding in findings)
     # "info" has no plural.
     return ", ".join(
-        f"{len(of_it)} info"
-        if name == "info"
-        else number_of(len(of_it), name) + (f" ({', '.join(dict.fromkeys(of_it))})" if named else "")
-        for name, of_it in ids.items()
-        if of_it
+        f"{found[name]} info" if name == "info" else number_of(found[name], name)
+        for name in reversed(SEVERITIES)
+        if found[name]
     )
 
 

@@ -283,10 +283,10 @@ def test_samples_are_weighed_by_the_steps_that_they_stand_for():
     assert layer.flushed_fraction.low < layer.flushed_fraction.estimate < layer.flushed_fraction.high
     assert layer.histogram.total == 20 * 2000
     # The counts that the shares come from give the share of every column, and the picture beside it.
-    strip = range_strip(layer.shared, FLOAT16)
+    strip = range_strip(layer.representative, FLOAT16)
     assert strip.below + sum(strip.parts[0]) == pytest.approx(layer.flushed_fraction.estimate)
     at_recommended = flushed_at_recommended(layer, report).estimate
-    assert at_recommended == layer.shared.flushed_fraction(FLOAT16, log2_recommended(report.loss_scale))
+    assert at_recommended == layer.representative.flushed_fraction(FLOAT16, log2_recommended(report.loss_scale))
 
 
 def test_samples_that_stand_for_equally_many_steps_are_measured():

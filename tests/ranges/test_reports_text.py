@@ -167,6 +167,8 @@ def test_backwards_are_said_where_there_is_not_one_a_step():
         ({"bfloat16": 10}, 512 * 500, "the sum of 512 in an FP16 .grad may be up to 9 powers of two larger"),
         ({"float32": 10}, 512 * 500, ""),
         ({"float16": 10}, 500, ""),
+        # The last step has not ended.
+        ({"float16": 10}, 501, ""),
     ],
 )
 def test_the_window_is_of_single_backwards(gradients, backwards, words):

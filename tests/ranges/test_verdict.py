@@ -16,6 +16,7 @@ from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.verdict import verdict
 from mpinspect.ranges.report.scale_line import reserve_line
 from mpinspect.ranges.session import ScaleChange, Session
+from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import as_power
 
 
@@ -293,6 +294,24 @@ def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_its_fix_as_code()
     assert verdict.code
     assert 3 <= len(verdict.lines) - len(verdict.code.splitlines()) + 1 <= 6
     assert verdict.more.startswith("Also to be mended: ")
+
+
+def test_the_verdict_says_of_what_else_is_to_be_mended_what_it_is():
+    messages = (
+        "The first.",
+        "It was not finite in step 5 (at a scale of 8 (2^3)), where it began (its output; not its input).",
+        "The scale, 8 (2^3), is too large: by far.",
+        "One.",
+        "Two.",
+    )
+    grave = [Finding(f"id-{place}", "warning", "", message) for place, message in enumerate(messages)]
+    advice = analyse(Session()).loss_scale
+    said = verdict(Session(), [*grave, Finding("other", "info", "", "x")], advice, None).more
+    assert said == (
+        "Also to be mended: It was not finite in step 5 (at a scale of 8 (2^3)), where it began (id-1); "
+        "The scale, 8 (2^3), is too large (id-2); and 2 findings more. Also below: 1 info."
+    )
+    assert verdict(Session(), grave[:1], advice, None).more == ""
 
 
 def test_the_precision_inside_a_compiled_model_is_not_known() -> None:

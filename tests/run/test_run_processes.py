@@ -398,9 +398,11 @@ def test_torchrun_kills_the_others_of_a_dead_rank_and_the_report_names_it(tmp_pa
     assert ended.returncode == 1
     said = " ".join(str(read_run(folder / "here")).split())
     dead = r"without a report \(killed, or it crashed\)"
-    # The launcher may stop rank 0 before its collective fails.
-    last = r"Then rank 0 ended (in step 1 by \w+ in a collective|after step 0 by a SIGTERM)"
-    assert re.search(rf"Rank 1 ended (in one of steps 0-1|in step 0 or later|in step 1|after step 0) {dead}\. {last}", said)
+    # The launcher may stop rank 0 before its collective fails. Of a rank that was killed before it had written of a whole step,
+    # as happens on a busy machine, no more is known than that it had begun.
+    killed = "after step 0|in step 0 or later"
+    last = rf"Then rank 0 ended (in step 1 by \w+ in a collective|({killed}) by a SIGTERM)"
+    assert re.search(rf"Rank 1 ended (in one of steps 0-1|in step 1|{killed}) {dead}\. {last}", said)
 
 
 #: A rank that is stopped while it waits where no Python code runs, after a child of it has been stopped.

@@ -218,10 +218,8 @@ def test_layers_that_no_scale_serves_get_the_largest_that_does_not_overflow():
         mp.backward(loss)
         mp.step()
     lowest, highest = mp.scaler.window
-    # 2^8 * 2^7 is the last power of two below 65520; the first steps found that out.
-    assert (
-        lowest == highest == mp.loss_scale == 2.0**6
-    )  # 2^7 and one in reserve: where in their octave the peaks lie is not known
+    # 2^8 * 2^7 is the last power of two below 65520; one is kept in reserve, since peaks are known to their octave alone.
+    assert lowest == highest == mp.loss_scale == 2.0**6
 
 
 # -- later --------------------------------------------------------------------------------------------------------------

@@ -80,9 +80,8 @@ def _parts(session: Session) -> Iterator[str]:
         yield f"{_names(autocast)} autocast{' of some modules' if '' in precision.autocast else ''}"
     elif precision.autocast:
         yield "no autocast"
-    has_masters = any(optimizer.masters for optimizer in precision.optimizers)
     # An optimizer of masters is given the masters' gradients, not the model's.
-    if precision.gradients and not has_masters and set(precision.gradients) != set(precision.weights):
+    if precision.gradients and not precision.has_masters and set(precision.gradients) != set(precision.weights):
         yield _by_share(precision.gradients, "gradients")
     if precision.optimizers:
         yield from dict.fromkeys(map(_optimizer, precision.optimizers))

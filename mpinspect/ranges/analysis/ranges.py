@@ -228,6 +228,5 @@ def _reason(info: TensorInfo, session: Session, seen: set[TensorKey]) -> str:
     if info.kind == ACTIVATION:
         return "its module's forward never ran"
     if info.kind == UPDATE:
-        has_masters = any(optimizer.masters for optimizer in session.precision.optimizers)
-        return STEPS_MASTERS if has_masters else "no optimizer step was sampled"
+        return STEPS_MASTERS if session.precision.has_masters else "no optimizer step was sampled"
     return "it was never counted"

@@ -128,7 +128,7 @@ class LayerReport:
         return TensorKey(self.name, self.kind)
 
     @property
-    def shared(self) -> ExponentHistogram | None:
+    def representative(self) -> ExponentHistogram | None:
         """The counts that the shares come from; None if never seen."""
         return self.weighed or self.histogram
 

@@ -38,7 +38,7 @@ from mpinspect.ranges.report.scale_line import (
     scale_line,
     steps_and_samples,
 )
-from mpinspect.ranges.session import Event, Window
+from mpinspect.ranges.session import Event, Progress, Window
 from mpinspect.reporting.document import (
     Block,
     Cell,
@@ -240,9 +240,9 @@ def _of_sums(report: RangeReport) -> str:
     """Return a sentence on how much larger the sums in a 16-bit .grad may be than the single backwards; "" if it holds none."""
     progress, ledger = report.session.progress, report.session.precision
     narrow = {FLOAT16.name, BFLOAT16.name} & set(ledger.gradients or ledger.weights)
-    summed = -(-progress.backwards // max(progress.steps, 1))
-    if not narrow or summed < 2:
+    if not narrow or not _accumulates(progress):
         return ""
+    summed = -(-progress.backwards // max(progress.steps, 1))
     powers = number_of(math.ceil(math.log2(summed)), "power")
     return (
         f"The window is of single backwards: the sum of {summed:,} in an FP16 .grad may be up to {powers} of two larger, and "
@@ -335,10 +335,14 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
 
 def _of_each_backward(kind: str, report: RangeReport) -> str:
     """Return words for a run that adds up gradients, on purpose or not: they are counted before they are added."""
-    progress = report.session.progress
     never_zeroed = any(finding.id == "gradients-never-zeroed" for finding in report.findings)
-    accumulates = kind in GRADIENT_KINDS and (progress.backwards > progress.steps + 1 or never_zeroed)
-    return " of each backward" if accumulates else ""
+    adds_up = never_zeroed or _accumulates(report.session.progress)
+    return " of each backward" if adds_up and kind in GRADIENT_KINDS else ""
+
+
+def _accumulates(progress: Progress) -> bool:
+    """Return whether there are more backwards than steps, beside that of a step which has not ended."""
+    return progress.backwards > progress.steps + 1
 
 
 def _as_counted(kind: str, report: RangeReport) -> str:
@@ -393,7 +397,11 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
                 priority=2,
                 meaning="the non-zero elements, small to large, against the format from its flush edge to its top",
             ),
-            lambda row: Cell() if row.worst.shared is None else Cell(strip=range_strip(row.worst.shared, format)),
+            lambda row: (
+                Cell()
+                if row.worst.representative is None
+                else Cell(strip=range_strip(row.worst.representative, format))
+            ),
         ),
     ]
     return [(column, partial(_of_values, figure)) for column, figure in columns]

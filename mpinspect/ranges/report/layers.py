@@ -144,9 +144,9 @@ def _at_recommended(
     share_of: Callable[[Visibility, FloatFormat, int], Interval], layer: LayerReport, report: RangeReport
 ) -> Interval | None:
     k = log2_recommended(report.loss_scale)
-    if k is None or layer.shared is None or layer.lost_l1_share is None:
+    if k is None or layer.representative is None or layer.lost_l1_share is None:
         return None
-    return share_of(Visibility(layer.shared, layer.floor_exponent), FORMATS[report.format], k)
+    return share_of(Visibility(layer.representative, layer.floor_exponent), FORMATS[report.format], k)
 
 
 def flushed_words(layer: LayerReport, elements: Interval | None) -> str:

@@ -114,9 +114,9 @@ def _broken(layer: LayerReport) -> int:
 
 
 def _shares(layer: LayerReport | None, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    if layer is None or layer.shared is None:
+    if layer is None or layer.representative is None:
         return np.zeros(high - low)
-    return shares(layer.shared, low, high)
+    return shares(layer.representative, low, high)
 
 
 def _finding(report: RangeReport, found: list[Repeated]) -> str:

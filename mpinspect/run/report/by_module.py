@@ -72,7 +72,7 @@ def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:
     for part in report.parts:
         lead = "" if len(report.parts) == 1 else part.name
         for layer in part.ranges.layers:
-            # Without a loss scale that is known, or that mends anything, none is needed.
+            # Where no scale can be advised, the run's being unknown or its training diverged, none serves a module.
             if layer.kind in GRADIENT_KINDS and layer.histogram is not None and part.ranges.loss_scale.available:
                 found.setdefault(".".join(filter(None, (lead, layer.module))), []).append(layer)
     return found

@@ -362,7 +362,6 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
     ]
     if len(found) < _FEWEST_LEFT_OVER:
         return
-    has_masters = any(optimizer.masters for optimizer in case.precision.optimizers)
     both = ", those of the copies that the optimizer steps and the model's"
     yield Finding(
         "gradients-never-zeroed",
@@ -371,8 +370,8 @@ def gradients_never_zeroed(case: Case) -> Iterator[Finding]:
         f"In step {found[0].step}{_again(found)} .grad still held the gradients of the step before when the backward began: "
         f"each step is taken with the sum of all gradients so far{_grown(found, 'of .grad')}.",
         {"measured_steps": len(found), "largest": [each.figures["largest"] for each in found]},
-        f"Zero the gradients once a step{both if has_masters else ''}.",
-        "optimizer.zero_grad()" + ("\nmodel.zero_grad()" if has_masters else ""),
+        f"Zero the gradients once a step{both if case.precision.has_masters else ''}.",
+        "optimizer.zero_grad()" + ("\nmodel.zero_grad()" if case.precision.has_masters else ""),
         step=found[0].step,
     )
 

@@ -435,7 +435,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
     by_hand = "give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)"
     weights = "Keep FP32 weights (GradScaler refuses FP16 gradients), and scale" if in_half else "Scale"
     fix = f"{weights} the loss{room}; if the loop does so by hand, {by_hand}."
-    if any(optimizer.masters for optimizer in case.precision.optimizers):
+    if case.precision.has_masters:
         # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
         fix, code = (
             f"If the loop scales the loss by hand, {by_hand}, and let the loop skip steps that are not finite.",

@@ -268,9 +268,11 @@ def accumulation_lost(case: Case) -> Iterator[Finding]:
     found = [each for each in case.measured("accumulation") if each.figures.get("nonzero", 0) > 0]
     if not found:
         return
-    # Of each step, the sums over all parameters stand beside each of the worst.
-    of_all = {each.step: each.figures for each in found}.values()
-    lost = sum(each["all_lost"] for each in of_all) / sum(each["all_nonzero"] for each in of_all)
+    # The sums over all parameters of a step stand beside each of the worst; older files have the worst alone.
+    of_all = {each.step: each.figures for each in found if "all_lost" in each.figures}.values()
+    sums = [(each["all_lost"], each["all_nonzero"]) for each in of_all]
+    sums = sums or [(each.figures["lost"], each.figures["nonzero"]) for each in found]
+    lost = sum(part for part, _ in sums) / sum(whole for _, whole in sums)
     worst = max(found, key=lambda each: each.figures["lost"] / each.figures["nonzero"])
     share = worst.figures["lost"] / worst.figures["nonzero"]
     if share <= _LOST_TOLERANCE:
