@@ -272,7 +272,7 @@ def _in_lost_updates(patch: pytest.MonkeyPatch) -> None:
 
 
 def _in_broken_weights(patch: pytest.MonkeyPatch) -> None:
-    _fails_at(patch, weights, "largest_magnitude", _is_odd)
+    _fails_at(patch, weights, "read_largest", _is_odd)
 
 
 def _in_the_watch(patch: pytest.MonkeyPatch) -> None:

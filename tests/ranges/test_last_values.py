@@ -346,7 +346,9 @@ def test_once_it_is_known_that_a_block_and_its_last_layer_share_a_gradient_it_is
             output.square().mean().backward()
             read.append(reads.take())
             optimizer.step()
-    parameters = sum(parameter.numel() for parameter in block.parameters())
+            optimizer.zero_grad()
+    # The watch reads the parameters' gradients, and so do the diagnoses at the backward's end.
+    parameters = 2 * sum(parameter.numel() for parameter in block.parameters())
     outputs = 2 * 128 * 256
     # Of norm, up and proj the gradients are counted; that of the block itself is proj's.
     assert [counted for counted, _ in read] == [4 * outputs] * 4

@@ -85,6 +85,18 @@ def on_host(value: Value) -> float | None:
     return from_extremes(*(each.double().numpy().item() for each in value))
 
 
+def read_largest(tensor: torch.Tensor) -> float:
+    """Return a tensor's largest magnitude: NaN if it holds a NaN, -inf if its only infinities are, 0 if it can't be read.
+
+    Waits for a GPU.
+    """
+    largest = largest_magnitude(tensor)
+    if largest is not None:
+        return largest
+    found = extremes(tensor)
+    return 0.0 if found is None else from_extremes(*map(float, found))
+
+
 def stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     """Stack pairs of extremes into an (n, 2) float32 or float64 tensor, or the headers of rows into (n, HEADER) int64."""
     if len(values[0]) == 1:

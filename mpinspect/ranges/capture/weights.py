@@ -9,10 +9,9 @@ from dataclasses import replace
 import torch
 from torch.nn.parameter import is_lazy
 
-from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.counting.pieces import detached_values
 from mpinspect.ranges.capture.culprit import word
-from mpinspect.ranges.capture.largest import extremes, from_extremes
+from mpinspect.ranges.capture.largest import read_largest
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.kinds import WEIGHT
 from mpinspect.ranges.session import END, Event, TensorKey
@@ -191,8 +190,4 @@ def _magnitude(parameter: torch.Tensor) -> float:
     weight = detached_values(local_part(parameter))
     if not weight.numel() or not (weight.is_floating_point() or weight.is_complex()):
         return 0.0
-    largest = largest_magnitude(weight)
-    if largest is not None:
-        return largest
-    found = extremes(weight)
-    return 0.0 if found is None else from_extremes(*(float(value) for value in found))
+    return read_largest(weight)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -33,6 +33,8 @@ _MOST_ELEMENTS = 1 << 16
 _MOST_EXAMINED = 3
 #: A weight is recorded once its norm has grown by this factor since the first step.
 _GROWN = 16.0
+#: The most rows of each weight that are compared after measured steps; the whole weights are once one of these has grown.
+_MOST_COMPARED = 16
 #: Weights are compared, too, when a finite loss exceeds the first one by this factor.
 _LOSS_GROWN = 100.0
 
@@ -65,8 +67,9 @@ class Examination(Observer):
         self._called: set[str] = set()
         #: The sequence numbers of the graph nodes that made modules' outputs.
         self._ends: set[int] = set()
-        #: Norms of the weights before the first step, and the names of the weights recorded as grown.
+        #: Norms of the weights and of some of their rows before the first step, and the names of the weights recorded as grown.
         self._norms: dict[str, float] | None = None
+        self._row_norms: dict[str, float] = {}
         self._grown: set[str] = set()
         self._told_loss = self._told_term = False
         self._first_loss: float | None = None
@@ -89,7 +92,7 @@ class Examination(Observer):
         self._called.clear()
         self._ends.clear()
         if self._norms is None:
-            self._norms = self._weight_norms()
+            self._norms, self._row_norms = self._weight_norms(), self._weight_norms(_MOST_COMPARED)
 
     def called(self, call: Call) -> None:
         """Remember the inputs that no module made, the calls without a graph, and the nodes of the outputs."""
@@ -164,7 +167,10 @@ class Examination(Observer):
             self._examined += 1
             self._tell_singular(step, candidate, loss_finite=True)
         if self._clock.measured and not self._recording.events:
-            self._compare_norms(step, self._weight_norms())
+            rows = self._weight_norms(_MOST_COMPARED)
+            ratios = _ratios(rows, self._row_norms)
+            if any(ratio >= _GROWN for name, ratio in ratios.items() if name not in self._grown):
+                self._compare_norms(step, self._weight_norms())
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -244,8 +250,8 @@ class Examination(Observer):
             )
 
     @torch.no_grad()
-    def _weight_norms(self) -> dict[str, float]:
-        """Return the norms of the weights of two dimensions or more. Waits for the device."""
+    def _weight_norms(self, most_rows: int | None = None) -> dict[str, float]:
+        """Return the norms of the weights of two dimensions or more, or of evenly spread rows of each. Waits for the device."""
         watched = [each for each in self._parameters if is_plain(each.parameter) and each.parameter.dim() >= 2]
         groups: dict[tuple[torch.device, torch.dtype], list[WatchedParameter]] = {}
         for each in watched:
@@ -253,7 +259,8 @@ class Examination(Observer):
             groups.setdefault((each.parameter.device, dtype), []).append(each)
         found: dict[str, float] = {}
         for (_, dtype), members in groups.items():
-            norms = torch._foreach_norm([each.parameter for each in members], 2, dtype=dtype)
+            weights = [_spread_rows(each.parameter, most_rows) if most_rows else each.parameter for each in members]
+            norms = torch._foreach_norm(weights, 2, dtype=dtype)
             values = torch.stack(norms).tolist()
             found.update(zip((each.name for each in members), values, strict=True))
         return found
@@ -270,12 +277,11 @@ class Examination(Observer):
 
     def _compare_norms(self, step: int, norms: dict[str, float], loss_ratio: float = 0.0) -> None:
         """Record each weight whose norm has grown far beyond its first one, once."""
-        for name, norm in norms.items():
-            began = (self._norms or {}).get(name, 0.0)
-            ratio = norm / began if began > 0 else 0.0
+        began = self._norms or {}
+        for name, ratio in _ratios(norms, began).items():
             if name not in self._grown and _GROWN <= ratio < math.inf and len(self._grown) < MOST_ROWS:
                 self._grown.add(name)
-                figures = {"ratio": ratio, "began": began, "loss_ratio": loss_ratio, **self._rates_of(name)}
+                figures = {"ratio": ratio, "began": began[name], "loss_ratio": loss_ratio, **self._rates_of(name)}
                 self._recording.measured(Measurement("weight-growth", name, step, figures))
 
     def _rates_of(self, name: str) -> dict[str, float]:
@@ -288,6 +294,16 @@ class Examination(Observer):
                     return named if is_one else {**named, "group": float(number)}
         # Masters are stepped in the weights' place.
         return next((rates[0] for rates in self._rates.values() if rates), {})
+
+
+def _ratios(norms: Mapping[str, float], began: Mapping[str, float]) -> dict[str, float]:
+    """Return the factor by which each norm has grown; weights that began at zero have none."""
+    return {name: norm / began[name] for name, norm in norms.items() if began.get(name, 0.0) > 0}
+
+
+def _spread_rows(weight: torch.Tensor, most: int) -> torch.Tensor:
+    """Return at most this many rows of a weight, evenly spread, without a copy."""
+    return weight[:: max(1, math.ceil(weight.shape[0] / most))]
 
 
 def _on_cpu(parameters: Sequence[WatchedParameter]) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from mpinspect.ranges.capture.diagnosing.masters import Masters
-from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.largest import is_plain, read_largest
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward, Call, Observer, ParameterGradient
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
@@ -84,11 +84,10 @@ def magnitudes(parameters: Iterable[WatchedParameter]) -> Magnitudes:
 
 
 def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude of each tensor: in one kernel on a GPU, by ``aminmax`` on a CPU, which is 16 times as fast."""
-    if not tensors[0].is_cpu or not all(tensor.numel() for tensor in tensors):
+    """Return the largest magnitude of each plain tensor: in one kernel on a GPU."""
+    if not tensors[0].is_cpu:
         return torch.stack(torch._foreach_norm(tensors, math.inf))
-    lows, highs = zip(*(torch.aminmax(tensor) for tensor in tensors), strict=True)
-    return torch.maximum(torch.stack(highs), -torch.stack(lows))
+    return torch.tensor([abs(read_largest(tensor)) for tensor in tensors], dtype=torch.float64)
 
 
 class Records:
