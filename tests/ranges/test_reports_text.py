@@ -250,21 +250,22 @@ def test_shares_of_elements_that_weigh_nothing_have_no_bounds():
     assert words(0.05, 0.02, 0.7, 0.05) == "~5% [2%..70%]"
 
 
-def test_rows_that_a_finding_names_are_shown_before_worse_ones():
+def test_rows_that_a_finding_names_and_the_gradient_nearest_to_overflow_are_shown_before_worse_ones():
     report = sessions.report_by_hand(sessions.all_sessions()["layers_300"])
-    layers = tuple(
+    layers = [
         dataclasses.replace(layer, name=f"n{place}", module=f"n{place}") for place, layer in enumerate(report.layers)
-    )
-    mildest = min(layers, key=badness)
-    report = dataclasses.replace(report, layers=layers, findings=())
+    ]
+    mild, mildest = sorted(range(len(layers)), key=lambda place: badness(layers[place]))[1::-1]
+    layers[mild] = dataclasses.replace(layers[mild], range_offset=0)
 
-    def shows(*findings):
-        rendered = render(dataclasses.replace(report, findings=findings), 120)
-        return any(line.split()[:1] == [mildest.name] for line in rendered.splitlines())
+    def shows(place, *findings):
+        shown = render(dataclasses.replace(report, layers=tuple(layers), findings=findings), 120)
+        return any(line.split()[:1] == [f"n{place}"] for line in shown.splitlines())
 
-    assert not shows()
-    assert shows(Finding("updates-lost", "info", mildest.name, "It is lost.", {}))
-    assert shows(Finding("updates-lost", "info", "", f"Lost in 'n0' and '{mildest.name}'.", {}))
+    assert shows(mild)
+    assert not shows(mildest)
+    assert shows(mildest, Finding("updates-lost", "info", f"n{mildest}", "It is lost.", {}))
+    assert shows(mildest, Finding("updates-lost", "info", "", f"Lost in 'n0' and 'n{mildest}'.", {}))
 
 
 def test_updates_of_which_none_could_be_lost_have_no_table():
@@ -275,7 +276,9 @@ def test_updates_of_which_none_could_be_lost_have_no_table():
     layers = tuple(
         dataclasses.replace(layer, lost_updates=none if layer.kind == UPDATE else None) for layer in report.layers
     )
-    assert title not in render(dataclasses.replace(report, layers=layers), 120)
+    shown = render(dataclasses.replace(report, layers=layers), 120)
+    assert title not in shown
+    assert "Updates have no table" in shown
 
 
 def test_a_step_that_never_ended_is_no_step():

@@ -120,7 +120,7 @@ def test_masters_are_told_apart_from_the_weights_they_stand_for():
 def test_a_healthy_run_is_told_so_in_four_lines_the_last_of_which_is_what_to_do(how):
     verdict = train(**how).report().verdict
     assert verdict.healthy is True
-    assert verdict.sentences[0].startswith("Healthy: nothing wrong was found in 8 steps")
+    assert verdict.sentences[0].startswith("Healthy: nothing numerically wrong was found in 8 steps")
     assert len(verdict.lines) <= 4
     assert verdict.lines[-1].removeprefix("Numerically ").lower().startswith("nothing to do")
     assert not verdict.code

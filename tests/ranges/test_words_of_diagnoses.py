@@ -184,7 +184,10 @@ def test_where_no_scale_is_needed_torchs_default_is_proposed_and_one_is_enough()
         ({}, "the loss, or the code that leads to it, computes a division by zero"),
         ({"what": "activation", "module": ""}, "the model's own code, or the loss, computes a division by zero"),
         ({"module": "", "of_input": True}, "the model's own code computes a division by zero"),
-        ({"module": "score"}, "the code in or before 'score' computes a division by zero"),
+        (
+            {"module": "score"},
+            "the code in or before 'score', or beside it on the same input, computes a division by zero",
+        ),
     ],
 )
 def test_the_subject_of_an_operation_is_its_place(broken, words):

@@ -62,7 +62,8 @@ def divergence(windows: Sequence[Window]) -> str:
     (first, before), (last, after) = ((window, max(window.gradient_peaks)) for window in (seen[0], seen[-1]))
     largest = max(max(window.gradient_peaks) for window in seen)
     if after - before >= EXPLOSION and log2_room(after, FLOAT16) < 0:
-        finite = "" if last is max(windows, key=lambda window: window.last_step) else ", the last that was finite"
+        is_last = last is max(windows, key=lambda window: window.last_step)
+        finite = "" if is_last else ", the last step whose gradients were all finite"
         course = f"rose from 2^{before} in step {first.first_step} to 2^{after} in step {last.last_step}{finite}"
     elif log2_room(largest, FLOAT16) <= FLOAT16.flush_exponent:
         course = f"reached 2^{largest}"

@@ -122,7 +122,8 @@ def _look_at(first: Event, in_half: bool) -> str:
     if first.what in LOSSES:
         return f"Look at the loss function, and at the targets of step {first.step}."
     overflow = (
-        "; where its values exceed 65504, compute it in FP32, and what takes its result until they are below that again"
+        "; where its values exceed 65504, compute it in FP32, and also the modules after it up to where the values are below "
+        "that again"
     )
     return (
         f"Look at the inputs, the weights and the arithmetic of {module_named(first.module)} at step {first.step}"

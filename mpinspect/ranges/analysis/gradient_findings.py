@@ -60,7 +60,8 @@ def _flushed(session: Session, decision: Decision) -> Finding | None:
     others = f" {len(more)} more {verb} more than {limit}{where}." if more else ""
     return Finding(
         "gradients-flushed",
-        "info" if spared else "warning",
+        # That no scale serves all is what there is to mend.
+        "info" if spared or decision.window.is_empty else "warning",
         worst.key.name,
         f"Without loss scaling {format_name(decision.rules.format.name)} would flush {percent(worst.flushed_fraction)} of the "
         f"non-zero elements of {phrase(*worst.key)}{in_steps(worst.steps)}, about {percent(worst.lost_l1_share)} of their sum of "

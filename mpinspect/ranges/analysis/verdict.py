@@ -106,7 +106,7 @@ def _healthy(session: Session) -> str:
     )
     # A run that still goes on, or was killed, is judged by what it has written.
     so_far = "" if progress.ended else " so far"
-    return f"Healthy{so_far}: nothing wrong was found in {steps}{looked}.{skipped}"
+    return f"Healthy{so_far}: nothing numerically wrong was found in {steps}{looked}.{skipped}"
 
 
 def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -> Iterator[str]:

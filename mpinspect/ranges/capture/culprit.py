@@ -364,8 +364,8 @@ def _in_code_after(
         )
     else:
         reason = (
-            f"the gradient arriving at its {what} was not finite: it arose in the code after it (the loss, or a "
-            f"function){doubt}"
+            f"the gradient that arrived at its {what} was already not finite: the fault is in the code after this module (the "
+            f"loss, or a function){doubt}"
         )
     return Culprit(BACKWARD, producer, look, reason, after=True, elsewhere=story.root)
 

@@ -292,7 +292,8 @@ Figure = Callable[[Repeated], str | Cell]
 def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
     """Yield a table for each kind of tensor counted, of updates only if any could be lost.
 
-    With many layers, only those that findings name and the worst, and one row per repeated block.
+    With many layers, only those that findings name, the gradient nearest to overflow and the worst, and one row per repeated
+    block.
     """
     counted = seen_layers(report)
     if not counted:
@@ -305,10 +306,17 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
     )
     seen = [block.worst for block in blocks]
     named = names_in(report.findings)
+    offsets = {
+        place: block.range_offset
+        for place, block in enumerate(blocks)
+        if block.worst.kind in GRADIENT_KINDS and block.range_offset is not None
+    }
+    nearest = min(offsets, key=lambda place: offsets[place], default=None)
 
     def importance(place: int) -> tuple[float, ...]:
-        # What a finding names is looked for in the tables.
-        return (any(layer.name in named for layer in blocks[place].members), *badness(seen[place]))
+        # What a finding names is looked for in the tables, and the gradient that bounds the loss scale.
+        is_sought = place == nearest or any(layer.name in named for layer in blocks[place].members)
+        return (is_sought, *badness(seen[place]))
 
     worst_first = sorted(range(len(seen)), key=importance, reverse=True)
     ranks = {place: rank for rank, place in enumerate(worst_first[: most(limit, len(seen))])}
@@ -331,6 +339,8 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
         headings = (Column("layer", is_name=True), *(column for column, _ in columns))
         tables.append(Table(headings, rows, title, tuple(ranks[place] for place in places)))
     yield Tables(tuple(tables), limit, len(seen), _LEGEND)
+    if not loses_updates and any(layer.kind == UPDATE for layer in counted):
+        yield Line("Updates have no table: none that could be lost was counted.")
 
 
 def _of_each_backward(kind: str, report: RangeReport) -> str:
@@ -486,13 +496,18 @@ def _formats(report: RangeReport) -> Iterator[str]:
     verdicts = report.formats
     for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
         of_kind = [verdict for verdict in verdicts if verdict.kind == kind]
-        yes = ", ".join(_format_name(verdict) for verdict in of_kind if verdict.fits)
+        yes = ", ".join(_format_name(verdict.format, verdict.scaling) for verdict in of_kind if verdict.fits)
         no = ", ".join(
-            f"{_format_name(verdict)}{' at scale 1' if verdict.scaling == 'none' else ''} ({_why_not(verdict)})"
+            f"{_format_name(verdict.format, verdict.scaling, ' at scale 1')} ({_why_not(verdict)})"
             for verdict in of_kind
             if not verdict.fits
         )
-        hidden = ", ".join(dict.fromkeys(f.name for f, _ in CANDIDATES if f.name not in {v.format for v in of_kind}))
+        judged = {verdict.format for verdict in of_kind}
+        hidden = ", ".join(
+            _format_name(format.name, scaling, " at scale 1")
+            for format, scaling in CANDIDATES
+            if format.name not in judged
+        )
         parts = ([f"range holds them: {yes}"] if yes else []) + ([f"does not: {no}"] if no else [])
         parts += [f"not known: {hidden} (values were flushed or overflowed before counting)"] if hidden else []
         parts += _unknown_range(report.layers, kind)
@@ -508,8 +523,8 @@ def _unknown_range(layers: Sequence[LayerReport], kind: str) -> list[str]:
     return [f"of {some(names)} no finite value other than zero was seen"] if names else []
 
 
-def _format_name(verdict: FormatVerdict) -> str:
-    return verdict.format if verdict.scaling == "none" else f"{verdict.format} with {verdict.scaling} scaling"
+def _format_name(name: str, scaling: str, unscaled: str = "") -> str:
+    return f"{name}{unscaled}" if scaling == "none" else f"{name} with {scaling} scaling"
 
 
 def _why_not(verdict: FormatVerdict) -> str:

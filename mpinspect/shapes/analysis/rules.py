@@ -180,12 +180,12 @@ def _lower(group: Group) -> str:
     """Return how products in FP32 beside autocast get to 16 bits; torch's math attention does not by autocast."""
     recording = group.recording
     attention = {id(recording.matmuls[index]) for index in unfused_attention(recording)}
-    of_attention = [id(row.matmul) in attention for row in group.rows]
+    is_attention = any(id(row.matmul) in attention for row in group.rows)
     ways = [
         f"run {group.where} under autocast too (without enabled=False) or cast the operands to {group.autocast}",
         "where it is attention, give scaled_dot_product_attention operands of 4 dimensions, which a fused kernel takes",
     ]
-    if all(of_attention):
+    if is_attention:
         ways.reverse()
     return f"{'; '.join(ways)}; where FP32's range is needed: {group.tf32_switch}"
 

@@ -11,6 +11,9 @@ from mpinspect.ranges.session import MOST_ROWS, Measurement, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, percent, some
 
+#: Statistics that were reset are those of no data.
+_ANEW = "; before the model is evaluated, run training batches through it in train(), which makes them anew"
+
 
 def statistics_broken(case: Case) -> Iterator[Finding]:
     """Running statistics that are not finite, or that never move.
@@ -49,12 +52,12 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             f"{gives}."
             + (f" A forward that was not finite wrote {it}; skipping its step does not undo that." if begun else ""),
             {"buffers": [each.name for each in broken]},
-            f"{mend}, and reset the running statistics."
+            f"{mend}, and reset the running statistics{_ANEW}."
             if is_wide
             else "Keep normalisations and their statistics in FP32 (a variance exceeds 65504 long before the values do), and "
-            "reset the running statistics.",
+            f"reset the running statistics{_ANEW}.",
             ("" if is_wide else f"model.get_submodule({quoted(module)}).float()\n")
-            + f"model.get_submodule({quoted(module)}).reset_running_stats()",
+            + f"model.get_submodule({quoted(module)}).reset_running_stats()  # then train on, or run batches in train()",
             step=first.step,
         )
     if stuck:

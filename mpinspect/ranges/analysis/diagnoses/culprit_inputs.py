@@ -199,7 +199,7 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
         loss_finite = bool(found.figures.get("loss_finite", 0.0))
         in_model = event is not None and not event.after and event.what not in LOSSES
         if module:
-            place = f"the code in or before {module!r}"
+            place = f"the code in or before {module!r}, or beside it on the same input,"
         elif in_model:
             place = f"the model's own code{'' if event is not None and event.of_input else ', or the loss,'}"
         else:

@@ -382,13 +382,14 @@ def _masters_never_zeroed(case: Case) -> Iterator[Finding]:
     ]
     if len(found) < _FEWEST_LEFT_OVER:
         return
+    grown = _grown(found, "of the masters' .grad, in the tensors that were compared,")
     yield Finding(
         "gradients-never-zeroed",
         "error",
         "",
         f"In step {found[0].step}{_again(found)} the optimizer stepped with the sum of this step's gradients and of what the "
         f"masters' .grad held before: each step is taken with the sum of all gradients so far"
-        f"{_grown(found, 'of those that were compared')}.",
+        f"{grown}.",
         {"measured_steps": len(found), **found[0].figures, "names": list(found[0].names[:20])},
         "Zero the gradients of the masters once a step, as those of the model.",
         "optimizer.zero_grad()  # the masters'\nmodel.zero_grad()",

@@ -156,7 +156,8 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
     if came_down or (not stepped and len(over) < _FEWEST_STEPS):
         return
     outcome = (
-        f"the optimizer stepped in step {stepped[0].step} all the same, on gradients that had been made finite"
+        f"the optimizer stepped all the same ({len({each.step for each in stepped})} of {steps} steps), on gradients that had "
+        "been made finite"
         if stepped and replaced(case)
         else f"the optimizer stepped on infinities in step {stepped[0].step}"
         if stepped
@@ -318,8 +319,9 @@ def overflow_recurs(case: Case) -> Iterator[Finding]:
         "overflow-recurs",
         "warning",
         later[0].module,
-        f"{when} the gradients overflow{where}, although the scale {'fell each time' if falls else 'never grew'}, from "
-        f"{with_power(scales[0])} to {with_power(scales[-1])}: the gradients of these batches are far larger than the others'.",
+        f"{when} the gradients overflow{where}, although the scale "
+        f"{'fell each time' if falls else 'never grew'}: it was {with_power(scales[0])} at the first and "
+        f"{with_power(scales[-1])} at the last. The gradients of these batches are far larger than the others'.",
         {"steps": steps, "period": period, "scales": scales},
         f"Look at the batches of steps {numbers}: an outlier, a padded last batch, a sample that comes by once a period. Clip "
         "its loss, or leave it out; each such step halves the scale for all the others.",
