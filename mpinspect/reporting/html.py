@@ -106,7 +106,10 @@ main>.mpinspect{{padding:1.2em clamp(.8em,3vw,2.5em) 3em;min-height:100vh;box-si
 _LONG = 48
 #: Smallest share of each shade of a strip, from the second shade on.
 _SHADES = (1e-3, 1e-2, 1e-1)
-_STRIP_LEGEND = "the picture: the darker, the larger the share (under 0.1%, under 1%, under 10%, 10% or more); the lines are the edges"
+_STRIP_LEGEND = (
+    "the picture: the darker, the larger the share (under 0.1%, under 1%, under 10%, 10% or more); the lines are the "
+    "format's edges"
+)
 
 
 def escape(text: str) -> str:

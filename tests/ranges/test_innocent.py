@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 pytest.importorskip("numba")
 
 from mpinspect import Inspector
-from mpinspect.ranges.capture import innocent
+from mpinspect.ranges.capture import innocent, largest
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
 from mpinspect.runtime.hooks import ModelHook
 
@@ -96,8 +96,13 @@ def test_a_product_that_is_cleared_hands_on_a_gradient_that_fp16_holds(
         assert terms * scale * weight_scale * 1.001 > innocent.LARGEST_GRADIENT
 
 
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["loops compiled", "not compiled yet"])
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e30], ids=str)
-def test_a_product_whose_weight_is_not_sound_is_not_cleared(value: float) -> None:
+def test_a_product_whose_weight_is_not_sound_is_not_cleared(
+    value: float, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(largest, "largest_magnitude", lambda tensor: None)
     linear = nn.Linear(4, 4)
     assert gradient_stays_finite(linear, 1.0)
     with torch.no_grad():

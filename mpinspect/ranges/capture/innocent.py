@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as global_hooks
 
-from mpinspect.counting.magnitude import largest_magnitude
+from mpinspect.ranges.capture.largest import is_plain, read_largest
 from mpinspect.runtime.hooks import ModelHook
 
 #: Elementwise (or reshaping) modules with |f(x)| <= max(|x|, 1). (GELU doubles x on the way where a processor has AVX-512.)
@@ -41,13 +41,13 @@ def gradient_stays_finite(module: nn.Module, largest: float) -> bool:
     if type(module) in NO_STEEPER_THAN_1:
         return True
     weight = module._parameters.get("weight")
-    if type(module) not in _PRODUCTS or weight is None or not weight.numel():
+    # A weight on a GPU would have to be waited for.
+    if type(module) not in _PRODUCTS or not is_plain(weight) or not weight.is_cpu:
         return False
-    of_weight = largest_magnitude(weight)
     # Each element of the input gradient is a sum over output channels and a convolution's taps, in any order; autocast may
     # compute it in FP16.
     terms = weight.numel() // weight.shape[1]
-    return of_weight is not None and terms * largest * of_weight <= LARGEST_GRADIENT
+    return terms * largest * abs(read_largest(weight)) <= LARGEST_GRADIENT
 
 
 def _runs_torchs_own_code(module: nn.Module) -> bool:
