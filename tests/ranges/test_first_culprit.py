@@ -758,7 +758,7 @@ def test_the_code_after_the_model_is_the_culprit_where_one_of_its_calls_broke() 
         ((one - one.detach()).square().sum().sqrt() + other.square().sum()).backward()
     event = inspector.session().events[0]
     assert (event.phase, event.module, event.after) == ("backward", "2", True)
-    assert "the fault is in the code after this module" in event.explanation
+    assert "in the backward of the code after this module" in event.explanation
 
 
 def test_the_code_after_a_model_that_returns_what_two_modules_made_is_the_culprit() -> None:

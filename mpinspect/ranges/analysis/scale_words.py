@@ -105,7 +105,7 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
     high, hidden = worst.seen.lost_l1_share(format).high, any(gradient.seen.hidden for gradient in gradients)
     if high <= tolerance:
         most = at_most(max(high, *_in_parts(session, gradients, format)))
-        much = f"{most} of the sum of magnitudes of any of them{_noise_apart(gradients)}"
+        much = f"{most} of the sum of magnitudes of any of them (an upper bound){_noise_apart(gradients)}"
         flushed = f"As the {finite}gradients arrive, {name} flushes {much}"
     elif hidden:
         flushed = f"How much of {phrase(*worst.key)} {name} flushed before it could be counted is not known"
@@ -229,8 +229,8 @@ def _overflowed(decision: Decision) -> str:
             else ""
         )
         return (
-            f"The run overflowed at 2^{ceiling.log2_overflowed}; by how much is not known, and of these gradients the window "
-            f"says nothing: keep a scaler that skips such steps.{others}"
+            f"The run overflowed at 2^{ceiling.log2_overflowed}; by how much is not known, and of the gradients that did the "
+            f"window says nothing: keep a scaler that skips such steps.{others}"
         )
     if not ceiling.margin:
         return ""
@@ -239,7 +239,7 @@ def _overflowed(decision: Decision) -> str:
         # Beside steps that were not finite the spread of the others proves nothing.
         return f"At 2^{top} the largest finite gradient seen is {below}, as a margin; of the others the window says nothing."
     return (
-        f"At 2^{top} the largest gradient seen is {below}, in reserve for the steps not sampled: judging by the spread of the "
+        f"At 2^{top} the largest gradient seen is {below}, in reserve for steps not seen: judging by the spread of the "
         f"peaks so far, fewer than one step in {decision.rules.growth_interval} would overflow (95% confidence)."
     )
 

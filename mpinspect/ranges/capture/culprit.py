@@ -364,8 +364,8 @@ def _in_code_after(
         )
     else:
         reason = (
-            f"the gradient that arrived at its {what} was already not finite: the fault is in the code after this module (the "
-            f"loss, or a function){doubt}"
+            f"the gradient that arrived at its {what} was already not finite: it became so in the backward of the code after "
+            f"this module (the loss, or a function){doubt}"
         )
     return Culprit(BACKWARD, producer, look, reason, after=True, elsewhere=story.root)
 

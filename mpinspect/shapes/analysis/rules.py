@@ -195,8 +195,8 @@ def _fuse(group: Group) -> str:
         return "; ".join(_MATH_PATH.get(path, ("", "see why"))[1] for path in paths)
     return (
         'torch.nn.functional.scaled_dot_product_attention, or attn_implementation="sdpa" for a Transformers model: '
-        "the number of tokens is free in fused kernels; where that is what it calls, torch took its math path: make the head's "
-        "size a multiple of 8 and drop what fused kernels don't take"
+        "any number of tokens is fine in fused kernels. If the module calls it already, torch took its math path: make the "
+        "head's size a multiple of 8 and drop the arguments that fused kernels don't take"
     )
 
 

@@ -312,12 +312,12 @@ def _instead_of_replacing(case: Case) -> tuple[str, str]:
     if 2 * number >= steps:
         # To skip most steps would be no training.
         return (
-            f"Find where the infinities and NaNs arise: they come in {number} of {steps} steps, so skipping such steps would "
+            f"Mend what makes the infinities and NaNs: they come in {number} of {steps} steps, so skipping such steps would "
             "leave few or none.",
             "",
         )
     return (
-        "Find where the infinities and NaNs arise; until then skip a step that has any, as a GradScaler does.",
+        "Mend what makes the infinities and NaNs; until then skip a step that has any, as a GradScaler does.",
         "# in place of the replacement\n"
         "if all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters()):\n    optimizer.step()",
     )

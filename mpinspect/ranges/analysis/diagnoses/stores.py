@@ -198,8 +198,8 @@ def weight_decay_lost(case: Case) -> Iterator[Finding]:
 def epsilon_zero(case: Case) -> Iterator[Finding]:
     """An epsilon that is rounded to zero in the dtype of the denominator, which makes 0/0 possible.
 
-    False alarms: Without a non-finite event it is only a warning: it harms only elements whose squared gradients are
-    flushed as well.
+    False alarms: Without a non-finite event it is only a warning: it harms only elements whose average of squared
+    gradients is flushed as well.
     """
     for optimizer in case.precision.optimizers:
         epsilon = optimizer.settings.get("eps", 0.0)
@@ -215,11 +215,12 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
                 "error" if broke else "warning",
                 "",
                 f"{optimizer.type} adds eps = {epsilon:g} to a denominator in {name}, where it is zero (magnitudes up to "
-                f"{edge:.2g} are flushed): an element whose squared gradients are flushed as well is divided by zero."
-                + (_when_broken(broke[0]) if broke else ""),
+                f"{edge:.2g} are flushed): an element whose average of squared gradients (in Adam at first 1 - beta2 "
+                "times "
+                "the square) is flushed as well is divided by zero." + (_when_broken(broke[0]) if broke else ""),
                 {"optimizer": optimizer.type, "dtype": dtype, "eps": epsilon, "flush_edge": edge},
                 "Keep the weights and states in FP32. A larger eps (2^-14, say) avoids the division by zero too, but where the "
-                "squared gradients are flushed it is all that the step is divided by.",
+                "average is flushed it is all that the step is divided by.",
                 fp32_weights(dtype),
                 INFERRED if not broke else "measured",
                 broke[0].step if broke else None,
@@ -245,14 +246,14 @@ def average_lost(case: Case) -> Iterator[Finding]:
     for found in case.measured("average"):
         share, name = found.figures["unmoved_fraction"], format_name(found.text)
         is_one = found.figures["tensors"] == 1
-        copies, were = ("copy", "was") if is_one else ("copies", "were")
+        copies, they, were = ("copy", "it", "was") if is_one else ("copies", "they", "were")
         yield Finding(
             "average-lost",
             "warning",
             found.name,
-            f"The {name} {copies} of {some(list(found.names), 2)} {were} written in place, as was seen from step {found.step} "
-            f"on, yet {percent(share)} of the elements that differ from the weights never moved: each update was below half a "
-            "unit in the last place.",
+            f"The {name} {copies} of {some(list(found.names), 2)} {were} written in place, yet of the elements that differ "
+            f"from the weights {percent(share)} never moved from step {found.step} on, since when {they} {were} watched: each "
+            "update was below half a unit in the last place.",
             {"dtype": found.text, "copies_of": list(found.names), **found.figures},
             "Keep averages (EMA, SWA) of weights in FP32.",
             "averages = [p.detach().float().clone() for p in model.parameters()]\n"
