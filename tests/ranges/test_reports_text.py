@@ -206,7 +206,10 @@ def test_a_window_that_moves_by_one_power_is_noise():
         )
 
     assert "over time" not in moving(18, 19, 18)
-    assert "The window over time, by the sampled steps: step 0: 2^3 .. 2^18; step 1: 2^3 .. 2^20" in moving(18, 20)
+    assert (
+        "The window over time, the narrowest within each span of sampled steps: step 0: 2^3 .. 2^18; step 1: 2^3 .. 2^20"
+        in moving(18, 20)
+    )
     # Neighbours that have the same window are one.
     assert "sampled steps: steps 0-1: 2^3 .. 2^18; steps 2-4: 2^3 .. 2^21; step 5: 2^3 .. 2^18" in moving(
         18, 18, 21, 21, 21, 18

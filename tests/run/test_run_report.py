@@ -172,6 +172,19 @@ def test_what_is_not_known_of_one_gradient_is_not_known_of_its_module(case):
         assert row.lost_l1_share is None
 
 
+def test_no_module_that_overflows_at_scale_1_is_said_to_be_served_above_the_window():
+    # What overflowed at 2^-1 was not counted: the finite values alone would allow that scale.
+    values = {TensorKey("hidden.weight", WEIGHT_GRADIENT): spread({16: 1000})}
+    overflow = dataclasses.replace(
+        INF, module="hidden", what=WEIGHT_GRADIENT, tensor="hidden.weight", loss_scale=0.5, skipped=True
+    )
+    session = dataclasses.replace(sessions.session(values), events=(overflow,))
+    part = ModelPart("Net", analyse(session))
+    assert part.ranges.loss_scale.highest == 0.25
+    row = next(row for row in by_module(RunReport("a.py", "ended", (part,), shapes())) if row.module == "hidden")
+    assert row.log2_scale_needed == -2
+
+
 def test_kernel_times_of_modules_known_by_path():
     on = made_kernels.kernel("ampere_h16816gemm_256x128_ldg8_stages_64x3_tn", 30.0)
     off = made_kernels.kernel("sgemm_128x128x8_NN", 10.0)

@@ -123,7 +123,7 @@ def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format:
             "info",
             largest.key.name,
             f"Sums over a whole tensor would overflow {format_name(format.name)} in {least}{number_of(len(over), 'tensor')}: "
-            f"the sum of squares of {phrase(*largest.key)} averages about {largest.sum_squares.estimate:.3g} (estimated)."
+            f"the sum of squares of {phrase(*largest.key)} averages about {largest.sum_squares.estimate:.1g} (estimated)."
             + (f" {spared}" if spared else ""),
             {
                 "sum_abs": largest.sum_abs.estimate,

@@ -231,7 +231,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         groups = [list(equal) for _, equal in groupby(advice.blocks, _window)]
         none = "" if advice.all_finite else " (none: not all was finite)"
         yield Line(
-            f"The window over time, by the sampled steps{none}: "
+            f"The window over time, the narrowest within each span of sampled steps{none}: "
             + "; ".join(_block(group[0], group[-1], report.session.windows) for group in groups)
         )
 
@@ -340,7 +340,7 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
         tables.append(Table(headings, rows, title, tuple(ranks[place] for place in places)))
     yield Tables(tuple(tables), limit, len(seen), _LEGEND)
     if not loses_updates and any(layer.kind == UPDATE for layer in counted):
-        yield Line("Updates have no table: none that could be lost was counted.")
+        yield Line("Updates have no table: no finite update that could be lost was counted.")
 
 
 def _of_each_backward(kind: str, report: RangeReport) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpinspect.numeric.exponents import Interval
+from mpinspect.numeric.formats import floor_log2
 from mpinspect.ranges.analysis.report import LayerReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS
@@ -71,10 +72,15 @@ def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:
     found: dict[str, list[LayerReport]] = {}
     for part in report.parts:
         lead = "" if len(report.parts) == 1 else part.name
+        advice = part.ranges.loss_scale
         for layer in part.ranges.layers:
             # Where no scale can be advised, the run's being unknown or its training diverged, none serves a module.
-            if layer.kind in GRADIENT_KINDS and layer.histogram is not None and part.ranges.loss_scale.available:
-                found.setdefault(".".join(filter(None, (lead, layer.module))), []).append(layer)
+            if layer.kind not in GRADIENT_KINDS or layer.histogram is None or not advice.available:
+                continue
+            # What overflows at scale 1 may have overflowed in the run, too, where only its finite elements were counted.
+            if advice.highest and layer.max_log2_scale is not None and layer.max_log2_scale < 0:
+                layer = replace(layer, max_log2_scale=min(layer.max_log2_scale, floor_log2(advice.highest)))
+            found.setdefault(".".join(filter(None, (lead, layer.module))), []).append(layer)
     return found
 
 

@@ -215,9 +215,9 @@ def epsilon_zero(case: Case) -> Iterator[Finding]:
                 "error" if broke else "warning",
                 "",
                 f"{optimizer.type} adds eps = {epsilon:g} to a denominator in {name}, where it is zero (magnitudes up to "
-                f"{edge:.2g} are flushed): an element whose average of squared gradients (in Adam at first 1 - beta2 "
-                "times "
-                "the square) is flushed as well is divided by zero." + (_when_broken(broke[0]) if broke else ""),
+                f"{edge:.2g} are flushed): where an element's average of squared gradients (in Adam at first "
+                "1 - beta2 times the square) is flushed too, its step is divided by zero."
+                + (_when_broken(broke[0]) if broke else ""),
                 {"optimizer": optimizer.type, "dtype": dtype, "eps": epsilon, "flush_edge": edge},
                 "Keep the weights and states in FP32. A larger eps (2^-14, say) avoids the division by zero too, but where the "
                 "average is flushed it is all that the step is divided by.",
