@@ -719,7 +719,7 @@ def test_the_watch_reads_no_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpinspect.ranges.capture.diagnosing.examination._on_cpu", lambda parameters: False)
     monkeypatch.setattr(
         "mpinspect.ranges.capture.diagnosing.handed_over._largest",
-        lambda tensors, rows: torch.stack(torch._foreach_norm(tensors, math.inf)),
+        lambda tensors: torch.stack(torch._foreach_norm(tensors, math.inf)),
     )
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

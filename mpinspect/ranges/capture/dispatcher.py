@@ -239,8 +239,6 @@ class Dispatcher(Guarded):
         if not self.clock.has_optimizers:
             at_end.append(self._weight_changes.backward_ended)
         if at_end:
-            # Observers are told of all gradients before they are told of the end.
-            at_end.insert(0, self.waiting.finish)
             tell = functools.partial(backward_ended, weakref.ref(self), functools.partial(_call_each, at_end))
             torch.autograd.Variable._execution_engine.queue_callback(tell)
         counts = any(observer.lets_gradients_wait for observer in backward.observers)

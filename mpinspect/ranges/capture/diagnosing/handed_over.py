@@ -2,7 +2,7 @@
 
 It records the largest magnitude of every parameter's gradient at four moments of a measured step: when its backward is over,
 before and after a scaler unscales, and when the optimizer steps. Each moment takes one call of torch for all parameters; the
-results stay on their device until the step ends. What was counted on a CPU at the backward's end is not read again.
+results stay on their device until the step ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from mpinspect.ranges.capture.diagnosing.masters import Masters
-from mpinspect.ranges.capture.largest import from_row, is_plain, read_largest
+from mpinspect.ranges.capture.largest import is_plain, read_largest
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward, Call, Observer, ParameterGradient
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
@@ -65,11 +65,8 @@ class Magnitudes(NamedTuple):
 
 
 @torch.no_grad()
-def magnitudes(parameters: Iterable[WatchedParameter], rows: Mapping[int, torch.Tensor] | None = None) -> Magnitudes:
-    """Return the largest magnitude of each plain gradient, NaN if it holds a NaN. Takes one call per dtype; never waits.
-
-    ``rows``: the rows of counts of gradients on a CPU, by the address of their memory, which still holds the same values.
-    """
+def magnitudes(parameters: Iterable[WatchedParameter]) -> Magnitudes:
+    """Return the largest magnitude of each plain gradient, NaN if it holds a NaN. Takes one call per dtype; never waits."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[torch.Tensor]]] = {}
     for watched in parameters:
         gradient = watched.parameter.grad
@@ -80,22 +77,17 @@ def magnitudes(parameters: Iterable[WatchedParameter], rows: Mapping[int, torch.
     found = Magnitudes([], [], [])
     for (_, dtype), (names, tensors) in groups.items():
         found.names.extend(names)
-        found.values.append(_largest(tensors, rows or {}))
+        found.values.append(_largest(tensors))
         if dtype is torch.float16:
             found.squares.append(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
     return found
 
 
-def _largest(tensors: list[torch.Tensor], rows: Mapping[int, torch.Tensor]) -> torch.Tensor:
+def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the largest magnitude of each plain tensor: in one kernel on a GPU."""
     if not tensors[0].is_cpu:
         return torch.stack(torch._foreach_norm(tensors, math.inf))
-    counted = (rows.get(tensor.data_ptr()) for tensor in tensors)
-    largest = [
-        abs(read_largest(tensor) if row is None else from_row(row.numpy()))
-        for tensor, row in zip(tensors, counted, strict=True)
-    ]
-    return torch.tensor(largest, dtype=torch.float64)
+    return torch.tensor([abs(read_largest(tensor)) for tensor in tensors], dtype=torch.float64)
 
 
 class Records:
@@ -147,8 +139,6 @@ class HandedOver(Observer):
         #: Where the gradients lay when the step's first backward began, and the parameters whose gradients lay there at its end.
         self._places: dict[str, int] = {}
         self._in_place: set[str] = set()
-        #: The rows of counts of the backward's gradients on a CPU, by the address of their memory.
-        self._rows: dict[int, torch.Tensor] = {}
         #: Parameters that received a gradient in this step, those that ever did, and those that an optimizer steps.
         self._arrived: set[str] = set()
         self._ever: set[str] = set()
@@ -187,7 +177,6 @@ class HandedOver(Observer):
 
     def backward_begins(self, backward: Backward) -> None:
         """Record the magnitudes that earlier steps have left in the gradients."""
-        self._rows.clear()
         if self._stepped and len(self._left) < _MOST_BACKWARDS:
             if not self._left:
                 self._places = self._gradients_places()
@@ -199,20 +188,20 @@ class HandedOver(Observer):
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Record that a gradient has arrived."""
-        self._record_arrival([gradient], backward)
+        self.parameter_gradients([gradient], backward)
 
     def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
-        """Record that gradients have arrived, and the rows of those whose values are still the same when the backward ends."""
-        self._record_arrival(gradients, backward)
-        self._rows.update(
-            {each.values.data_ptr(): each.found for each in gradients if each.found is not None and each.values.is_cpu}
-        )
+        """Record that gradients have arrived, and whether their backward's loss was scaled."""
+        names = [each.watched.name for each in gradients]
+        self._arrived.update(names)
+        if backward.scale.value != 1.0:
+            self._scaled.update(names)
 
     def backward_ends(self) -> None:
         """Record the gradients after a backward, and drop earlier records: a closure may run a backward within the step."""
         self._moments.clear()
         self._stepping.clear()
-        self._moments["given"] = magnitudes(self._parameters, self._rows)
+        self._moments["given"] = magnitudes(self._parameters)
 
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients before a scaler unscales them."""
@@ -280,13 +269,6 @@ class HandedOver(Observer):
             self._records.tell(NOT_OPTIMIZED, self._clock.step, [watched.name for watched in left_out], figures)
 
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _record_arrival(self, gradients: list[ParameterGradient], backward: Backward) -> None:
-        """Record that gradients have arrived, and whether their backward's loss was scaled."""
-        names = [each.watched.name for each in gradients]
-        self._arrived.update(names)
-        if backward.scale.value != 1.0:
-            self._scaled.update(names)
 
     def _how_called(self, module: str) -> str:
         """Return how a module was called in the steps that were looked at: the name of a figure."""
