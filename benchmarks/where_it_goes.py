@@ -27,6 +27,8 @@ import mpinspect
 from mpinspect.counting import fastest
 
 _PACKAGE = Path(mpinspect.__file__).parent
+#: Functions of ours in which the training's own work runs: a backward's time is not the inspector's.
+_AROUND_THE_TRAINING = {(str(_PACKAGE / "runtime/backward_calls.py"), "backward")}
 #: Calls outside of the package, one inside the other, whose time is followed up to the package.
 _DEEPEST_CALLS = 50
 
@@ -84,7 +86,8 @@ def _shares_of_callers(function: Function, entry: Entry) -> dict[Function, float
 
 
 def is_ours(function: Function) -> bool:
-    return Path(function[0]).is_relative_to(_PACKAGE)
+    file, _, inside = function
+    return Path(file).is_relative_to(_PACKAGE) and (file, inside) not in _AROUND_THE_TRAINING
 
 
 def rows_of(own: dict[Function, tuple[int, float]], steps: int) -> list[Row]:
