@@ -162,7 +162,7 @@ def test_gradients_that_never_came_are_named_beside_the_window():
 def test_a_tensor_without_a_finite_value_is_named_where_the_others_fit():
     report = analyse(session_of({activation("a"): spread({-3: 100}), activation("b"): spread({}, nans=12)}))
     said = " ".join(str(report).split())
-    assert "activation gradients: range holds them: float16, bfloat16" in said
+    assert "activation gradients: range holds the finite ones: float16, bfloat16" in said
     assert "; of 'b' no finite value other than zero was seen" in said
 
 
@@ -622,6 +622,13 @@ odd_sessions = st.builds(
         ).map(lambda changes: tuple(sorted(changes, key=lambda change: change.step))),
     ),
 )
+
+
+def test_an_unknown_scale_and_nan_in_every_gradient_have_a_report():
+    report = analyse(
+        session_of({weight("a"): spread({-3: 100}, nans=1)}, progress=Progress(10, 10, 0, 10, True, scale_known=False))
+    )
+    assert "FP16 flushes" in report.loss_scale.reason
 
 
 @settings(deadline=None)

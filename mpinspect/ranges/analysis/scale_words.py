@@ -104,7 +104,7 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
     finite = "finite " if any(gradient.histogram.nonfinite for gradient in gradients) else ""
     high, hidden = worst.seen.lost_l1_share(format).high, any(gradient.seen.hidden for gradient in gradients)
     if high <= tolerance:
-        most = at_most(max(high, *_in_parts(session, gradients, format)))
+        most = at_most(max((high, *_in_parts(session, gradients, format))))
         much = f"{most} of the sum of magnitudes of any of them (an upper bound){_noise_apart(gradients)}"
         flushed = f"As the {finite}gradients arrive, {name} flushes {much}"
     elif hidden:
