@@ -110,7 +110,7 @@ def test_the_width_of_a_tied_embedding_is_no_vocabulary():
     (finding,) = report.findings
     assert (finding.id, finding.evidence["size"], finding.evidence["calls"]) == ("odd-size", 100, 6)
     assert "vocabulary" not in finding.message + finding.fix
-    assert "pad e.embedding_dim 100 -> 104" in finding.fix
+    assert "pad e.embedding_dim, h.in_features 100 -> 104" in finding.fix
     assert [padding.size for padding in report.padding] == [100]
 
 
@@ -501,7 +501,7 @@ def test_what_runs_in_fp32_beside_autocast_is_mended_by_autocast_unless_it_is_at
 def test_products_without_a_module_or_a_weight_are_not_said_to_be_the_models():
     product = replace(gemm(row_major((64, 512), "float32"), row_major((512, 64), "float32")), module="", autocast=False)
     told = found(recording(product, *linear(64, 64, 64), autocast_dtype="float16"))["float32-beside-autocast"]
-    assert "in code outside of submodules runs in FP32" in told.message
+    assert "in code outside of submodules (the model's own, or the script's) runs in FP32" in told.message
     assert "the model itself" not in told.message + told.fix
 
 

@@ -292,8 +292,8 @@ Figure = Callable[[Repeated], str | Cell]
 def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
     """Yield a table for each kind of tensor counted, of updates only if any could be lost.
 
-    With many layers, only those that findings name, the gradient nearest to overflow and the worst, and one row per repeated
-    block.
+    With many layers, only those that findings name, the gradients nearest to overflow and with the most L1 lost, and the worst,
+    and one row per repeated block.
     """
     counted = seen_layers(report)
     if not counted:
@@ -306,16 +306,11 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
     )
     seen = [block.worst for block in blocks]
     named = names_in(report.findings)
-    offsets = {
-        place: block.range_offset
-        for place, block in enumerate(blocks)
-        if block.worst.kind in GRADIENT_KINDS and block.range_offset is not None
-    }
-    nearest = min(offsets, key=lambda place: offsets[place], default=None)
+    bounding = _bounding(blocks)
 
     def importance(place: int) -> tuple[float, ...]:
-        # What a finding names is looked for in the tables, and the gradient that bounds the loss scale.
-        is_sought = place == nearest or any(layer.name in named for layer in blocks[place].members)
+        # What a finding names is looked for in the tables, and the gradients that bound the loss scale.
+        is_sought = place in bounding or any(layer.name in named for layer in blocks[place].members)
         return (is_sought, *badness(seen[place]))
 
     worst_first = sorted(range(len(seen)), key=importance, reverse=True)
@@ -341,6 +336,19 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
     yield Tables(tuple(tables), limit, len(seen), _LEGEND)
     if not loses_updates and any(layer.kind == UPDATE for layer in counted):
         yield Line("Updates have no table: no finite update that could be lost was counted.")
+
+
+def _bounding(blocks: Sequence[Repeated]) -> set[int | None]:
+    """Return the places of the gradient nearest to overflow, and of the one that loses the largest share of its L1."""
+    offsets: dict[int, int] = {}
+    lost: dict[int, float] = {}
+    for place, block in enumerate(blocks):
+        layer = block.worst
+        if layer.kind in GRADIENT_KINDS and block.range_offset is not None:
+            offsets[place] = block.range_offset
+            if layer.lost_l1_share is not None and not layer.rounding_noise:
+                lost[place] = layer.lost_l1_share.high
+    return {min(offsets, key=offsets.__getitem__, default=None), max(lost, key=lost.__getitem__, default=None)}
 
 
 def _of_each_backward(kind: str, report: RangeReport) -> str:
@@ -397,7 +405,7 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
             lambda row: NOT_APPLICABLE if row.max_exponent is None else f"2^{row.max_exponent}",
         ),
         (
-            Column("subnormal", priority=1, meaning="survives with fewer bits"),
+            Column("subnormal", priority=1, meaning="of those counted as non-zero, survive with fewer bits"),
             lambda row: UNKNOWN if row.worst.subnormal_fraction is None else percent(row.worst.subnormal_fraction),
         ),
         (
@@ -508,7 +516,10 @@ def _formats(report: RangeReport) -> Iterator[str]:
             for format, scaling in CANDIDATES
             if format.name not in judged
         )
-        parts = ([f"range holds them: {yes}"] if yes else []) + ([f"does not: {no}"] if no else [])
+        # What overflowed in the run was counted as infinite: of its magnitude nothing is known.
+        is_rest = any(layer.kind == kind and layer.histogram and layer.histogram.nonfinite for layer in report.layers)
+        them = "the finite ones" if is_rest else "them"
+        parts = ([f"range holds {them}: {yes}"] if yes else []) + ([f"does not: {no}"] if no else [])
         parts += [f"not known: {hidden} (values were flushed or overflowed before counting)"] if hidden else []
         parts += _unknown_range(report.layers, kind)
         told.setdefault("; ".join(parts), []).append(f"{kind.replace('_', ' ')}s")

@@ -200,11 +200,13 @@ def _kernels(report: RunReport) -> str:
 def _modules(report: RunReport) -> Tables:
     """Return the table of modules; an optional column without values is left out."""
     rows = by_module(report)
+    formats = {part.ranges.format for part in report.parts}
+    judged = f" in {formats.pop()}" if len(formats) == 1 else ""
     columns = (
         Column("module", is_name=True),
         Column("FLOPs", is_optional=True),
         Column("shapes", is_optional=True),
-        Column("L1 lost at 1"),
+        Column(f"L1 lost{judged} at 1"),
         Column("scale needed"),
         Column("kernels", is_optional=True),
         Column("on Tensor Cores", is_optional=True),
@@ -214,7 +216,7 @@ def _modules(report: RunReport) -> Tables:
 
 def _figures(row: ModuleRow) -> list[str]:
     return [
-        f"{row.module or '(outside of modules)'} {row.module_type}".strip(),
+        f"{row.module or '(outside of submodules)'} {row.module_type}".strip(),
         NOT_APPLICABLE if row.flops_fraction is None else percent(row.flops_fraction),
         row.shape_verdict or NOT_APPLICABLE,
         share(row.lost_l1_share, is_estimate=True) if row.lost_l1_share else UNKNOWN,

@@ -52,7 +52,9 @@ class Group:
     @property
     def share(self) -> float:
         """Return the products' share of all FLOPs, 0..1."""
-        return sum(row.share for row in self.rows)
+        # Of whole numbers: a sum of shares may fall short of 1 by a rounding, and print as less than all.
+        every = sum(matmul.flops * matmul.calls for matmul in self.recording.matmuls)
+        return sum(row.flops * row.calls for row in self.rows) / (every or 1)
 
     @property
     def calls(self) -> int:
@@ -193,8 +195,10 @@ class Group:
 
     @property
     def size_name(self) -> str:
-        """Return the size's first name in the model, or "the size"."""
-        return next(iter(self.to_pad.names), "the size")
+        """Return what to pad: the config's size, from which the others follow, else the size's names; or "the size"."""
+        names = self.to_pad.names
+        settings = [name for name in names if name.startswith("config.")]
+        return some_modules(settings[:1] or names) or "the size"
 
     @property
     def size_names(self) -> str:

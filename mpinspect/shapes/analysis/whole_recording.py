@@ -102,7 +102,9 @@ def _fix(recording: MatmulRecording, copies: list[LayoutCopy], moved: int) -> st
     if elsewhere >= _OF_BYTES * moved:
         if convolved >= _OF_CONVOLUTIONS * flops:
             fixes.append("channels_last throughout, the model and its input")
-        fixes.append("view or reshape instead of transpose().contiguous(), where the layout behind it allows")
+        fixes.append(
+            "view or reshape instead of transpose().contiguous(), where the layout behind it allows (einsum copies, too)"
+        )
     return "; ".join(fixes)
 
 

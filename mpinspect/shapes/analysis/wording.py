@@ -56,8 +56,8 @@ def _span(values: list[int]) -> str:
     return f"{{{shown},...}}" if len(values) > 4 else f"{{{shown}}}"
 
 
-#: What products that no submodule computed and that use no weight are said to be in: the model's own forward, or the script.
-OUTSIDE = "code outside of submodules"
+#: What products that no submodule computed and that use no weight are said to be in.
+OUTSIDE = "code outside of submodules (the model's own, or the script's)"
 
 
 def some_modules(names: Iterable[str], limit: int = 3) -> str:

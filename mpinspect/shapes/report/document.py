@@ -140,8 +140,8 @@ def _padding(paddings: Iterable[Padding]) -> Tables:
         Column("name", is_name=True),
         Column("from"),
         Column("to"),
-        Column("least", priority=1),
-        Column("128 bytes", priority=1),
+        Column("least", priority=1, meaning="a multiple of 8 with rows of whole 16 bytes (input channels: of 4)"),
+        Column("128 bytes", priority=1, meaning="with rows of whole 128 bytes, where the GPU prefers them"),
         Column("share"),
         Column("expected"),
     )
@@ -239,7 +239,7 @@ def _by_pattern(rows: list[ShapeRow]) -> Iterable[ProductRow]:
 def _product_row(pattern: str, rows: list[ShapeRow]) -> ProductRow:
     first = rows[0]
     return ProductRow(
-        module=pattern or "(the model)",
+        module=pattern or "(outside of submodules)",
         role=first.role,
         sizes=sizes(first),
         dtype=dtype_name(first.dtype),

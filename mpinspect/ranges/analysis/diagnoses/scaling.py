@@ -424,8 +424,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
     log2 = round(_powers(recommended)) if recommended else max((highest or 0) - HEADROOM, 0)
     wanted = f", init_scale=2.0**{log2}" if log2 and (recommended or log2 < LOG2_INITIAL) else ""
     room = (
-        f" (begin at 2^{log2}, {HEADROOM} powers of two below the largest at which nothing seen overflows; whether it needs as "
-        "much is not known)"
+        f" (begin at 2^{log2}, {HEADROOM} powers of two below the largest at which nothing seen overflows; less may do)"
         if wanted and not recommended
         else ""
     )
