@@ -195,7 +195,11 @@ def full_session() -> s.Session:
             ("bfloat16", ""),
             ("bfloat16",),
             ("float32",),
-            (s.OptimizerRecord("AdamW", {"lr": 1e-3, "eps": 1e-8}, {"float32": 15}, {"exp_avg": "float32"}, 15, True),),
+            (
+                s.OptimizerRecord(
+                    "AdamW", {"lr": 1e-3, "eps": 1e-8}, {"float32": 15}, {"exp_avg": "float32"}, 15, True, "残り"
+                ),
+            ),
             (s.ScalerRecord("GradScaler", False, 65536.0, 2000.0, 2.0, 0.5),),
             ("bfloat16",),
         ),

@@ -295,6 +295,7 @@ class OptimizerRecord:
         states: dtypes of the per-element state by name ("exp_avg_sq"); empty before the optimizer's first step.
         masters: number of updated elements that are not in the model (FP32 masters of a loop that copies them back).
         draws_random: whether each of its steps draws random numbers, as stochastic rounding does.
+        compensation: name of the state that keeps what rounding cuts off of 16-bit weights (Kahan's summation); "" if none does.
     """
 
     type: str
@@ -303,6 +304,7 @@ class OptimizerRecord:
     states: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     masters: Count = 0
     draws_random: bool = False
+    compensation: str = ""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from agreeing_reports import contradictions
 from torch import nn
 
 from mpinspect import Inspector, MixedPrecision
+from mpinspect.numeric.formats import as_format
 from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.capture.diagnosing.compensation import spacing_of
 from mpinspect.ranges.capture.diagnosing.masters import Masters
 from mpinspect.ranges.session import Event
 from mpinspect.reporting.finding import Finding
@@ -317,6 +319,7 @@ def train_masters(
     loss_of=None,
     loss_scale=None,
     model=None,
+    into=lambda parameter: parameter,
 ) -> RangeReport:
     """Train a 16-bit model whose FP32 masters the optimizer steps.
 
@@ -324,6 +327,7 @@ def train_masters(
         zero_masters: how, before the step's first backward: "to none", "in place", "by overwriting" or "never".
         change: what is done with the model's gradients before they are copied.
         before_step: called with the model's parameters and the masters; returns whether to step.
+        into: returns what the masters are copied into, from a parameter.
     """
     model = model or mlp(dtype)
     parameters = list(model.parameters())
@@ -349,7 +353,7 @@ def train_masters(
                 optimizer.step()
             with torch.no_grad():
                 for parameter, master in zip(parameters, masters, strict=True):
-                    parameter.copy_(master)
+                    into(parameter).copy_(master)
     return inspector.report()
 
 
@@ -370,6 +374,10 @@ def masters_never_zeroed_and_clipped(broken):
     return train_masters(
         torch.float16, zero_masters=zero_masters, scale=64.0, loss_scale=64.0, before_step=clip, steps=40
     )
+
+
+def masters_copied_into_copies(broken):
+    return train_masters(into=(lambda parameter: parameter.float()) if broken else (lambda parameter: parameter))
 
 
 def masters_clipped_to_zero(broken):
@@ -656,6 +664,33 @@ def ties(broken):
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+class WideRouter(nn.Module):
+    """Chooses in FP32 among scores that a layer rounded before."""
+
+    def __init__(self, dtype, chosen):
+        super().__init__()
+        self.chosen = chosen
+        self.gate, self.out = nn.Linear(8, 48).to(dtype), nn.Linear(8, 4)
+        nn.init.constant_(self.gate.bias, 3.0)
+
+    def forward(self, x):
+        scores = self.gate(x.to(self.gate.weight.dtype))
+        return self.out(x * self.chosen(scores).sum(-1, keepdim=True))
+
+
+def chosen_in_float32(chosen):
+    def loop(broken):
+        torch.manual_seed(5)
+        model = WideRouter(torch.bfloat16 if broken else torch.float32, chosen)
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    return loop
+
+
+ties_softmax = chosen_in_float32(lambda scores: scores.softmax(-1, dtype=torch.float32).topk(2).values)
+ties_widened = chosen_in_float32(lambda scores: scores.float().sigmoid().topk(2).values)
+
+
 class Attention(nn.Module):
     """Turns each position's features by angles of positions that are made within its forward."""
 
@@ -758,6 +793,28 @@ divergence_of_torch = divergence(
 divergence_of_samples = divergence(
     lambda p, q: ((q - p)[:, 0].exp() - (q - p)[:, 0] - 1).float(), lambda policy, kl: (policy + 0.1 * kl).mean()
 )
+
+
+def margin(of):
+    """A margin between sums of log-probabilities, which are computed in FP32 and then rounded."""
+
+    def loop(broken):
+        model = mlp()
+        reference = copy.deepcopy(model).requires_grad_(False)
+
+        def loss_of(model, x, y, step):
+            log_p, log_q = (each(x).float().log_softmax(-1).gather(1, y[:, None]) for each in (model, reference))
+            if broken:
+                log_p, log_q = log_p.bfloat16(), log_q.bfloat16()
+            return -nn.functional.logsigmoid(of(log_p.sum(-1), log_q.sum(-1))).mean()
+
+        return train(model, torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.bfloat16, loss_of=loss_of)
+
+    return loop
+
+
+margin_widened_after = margin(lambda log_p, log_q: (log_p - log_q).float())
+margin_widened_before = margin(lambda log_p, log_q: log_p.float() - log_q.float())
 
 
 class Experts(nn.Module):
@@ -1212,6 +1269,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("gradients-never-zeroed", "", 1, masters_never_zeroed_over_micro_batches),
     ("gradients-never-zeroed", "", 1, masters_never_zeroed_and_clipped),
     ("gradients-clipped-to-zero", "", 0, masters_clipped_to_zero),
+    ("never-updated", "", None, masters_copied_into_copies),
     ("gradients-zeroed", "", 0, masters_given_nothing),
     ("gradients-replaced", "2", 3, masters_given_repaired_gradients),
     ("gradients-missing", "0", None, missing),
@@ -1250,10 +1308,14 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("loss-in-16-bits", "", 0, divergence_stacked),
     ("loss-in-16-bits", "", 0, divergence_of_torch),
     ("loss-in-16-bits", "", 0, divergence_of_samples),
+    ("loss-in-16-bits", "", 0, margin_widened_after),
+    ("loss-in-16-bits", "", 0, margin_widened_before),
     ("router-ties", "", 0, ties_gathered),
     ("router-ties", "", 0, ties_masked),
     ("router-ties", "", 0, ties_multiplied),
     ("router-ties", "", 0, ties_biased),
+    ("router-ties", "gate", 0, ties_softmax),
+    ("router-ties", "gate", 0, ties_widened),
 )
 NAMES = {loop: name for name, loop in list(globals().items()) if callable(loop)}
 ids = [f"{case[0]}-{NAMES[case[3]]}" for case in CASES]
@@ -1284,6 +1346,27 @@ def test_the_same_loop_without_the_fault_is_not_accused(id, module, step, loop):
 
 def quiet(report, id):
     assert not named(report, id), [str(finding) for finding in report.findings]
+
+
+def test_a_loop_that_scales_by_hand_for_its_masters_is_not_said_to_lack_a_scaler():
+    def loss_of(model, x, y, step):
+        return nn.functional.cross_entropy(model(x).float(), y) * (1e6 if step == 5 else 1)
+
+    def is_finite(parameters, masters):
+        return all(parameter.grad.isfinite().all() for parameter in parameters)
+
+    report = train_masters(torch.float16, scale=1024.0, loss_of=loss_of, before_step=is_finite)
+    assert contradictions(report) == []
+    (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
+    assert said.severity == "info"
+    assert "the gradients that its masters get are 1024 times smaller than the backward's" in said.message
+    assert [event.step for event in report.events] == [5]
+    assert report.verdict.healthy
+
+
+def test_masters_without_a_scale_lack_a_scaler():
+    report = train_masters(torch.float16)
+    assert named(report, "scaler-missing-in-float16")
 
 
 def test_a_module_that_never_ran_is_information():
@@ -1372,6 +1455,102 @@ def test_an_optimizer_that_rounds_stochastically_loses_no_updates(draws, closure
     assert bool(named(report, "updates-lost")) == (not draws or closure)
     drawing = "RoundingStochastically (its step draws random numbers)"
     assert (drawing in report.verdict.precision) == (draws and not closure)
+
+
+class Compensating(torch.optim.Optimizer):
+    """SGD of 16-bit weights that keeps in its state "rest" what rounding cuts off, as optimi's does, or clears it."""
+
+    def __init__(self, parameters, rate, keeps=True):
+        super().__init__(parameters, {"lr": rate, "momentum": 0.9})
+        self._keeps = keeps
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            average = state.setdefault("average", torch.zeros_like(parameter)).mul_(0.9).add_(parameter.grad)
+            rest = state.setdefault("rest", torch.zeros_like(parameter))
+            rest.add_(average, alpha=-self.defaults["lr"])
+            before = parameter.clone()
+            parameter.add_(rest)
+            rest.add_(before.sub_(parameter)) if self._keeps else rest.zero_()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_optimizer_whose_state_is_found_to_keep_what_rounding_cuts_off_loses_no_updates(keeps, dtype):
+    model = mlp(dtype, width=64)
+    rate = 1e-2 if dtype is torch.bfloat16 else 1e-3
+    report = train(model, Compensating(model.parameters(), rate, keeps), steps=40, dtype=dtype)
+    assert bool(named(report, "updates-lost")) == (not keeps)
+    assert ("('rest' keeps what rounding cuts off)" in report.verdict.precision) == keeps
+    # Whether a moment can decay is asked of the average only.
+    states = [each.evidence["state"] for each in report.findings if each.id == "moments-cannot-decay"]
+    assert states == ["average"] if keeps else "average" in states
+
+
+class AdamW(torch.optim.AdamW):
+    """Multiplies the weights themselves by the decay, as torch's, and adds the update through "rest"."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            rest = self.state[parameter].setdefault("rest", torch.zeros_like(parameter))
+            parameter.mul_(1 - self.defaults["lr"] * self.defaults["weight_decay"])
+            rest.add_(parameter.grad.sign(), alpha=-self.defaults["lr"])
+            before = parameter.clone()
+            rest.add_(before.sub_(parameter.add_(rest)))
+
+
+def test_a_weight_decay_beside_compensation_is_lost_all_the_same():
+    model = mlp(torch.bfloat16, width=64)
+    report = train(model, AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), steps=20, dtype=torch.bfloat16)
+    (said,) = named(report, "weight-decay-lost")
+    assert said.message.endswith("does nothing (if 'rest' keeps only the updates, as is usual).")
+    assert (said.certainty, named(report, "updates-lost")) == ("inferred", [])
+
+
+MOMENTS = {
+    "SGD": lambda weights: torch.optim.SGD(weights, lr=1e-2, momentum=0.9),
+    "SGD with decay": lambda weights: torch.optim.SGD(weights, lr=1e-2, momentum=0.9, weight_decay=1e-4),
+    "Adam": lambda weights: torch.optim.Adam(weights, lr=1e-4),
+    "RMSprop": lambda weights: torch.optim.RMSprop(weights, lr=1e-4, momentum=0.9, centered=True),
+}
+_SIGNS, _PLACES = (torch.arange(4096) % 2 * 2 - 1).float(), torch.linspace(0, 1, 4096)
+WEIGHTS = {
+    "normal": lambda: 0.02 * torch.randn(4096),
+    "of one size": lambda: _SIGNS,
+    "near one": lambda: 1 + 0.1 * torch.randn(4096),
+    "of three powers of two": lambda: _SIGNS * torch.exp2(-3 * _PLACES),
+    "zero": lambda: torch.zeros(4096),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_spacing_of_every_number_is_that_to_the_next(dtype):
+    infinity = int(torch.tensor(torch.inf, dtype=dtype).view(torch.int16))
+    numbers = torch.arange(infinity, dtype=torch.int16).view(dtype).double().numpy()
+    spacing = spacing_of(numbers, as_format(dtype))
+    assert (spacing[:-1] == numbers[1:] - numbers[:-1]).all()
+    assert (spacing_of(-numbers, as_format(dtype)) == spacing).all()
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_no_moment_is_taken_for_compensation(moments, weights):
+    for exponent in range(-24, -3, 3):
+        torch.manual_seed(3)
+        model = nn.Linear(64, 64, bias=False).bfloat16()
+        with torch.no_grad():
+            model.weight.copy_(WEIGHTS[weights]().reshape(64, 64)[:, torch.randperm(64)])
+        optimizer = MOMENTS[moments](model.parameters())
+        with Inspector(model, capture=["weight_gradient"], watch=False) as inspector:
+            for _ in range(5):
+                model(torch.ones(1, 64).bfloat16()).sum().backward()
+                model.weight.grad = (2.0**exponent * torch.randn(64, 64)).bfloat16()
+                optimizer.step()
+        (record,) = inspector.session().precision.optimizers
+        assert record.compensation == ""
 
 
 def test_the_one_weight_that_is_stored_in_16_bits_is_named():

@@ -268,6 +268,49 @@ def test_a_logarithm_of_a_softmax_is_mended_by_log_softmax():
     assert plain.code == "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"
 
 
+@pytest.mark.parametrize("text", ["acos of a magnitude of 1 or more", "exp of a number too large for its result"])
+@pytest.mark.parametrize("bits", [16.0, 32.0])
+def test_an_operation_in_16_bits_is_mended_in_float32_whatever_the_run_computes_in(text, bits):
+    measured = Measurement("examined-argument", "", 8, {"elements": 1.0, "bits": bits}, (), text)
+    finding = found("argument-out-of-range", measured, events=(event(8),))
+    assert ("x in FP32: x = x.float()" in finding.code) is (bits == 16)
+
+
+def test_a_new_recording_tells_how_wide_a_singular_operation_was():
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        made = torch.ones(2, dtype=dtype, requires_grad=True).acos()
+        assert singular(made.grad_fn).bits == torch.finfo(dtype).bits
+
+
+@pytest.mark.parametrize(("ratio", "is_explosion"), [(19.0, False), (2.0**18, True)])
+def test_slow_growth_beside_an_argument_out_of_range_is_no_explosion(ratio, is_explosion):
+    grown = Measurement("weight-growth", "w", 16, {"ratio": ratio, "began": 1.0, "lr": 0.05})
+    acos = Measurement("examined-argument", "", 18, {"elements": 7.0}, (), "acos of a magnitude of 1 or more")
+    report = analyse(session_of({weight("w"): spread({0: 10})}, events=(event(18),), measurements=(grown, acos)))
+    assert ("weights-exploded" in {finding.id for finding in report.findings}) is is_explosion
+
+
+@pytest.mark.parametrize("log2_scale", [0, 10, 12, 14])
+def test_zeros_at_a_small_loss_scale_ask_for_a_larger_one_first(log2_scale):
+    layers = {
+        weight("deep.weight"): window_of(
+            spread({}, zeros=1000), passed_through="float16", floor_exponent=-24 - log2_scale
+        ),
+        weight("head.weight"): window_of(spread({-8: 1000}), passed_through="float16", floor_exponent=-24 - log2_scale),
+    }
+    progress = Progress(8, 8, 0, 8, True, scales=(ScaleChange(0, 2.0**log2_scale),))
+    report = analyse(
+        session_of(
+            *[layers] * 8, progress=progress, precision=Precision(weights={"float32": 10}, autocast=("float16",))
+        )
+    )
+    (finding,) = [each for each in report.findings if each.id == "gradients-all-zero"]
+    raised = report.loss_scale.recommended
+    is_far = raised >= 256 * 2.0**log2_scale
+    assert finding.fix.startswith(f"Raise the loss scale to {raised:.0f}") is is_far
+    assert (finding.code == f"scaler = torch.amp.GradScaler(device_type, init_scale={raised:.0f})") is is_far
+
+
 @pytest.mark.parametrize(("broken", "has_code"), [(3, True), (9, True), (10, False), (20, False)])
 def test_steps_are_not_to_be_skipped_where_most_would_be(broken, has_code):
     replaced = Measurement("replaced-before-step", "w", 0, {"of": 1.0}, ("w",))

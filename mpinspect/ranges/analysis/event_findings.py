@@ -142,6 +142,14 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
     begin = f"The backward was not finite in {_first(count, first.step)}, where {_what(first)}"
     begin += ("" if is_explained else _scale_too_high(first)) + _never_updated(session)
     if stepped and _survived(stepped[0], session):
+        if _drops_by_itself(session):
+            return _finding(
+                first,
+                "info",
+                f"{begin}; the forwards after it are finite: the loop, which has more backwards than steps and seems to multiply "
+                "its loss by a scale by hand, seems to drop such gradients.",
+                evidence,
+            )
         return _finding(
             first,
             "warning",
@@ -204,6 +212,12 @@ def _survived(stepped: Event, session: Session) -> bool:
         return False
     watched = session.info.watch and session.progress.watched_steps is None
     return any(event.forward_finite for event in later) or (watched and session.progress.steps > stepped.step + 2)
+
+
+def _drops_by_itself(session: Session) -> bool:
+    """Return whether a loop with masters divides what they get, as by a loss scale, and has backwards without a step."""
+    divides = any(found.what == "masters-given-smaller" for found in session.measurements)
+    return divides and session.progress.backwards > session.progress.steps
 
 
 def _remedy(first: Event, advice: LossScaleAdvice, progress: Progress) -> str:

@@ -96,7 +96,8 @@ def _optimizer(optimizer: OptimizerRecord) -> str:
     dtypes = dict.fromkeys(dtype for held in optimizer.states.values() for dtype in held.split(", "))
     states = f" with states in {_names(dtypes)}" if dtypes else ""
     drawing = " (its step draws random numbers)" if optimizer.draws_random else ""
-    return f"{optimizer.type}{masters}{states}{drawing}"
+    keeping = f" ({optimizer.compensation!r} keeps what rounding cuts off)" if optimizer.compensation else ""
+    return f"{optimizer.type}{masters}{states}{drawing}{keeping}"
 
 
 def _scaler(scaler: ScalerRecord) -> str:

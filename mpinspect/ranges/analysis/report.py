@@ -36,6 +36,7 @@ FINDING_IDS = (
     "moments-cannot-decay",
     "never-fired",
     "non-finite-event",
+    "norm-overflows",
     "overflow-recurs",
     "parameters-not-optimized",
     "positions-collapse",

@@ -1,4 +1,4 @@
-"""Diagnoses of losses, statistics, positions and scores that are computed or kept in 16 bits."""
+"""Diagnoses of losses, statistics, normalisations, positions and scores that are computed or kept in 16 bits."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ def _narrow_term(found: Measurement) -> Finding:
             else f"its value and first gradient have {bits} bits."
         ),
         {"dtype": found.text, "operators": list(found.names)},
-        "Compute every term of the loss in FP32: cast the logits, and a reference's, before the log-softmax."
+        "Compute every term of the loss in FP32: cast the logits, and a reference's, before the log-softmax, and keep the "
+        "log-probabilities, and sums of them, in FP32."
         if cancels
         else "",
         "log_p = model(x).float().log_softmax(-1)\nlog_q = reference(x).float().log_softmax(-1)" if cancels else "",
@@ -162,6 +163,46 @@ def _narrow_term(found: Measurement) -> Finding:
 _AND_TARGET = "  # and the logits of a target that is a softmax"
 #: Operators, as autograd names them, whose results may cancel in a sum.
 _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
+
+
+def norm_overflows(case: Case) -> Iterator[Finding]:
+    """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that what it normalises becomes zero.
+
+    It is looked for in the code of the model's own modules, in the first four steps and ever fewer later ones. What needs no
+    gradient, an activation checkpoint and a compiled region leave no graph to look in.
+
+    False alarms: It is measured: the root's argument is infinite, and the loss is finite. Rows that nothing uses, such as
+    padding, count as well.
+    """
+    found = list(case.measured("overflowed-norm"))
+    for first in found[:1]:
+        figures, others = first.figures, [each.name for each in found[1:]]
+        elements, of = int(figures["elements"]), int(figures["of"])
+        if elements == of:
+            zeroed = "everything that is divided by that root became zero"
+        elif figures["is_by_row"]:
+            zeroed = f"in {elements} of {of} rows what is divided by that root became zero"
+        else:
+            zeroed = f"what is divided by {elements} of that root's {of} elements became zero"
+        likewise = f" The same was found in {' and in '.join(map(module_named, others))}." if others else ""
+        yield Finding(
+            "norm-overflows",
+            "error",
+            first.name,
+            f"In step {first.step}, in {module_named(first.name)}, a square or a sum under a root exceeded 65504 in FP16 and "
+            f"became infinite: {zeroed}, and stays finite, so that no infinity or NaN shows it.{likewise}",
+            {
+                "elements": elements,
+                "of": of,
+                "operator": first.text.rpartition(" ")[2],
+                "modules": [each.name for each in found],
+            },
+            "Compute the normalisation in FP32 and cast its result back: in FP16 the square of a value of 256 or more is "
+            "infinite.",
+            "wide = x.float()  # before it is squared\n"
+            "x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)",
+            step=first.step,
+        )
 
 
 def positions_collapse(case: Case) -> Iterator[Finding]:
@@ -242,4 +283,10 @@ def router_ties(case: Case) -> Iterator[Finding]:
         return
 
 
-DIAGNOSES: tuple[Diagnosis, ...] = (statistics_broken, loss_in_16_bits, positions_collapse, router_ties)
+DIAGNOSES: tuple[Diagnosis, ...] = (
+    statistics_broken,
+    loss_in_16_bits,
+    norm_overflows,
+    positions_collapse,
+    router_ties,
+)

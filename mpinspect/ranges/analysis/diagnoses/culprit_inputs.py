@@ -57,10 +57,13 @@ def _elements(found: Measurement) -> str:
     return f"{number:.0f} element{'' if number == 1 else 's'}"
 
 
+#: Records of operations that make infinities and NaNs whatever the weights are.
+_SINGULAR = frozenset({"examined-argument", "examined-mask", "examined-zero-row"})
 _EDGE = (
     "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the gradient "
     "of the discarded value is computed too."
 )
+_EXP = "x.clamp_max(80).exp()  # FP16 ends at exp(11.09), BF16 and FP32 at exp(88.7)"
 #: The remedy, in words and as code, for each word that the operation's description may contain.
 _MENDS = (
     (
@@ -93,7 +96,7 @@ _MENDS = (
     (
         "exp",
         "Subtract the largest first (torch.softmax and torch.logsumexp do), bound the argument, or compute it in FP32.",
-        "x.clamp_max(10).exp()  # FP16 ends at exp(11.09), BF16 and FP32 at exp(88.7)",
+        _EXP,
     ),
     ("acos", _EDGE, "x.clamp(-1 + 1e-6, 1 - 1e-6).acos()"),
     ("asin", _EDGE, "x.clamp(-1 + 1e-6, 1 - 1e-6).asin()"),
@@ -205,8 +208,10 @@ def argument_out_of_range(case: Case) -> Iterator[Finding]:
         else:
             place = "the loss, or the code that leads to it,"
         fix, code = next(((fix, code) for word, fix, code in _MENDS if word in found.text), (_EDGE, ""))
-        if fix is _EDGE and run_format(case.session) in (FLOAT16, BFLOAT16):
-            fix = f"{fix} Do it in FP32: in 16 bits the constant may be rounded away."
+        bits = found.figures.get("bits")
+        is_narrow = bits == 16 if bits else run_format(case.session) in (FLOAT16, BFLOAT16)
+        if is_narrow and (fix is _EDGE or code is _EXP):
+            fix += " Do it in FP32: in 16 bits the constant may be rounded away." if fix is _EDGE else ""
             code = (
                 f"with torch.autocast(device_type, enabled=False):  # x in FP32: x = x.float()\n    y = {code}"
                 if code
@@ -249,7 +254,9 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
     before = min((event.step for event in broken), default=case.progress.steps)
     in_forward = any(event.step == before and event.phase != "backward" for event in broken)
     ratio = max(each.figures["ratio"] for each in at_once)
-    if first.step > before:
+    is_singular = any(each.what in _SINGULAR and each.step == before for each in case.session.measurements)
+    if first.step > before or (is_singular and ratio < 2.0 ** (first.step + 1)):
+        # Beside an argument at the edge of its domain, weights that did not even double in each step are no explosion.
         return
     rate, initial = first.figures.get("lr"), first.figures.get("initial_lr")
     optimizer = next((optimizer.type for optimizer in case.precision.optimizers), "")

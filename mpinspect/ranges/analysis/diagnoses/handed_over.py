@@ -22,6 +22,8 @@ _FEWEST_LEFT_OVER = 2
 _FEWEST_BACKWARDS = 3
 #: Share of the parameters that must hold such gradients.
 _MOST_LEFT_OVER = 0.9
+#: A loss scale that may be raised by this factor is to be raised before anything else is tried.
+_MUCH_ROOM = 256.0
 #: A smaller factor is not clipping: it leaves nothing to learn from.
 _NOTHING = 1e-6
 #: Ratios that differ by at most this relative amount count as equal.
@@ -35,7 +37,7 @@ _PRODUCTS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
 
 
 def never_updated(case: Case) -> Iterator[Finding]:
-    """Backwards of which none was followed by an update of the weights.
+    """Backwards of which none was followed by an update of the weights, or updates of masters that never reached them.
 
     False alarms: A script that only looks at gradients is reported if it has an optimizer or a scaler, from three backwards on.
     A run whose steps a scaler skipped is not: other findings cover it.
@@ -63,6 +65,18 @@ def never_updated(case: Case) -> Iterator[Finding]:
             if has_scaler
             else "Call the optimizer's step after the backward; see that it holds these weights.",
             "scaler.step(optimizer)  # before the scaler's one update()" if has_scaler or broke else "optimizer.step()",
+        )
+    for found in case.measured("masters-not-copied"):
+        yield Finding(
+            "never-updated",
+            "error",
+            "",
+            f"The optimizer stepped masters, copies of the weights, in {found.figures['steps']:.0f} steps, and the model's "
+            "weights are what they were at the start: the updates never reach the model.",
+            {"steps": found.figures["steps"], "names": list(found.names[:20])},
+            "Copy the masters into the weights after each step, and into the weights themselves: what .float(), .half() or .to() "
+            "returns is a copy, which holds what is written to it and is dropped.",
+            "with torch.no_grad():\n    for weight, master in zip(model.parameters(), masters):\n        weight.copy_(master)",
         )
 
 
@@ -481,14 +495,22 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
     if not names:
         return
     scale, highest = case.session.last_scale, case.advised.advice.highest
+    recommended = case.advised.advice.recommended
+    raised = bool(scale and recommended and recommended >= _MUCH_ROOM * scale)
     limit = (
         f" rather than raise the loss scale for all: above {with_power(highest)} the other layers may overflow"
-        if highest
+        if highest and not raised
         else ""
     )
     edge = f"{as_power(2.0**-25 / scale)} at the loss scale of {with_power(scale)}" if scale else "2^-25"
     damped = damped_by_epsilon(case.session, 2.0**-25 / (scale or 1.0))
     in_fp32 = "" if damped else "compute these modules in FP32, or "
+    look = "with torch.autocast(device_type, enabled=False):  # for this one batch\n    y = module(x.float())"
+    first = (
+        f"Raise the loss scale to {with_power(recommended)}, where nothing seen overflows. If the zeros stay, take"
+        if raised and recommended
+        else "Take"
+    )
     yield Finding(
         "gradients-all-zero",
         "warning",
@@ -496,9 +518,9 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
         f"Every weight gradient of {_grouped(names)} was zero in all sampled steps: these weights do not learn. FP16 flushes "
         f"gradients up to {edge}; whether that made the zeros is not known.",
         {"parameters": len(names), "names": names[:20], "loss_scale": scale},
-        f"Take the gradients of one batch with autocast off. If they are not zero there, {in_fp32}multiply this part's loss by "
-        f"a factor of its own{limit}.{f' Computing them in FP32 would not do: {damped}.' if damped else ''}",
-        "with torch.autocast(device_type, enabled=False):  # for this one batch\n    y = module(x.float())",
+        f"{first} the gradients of one batch with autocast off. If they are not zero there, {in_fp32}multiply this part's loss "
+        f"by a factor of its own{limit}.{f' Computing them in FP32 would not do: {damped}.' if damped else ''}",
+        f"scaler = torch.amp.GradScaler(device_type, init_scale={recommended:.0f})" if raised else look,
         INFERRED,
     )
 

@@ -14,7 +14,7 @@ from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
 from mpinspect.ranges.session import Event, Measurement, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
-from mpinspect.reporting.words import format_name, some, with_power
+from mpinspect.reporting.words import format_name, number_or_power, some, with_power
 
 #: A scaler's initial search is worth a warning if it takes more than this share of the run, and at least three steps.
 _SEARCH_TOLERANCE = 0.1
@@ -397,7 +397,8 @@ def _room(case: Case) -> int | None:
 def scaler_missing(case: Case) -> Iterator[Finding]:
     """An FP16 run in which no scaled loss was seen.
 
-    False alarms: A loop that scales by hand looks the same until the inspector is given the scale.
+    False alarms: A loop that scales by hand looks the same until the inspector is given the scale. Where gradients reach the
+    masters made smaller, all alike, the finding is information.
     """
     if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
         return
@@ -406,6 +407,20 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         return
     recommended = case.advised.advice.recommended
     in_half = FLOAT16.name in case.precision.weights
+    divided = next(iter(case.measured("masters-given-smaller")), None)
+    if divided is not None:
+        least, most = (number_or_power(float(f"{divided.figures[end]:.4g}")) for end in ("least", "most"))
+        yield Finding(
+            "scaler-missing-in-float16",
+            "info",
+            "",
+            "The run computes in FP16 and no GradScaler was seen; the gradients that its masters get are "
+            f"{least if least == most else f'{least} to {most}'} times smaller than the backward's, as in a loop that multiplies "
+            "its loss by a scale by hand (and clips): the scale, and whether the loop skips steps that overflow, is not known.",
+            {"backwards": case.progress.backwards, **divided.figures},
+            "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale).",
+        )
+        return
     overflowed = [event for event in _skips(case) if event.value == "inf" and event.forward_finite]
     if overflowed:
         yield Finding(

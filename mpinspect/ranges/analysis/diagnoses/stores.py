@@ -9,7 +9,7 @@ from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Dia
 from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
-from mpinspect.reporting.finding import INFERRED, Finding
+from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, number_of, percent, some
 
 #: The optimizer's setting that says which share of a state each step keeps, by the state's name.
@@ -38,10 +38,12 @@ def never_decays(dtype: str, kept: float) -> bool:
 def updates_lost(case: Case) -> Iterator[Finding]:
     """Updates that rounding loses when they are added to weights stored in 16 bits; in FP32 runs, those that would be lost.
 
-    An optimizer whose step draws random numbers is taken to round stochastically, which loses nothing on average.
+    An optimizer whose step draws random numbers is taken to round stochastically, which loses nothing on average; one that keeps
+    what rounding cuts off in a state (Kahan's summation), as the state's values show, adds it later.
 
-    False alarms: An optimizer that keeps what rounding cut off (Kahan's sum) in a state whose name does not say so, and one that
-    rounds stochastically with numbers of its own.
+    False alarms: An optimizer that rounds stochastically with numbers of its own, and one that keeps what rounding cuts off in
+    units of its own or for weights all of about the same magnitude, or whose updates have not added up to a weight's spacing yet
+    (where the state's name says "kahan" or "compensation" it is known from the first step).
     """
     by_format: dict[str, dict[str, LostUpdates]] = {}
     # An update that is made of rounding noise is no loss.
@@ -51,7 +53,8 @@ def updates_lost(case: Case) -> Iterator[Finding]:
             if counted.nonzero and key.name not in noise:
                 by_format.setdefault(storage, {})[key.name] = counted
     for storage, found in by_format.items():
-        if any(optimizer.draws_random and storage in optimizer.steps for optimizer in case.precision.optimizers):
+        steppers = [optimizer for optimizer in case.precision.optimizers if storage in optimizer.steps]
+        if any(optimizer.draws_random or optimizer.compensation for optimizer in steppers):
             continue
         stored = {name: each for name, each in found.items() if _stored_in(storage, name, each, case)}
         is_fault = any(each.fraction > _LOST_TOLERANCE for each in stored.values())
@@ -126,13 +129,16 @@ def _stored_in(storage: str, name: str, lost: LostUpdates, case: Case) -> bool:
 def moments_cannot_decay(case: Case) -> Iterator[Finding]:
     """Moments kept in 16 bits whose decay is lost to rounding, as the settings alone show.
 
-    An optimizer whose step draws random numbers is left out: it may round its states stochastically.
+    An optimizer whose step draws random numbers is left out: it may round its states stochastically. Compensation of the weights
+    does not help the moments.
 
     False alarms: The arithmetic gives none.
     """
     for optimizer in _rounding_to_nearest(case):
         for state, dtype in optimizer.states.items():
             kept = optimizer.settings.get(_KEPT.get(state, ""))
+            if state == optimizer.compensation:
+                continue
             if kept is None and dtype in SIGNIFICAND_BITS:
                 yield _decay_unknown(optimizer.type, state, dtype)
             if kept is None or not never_decays(dtype, kept):
@@ -174,8 +180,9 @@ def _decay_unknown(optimizer: str, state: str, dtype: str) -> Finding:
 def weight_decay_lost(case: Case) -> Iterator[Finding]:
     """Decoupled weight decay of 16-bit weights whose factor rounds to 1, as the settings alone show.
 
-    False alarms: The arithmetic gives none at the recorded learning rate. The finding is only "info" if the decay is the
-    optimizer's default, which few scripts have chosen.
+    False alarms: The arithmetic gives none at the recorded learning rate, if the optimizer multiplies the weights themselves.
+    Those that keep what rounding cuts off mostly do so too (optimi's AdamW, torchdistX's AnyPrecisionAdamW): the finding on them
+    is inferred. It is only "info" if the decay is the optimizer's default, which few scripts have chosen.
     """
     for optimizer in _rounding_to_nearest(case):
         decay, rate = optimizer.settings.get("weight_decay", 0.0), optimizer.settings.get("lr", 0.0)
@@ -183,15 +190,18 @@ def weight_decay_lost(case: Case) -> Iterator[Finding]:
         if not decay * rate > 0 or optimizer.type not in _DECOUPLED or not never_decays(dtype, 1 - decay * rate):
             continue
         name = format_name(dtype)
+        is_kept = bool(optimizer.compensation)
+        but_not = f" (if {optimizer.compensation!r} keeps only the updates, as is usual)" if is_kept else ""
         yield Finding(
             "weight-decay-lost",
             "info" if decay <= _DEFAULT_DECAY else "warning",
             "",
             f"{optimizer.type} multiplies the {name} weights by 1 - lr * weight_decay = {1 - decay * rate:.12g} a step, and the "
-            f"product rounds back to the weight: the weight decay of {decay:g} does nothing.",
+            f"product rounds back to the weight: the weight decay of {decay:g} does nothing{but_not}.",
             {"optimizer": optimizer.type, "dtype": dtype, "lr": rate, "weight_decay": decay},
             "Keep the weights that the optimizer steps in FP32 and compute in 16 bits by autocast.",
             fp32_weights(dtype),
+            INFERRED if is_kept else MEASURED,
         )
 
 

@@ -15,6 +15,7 @@ from mpinspect.ranges.capture.diagnosing.ledger import Ledger
 from mpinspect.ranges.capture.diagnosing.master_gradients import MasterGradients
 from mpinspect.ranges.capture.diagnosing.masters import Masters
 from mpinspect.ranges.capture.diagnosing.new_scalers import NewScalers
+from mpinspect.ranges.capture.diagnosing.overflowed_norms import OverflowedNorms
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
@@ -43,4 +44,5 @@ def diagnosing_observers(
         Buffers(layers, clock, recording),
         Examination(layers, parameters, clock, recording),
         EqualByRounding(clock, recording),
+        OverflowedNorms(clock, recording),
     )

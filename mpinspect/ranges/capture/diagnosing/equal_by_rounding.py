@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mpinspect.ranges.capture.diagnosing.chosen_scores import CHOOSING, choice, tied
+from mpinspect.ranges.capture.diagnosing.module_spans import ModuleSpans
 from mpinspect.ranges.capture.diagnosing.rounded_numbers import FIRST_LOST
 from mpinspect.ranges.capture.diagnosing.rounded_positions import angles_of_rounded, collapsed, repeating
 from mpinspect.ranges.capture.diagnosing.singularities import graph, is_packed
@@ -27,14 +28,16 @@ _FEWEST_PAIRS = 4
 _MOST_ELEMENTS, _MOST_SCORES = 1 << 24, 1 << 20
 #: The most whole numbers, and elements of a table, that are compared with each other, and the most of each in a step.
 _MOST_NUMBERS, _MOST_ANGLES, _MOST_KEPT = 1 << 12, 1 << 18, 16
-#: The most nodes of the graph that are searched for tables and for choices, and within one module.
-_MOST_NODES, _MOST_OF_A_MODULE = 20_000, 2_000
+#: The most nodes of the graph that are searched for tables and for choices.
+_MOST_NODES = 20_000
 #: The most records of one kind.
 _MOST_RECORDS = 3
+#: Nodes after which scores have the order that they had before.
+_KEEPING_ORDER = ("Softmax", "Sigmoid", "ToCopy", "View", "UnsafeView", "ReshapeAlias")
 #: The least share of rows with ties that is recorded.
 _LEAST_TIED = 0.01
-#: The name of a module, looked for only where it is told.
-Where = Callable[[], str]
+#: The name of a module, looked for only where it is told; None where it is not certain.
+Where = Callable[[], str | None]
 
 
 #: Fewest numbers in each row that are taken for positions if none is smaller than the one before.
@@ -57,8 +60,7 @@ class EqualByRounding(Observer):
         #: The whole numbers that modules were given, and small tables that need no gradient; kept until backward is called.
         self._numbers: dict[int, torch.Tensor] = {}
         self._tables: dict[tuple[Any, ...], tuple[Where, torch.Tensor]] = {}
-        #: For each call of a module with code of its own: the last of its inputs' sequence numbers, its output's, its name.
-        self._spans: list[tuple[int, int, str]] = []
+        self._spans = ModuleSpans()
         #: The first 16-bit dtype of a module's output; elements that may still be compared in this step; factors compared.
         self._dtype: torch.dtype | None = None
         self._left = 0
@@ -92,7 +94,7 @@ class EqualByRounding(Observer):
                 self._dtype = tensor.dtype
             if tensor.grad_fn is not None and tensor.dtype in _DTYPES and tensor.numel() <= _MOST_SCORES:
                 self._scores[tensor.grad_fn] = (path, tensor.detach())
-        self._remember_span(call)
+        self._spans.remember(call)
 
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
@@ -102,12 +104,12 @@ class EqualByRounding(Observer):
             name = node.name()
             if name not in CHOOSING or is_packed(node):
                 continue
-            where = partial(self._module_of, node, nodes)
+            where = partial(self._spans.module_of, node, nodes)
             # What a node saved and the script has changed since can't be read.
             with suppress(RuntimeError):
                 if name == "MulBackward0":
                     self._compare_factor(where, node)
-                if self._told["ties"] < _MOST_RECORDS and node._input_metadata[0].dtype in _DTYPES:
+                if self._told["ties"] < _MOST_RECORDS:
                     self._compare_scores(where, node)
         self._compare_angles()
         self._forget()
@@ -121,13 +123,6 @@ class EqualByRounding(Observer):
     def _forget(self) -> None:
         for kept in (self._scores, self._numbers, self._tables, self._spans, self._compared):
             kept.clear()
-
-    def _remember_span(self, call: Call) -> None:
-        """Remember between which nodes of the graph a module's own code ran; torch's modules have no code to name."""
-        ends = [output.grad_fn._sequence_nr() for output in call.outputs if output.grad_fn is not None]
-        if ends and not type(call.layer.module).__module__.startswith("torch.nn."):
-            begun = [given.grad_fn._sequence_nr() for given in call.inputs() if given.grad_fn is not None]
-            self._spans.append((max(begun, default=-1), max(ends), call.layer.path))
 
     def _compare(self, where: Where, tensor: torch.Tensor) -> None:
         """Record a table whose rows equal their neighbours just where consecutive whole numbers rounded to 16 bits do."""
@@ -146,7 +141,7 @@ class EqualByRounding(Observer):
                 rows = tensor.movedim(dim, 0).reshape(length, -1)
                 equal = (rows[1:] == rows[:-1]).all(1).cpu()
                 if bool((equal == _equal_neighbours(length, dtype)).all()):
-                    self._tell_positions(where(), length, dtype, True)
+                    self._tell_positions(where() or "", length, dtype, True)
                     return
         found = collapsed(tensor, dims)
         if found is not None:
@@ -159,7 +154,7 @@ class EqualByRounding(Observer):
                 "after": float(found.after),
                 "is_table": 1.0,
             }
-            self._tell("positions", where(), figures, dtype)
+            self._tell("positions", where() or "", figures, dtype)
 
     def _compare_factor(self, where: Where, node: Any) -> None:
         """Compare the factor of a product that needs no gradient, such as a table of cosines."""
@@ -206,7 +201,7 @@ class EqualByRounding(Observer):
                     continue
                 dtype = angles_of_rounded(numbers, table)
                 if dtype is not None:
-                    self._tell_positions(where(), largest + 1, dtype, True)
+                    self._tell_positions(where() or "", largest + 1, dtype, True)
                     return
 
     def _tell_positions(self, module: str, length: int, dtype: torch.dtype, is_table: bool) -> None:
@@ -216,18 +211,34 @@ class EqualByRounding(Observer):
 
     def _compare_scores(self, where: Where, node: Any) -> None:
         """Record a choice if in enough rows the last chosen score ties with the first score not chosen."""
-        module, scores = self._scores_of(node)
+        dtype = node._input_metadata[0].dtype
+        module, scores = self._scores_of(node) if dtype in _DTYPES else self._cast_scores_of(node)
         chosen = choice(node) if scores is not None else None
         if chosen is None or not is_plain(scores):
             return
-        dtype = node._input_metadata[0].dtype
+        dtype = dtype if dtype in _DTYPES else scores.dtype
         share, k = tied(scores.to(dtype), chosen)
-        if share >= _LEAST_TIED:
+        if share < _LEAST_TIED:
+            return
+        module = where() if module is None else module
+        # A choice that is made in another model's code is told of that model.
+        if module is not None:
             figures = {"fraction": share, "k": float(k), "scores": float(scores.shape[chosen.dim])}
-            self._tell("ties", module or where(), figures, dtype)
+            self._tell("ties", module, figures, dtype)
 
-    def _scores_of(self, node: Any) -> tuple[str, torch.Tensor | None]:
-        """Return the module that made the scores of a choice ("" if unknown), and the scores (None if no longer available)."""
+    def _cast_scores_of(self, node: Any) -> tuple[str | None, torch.Tensor | None]:
+        """Return a module and its 16-bit output if a wider choice's scores are that output, only cast and normalised since.
+
+        A softmax or a sigmoid keeps the order of the scores, and their ties.
+        """
+        for _ in range(8):
+            node = _only_edge(node)
+            if node is None or node in self._scores or not node.name().startswith(_KEEPING_ORDER):
+                break
+        return self._scores.get(node, (None, None))
+
+    def _scores_of(self, node: Any) -> tuple[str | None, torch.Tensor | None]:
+        """Return the module that made the scores of a choice (None: unknown), and the scores (None if no longer available)."""
         scores: torch.Tensor | None = node._saved_self if node.name() == "GatherBackward0" else None
         for _ in range(8):
             node = _only_edge(node)
@@ -242,18 +253,7 @@ class EqualByRounding(Observer):
                     scores = node._saved_result
                 elif not name.startswith(("ToCopy", "Add")):
                     break
-        return "", scores
-
-    def _module_of(self, node: Any, nodes: list[Any]) -> str:
-        """Return the innermost module in whose code a node was made; "" for the model, or where it is not certain."""
-        place = node._sequence_nr()
-        around = sorted((end - begin, begin, end, path) for begin, end, path in self._spans if begin < place <= end)
-        for _, begin, end, path in around[:4]:
-            # A module may have run after code that it has nothing to do with: its output must come from the node.
-            made = [each for each in nodes if each._sequence_nr() == end]
-            if node in graph(made, _MOST_OF_A_MODULE, since=begin):
-                return path
-        return ""
+        return None, scores
 
     def _tell(self, what: str, module: str, figures: dict[str, float], dtype: torch.dtype) -> None:
         self._told[what] += 1

@@ -218,7 +218,15 @@ class Examination(Observer):
 
     def _tell_singular(self, step: int, found: Singular, *, loss_finite: bool) -> None:
         text = f"{found.operator} {found.what}".strip()
-        self._tell(found.kind, step, found.elements, found.rows, text, loss_finite=float(loss_finite))
+        self._tell(
+            found.kind,
+            step,
+            found.elements,
+            found.rows,
+            text,
+            loss_finite=float(loss_finite),
+            bits=float(found.bits),
+        )
 
     def _tell(
         self, kind: str, step: int, elements: int, rows: Rows, text: str = "", name: str = "", **more: float

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from mpinspect.ranges.capture.diagnosing.compensation import Compensation
 from mpinspect.ranges.capture.diagnosing.masters import Masters
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Call, Observer
@@ -24,7 +25,7 @@ _SETTINGS = ("lr", "weight_decay", "eps", "momentum")
 
 
 class Ledger(Observer):
-    """Records dtypes in measured steps. Reads no tensor's values.
+    """Records dtypes in measured steps. Reads no tensor's values, but a few of what optimizers of 16-bit weights keep.
 
     Args:
         parameters: the model's parameters.
@@ -61,6 +62,7 @@ class Ledger(Observer):
         self._generators: dict[int, list[torch.Tensor]] = {}
         #: Whether every recorded step of an optimizer drew random numbers, by its id: others may draw beside one of them.
         self._draws: dict[int, bool] = {}
+        self._compensation = Compensation()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
@@ -103,6 +105,7 @@ class Ledger(Observer):
             if before is not None:
                 drew = not all(map(torch.equal, before, _generators(optimizer)))
                 self._draws[id(optimizer)] = drew and self._draws.get(id(optimizer), True)
+            self._compensation.look(optimizer)
             self._stepped[id(optimizer)] = self._optimizer(optimizer)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -155,6 +158,7 @@ class Ledger(Observer):
             _states(optimizer, stepped),
             sum(master.parameter.numel() for master in self._masters.of(optimizer)) if of_ours else foreign,
             self._draws.get(id(optimizer), False),
+            self._compensation.of(optimizer),
         )
 
 

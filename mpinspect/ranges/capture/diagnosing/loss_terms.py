@@ -83,23 +83,30 @@ def _code(starts: list[Any], ends: Collection[int], most: int) -> list[Any]:
 
 
 def _log_ratio(node: Any) -> Term | None:
-    """Return a difference of log-probabilities in 16 bits, from each other or from a constant, whatever it is computed in."""
+    """Return a difference of log-probabilities that were rounded to 16 bits, from each other or from a constant, whatever it is
+    computed in."""
     name = _operator(node)
     if name not in ("Sub", "Rsub") or len(node.next_functions) < 2:
         return None
-    made = [side for following, _ in node.next_functions[:2] if (side := _source(following)) is not None]
-    if not made or any(_operator(side) != "LogSoftmax" or _dtype(side) not in _DTYPES for side in made):
-        return None
-    return Term(_dtype(made[0]), (name, "LogSoftmax"), True)
+    rounded: list[torch.dtype] = []
+    for side in (following for following, _ in node.next_functions[:2] if following is not None):
+        way = _way_to_source(side)
+        narrow = [dtype for each in way if (dtype := _dtype(each)) in _DTYPES]
+        if _operator(way[-1]) != "LogSoftmax" or not narrow:
+            return None
+        rounded.append(narrow[-1])
+    return Term(rounded[0], (name, "LogSoftmax"), True) if rounded else None
 
 
-def _source(node: Any) -> Any:
-    """Return the node that computed the values which a node selects, moves or adds up."""
-    for _ in range(8):
-        if node is None or _operator(node) not in _SELECTING:
+def _way_to_source(node: Any) -> list[Any]:
+    """Return the nodes that select, move or add up values, and the node that computed them last."""
+    way = [node]
+    while len(way) <= 8 and _operator(way[-1]) in _SELECTING:
+        following = way[-1].next_functions[0][0]
+        if following is None:
             break
-        node = node.next_functions[0][0]
-    return node
+        way.append(following)
+    return way
 
 
 def _operator(node: Any) -> str:

@@ -1,7 +1,8 @@
 """An observer that compares the gradients that a backward left in the model with those that masters hand to the optimizer.
 
-Between both lies the loop's own code: it copies, adds, divides by the loss scale, clips. What the observer records is what no
-such code intends: gradients that became zero or finite on the way, and gradients of earlier steps that were added to them.
+Between both lies the loop's own code: it copies, adds, divides by the loss scale, clips. The observer records by how much this
+made all gradients smaller, and what no such code intends: gradients that became zero or finite on the way, gradients of earlier
+steps that were added to them, and masters that are stepped and never copied back.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.runtime.distributed import has_process_group
 
-#: The name of the measurement of masters whose gradients hold those of earlier steps.
-ADDED_UP = "masters-added-up"
+#: The names of the measurements of masters whose gradients hold those of earlier steps, of masters that are never copied back,
+#: and of gradients that reach the masters made smaller, all by one factor.
+ADDED_UP, NOT_COPIED, DIVIDED = "masters-added-up", "masters-not-copied", "masters-given-smaller"
+
+#: The fewest steps of the masters' optimizers after which their weights must have moved.
+_FEWEST_STEPS = 3
+#: Gradients that reach the masters at least so many times smaller were divided, as by a loss scale.
+_DIVIDED = 2.0
 
 #: The most backwards of a step whose gradients are compared with the masters'.
 _MOST_BACKWARDS = 4
@@ -51,6 +58,11 @@ class MasterGradients(Observer):
         self._masters, self._clock = masters, clock
         self._records = Records(recording)
         self._stepped = False
+        #: A few elements of the weights that have masters before these were first stepped, and how often they were.
+        self._began: Samples | None = None
+        self._steps = 0
+        #: For each measured step by how much all gradients alike became smaller on their way to the masters; NaN if not alike.
+        self._divisors: list[float] = []
         #: The weights' gradients when the last backward was over, and the masters' when their optimizer steps.
         self._given: Magnitudes | None = None
         self._handed: list[Magnitudes] = []
@@ -89,8 +101,10 @@ class MasterGradients(Observer):
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the masters' gradients, which the optimizer is about to use."""
+        masters = list(self._masters.of(optimizer)) if self.at_work else []
+        if masters and self._began is None:
+            self._began = samples((each.name, each.parameter) for each in self._masters.weights())
         if self.at_work and self._given is not None:
-            masters = list(self._masters.of(optimizer))
             self._stepping.update(master.name for master in masters)
             self._handed.append(magnitudes(masters))
             self._sums.append(samples(_gradients(masters)))
@@ -98,6 +112,7 @@ class MasterGradients(Observer):
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped: what the masters' gradients hold before the next backward is left over."""
         self._stepped = True
+        self._steps += self._began is not None
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Compare the gradients, and record what was lost or added. Waits for the device."""
@@ -108,6 +123,27 @@ class MasterGradients(Observer):
         self._find_lost(step, given, handed, self._given.sum_of_squares())
         self._find_added_up(step)
         self._forget()
+
+    def run_ends(self) -> None:
+        """Record masters that moved while their weights did not, and by how much the gradients became smaller on their way."""
+        if self._divisors and all(divisor >= _DIVIDED for divisor in self._divisors):
+            figures = {"least": min(self._divisors), "most": max(self._divisors), "steps": float(len(self._divisors))}
+            self._records.tell(DIVIDED, self._clock.step, [each.name for each in self._masters.weights()], figures)
+        if self._began is None or self._steps < _FEWEST_STEPS:
+            return
+        weights = {each.name: each.parameter for each in self._masters.weights()}
+        masters = samples((each.name, each.parameter) for each in self._masters.all()).read()
+        began, ended = self._began.read(), samples(weights.items()).read()
+        is_still = began.keys() == ended.keys() and all(torch.equal(began[name], ended[name]) for name in began)
+        # What rounding undoes was copied all the same.
+        moved = [
+            name
+            for name, values in masters.items()
+            if name in ended and not torch.equal(values.to(weights[name].dtype).double(), ended[name])
+        ]
+        if is_still and 2 * len(moved) > len(masters):
+            figures = {"steps": float(self._steps), "of": float(len(masters))}
+            self._records.tell(NOT_COPIED, self._clock.step, moved, figures)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -124,6 +160,8 @@ class MasterGradients(Observer):
             # A loop that skips a step may do so by giving its optimizer nothing.
             return
         changes = ratios(given, {**dict.fromkeys(given, 0.0), **handed})
+        factor = described(changes)
+        self._divisors.append(1 / factor["factor"] if factor["is_uniform"] and factor["factor"] else math.nan)
         # An earlier backward of the step may have been infinite: only of a single one it is known that this was not.
         is_single = self._backwards == 1
         zeroed = [name for name, ratio in changes.items() if ratio == 0 or (is_single and math.isnan(ratio))]

@@ -50,6 +50,7 @@ class Singular:
         rows: their positions along the first dimension.
         order: the node's sequence number; nodes made earlier have lower ones.
         of: for a difference, the sequence number of the node that made the minuend.
+        bits: of an element of the operation's result; 0 where torch does not tell.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class Singular:
     rows: Rows
     order: int
     of: int | None = None
+    bits: int = 0
 
 
 def singular(node: Any) -> Singular | None:
@@ -76,7 +78,9 @@ def singular(node: Any) -> Singular | None:
         return None
     kind, operator, what, where = found
     of = _minuend(node.next_functions[0][0]) if kind == "difference" else None
-    return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of)
+    made = getattr(node, "_input_metadata", None)
+    bits = 8 * made[0].dtype.itemsize if made else 0
+    return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits)
 
 
 def graph(starts: Iterable[Any], most: int, since: int = -1) -> list[Any]:

@@ -1,0 +1,136 @@
+"""Finds compensation: a state in which an optimizer keeps what rounding cut off of its 16-bit weights (Kahan's summation)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mpinspect.numeric.formats import FORMATS, FloatFormat
+from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.runtime.distributed import local_part
+
+#: The most steps of an optimizer in which its states are read: updates far below a weight's spacing need many to add up to it.
+_MOST_STEPS = 12
+#: The most elements that are read of a tensor, and the fewest non-zero ones by which it is judged.
+_MOST_ELEMENTS, _FEWEST_ELEMENTS = 4096, 64
+#: What a rounding cuts off is at most half the spacing, and just above it where the sum crosses a power of two or is rounded too.
+_MOST_BEYOND_SPACING = 0.001
+#: Seven eighths of what roundings cut off exceed this share of the spacing, once updates have added up.
+_SMALL, _FEWEST_ABOVE_SMALL = 1 / 16, 0.1
+#: The spacings of the weights must differ by this factor between their narrowest and their widest third, or nothing can follow
+#: them; and what follows them differs by at least this share of that factor.
+_LEAST_SPREAD, _FOLLOWED = 4.0, 0.7
+#: Each sign occurs at least so often, as does the weight's own sign and its opposite: a momentum that decays the weights has
+#: always the weight's sign.
+_FEWEST_OF_A_SIGN = 0.3
+_DTYPES = (torch.float16, torch.bfloat16)
+
+_Optimizer = torch.optim.Optimizer
+_Values = npt.NDArray[np.float64]
+
+
+class Compensation:
+    """Names the state in which each optimizer keeps what rounding cuts off of its 16-bit weights, judged by the state's values.
+
+    Reads a few thousand elements of one weight and of its states, in the first measured steps of an optimizer that steps 16-bit
+    weights, until it finds such a state; reading them waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._names: weakref.WeakKeyDictionary[_Optimizer, str] = weakref.WeakKeyDictionary()
+        self._looked: weakref.WeakKeyDictionary[_Optimizer, int] = weakref.WeakKeyDictionary()
+
+    def of(self, optimizer: _Optimizer) -> str:
+        """Return the name of the optimizer's state that keeps what rounding cuts off; "" if none was found."""
+        return self._names.get(optimizer, "")
+
+    @torch.no_grad()
+    def look(self, optimizer: _Optimizer) -> None:
+        """Search the optimizer's states after its step, unless the search has ended."""
+        looked = self._looked.get(optimizer, 0)
+        if looked >= _MOST_STEPS or self.of(optimizer):
+            return
+        weight = max(_sixteen_bit_weights(optimizer), key=lambda each: local_part(each).numel(), default=None)
+        if weight is None or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        self._looked[optimizer] = looked + 1
+        part = local_part(weight)
+        values, format = _drawn(part), FORMATS[dtype_name(part.dtype)]
+        for name, state in _states_like(optimizer, weight):
+            if is_compensation(_drawn(state), values, format):
+                self._names[optimizer] = name
+                return
+
+
+def is_compensation(state: _Values, weight: _Values, format: FloatFormat) -> bool:
+    """Return whether a state's values are what rounding cut off of weights: within their spacing, and as widely spread.
+
+    Args:
+        state, weight: the same elements of both.
+        format: the format that stores the weights.
+    """
+    kept = (state != 0) & np.isfinite(state) & np.isfinite(weight)
+    state, weight = state[kept], weight[kept]
+    if len(state) < _FEWEST_ELEMENTS:
+        return False
+    size, spacing = np.abs(state), spacing_of(weight, format)
+    return (
+        bool(np.mean(size > spacing) <= _MOST_BEYOND_SPACING)
+        and bool(np.mean(size > _SMALL * spacing) >= _FEWEST_ABOVE_SMALL)
+        and _has_both_signs(state)
+        and _has_both_signs(state * np.sign(weight))
+        and _follows(size, spacing)
+    )
+
+
+def spacing_of(values: _Values, format: FloatFormat) -> _Values:
+    """Return the distance of each value of a format to the next larger magnitude; subnormals and zero have the smallest."""
+    exponents = np.where(values == 0, format.min_normal_exponent, np.frexp(values)[1] - 1)
+    spacing: _Values = np.ldexp(1.0, np.maximum(exponents, format.min_normal_exponent) - format.mantissa_bits)
+    return spacing
+
+
+def _has_both_signs(values: _Values) -> bool:
+    return bool(min(np.mean(values > 0), np.mean(values < 0)) >= _FEWEST_OF_A_SIGN)
+
+
+def _follows(size: _Values, spacing: _Values) -> bool:
+    """Return whether the sizes are larger where the spacing is wider, by about as much: a moment's are not."""
+    order, third = np.argsort(spacing, kind="stable"), len(spacing) // 3
+    narrow, wide = order[:third], order[-third:]
+    factor = np.median(spacing[wide]) / np.median(spacing[narrow])
+    return bool(factor >= _LEAST_SPREAD and np.median(size[wide]) >= _FOLLOWED * factor * np.median(size[narrow]))
+
+
+def _sixteen_bit_weights(optimizer: _Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the 16-bit weights that have a state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            part = local_part(parameter)
+            if is_plain(part) and part.dtype in _DTYPES and isinstance(optimizer.state.get(parameter), dict):
+                yield parameter
+
+
+def _states_like(optimizer: _Optimizer, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield by name this process's part of the weight's floating-point states of its shape."""
+    state: dict[Any, Any] = optimizer.state[weight]
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            part = local_part(value)
+            if is_plain(part) and part.shape == local_part(weight).shape:
+                yield str(name), part
+
+
+def _drawn(tensor: torch.Tensor) -> _Values:
+    """Return evenly spaced elements of a tensor in FP64; waits for its device."""
+    # An odd distance does not keep to one column of a matrix whose rows are powers of two long.
+    distance = -(-tensor.numel() // _MOST_ELEMENTS) | 1
+    places = torch.arange(0, tensor.numel(), distance, device=tensor.device)
+    values: _Values = tensor.detach().take(places).to("cpu", torch.float64).numpy()
+    return values

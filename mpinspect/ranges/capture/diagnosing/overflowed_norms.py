@@ -1,0 +1,203 @@
+"""An observer that finds normalisations by hand whose squares overflow in FP16, so that what they normalise becomes zero.
+
+Where a square or a sum under a root is infinite, 1 / root is zero, and so is what is divided by the root: all of it finite. The
+graph of a finite loss shows it: ``rsqrt`` and ``sqrt`` save their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from mpinspect.ranges.capture.diagnosing.module_spans import ModuleSpans
+from mpinspect.ranges.capture.diagnosing.singularities import graph, is_packed
+from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.observations import Call, Observer
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.session import Measurement
+
+#: The most nodes of the graph that are searched, and those before a root that are searched for a square or a sum.
+_MOST_NODES, _MOST_BEFORE = 20_000, 12
+#: The most elements of a root that are read, and the most modules that are recorded.
+_MOST_ELEMENTS, _MOST_RECORDS = 1 << 20, 3
+#: Nodes of operations that may exceed a format's range where their arguments don't.
+_GROWING = ("Pow", "Sum", "Mean", "Var")
+#: Nodes between these and a root, and between a root and the division by it.
+_BETWEEN = (
+    "ToCopy",
+    "Add",
+    "Mul",
+    "Div",
+    "Clamp",
+    "View",
+    "UnsafeView",
+    "Squeeze",
+    "Unsqueeze",
+    "Permute",
+    "Transpose",
+    "TBackward",
+    "Expand",
+    "Clone",
+)
+
+
+class _Root(NamedTuple):
+    """A root of infinity.
+
+    Args:
+        operator: "rsqrt", "sqrt" or "pow".
+        infinite: for each element of the result whether its argument is infinite.
+    """
+
+    operator: str
+    infinite: torch.Tensor
+
+
+class OverflowedNorms(Observer):
+    """Reads the roots in the graph of a finite loss, in measured steps in which a module got or gave FP16. Waits for the device.
+
+    Args:
+        clock: the run's step clock.
+        recording: receives the measurements.
+    """
+
+    def __init__(self, clock: StepClock, recording: Recording) -> None:
+        self._clock, self._recording = clock, recording
+        self._spans = ModuleSpans()
+        #: Whether any module's input or output in this step was FP16.
+        self._is_narrow = False
+        self._told: set[str] = set()
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Activate this observer in measured steps."""
+        self.at_work = self._clock.measured and len(self._told) < _MOST_RECORDS
+        self._forget()
+
+    def called(self, call: Call) -> None:
+        """Note whether an input or output is FP16; from then on, between which nodes of the graph each module's code ran."""
+        if call.recomputed:
+            return
+        if not self._is_narrow:
+            self._is_narrow = any(tensor.dtype is torch.float16 for tensor in (*call.inputs(), *call.outputs))
+        if self._is_narrow:
+            self._spans.remember(call)
+
+    @torch.no_grad()
+    def backward_called(self, losses: list[torch.Tensor]) -> None:
+        """Search the graph of the losses for roots of infinity that something is divided by."""
+        if not self._is_narrow:
+            return
+        nodes = graph([loss.grad_fn for loss in losses], _MOST_NODES)
+        nodes.sort(key=lambda node: int(node._sequence_nr()))
+        is_finite: bool | None = None
+        for node in nodes:
+            # What a node saved and the script has changed since can't be read; a function of the script's saves other things.
+            with suppress(RuntimeError, AttributeError):
+                root = _infinite_root(node, nodes)
+                if root is None:
+                    continue
+                if is_finite is None:
+                    is_finite = all(bool(loss.isfinite().all()) for loss in losses)
+                if not is_finite:
+                    return
+                module = self._spans.module_of(node, nodes)
+                # The graph holds the code of other models, too, which have a record of their own.
+                if module is not None:
+                    self._tell(module, root)
+
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Forget the step's modules."""
+        self._forget()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._is_narrow = False
+        self._spans.clear()
+
+    def _tell(self, module: str, root: _Root) -> None:
+        if module in self._told or len(self._told) >= _MOST_RECORDS:
+            return
+        self._told.add(module)
+        shape, number = root.infinite.shape, root.infinite.numel()
+        figures = {
+            "elements": float(root.infinite.sum()),
+            "of": float(number),
+            "is_by_row": float(number > 1 and shape[-1] == 1),
+        }
+        self._recording.measured(
+            Measurement("overflowed-norm", module, self._clock.step, figures, text=f"float16 {root.operator}")
+        )
+
+
+def _infinite_root(node: Any, nodes: Sequence[Any]) -> _Root | None:
+    """Return a node's root if it is one of a square or sum that overflowed in FP16 and that something is divided by."""
+    operator = node.name().partition("Backward")[0].lower()
+    if operator not in ("rsqrt", "sqrt", "pow") or is_packed(node) or not _is_of_a_sum_in_float16(node):
+        return None
+    exponent = node._saved_exponent if operator == "pow" else 0.5 if operator == "sqrt" else -0.5
+    if isinstance(exponent, torch.Tensor) or abs(exponent) != 0.5:
+        return None
+    kept = node._saved_self if operator == "pow" else node._saved_result
+    if not is_plain(kept) or not 0 < kept.numel() <= _MOST_ELEMENTS:
+        return None
+    # The root of no finite FP16 or FP32 number is infinite or has a reciprocal of zero.
+    infinite = kept == 0 if operator == "rsqrt" else kept.isinf()
+    if not bool(infinite.any()) or (exponent > 0 and not _is_divisor(node, nodes)):
+        return None
+    return _Root(operator, infinite)
+
+
+def _is_of_a_sum_in_float16(root: Any) -> bool:
+    """Return whether a root is that of a square or a sum which was FP16 when it was computed, or was made FP16 after."""
+    is_narrow, node = _is_float16(root), _first_edge(root)
+    for _ in range(_MOST_BEFORE):
+        if node is None:
+            return False
+        is_narrow = is_narrow or _is_float16(node)
+        grows = node.name().startswith(_GROWING) or _is_product_with_itself(node)
+        if grows and is_narrow:
+            return True
+        if not grows and not node.name().startswith(_BETWEEN):
+            return False
+        node = _first_edge(node)
+    return False
+
+
+def _is_float16(node: Any) -> bool:
+    made: Any = getattr(node, "_input_metadata", ())
+    return bool(made) and made[0].dtype is torch.float16
+
+
+def _first_edge(node: Any) -> Any:
+    return next((following for following, _ in node.next_functions if following is not None), None)
+
+
+def _is_product_with_itself(node: Any) -> bool:
+    edges = node.next_functions
+    return node.name().startswith("Mul") and len(edges) == 2 and edges[0] == edges[1] and edges[0][0] is not None
+
+
+def _is_divisor(root: Any, nodes: Sequence[Any]) -> bool:
+    """Return whether something is divided by a root that is infinite, and still is where it is divided by.
+
+    Args:
+        root: a node of the graph.
+        nodes: the graph, in the order in which it was made.
+    """
+    reached = {root}
+    for node in nodes:
+        edges, name = [following for following, _ in node.next_functions], node.name()
+        if reached.isdisjoint(edges):
+            continue
+        if name.startswith("Div") and len(edges) == 2 and edges[1] in reached:
+            return not is_packed(node) and bool(node._saved_other.isinf().any())
+        if name.startswith("Reciprocal"):
+            return not is_packed(node) and bool((node._saved_result == 0).any())
+        if name.startswith(_BETWEEN):
+            reached.add(node)
+    return False
