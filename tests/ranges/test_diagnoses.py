@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable
 
@@ -1360,8 +1361,29 @@ def test_a_loop_that_scales_by_hand_for_its_masters_is_not_said_to_lack_a_scaler
     (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
     assert said.severity == "info"
     assert "the gradients that its masters get are 1024 times smaller than the backward's" in said.message
-    assert [event.step for event in report.events] == [5]
+    assert [(event.step, event.skipped) for event in report.events] == [(5, True)]
+    assert any("the loop skipped the step." in finding.message for finding in report.findings)
     assert report.verdict.healthy
+
+
+@pytest.mark.parametrize("between", ["to none", "in place", "replaced", "kept"])
+def test_a_loop_skipped_a_step_only_if_no_gradient_was_left_of_it(between):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step, (x, y) in enumerate(batches(4)):
+            optimizer.zero_grad()
+            if step == 2:
+                (nn.functional.cross_entropy(model(x), y) * math.inf).backward()
+                if between in ("to none", "in place"):
+                    optimizer.zero_grad(set_to_none=between == "to none")
+                elif between == "replaced":
+                    for parameter in model.parameters():
+                        parameter.grad.nan_to_num_(1.0, 1.0, -1.0)
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    first = inspector.report().events[0]
+    assert (first.step, bool(first.skipped)) == (2, between in ("to none", "in place"))
 
 
 def test_masters_without_a_scale_lack_a_scaler():

@@ -188,7 +188,7 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
     return _finding(
         first,
         "info",
-        f"{begin}; the scaler skipped {'the step' if count == 1 else 'them all'}.",
+        f"{begin}; the {'scaler' if session.precision.scalers else 'loop'} skipped {'the step' if count == 1 else 'them all'}.",
         evidence,
     )
 
@@ -215,7 +215,10 @@ def _survived(stepped: Event, session: Session) -> bool:
 
 
 def _drops_by_itself(session: Session) -> bool:
-    """Return whether a loop with masters divides what they get, as by a loss scale, and has backwards without a step."""
+    """Return whether a loop with masters divides what they get, as by a loss scale, and has backwards without a step.
+
+    On a CPU the watch sees whether gradients were dropped, on a GPU it would have to wait for that.
+    """
     divides = any(found.what == "masters-given-smaller" for found in session.measurements)
     return divides and session.progress.backwards > session.progress.steps
 

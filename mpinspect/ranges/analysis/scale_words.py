@@ -101,7 +101,8 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
         (gradient for gradient in gradients if not gradient.is_noise),
         key=lambda gradient: gradient.seen.lost_l1_share(format).high,
     )
-    finite = "finite " if any(gradient.histogram.nonfinite for gradient in gradients) else ""
+    is_rest = bool(session.events) or any(gradient.histogram.nonfinite for gradient in gradients)
+    finite = "finite " if is_rest else ""
     high, hidden = worst.seen.lost_l1_share(format).high, any(gradient.seen.hidden for gradient in gradients)
     if high <= tolerance:
         most = at_most(max((high, *_in_parts(session, gradients, format))))
@@ -111,7 +112,7 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
         flushed = f"How much of {phrase(*worst.key)} {name} flushed before it could be counted is not known"
     else:
         flushed = f"As the {finite}gradients arrive, {name} flushes little of what was counted"
-    return f"{flushed}. Multiplied by up to 2^{window.log2_highest}, nothing seen would overflow."
+    return f"{flushed}. Multiplied by up to 2^{window.log2_highest}, nothing {'finite ' if is_rest else ''}seen would overflow."
 
 
 def _in_parts(session: Session, gradients: Sequence[GradientRange], format: FloatFormat) -> list[float]:

@@ -66,6 +66,8 @@ class StepLog:
     #: Whether a scaler multiplied a loss, which was read then.
     loss_is_scaled: bool = False
     skipped: bool | None = None
+    #: Whether no gradient was left when a backward of the step began after one that was not finite: the loop dropped it.
+    dropped: bool = False
     found_inf: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -201,7 +203,7 @@ class Judge:
             self._history,
             step=log.step,
             scale=_scale_value(log.scale),
-            skipped=log.skipped,
+            skipped=log.dropped or log.skipped,
             forward_finite=culprit.finite_in_forward(seen),
         )
         self._history.excuse_masks(event, seen)

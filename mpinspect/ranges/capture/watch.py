@@ -157,8 +157,12 @@ class Watch(Observer):
     # -- the backward -----------------------------------------------------------------------------------------------
 
     def backward_begins(self, backward: Backward) -> None:
-        """Record the loss scale of the backward."""
+        """Record the loss scale of the backward, and whether infinities and NaNs of an earlier one of the step were dropped."""
         self._log.scale = backward.scale
+        if backward.micro_batch:
+            before = next((reading for reading in reversed(self._log.readings) if reading.phase == BACKWARD), None)
+            if before is not None and before.is_broken:
+                self._log.dropped = self._broken_weights.hold_no_gradient()
 
     def output_gradient(self, gradient: OutputGradient, backward: Backward) -> None:
         """Read a gradient at an output, or at an input that no observed module produced."""

@@ -153,6 +153,11 @@ class BrokenWeights:
         reason = f"{name!r} itself reaches {own[name]:.2g}: the optimizer's step before, or whoever set it, made it so"
         return replace(event, explanation=f"{event.explanation}; {reason}" if event.explanation else reason)
 
+    def hold_no_gradient(self) -> bool:
+        """Return whether no weight holds a gradient now, or only zeros. Waits for a GPU."""
+        gradients = (watched.parameter.grad for watched in self._parameters)
+        return not any(_magnitude(gradient) for gradient in gradients if gradient is not None)
+
     def names(self) -> frozenset[str]:
         """Return the names of the weights that are non-finite now. Waits for a GPU."""
         return frozenset(name for name, value in self._magnitudes().items() if not math.isfinite(value))

@@ -323,7 +323,7 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
         of_kind = [seen[place] for place in places]
         columns = _update_columns(of_kind) if kind == UPDATE else _range_columns(kind, report)
         title = (
-            "Updates that rounding loses where weights are stored in a narrow format"
+            f"Updates that rounding loses where weights are stored in a narrow format{_kept(report)}"
             if kind == UPDATE
             else f"{kind_named(kind).title}{_of_each_backward(kind, report)} in {report.format} {_as_counted(kind, report)}"
         )
@@ -349,6 +349,12 @@ def _bounding(blocks: Sequence[Repeated]) -> set[int | None]:
             if layer.lost_l1_share is not None and not layer.rounding_noise:
                 lost[place] = layer.lost_l1_share.high
     return {min(offsets, key=offsets.__getitem__, default=None), max(lost, key=lost.__getitem__, default=None)}
+
+
+def _kept(report: RangeReport) -> str:
+    """Return in brackets which state of an optimizer keeps what rounding cuts off of updates; "" if none does."""
+    states = [optimizer.compensation for optimizer in report.session.precision.optimizers if optimizer.compensation]
+    return f" (for now: {some(states)} keeps them for later steps)" if states else ""
 
 
 def _of_each_backward(kind: str, report: RangeReport) -> str:

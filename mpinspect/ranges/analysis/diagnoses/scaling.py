@@ -416,7 +416,7 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
             "",
             "The run computes in FP16 and no GradScaler was seen; the gradients that its masters get are "
             f"{least if least == most else f'{least} to {most}'} times smaller than the backward's, as in a loop that multiplies "
-            "its loss by a scale by hand (and clips): the scale, and whether the loop skips steps that overflow, is not known.",
+            "its loss by a scale by hand (and clips): the scale is not known, nor whether the loop skips steps that overflow.",
             {"backwards": case.progress.backwards, **divided.figures},
             "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale).",
         )
