@@ -176,6 +176,8 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
             evidence,
             _remedy(first, advice, session.progress),
         )
+    # Where a file holds no ledger, only a scaler's skips are known.
+    has_none = bool(session.precision.weights) and not session.precision.scalers
     if _keeps_skipping(steps, skipped, session):
         return _finding(
             first,
@@ -188,7 +190,7 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
     return _finding(
         first,
         "info",
-        f"{begin}; the {'scaler' if session.precision.scalers else 'loop'} skipped {'the step' if count == 1 else 'them all'}.",
+        f"{begin}; the {'loop' if has_none else 'scaler'} skipped {'the step' if count == 1 else 'them all'}.",
         evidence,
     )
 

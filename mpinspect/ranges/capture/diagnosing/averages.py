@@ -76,7 +76,7 @@ class Averages(Observer):
     def run_ends(self) -> None:
         """Record the copies if most of their elements that differ from the weights stayed the same although they were written."""
         counts: list[torch.Tensor] = []
-        names: dict[str, None] = {}
+        names: set[str] = set()
         writes, dtype = 0, ""
         for copy in self._copies.values():
             tensor = copy.tensor()
@@ -89,7 +89,7 @@ class Averages(Observer):
             lags = now != weight
             counts.append(torch.stack([(lags & (now == copy.values)).sum(), lags.sum()]).cpu())
             writes = max(writes, tensor._version - copy.version)
-            names[copy.weight.name] = None
+            names.add(copy.weight.name)
             dtype = dtype_name(tensor.dtype)
         self._copies.clear()
         if not counts:
@@ -97,7 +97,7 @@ class Averages(Observer):
         unmoved, lagging = torch.stack(counts).sum(0).tolist()
         if lagging and unmoved >= _MOST_UNMOVED * lagging:
             figures = {"unmoved_fraction": unmoved / lagging, "writes": float(writes), "tensors": float(len(counts))}
-            told = tuple(names)[:_MOST_NAMES]
+            told = tuple(each.name for each in self._parameters if each.name in names)[:_MOST_NAMES]
             self._recording.measured(Measurement("average", told[0], self._first_step, figures, told, dtype))
 
     @torch.no_grad()
