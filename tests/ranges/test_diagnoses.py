@@ -1366,7 +1366,7 @@ def test_a_loop_that_scales_by_hand_for_its_masters_is_not_said_to_lack_a_scaler
     assert report.verdict.healthy
 
 
-@pytest.mark.parametrize("between", ["to none", "in place", "replaced", "kept"])
+@pytest.mark.parametrize("between", ["to none", "in place", "broken last", "replaced", "kept"])
 def test_a_loop_skipped_a_step_only_if_no_gradient_was_left_of_it(between):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1380,7 +1380,10 @@ def test_a_loop_skipped_a_step_only_if_no_gradient_was_left_of_it(between):
                 elif between == "replaced":
                     for parameter in model.parameters():
                         parameter.grad.nan_to_num_(1.0, 1.0, -1.0)
-            nn.functional.cross_entropy(model(x), y).backward()
+                elif between == "broken last":
+                    optimizer.zero_grad()
+            factor = math.inf if (step, between) == (2, "broken last") else 1.0
+            (nn.functional.cross_entropy(model(x), y) * factor).backward()
             optimizer.step()
     first = inspector.report().events[0]
     assert (first.step, bool(first.skipped)) == (2, between in ("to none", "in place"))

@@ -66,8 +66,8 @@ class StepLog:
     #: Whether a scaler multiplied a loss, which was read then.
     loss_is_scaled: bool = False
     skipped: bool | None = None
-    #: Whether no gradient was left when a backward of the step began after one that was not finite: the loop dropped it.
-    dropped: bool = False
+    #: The micro-batch whose backward began when no gradient was left of one before that was not finite: the loop dropped it.
+    dropped_before: int | None = None
     found_inf: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -203,11 +203,18 @@ class Judge:
             self._history,
             step=log.step,
             scale=_scale_value(log.scale),
-            skipped=log.dropped or log.skipped,
+            skipped=_dropped(log, seen) or log.skipped,
             forward_finite=culprit.finite_in_forward(seen),
         )
         self._history.excuse_masks(event, seen)
         return event
+
+
+def _dropped(log: StepLog, seen: Iterable[Seen]) -> bool:
+    """Return whether the loop dropped every gradient of the step that was not finite, before another backward."""
+    return log.dropped_before is not None and all(
+        look.finite for look in seen if look.phase == BACKWARD and look.micro_batch >= log.dropped_before
+    )
 
 
 def _scale_value(scale: BackwardScale | None) -> float | None:

@@ -161,8 +161,8 @@ class Watch(Observer):
         self._log.scale = backward.scale
         if backward.micro_batch:
             before = next((reading for reading in reversed(self._log.readings) if reading.phase == BACKWARD), None)
-            if before is not None and before.is_broken:
-                self._log.dropped = self._broken_weights.hold_no_gradient()
+            if before is not None and before.is_broken and self._broken_weights.hold_no_gradient():
+                self._log.dropped_before = backward.micro_batch
 
     def output_gradient(self, gradient: OutputGradient, backward: Backward) -> None:
         """Read a gradient at an output, or at an input that no observed module produced."""

@@ -496,7 +496,7 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
         return
     scale, highest = case.session.last_scale, case.advised.advice.highest
     recommended = case.advised.advice.recommended
-    raised = bool(scale and recommended and recommended >= _MUCH_ROOM * scale)
+    raised = recommended if scale and recommended and recommended >= _MUCH_ROOM * scale else None
     limit = (
         f" rather than raise the loss scale for all: above {with_power(highest)} the other layers may overflow"
         if highest and not raised
@@ -507,8 +507,8 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
     in_fp32 = "" if damped else "compute these modules in FP32, or "
     look = "with torch.autocast(device_type, enabled=False):  # for this one batch\n    y = module(x.float())"
     first = (
-        f"Raise the loss scale to {with_power(recommended)}, where nothing seen overflows. If the zeros stay, take"
-        if raised and recommended
+        f"Raise the loss scale to {with_power(raised)}, where nothing seen overflows. If the zeros stay, take"
+        if raised
         else "Take"
     )
     yield Finding(
@@ -520,7 +520,7 @@ def gradients_all_zero(case: Case) -> Iterator[Finding]:
         {"parameters": len(names), "names": names[:20], "loss_scale": scale},
         f"{first} the gradients of one batch with autocast off. If they are not zero there, {in_fp32}multiply this part's loss "
         f"by a factor of its own{limit}.{f' Computing them in FP32 would not do: {damped}.' if damped else ''}",
-        f"scaler = torch.amp.GradScaler(device_type, init_scale={recommended:.0f})" if raised else look,
+        f"scaler = torch.amp.GradScaler(device_type, init_scale={raised:.0f})" if raised else look,
         INFERRED,
     )
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpinspect.ranges.capture.diagnosing.module_spans import ModuleSpans
-from mpinspect.ranges.capture.diagnosing.singularities import graph, is_packed
+from mpinspect.ranges.capture.diagnosing.singularities import SAME_VALUES, graph, is_packed
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.recording import Recording
@@ -27,22 +27,7 @@ _MOST_ELEMENTS, _MOST_RECORDS = 1 << 20, 3
 #: Nodes of operations that may exceed a format's range where their arguments don't.
 _GROWING = ("Pow", "Sum", "Mean", "Var")
 #: Nodes between these and a root, and between a root and the division by it.
-_BETWEEN = (
-    "ToCopy",
-    "Add",
-    "Mul",
-    "Div",
-    "Clamp",
-    "View",
-    "UnsafeView",
-    "Squeeze",
-    "Unsqueeze",
-    "Permute",
-    "Transpose",
-    "TBackward",
-    "Expand",
-    "Clone",
-)
+_BETWEEN = (*SAME_VALUES, "Add", "Mul", "Div", "Clamp")
 
 
 class _Root(NamedTuple):

@@ -139,7 +139,7 @@ def _log(node: Any, name: str) -> _Found:
 
 def _is_softmax(node: Any) -> bool:
     """Return whether a node returns a softmax's values, or some of them."""
-    while node is not None and node.name().startswith((*_SAME_VALUES, *_SOME_VALUES)):
+    while node is not None and node.name().startswith((*SAME_VALUES, *_SOME_VALUES)):
         node = node.next_functions[0][0]
     return node is not None and node.name().startswith("Softmax")
 
@@ -243,7 +243,7 @@ def _difference(node: Any, name: str) -> _Found:
 def _minuend(difference: Any) -> int | None:
     """Return the sequence number of the node that made the minuend of a difference, skipping casts and views."""
     node = next((following for following, _ in difference.next_functions if following is not None), None)
-    while node is not None and node.name().startswith(_SAME_VALUES):
+    while node is not None and node.name().startswith(SAME_VALUES):
         node = node.next_functions[0][0]
     return None if node is None else int(node._sequence_nr())
 
@@ -289,7 +289,7 @@ def _attention(node: Any, name: str) -> _Found:
 
 
 #: Nodes that return their argument's values.
-_SAME_VALUES = (
+SAME_VALUES = (
     "ToCopy",
     "View",
     "UnsafeView",
