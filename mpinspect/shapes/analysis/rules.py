@@ -349,7 +349,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         on=("matrix-vector",),
         message="{products} in {where} {are} matrix-vector (or outer): bound by reading or writing the matrix once; no change "
         "expected from padding ({talk_words})",
-        fix="give them more rows, where the algorithm allows: a larger batch, several tokens at once",
+        fix="where it is the rows that are few, give them more, if the algorithm allows: a larger batch, several tokens at once",
         severity="info",
     ),
     Rule(

@@ -80,7 +80,7 @@ def layout_copies(
     }
     fix = _fix(recording, copies, moved)
     message = (
-        f"copies that only change a layout ({count(evidence['calls'], 'call')}) move {moved / 1e6:,.0f} MB, most in "
+        f"copies that only change a layout ({count(evidence['calls'], 'call')}) move {_size(moved)}, most in "
         f"{some_modules(copy.module for copy in copies)}: estimated at {percent(fraction)} of the products' own time"
     )
     if not fix:
@@ -106,6 +106,10 @@ def _fix(recording: MatmulRecording, copies: list[LayoutCopy], moved: int) -> st
             "view or reshape instead of transpose().contiguous(), where the layout behind it allows (einsum copies, too)"
         )
     return "; ".join(fixes)
+
+
+def _size(moved: int) -> str:
+    return f"{moved / 1e6:,.0f} MB" if moved >= 1e6 else f"{-(-moved // 1000):,} kB"
 
 
 def _bytes_within(copies: list[LayoutCopy], modules: set[str]) -> int:

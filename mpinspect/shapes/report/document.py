@@ -113,7 +113,9 @@ def clean_sentence(report: ShapeReport) -> str:
     if report.gpu.has_tensor_cores is not True:
         return ""
     if is_clean(report):
-        return f"Nothing to mend: the shapes suit the Tensor Cores of {report.gpu.name}."
+        native = report.flops_by_verdict.get("native", 0) / report.flops
+        what = "the shapes suit" if native == 1 else f"{percent(native)} of the FLOPs suit"
+        return f"Nothing to mend: {what} the Tensor Cores of {report.gpu.name}."
     shares = [
         f"{percent(report.flops_by_verdict[verdict] / report.flops)} of the FLOPs {words}"
         for verdict, words in _SHORT_OF_NATIVE.items()

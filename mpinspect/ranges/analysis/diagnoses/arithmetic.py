@@ -189,8 +189,8 @@ def norm_overflows(case: Case) -> Iterator[Finding]:
             "norm-overflows",
             "error",
             first.name,
-            f"In step {first.step}, in {module_named(first.name)}, a square or a sum under a root exceeded 65504 in FP16 and "
-            f"became infinite: {zeroed}, and stays finite, so that no infinity or NaN shows it.{likewise}",
+            f"In {module_named(first.name)}, first in step {first.step}, a square or a sum under a root exceeded 65504 in FP16 "
+            f"and became infinite: {zeroed}, and stays finite, so that no infinity or NaN shows it.{likewise}",
             {
                 "elements": elements,
                 "of": of,

@@ -410,13 +410,18 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
     divided = next(iter(case.measured("masters-given-smaller")), None)
     if divided is not None:
         least, most = (number_or_power(float(f"{divided.figures[end]:.4g}")) for end in ("least", "most"))
+        times, clips = (least, "") if least == most else (f"{least} to {most}", ", and may clip")
+        # The watch has seen a step that the loop skipped.
+        skips = (
+            "" if any(event.skipped for event in case.events) else ", nor whether the loop skips steps that overflow"
+        )
         yield Finding(
             "scaler-missing-in-float16",
             "info",
             "",
             "The run computes in FP16 and no GradScaler was seen; the gradients that its masters get are "
-            f"{least if least == most else f'{least} to {most}'} times smaller than the backward's, as in a loop that multiplies "
-            "its loss by a scale by hand (and clips): the scale is not known, nor whether the loop skips steps that overflow.",
+            f"{times} times smaller than the backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the "
+            f"scale is not known{skips}.",
             {"backwards": case.progress.backwards, **divided.figures},
             "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale).",
         )
