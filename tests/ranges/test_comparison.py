@@ -122,7 +122,10 @@ def test_a_run_and_itself_have_no_difference():
     assert diff.differs is diff.moved is None
     assert diff.findings == diff.gone == diff.settings == ()
     assert {(change.elsewhere_fraction, change.beyond_fraction) for change in diff.layers} == {(0.0, 0.0)}
-    assert headline(diff) == "No difference: the counts of 2 tensors are equal in all 24 steps counted of steps 0-23."
+    assert (
+        headline(diff)
+        == "The ranges do not differ: the counts of 2 tensors are equal in all 24 steps counted of steps 0-23."
+    )
 
 
 def test_one_element_is_enough_to_differ_and_not_enough_to_move():
@@ -278,7 +281,10 @@ def test_layers_of_one_run_alone_are_listed():
     )
     assert (diff.only_first, diff.only_second) == ((HEAD,), (other,))
     assert ids(diff) == {"layers-differ"}
-    assert headline(diff) == "No difference: the counts of 1 tensor are equal in step 0; 2 tensors in one run alone."
+    assert (
+        headline(diff)
+        == "The ranges do not differ: the counts of 1 tensor are equal in step 0; 2 tensors in one run alone."
+    )
     assert [change.name for change in diff.layers] == [LAYER.name]
 
 

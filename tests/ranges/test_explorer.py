@@ -151,6 +151,24 @@ def test_a_page_opens_at_the_runs_own_scale() -> None:
         assert data(analyse(replace(session, progress=progress)))["own"] == exponent
 
 
+def test_the_page_of_a_failed_run_opens_at_the_scale_before_it_collapsed() -> None:
+    session = sessions.word_model()
+    falling = [(step, 2.0 ** (10 - step)) for step in range(40)]
+    for scales, own, has_collapsed in (
+        (falling, 10, True),
+        ([(0, 2.0**16), (1, 2.0**8), (2, 2.0**12), (3, 2.0**4), (4, 2.0**-30)], 12, True),
+        (falling[:8], 3, False),
+    ):
+        progress = replace(session.progress, scales=tuple(ScaleChange(*each) for each in scales))
+        given = data(analyse(replace(session, progress=progress)))
+        assert (given["own"], given["collapsed"]) == (own, has_collapsed)
+    # Below 1 a scale has collapsed, too, where the forward itself was not finite.
+    event = replace(eventful().events[0], step=3, phase="forward", skipped=True)
+    progress = replace(session.progress, scales=tuple(ScaleChange(*each) for each in falling[:14]))
+    assert data(analyse(replace(session, progress=progress, events=(event,))))["own"] == 10
+    assert data(analyse(replace(session, progress=progress)))["own"] == -3
+
+
 @pytest.mark.parametrize(
     ("computes", "judged", "opens"),
     [
@@ -385,6 +403,50 @@ def test_the_curves_and_what_happened(browser: Any, tmp_path: Path) -> None:
     assert page.is_hidden(".explorer figure:nth-child(1)")
     page.click(".explorer tbody tr")
     assert "Stored in BF16, 99.5% of its updates were lost" in page.text_content(".explorer .detail")
+    assert page.troubles == []
+
+
+def test_an_event_whose_step_was_not_counted_says_so(browser: Any, tmp_path: Path) -> None:
+    session = eventful()
+    sparse = tuple(
+        replace(window, last_step=window.first_step + 9, sampled_steps=10 if place else 4)
+        for place, window in enumerate(session.windows)
+    )
+    events = tuple(replace(session.events[0], step=step) for step in (5, 130, 300))
+    path = analyse(replace(session, windows=sparse, events=events)).save(tmp_path / "a.html")
+    page = opened(browser, path)
+    page.click(".explorer summary")
+    scrubber = page.locator(".explorer figure:nth-child(2) input[type=range]")
+    for place, (event, words) in enumerate(
+        zip(
+            events,
+            (
+                "The event is in step 5; 4 of steps 0 to 9 were counted, perhaps without it.",
+                "",
+                "The event is in step 300; it was not counted; the nearest counted: steps 250 to 259.",
+            ),
+            strict=True,
+        )
+    ):
+        page.click(f".explorer details button >> nth={place}")
+        assert scrubber.input_value() == str(event.step)
+        said = page.text_content(".explorer .said")
+        assert said.endswith(words or "1 holds infinities or NaNs.")
+        assert ("event" in said) == bool(words)
+    page.click("text=show the whole run")
+    assert "event" not in page.text_content(".explorer .said")
+    assert page.troubles == []
+
+
+def test_where_nothing_finite_was_counted_losses_are_unknown(browser: Any, tmp_path: Path) -> None:
+    path = analyse(SESSIONS["nan_everywhere"]).save(tmp_path / "a.html")
+    page = opened(browser, path)
+    assert "losses are unknown" in page.text_content(".explorer .said")
+    assert "1 holds infinities or NaNs" in page.text_content(".explorer .said")
+    page.click(".explorer tbody tr[data-name]")
+    assert "so its losses are unknown" in page.text_content(".explorer .detail")
+    assert page.locator(".explorer svg .curve.flushes").count() == 0
+    assert "no finite non-zero element was counted" in page.text_content(".explorer figure:nth-child(1) figcaption")
     assert page.troubles == []
 
 

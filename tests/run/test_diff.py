@@ -76,7 +76,7 @@ def test_the_first_line_names_the_step_and_the_layer(pair, capsys):
         "They part in steps 10-19: 50% of the activation gradients of 'decoder' lie in other powers of two (0% of them zero "
         "in A, 50% in B). A "
     )
-    assert "What moved, worst first: 1 of 7 tensors" in lines
+    assert "Moved, worst first: 1 of 7 tensors" in lines
     assert any(line.split()[:5] == ["decoder", "activation", "gradients", "10-19", "38%"] for line in lines)
     assert err == ""
 
@@ -84,11 +84,11 @@ def test_the_first_line_names_the_step_and_the_layer(pair, capsys):
 def test_the_same_run_twice(pair, capsys):
     out, _ = printed(pair[0], pair[0], "--fail-on", "info", capsys=capsys)
     assert " ".join(out.split()).startswith(
-        "No difference: the counts of 7 tensors are equal in all 40 steps counted of steps 0-39. A "
+        "The ranges do not differ: the counts of 7 tensors are equal in all 40 steps counted of steps 0-39. A "
     )
     assert "- B: it is the same run as A" in out
-    assert "What moved" not in out
-    assert "none moved more than it does by itself" in printed(pair[0], pair[0], "--all", capsys=capsys).out
+    assert "Moved" not in out
+    assert "Not moved: 7 of 7 tensors" in printed(pair[0], pair[0], "--all", capsys=capsys).out
 
 
 def test_every_form_and_json_say_the_same(pair, tmp_path, capsys):
@@ -153,7 +153,7 @@ def test_models_are_matched_by_name_and_the_worst_comes_first(tmp_path, capsys):
     assert "models-differ" in {finding.id for finding in report.findings}
     out = printed(first, second, capsys=capsys).out
     assert out.startswith("Critic: They part in steps 10-19: ")
-    assert "Net: No difference: " in out
+    assert "Net: The ranges do not differ: " in out
     assert out.count("train.py (ended)") == 2
 
 
@@ -186,7 +186,7 @@ def test_shapes_are_compared_where_both_runs_have_them(tmp_path, capsys):
     assert {change.module for change in report.shapes.changes} == {"hidden"}
     assert {change.role for change in report.shapes.changes} == {"forward", "dgrad", "wgrad"}
     out = printed(first, second, "--fail-on", "shapes-differ", capsys=capsys, status=1).out
-    assert "; shapes differ in 3 products." in " ".join(out.split())
+    assert "; products differ in shape, verdict (3 of them)." in " ".join(out.split())
     assert "64x1023x4096 float16, degraded" in " ".join(out.split())
     assert diff(first, first).shapes.changes == ()
     assert diff(first, run_of(tmp_path / "c", Net=sessions.word_model())).shapes is None
@@ -285,7 +285,7 @@ def test_a_run_that_still_goes_on_is_compared_as_far_as_it_was_written(pair, tmp
     )
     out, _ = printed(pair[0], saved(tmp_path / "unfinished", unfinished), capsys=capsys)
     assert " ".join(out.split()).startswith(
-        "No difference: the counts of 7 tensors are equal in all 20 steps counted of steps 0-19. A "
+        "The ranges do not differ: the counts of 7 tensors are equal in all 20 steps counted of steps 0-19. A "
     )
     assert "B: WordModel is still running, or was killed: it is compared as far as it was written" in " ".join(
         out.split()
@@ -300,3 +300,37 @@ def test_every_session_can_be_compared_with_itself(name):
     assert report.findings == ()
     for suffix in (".txt", ".md", ".html", ".json"):
         assert forms.render(report, suffix)
+
+
+def test_a_dtype_is_no_shape(tmp_path, capsys):
+    rows = json.loads(shapes(1024).to_json())
+    wide = {**rows, "matmuls": [{**row, "dtype": "float32"} for row in rows["matmuls"]]}
+    first, second = (
+        run_of(tmp_path / name, {"shapes": given}, Net=sessions.word_model())
+        for name, given in (("a", rows), ("b", wide))
+    )
+    changes = diff(first, second).shapes.changes
+    assert {change.aspects for change in changes} == {("dtype",)}
+    said = " ".join(printed(first, second, capsys=capsys).out.split())
+    assert "; products differ in dtype (6 of them)." in said
+    assert "in shape" not in said
+
+
+def test_tensors_that_did_not_move_are_counted_in_a_line(tmp_path, capsys):
+    """Every tensor of the second run has one element more."""
+    session = sessions.word_model()
+    windows = tuple(
+        dataclasses.replace(
+            window,
+            tensors={
+                key: dataclasses.replace(tensor, histogram=tensor.histogram + ExponentHistogram.from_counts([1], -8))
+                for key, tensor in window.tensors.items()
+            },
+        )
+        for window in session.windows
+    )
+    first, second = saved(tmp_path / "a", session), saved(tmp_path / "b", dataclasses.replace(session, windows=windows))
+    said = " ".join(printed(first, second, capsys=capsys).out.split())
+    assert "The counts of 7 tensors differ within their normal variation (--all lists them)." in said
+    assert "tensor elsewhere" not in said
+    assert "Not moved: 7 of 7 tensors" in printed(first, second, "--all", capsys=capsys).out

@@ -73,17 +73,8 @@ def _whole_weights(strides: Sequence[float]) -> list[int]:
 
 
 def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
-    """Return the windows without any step at a collapsed loss scale, and a sentence on the windows left out.
-
-    A loss scale has collapsed if FP16 would flush even 1 at that scale, or if the scale fell below 1 after steps were
-    skipped for a non-finite forward, which no loss scale fixes.
-    """
-    useless = min((event.step for event in session.events if event.skipped and forward_broke(event)), default=math.inf)
-    spans = [
-        (start, end, scale)
-        for scale, start, end in session.progress.scale_spans()
-        if scale and (scale <= 2.0**COLLAPSED_LOG2_SCALE or (scale < 1 and start > useless))
-    ]
+    """Return the windows without any step at a collapsed loss scale, and a sentence on the windows left out."""
+    spans = _collapsed_spans(session)
     kept: list[Window] = []
     dropped: list[Window] = []
     for window in session.windows:
@@ -98,6 +89,37 @@ def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
         tuple(kept),
         f"What was counted in {named} is left out: the loss scale had collapsed there, to 2^{least} at the lowest.",
     )
+
+
+def _collapsed_spans(session: Session) -> list[tuple[int, int, float]]:
+    """Return the first step, the step after the last, and the scale of each span in which the loss scale had collapsed.
+
+    A loss scale has collapsed if FP16 would flush even 1 at that scale, or if the scale fell below 1 after steps were
+    skipped for a non-finite forward, which no loss scale fixes.
+    """
+    useless = min((event.step for event in session.events if event.skipped and forward_broke(event)), default=math.inf)
+    return [
+        (start, end, scale)
+        for scale, start, end in session.progress.scale_spans()
+        if scale and (scale <= 2.0**COLLAPSED_LOG2_SCALE or (scale < 1 and start > useless))
+    ]
+
+
+def own_scale(session: Session) -> tuple[float | None, bool]:
+    """Return the loss scale that the run chose, and whether its scale later collapsed.
+
+    That is the last known scale. After a collapse it is the scale from which the last uninterrupted fall began; None
+    where no scale is known.
+    """
+    scales = [change.scale for change in session.progress.scales if change.scale and math.isfinite(change.scale)]
+    if not scales:
+        return None, False
+    own = scales.pop()
+    if not any(scale == own for *_, scale in _collapsed_spans(session)):
+        return own, False
+    while scales and scales[-1] > own:
+        own = scales.pop()
+    return own, True
 
 
 def forward_broke(event: Event) -> bool:

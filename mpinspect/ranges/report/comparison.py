@@ -112,7 +112,7 @@ def _nothing_moved(diff: RangeDiff) -> str:
         )
     if not diff.compared.same_steps:
         return "Nothing that matters moved, though the runs counted other steps: whether they are equal can't be told"
-    return f"No difference: {_equal(diff)}"
+    return f"The ranges do not differ: {_equal(diff)}"
 
 
 def _besides(diff: RangeDiff) -> str:
@@ -169,31 +169,37 @@ def _equal(diff: RangeDiff) -> str:
 
 def blocks(diff: RangeDiff, *, everything: bool) -> tuple[Block, ...]:
     """Return the blocks below the headline; ``everything`` shows every tensor."""
+    moved = [change for change in diff.layers if change.moved_from is not None]
     return (
-        *_layers(diff, everything),
+        *_tensors(f"Moved, worst first: {len(moved):,} of {len(diff.layers):,} tensors", moved, everything),
         *section("Settings that differ", _settings(diff)),
         *section("Findings in B alone", Findings(diff.new)),
         *section("Findings in A alone", bullets([finding.message for finding in diff.gone], _GONE)),
         *section("Infinite or NaN in one run alone", Items(tuple(_events(diff)))),
         *section("Loss scale", *_scales(diff)),
         *section("Counted in one run alone", Items(tuple(_alone(diff)))),
+        *_unmoved(diff, moved, everything),
         *section("What was compared", *map(Line, _compared(diff))),
         *widget(Mapped("A", diff.first), Mapped("B", diff.second), together=True),
     )
 
 
-def _layers(diff: RangeDiff, everything: bool) -> Iterator[Block]:
-    """Yield the table of the tensors that moved; if none did, of those whose counts differ."""
-    moved = [change for change in diff.layers if change.moved_from is not None]
-    # In stretches of different steps equality is unknown, so the distance decides.
-    differ = [change for change in diff.layers if change.elsewhere_fraction > 0 or change.differs_from is not None]
-    shown = diff.layers if everything else moved or differ
-    title = f"What moved, worst first: {len(moved):,} of {len(diff.layers):,} tensors"
-    if not moved:
-        title = (
-            f"Counts differ in {len(differ):,} of {len(diff.layers):,} tensors; none moved more than it does by itself"
-        )
+def _tensors(title: str, shown: Sequence[LayerChange], everything: bool) -> Iterator[Block]:
+    """Yield the table of some tensors; nothing for none."""
     yield from section(title, table(_LAYERS, map(_row, shown), limit=None if everything else ROWS, legend=_LEGEND))
+
+
+def _unmoved(diff: RangeDiff, moved: Sequence[LayerChange], everything: bool) -> Iterator[Block]:
+    """Yield the number of tensors that differ without having moved, and the table of them where ``everything`` is shown."""
+    rest = [change for change in diff.layers if change.moved_from is None]
+    # In stretches of different steps equality is unknown, so the distance decides.
+    differ = [change for change in rest if change.elsewhere_fraction > 0 or change.differs_from is not None]
+    if everything:
+        yield from _tensors(f"Not moved: {len(rest):,} of {len(diff.layers):,} tensors", rest, everything)
+    elif differ:
+        yield Line(
+            f"The counts of {number_of(len(differ), 'tensor')} differ within their normal variation (--all lists them)."
+        )
 
 
 def _row(change: LayerChange) -> tuple[str, ...]:

@@ -283,6 +283,8 @@ export function render(root, data) {
       ?? data.formats.find((/** @type {Format} */ format) => format.name === data.format) ?? data.formats[0],
     scale: clamp(Number(wanted("scale") ?? data.own) || 0, SCALES[0], SCALES[1]),
     block: clamp(Number(wanted("block") ?? -1), -1, data.blocks.length - 1),
+    /** The step of the chosen event. @type {number | null} */
+    step: null,
     search: "",
     sort: "model",
     layer: wanted("layer"),
@@ -628,8 +630,8 @@ export function render(root, data) {
     const name = layer.name || "(the model itself)";
     const over = found.low === found.high ? `${found.low.toLocaleString("en")}` : `${found.low.toLocaleString("en")} to ${found.high.toLocaleString("en")}`;
     const facts = [
-      `${all.toLocaleString("en")} non-zero elements were counted in ${stepsInWords()}, ${h.zeros.toLocaleString("en")} zeros, ${h.infs.toLocaleString("en")} infinities, ${h.nans.toLocaleString("en")} NaNs.`,
-      `${state.format.label}${isScaled() ? ` at a loss scale of 2^${state.scale}` : ""}: ${found.flushed.toLocaleString("en")} flushed to zero, ${found.subnormal.toLocaleString("en")} kept with fewer bits, ${over} overflowed.`,
+      `${all.toLocaleString("en")} finite non-zero elements were counted in ${stepsInWords()}, ${h.zeros.toLocaleString("en")} zeros, ${h.infs.toLocaleString("en")} infinities, ${h.nans.toLocaleString("en")} NaNs.`,
+      `${state.format.label}${isScaled() ? ` at a loss scale of 2^${state.scale}` : ""}: ${all ? `${found.flushed.toLocaleString("en")} flushed to zero, ${found.subnormal.toLocaleString("en")} kept with fewer bits, ${over} overflowed` : "no finite non-zero element, so its losses are unknown"}.`,
     ];
     if (layer.floor !== null && h.zeros > 0) facts.push(`Magnitudes up to 2^${layer.floor} may have been flushed before they were counted: then they are among the zeros.`);
     if (layer.noise) facts.push("In theory this gradient is zero: what was counted is rounding noise.");
@@ -643,7 +645,7 @@ export function render(root, data) {
   const chosen = () => layers.find((/** @type {any} */ each) => each.kind === state.kind && each.name === state.layer);
 
   // -- the charts
-  let drawnCurves = { of: "", low: [0], mass: [0], high: [0] };
+  let drawnCurves = { of: "", low: [0], mass: [0], high: [0], hasValues: false };
   /** The shares flushed, of the elements and of the sum of magnitudes, and overflowed at every scale, of the chosen layer or of whichever is worst there. */
   function curves() {
     const layer = chosen();
@@ -656,7 +658,7 @@ export function render(root, data) {
       scales.map((k) => those.reduce((/** @type {number} */ most, /** @type {Histogram} */ h) => Math.max(most, share(h, k)), 0));
     drawnCurves = {
       of, low: worst((h, k) => flushed(h, state.format, k) / nonzero(h)), mass: worst((h, k) => lostMass(h, state.format, k)),
-      high: worst((h, k) => overflowed(h, state.format, k)[1] / nonzero(h)),
+      high: worst((h, k) => overflowed(h, state.format, k)[1] / nonzero(h)), hasValues: those.length > 0,
     };
     return drawnCurves;
   }
@@ -674,11 +676,13 @@ export function render(root, data) {
   }
   function drawShares() {
     if (ofScale.hidden) return;
-    const { low, mass, high } = curves();
+    const { low, mass, high, hasValues } = curves();
     const window = data.windows[state.format.name];
     const of = chosen() ? "of the chosen layer" : "of the worst layer";
     const [lost, weight] = [low, mass].map((shares) => percent(shares[state.scale - SCALES[0]]));
-    const drawn = chart(wide, 176, `Shares flushed and overflowed, ${of}, against the loss scale. At ${power(state.scale)} ${lost} of the elements are flushed, and ${weight} of the sum of magnitudes.`,
+    const unknown = `no finite non-zero element was counted in ${stepsInWords()}`;
+    const told = hasValues ? `At ${power(state.scale)} ${lost} of the elements are flushed, and ${weight} of the sum of magnitudes` : `Unknown: ${unknown}`;
+    const drawn = chart(wide, 176, `Shares flushed and overflowed, ${of}, against the loss scale. ${told}.`,
       { ends: /** @type {[number, number]} */ (SCALES), ticks: wide < 500 ? [-24, -8, 8, 24, 40] : [-24, -16, -8, 0, 8, 16, 24, 32, 40], words: power, title: "loss scale" },
       { ends: [0, 1], ticks: [0, 0.25, 0.5, 0.75, 1], words: (part) => `${100 * part}%`, title: "share" });
     const { picture, x, y, bottom } = drawn;
@@ -686,17 +690,18 @@ export function render(root, data) {
     const upright = (/** @type {number} */ at, /** @type {string} */ name) => svg("line", { x1: x(at), x2: x(at), y1: TOP, y2: bottom, class: name });
     const within = window && [clamp(window[0], SCALES[0], SCALES[1]), clamp(window[1], SCALES[0], SCALES[1])];
     if (within) picture.append(svg("rect", { x: x(within[0]), width: Math.max(x(within[1]) - x(within[0]), 2), y: TOP, height: bottom - TOP, class: "window" }));
-    picture.append(svg("path", { d: path(low), class: "curve flushes" }), svg("path", { d: path(mass), class: "curve weighs" }), svg("path", { d: path(high), class: "curve overflows" }),
-      upright(clamp(data.own, SCALES[0], SCALES[1]), "own"), upright(state.scale, "now"));
+    if (hasValues) picture.append(svg("path", { d: path(low), class: "curve flushes" }), svg("path", { d: path(mass), class: "curve weighs" }), svg("path", { d: path(high), class: "curve overflows" }));
+    picture.append(upright(clamp(data.own, SCALES[0], SCALES[1]), "own"), upright(state.scale, "now"));
     picture.addEventListener("click", (event) => change({ scale: Math.round(drawn.under(event)) }));
     shares.replaceChildren(picture);
     align(scale);
     // Of FP32's exponents all are there.
     const none = state.format.top >= FLOAT32_TOP ? `${state.format.label} needs no loss scale` : `no safe window is known for ${state.format.label}`;
-    legends[0].replaceChildren(key("flushes", `flushed, of the elements ${of}`), key("weighs", "flushed, of the sum of their magnitudes (estimated): small elements are many and weigh little"), key("overflows", "overflowed"),
+    legends[0].replaceChildren(...(hasValues ? [key("flushes", `flushed, of the elements ${of}`), key("weighs", "flushed, of the sum of their magnitudes (estimated): small elements are many and weigh little"), key("overflows", "overflowed")]
+      : [element("span", { className: "entry" }, unknown)]),
       window ? key("window", `${state.format.label}'s safe window ${power(window[0])} .. ${power(window[1])}: nothing overflows, and at most 1% of the sum of magnitudes is flushed in every layer`)
         : element("span", { className: "entry" }, none),
-      key("own", `the run's own scale, ${power(data.own)}`), key("now", `shown, ${power(state.scale)}`));
+      key("own", `the run's own scale${data.collapsed ? " before it collapsed" : ""}, ${power(data.own)}`), key("now", `shown, ${power(state.scale)}`));
   }
   /** Which block a step is in. @param {number} step */
   const blockAt = (step) => Math.max(0, data.blocks.findLastIndex((/** @type {any} */ each) => each.first <= step));
@@ -769,6 +774,7 @@ export function render(root, data) {
       const button = element("button", { type: "button" }, element("bdi", {}, event.words));
       button.addEventListener("click", () => {
         if (hasScrubber) state.block = blockAt(event.step);
+        state.step = event.step;
         choose(layers.find((/** @type {any} */ each) => each.name === event.tensor && each.kind === event.kind)
           ?? layers.find((/** @type {any} */ each) => each.module === event.module && each.kind === state.kind)
           ?? layers.find((/** @type {any} */ each) => each.module === event.module));
@@ -778,10 +784,16 @@ export function render(root, data) {
     });
     return element("details", {}, element("summary", {}, `${number(list.length)} ${list.length === 1 ? "event" : "events"}, the first: ${data.events[0].words}`), element("ol", {}, ...list));
   }
-  const stepsInWords = () => {
-    if (state.block < 0) return "the whole run";
-    const { first, last } = data.blocks[state.block];
-    return first === last ? `step ${first}` : `steps ${first} to ${last}`;
+  const spanInWords = (/** @type {any} */ { first, last }) => (first === last ? `step ${first}` : `steps ${first} to ${last}`);
+  const stepsInWords = () => (state.block < 0 ? "the whole run" : spanInWords(data.blocks[state.block]));
+  /** A sentence on a chosen event whose step is not, or may not be, among the steps shown. */
+  const eventInWords = () => {
+    if (state.step === null) return "";
+    const block = data.blocks[Math.max(state.block, 0)];
+    const isInside = block.first <= state.step && state.step <= block.last;
+    if (isInside && block.counted > block.last - block.first) return "";
+    const counted = isInside ? `${number(block.counted)} of ${spanInWords(block)} were counted, perhaps without it` : `it was not counted; the nearest counted: ${spanInWords(block)}`;
+    return ` The event is in step ${number(state.step)}; ${counted}.`;
   };
   function draw() {
     isBehind = false;
@@ -795,6 +807,7 @@ export function render(root, data) {
     scaleWords.textContent = power(state.scale);
     scale.setAttribute("aria-valuetext", power(state.scale));
     if (state.block < 0) block.value = String(lastStep);
+    else if (state.step !== null) block.value = String(state.step);
     else if (blockAt(Number(block.value)) !== state.block || block.classList.contains("whole")) block.value = String(data.blocks[state.block].first);
     block.classList.toggle("whole", state.block < 0);
     block.setAttribute("aria-valuetext", stepsInWords());
@@ -803,10 +816,16 @@ export function render(root, data) {
     heads.forEach((head, column) => head.setAttribute("aria-sort", headings[column][0] === state.sort ? (state.sort === "model" ? "ascending" : "descending") : "none"));
     const own = layers.filter((/** @type {any} */ layer) => layer.kind === state.kind);
     const found = own.map(figures).filter(Boolean);
-    const losing = found.filter((/** @type {any} */ each) => share(each.flushed, each.all) > 0.01).length;
-    const over = found.filter((/** @type {any} */ each) => each.high > 0).length;
+    const valued = found.filter((/** @type {any} */ each) => each.all > 0);
+    const losing = valued.filter((/** @type {any} */ each) => share(each.flushed, each.all) > 0.01).length;
+    const over = valued.filter((/** @type {any} */ each) => each.high > 0).length;
     const broken = found.filter((/** @type {any} */ each) => each.h.infs + each.h.nans > 0).length;
-    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: of ${own.length} ${own.length === 1 ? "tensor" : "tensors"} ${losing} ${losing === 1 ? "flushes" : "flush"} more than 1% of their elements, ${over} ${over === 1 ? "overflows" : "overflow"}${broken ? `, ${broken} ${broken === 1 ? "holds" : "hold"} infinities or NaNs` : ""}.`;
+    const tensors = (/** @type {number} */ count) => `${count} ${count === 1 ? "tensor" : "tensors"}`;
+    const verb = (/** @type {number} */ count, /** @type {string} */ one, /** @type {string} */ several) => (count === 1 ? one : several);
+    const losses = valued.length ? `${losing} of ${tensors(own.length)} ${verb(losing, "loses", "lose")} over 1% of ${verb(losing, "its", "their")} elements to zero, ${over} ${verb(over, "overflows", "overflow")}`
+      : `losses are unknown, since ${own.length === 1 ? "the tensor holds" : `the ${own.length} tensors hold`} no finite non-zero element`;
+    const without = valued.length && valued.length < own.length ? `, ${own.length - valued.length} without a finite non-zero element` : "";
+    said.textContent = `${state.format.label}${isScaled() ? ` at 2^${state.scale}` : ""}, ${stepsInWords()}: ${losses}${without}${broken ? `, ${broken} ${verb(broken, "holds", "hold")} infinities or NaNs` : ""}.${eventInWords()}`;
     measure();
     drawShares();
     drawHistory();
@@ -830,6 +849,7 @@ export function render(root, data) {
   }
   /** @param {Partial<typeof state>} changed @param {boolean} isFinal false while a slider is being moved */
   function change(changed, isFinal = true) {
+    if ("block" in changed) state.step = null;
     Object.assign(state, changed);
     draw();
     root.dispatchEvent(new CustomEvent("chosen", { detail: changed }));

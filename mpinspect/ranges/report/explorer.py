@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FORMATS, FloatFormat, floor_log2
 from mpinspect.ranges.analysis import judged_in
+from mpinspect.ranges.analysis.evidence import own_scale
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import TABLE, UPDATE
@@ -104,11 +105,14 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
         groups.append({"name": printable(group.name), "size": len(group.members)})
         group_of.update(dict.fromkeys((layer.key for layer in group.members), place))
     progress = report.session.progress
+    own, has_collapsed = own_scale(report.session)
     return {
         "model": printable(name or report.session.info.model),
         "format": _opens_in(report),
         "suggested": _suggested(report),
-        "own": _own_scale(report),
+        # A power of two, rounded down.
+        "own": floor_log2(own) if own else 0,
+        "collapsed": has_collapsed,
         "windows": {
             format: window
             for format, advice in ((report.format, report.loss_scale), ("float16", report.in_float16))
@@ -125,7 +129,10 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
             for kind in TABLE
             if kind.name != UPDATE
         ],
-        "blocks": [{"first": window.first_step, "last": window.last_step} for window in windows],
+        "blocks": [
+            {"first": window.first_step, "last": window.last_step, "counted": window.sampled_steps}
+            for window in windows
+        ],
         "groups": groups,
         "tensors": [
             {
@@ -159,12 +166,6 @@ def _suggested(report: RangeReport) -> tuple[str, int] | None:
         if advice is not None and advice.needed is not False and (scale := log2_recommended(advice)) is not None:
             return format, scale
     return None
-
-
-def _own_scale(report: RangeReport) -> int:
-    """Return the run's last known loss scale as a power of two, rounded down; 0 if it had none."""
-    scales = [change.scale for change in report.session.progress.scales if change.scale and math.isfinite(change.scale)]
-    return floor_log2(scales[-1]) if scales else 0
 
 
 def _window(advice: LossScaleAdvice | None) -> tuple[int, int] | None:

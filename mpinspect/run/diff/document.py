@@ -54,7 +54,7 @@ def verdict(report: DiffReport) -> str:
     if first and len(report.models) > 1:
         words = f"{first.name}: {words}"
     if report.shapes is not None and report.shapes.changes:
-        words = f"{words[:-1]}; shapes differ in {number_of(len(report.shapes.changes), 'product')}."
+        words = f"{words[:-1]}; products differ in {report.shapes.aspects} ({len(report.shapes.changes):,} of them)."
     if report.kernels is not None and report.kernels.changes:
         words = f"{words[:-1]}; kernels differ in {number_of(len(report.kernels.changes), 'module')}."
     return words
@@ -104,7 +104,9 @@ def _shapes(diff: ShapesDiff, everything: bool) -> Iterator[Block]:
         Column("B", is_left=True),
     )
     rows = ((each.module, each.role, _products(each.first), _products(each.second)) for each in diff.changes)
-    yield from section("Shapes of one step that differ", table(columns, rows, limit=None if everything else ROWS))
+    yield from section(
+        f"Products of one step that differ in {diff.aspects}", table(columns, rows, limit=None if everything else ROWS)
+    )
 
 
 def _products(products: tuple[Product, ...]) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
 
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import duration, percent
+from mpinspect.reporting.words import duration, number_of, percent
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
@@ -56,6 +56,21 @@ class ProductChange:
     first: tuple[Product, ...]
     second: tuple[Product, ...]
 
+    @property
+    def aspects(self) -> tuple[str, ...]:
+        """The keys of ``_ASPECTS`` in which the two runs differ; where only their pairing differs, all of them."""
+        differ = (name for name, of in _ASPECTS.items() if sorted(map(of, self.first)) != sorted(map(of, self.second)))
+        return tuple(differ) or tuple(_ASPECTS)
+
+
+#: The parts of a product that are compared, by the word for each.
+_ASPECTS: dict[str, Callable[[Product], tuple[str | int, ...]]] = {
+    "shape": lambda product: (product.op, product.m, product.n, product.k, product.batch),
+    "dtype": lambda product: (product.dtype,),
+    "number of calls": lambda product: (product.calls,),
+    "verdict": lambda product: (product.verdict,),
+}
+
 
 @dataclass(frozen=True)
 class ShapesDiff:
@@ -65,11 +80,17 @@ class ShapesDiff:
     products: int
 
     @property
+    def aspects(self) -> str:
+        """The aspects in which any product differs, in words: "dtype, verdict"."""
+        differ = {aspect for change in self.changes for aspect in change.aspects}
+        return ", ".join(aspect for aspect in _ASPECTS if aspect in differ)
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
         if not self.changes:
             return ()
         modules = list(dict.fromkeys(change.module for change in self.changes))
-        message = f"The matrix products of {len(modules):,} modules have other shapes, dtypes or verdicts."
+        message = f"The matrix products of {number_of(len(modules), 'module')} differ in {self.aspects}."
         return (Finding("shapes-differ", "info", modules[0], message, {"modules": modules}),)
 
 
@@ -123,7 +144,7 @@ def compare_shapes(first: Sequence[Product], second: Sequence[Product]) -> Shape
     changes = [
         ProductChange(*place, one.get(place, ()), other.get(place, ()))
         for place in dict.fromkeys([*other, *one])
-        if sorted(one.get(place, ()), key=_order) != sorted(other.get(place, ()), key=_order)
+        if sorted(one.get(place, ()), key=astuple) != sorted(other.get(place, ()), key=astuple)
     ]
     return ShapesDiff(tuple(changes), len(second))
 
@@ -153,10 +174,6 @@ def _by_role(products: Iterable[Product]) -> dict[tuple[str, str], tuple[Product
         place = product.module, product.role
         found[place] = (*found.get(place, ()), product)
     return found
-
-
-def _order(product: Product) -> tuple[object, ...]:
-    return product.op, product.m, product.n, product.k, product.batch, product.dtype, product.calls, product.verdict
 
 
 def _by_module(report: KernelReport) -> dict[str, tuple[float, float]]:
