@@ -30,6 +30,7 @@ from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
 from mpinspect.runtime.distributed import rank_and_world
+from mpinspect.runtime.guard import unseen
 from mpinspect.runtime.wrappers import class_of
 
 __all__ = ["Inspector", "MpinspectWarning"]
@@ -98,6 +99,7 @@ class Inspector:
     #: Called after each write to ``log_dir``, on the thread that writes; must not raise.
     _written: Callable[[], None] | None = None
 
+    @unseen
     def __init__(
         self,
         model: torch.nn.Module,

@@ -1,4 +1,8 @@
-"""Keeps our exceptions out of the user's training: each one is noted, and only the work that failed is lost."""
+"""Keeps our exceptions and operators out of the user's training.
+
+An exception of ours is noted, and only the work that failed is lost. A mode that the user has active (``TorchDispatchMode``,
+``TorchFunctionMode``) does not see the operators that an entrance calls.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
 
 if TYPE_CHECKING:
     from mpinspect.runtime.meter import Meter
@@ -41,6 +47,8 @@ class Guarded:
         self._told: set[tuple[str, type[Exception]]] = set()
         #: Times the ``entrance`` methods; None if their cost is not measured.
         self.meter: Meter | None = None
+        #: Whether an ``entrance`` was ever called while the user had a mode active.
+        self.met_modes = False
 
     def attempt(self, what: str, function: Callable[..., object], *args: Any) -> None:
         """Call a function; if it raises an Exception, note that mpinspect failed in ``what``, so that only this call is lost."""
@@ -93,6 +101,47 @@ class Unread(Generic[Key]):
         return new
 
 
+#: Return how many modes this thread has active, of either kind.
+_dispatch_modes: Any = torch._C._len_torch_dispatch_stack
+_function_modes: Any = torch._C._len_torch_function_stack
+#: Modes under which tensors hold no values or operators are traced: hiding them would mix real and traced tensors.
+_TRACERS: Any = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
+_Taken = list[tuple[Callable[[Any], None], Any]]
+
+
+def _take_modes_off(taken: _Taken) -> None:
+    """Take all modes off this thread's two stacks, unless torch traces; append how to put each back to ``taken``."""
+    own: Any = torch._C
+    if any(own._get_dispatch_mode(tracer) is not None for tracer in _TRACERS):
+        return
+    while _function_modes():
+        taken.append((own._push_on_torch_function_stack, own._pop_torch_function_stack()))
+    while _dispatch_modes():
+        taken.append((own._push_on_torch_dispatch_stack, own._pop_torch_dispatch_stack(None)))
+
+
+def _put_modes_back(taken: _Taken) -> None:
+    while taken:
+        push, mode = taken.pop()
+        push(mode)
+
+
+def unseen(method: Method) -> Method:
+    """Wrap a method so that the user's active modes do not see the operators that it calls."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        taken: _Taken = []
+        try:
+            if _dispatch_modes() or _function_modes():
+                _take_modes_off(taken)
+            return method(*args, **kwargs)
+        finally:
+            _put_modes_back(taken)
+
+    return run  # type: ignore[return-value]
+
+
 def guarded(method: Method) -> Method:
     """Wrap a method of a Guarded to note any Exception and return None; KeyboardInterrupt and SystemExit pass."""
 
@@ -108,19 +157,25 @@ def guarded(method: Method) -> Method:
 
 
 def entrance(method: Method) -> Method:
-    """Wrap a method called by the training like ``guarded``, and time the outermost such call if there is a meter."""
+    """Wrap a method called by the training like ``guarded`` and ``unseen``; time the outermost such call if there is a meter."""
 
     @functools.wraps(method)
     def run(self: Guarded, *args: Any) -> Any:
         meter = self.meter if self.meter is not None and not self.meter.running else None
         if meter is not None:
             meter.begin()
+        taken: _Taken = []
         try:
+            if _dispatch_modes() or _function_modes():
+                _take_modes_off(taken)
             return method(self, *args)
         except Exception as error:
             self.fault(method.__name__, args, error)
             return None
         finally:
+            if taken:
+                self.met_modes = True
+                _put_modes_back(taken)
             if meter is not None:
                 meter.end()
 

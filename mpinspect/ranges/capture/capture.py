@@ -29,7 +29,7 @@ from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, Measurement
 from mpinspect.runtime.cuda_stopwatch import CudaStopwatch
-from mpinspect.runtime.guard import guarded
+from mpinspect.runtime.guard import guarded, unseen
 from mpinspect.runtime.meter import Meter
 
 
@@ -105,6 +105,7 @@ class Capture(Dispatcher):
 
     # -- attaching and detaching ----------------------------------------------------------------------------------
 
+    @unseen
     def attach(self) -> None:
         """Add the hooks and begin the first step."""
         self.attached = True
@@ -168,6 +169,7 @@ class Capture(Dispatcher):
             self._find_wrappers()
         super().end_step(finished=finished)
 
+    @unseen
     def detach(self) -> None:
         """Remove every hook and record the data still being copied to the host; waits for the GPU."""
         self._stop()
@@ -197,6 +199,7 @@ class Capture(Dispatcher):
         self._hooks.remove()
         tensor_hooks.leave_hooks_in(self)
 
+    @unseen
     def rest(self, resting: bool) -> None:
         """Pause (or resume) sampling and watching. Pausing drops the open step's samples; steps are still counted."""
         if resting and not self._pace.resting:
@@ -213,6 +216,7 @@ class Capture(Dispatcher):
     # -- reading --------------------------------------------------------------------------------------------------
 
     @guarded
+    @unseen
     def collect(self, wait: bool) -> None:
         """Close the open window and record it. ``wait``: wait for the GPU, and record the watch's remaining findings too."""
         window = self._tally.close_window(wait=wait)
@@ -240,11 +244,13 @@ class Capture(Dispatcher):
         self._recording.unread("searched for infinities and NaNs", self._broken_weights.unread.take_new())
 
     @guarded
+    @unseen
     def broken_weights(self) -> frozenset[str]:
         """Return the names of the weights that are not finite now. Waits for the GPU."""
         return self._broken_weights.names()
 
     @guarded
+    @unseen
     def weights_left(self, before: Collection[str]) -> Event | None:
         """Return an event, not yet recorded, if trained weights are not finite and no recorded event explains it; else None.
 

@@ -81,7 +81,8 @@ class ParameterHook:
             return
         # A fast path for the usual case: this hook runs dozens of times per backward, each time with cold caches.
         try:
-            at_work = dispatcher.meter is None and dispatcher.waiting.task == torch._C._current_graph_task_id()
+            is_plain = dispatcher.meter is None and not dispatcher.met_modes
+            at_work = is_plain and dispatcher.waiting.task == torch._C._current_graph_task_id()
             if at_work and dispatcher.waiting.hold(self._watched, gradient):
                 return
         except Exception:
