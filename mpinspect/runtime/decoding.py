@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import stat
 import types
 import typing
 import zlib
@@ -70,13 +71,21 @@ def bytes_of(path: Path, most: int) -> bytes:
 
     Raises:
         DecodingError: the file is larger.
-        OSError: the file can't be read.
+        OSError: the file can't be read, or is a pipe or a device.
     """
+    check_is_file(path)
     with path.open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise DecodingError(f"is larger than {most:,} bytes")
     return data
+
+
+def check_is_file(path: Path) -> None:
+    """Raise OSError for a pipe or a device, whose opening or reading may wait without end; a descriptor in /dev may be one."""
+    kind = path.stat().st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind) or path.parts[1:2] in (("dev",), ("proc",))):
+        raise OSError("it is a pipe or a device, not a file")
 
 
 def inflated(data: bytes, most: int) -> bytes:

@@ -14,6 +14,8 @@ from json.decoder import JSONDecodeError
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mpinspect.runtime.decoding import check_is_file
+
 
 class TraceError(ValueError):
     """Raised if a file cannot be read as a trace. The message says what is wrong and what to do."""
@@ -52,6 +54,7 @@ class TextChunks:
     def __iter__(self) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
         try:
+            check_is_file(self.path)
             with self.path.open("rb") as file:
                 for data in self._uncompressed(file):
                     self.bytes_read += len(data)
