@@ -36,7 +36,8 @@ class InspectsTraining:
     """
 
     def __init__(self, *, log_dir: str | Path | None = AUTO, print_report: bool = True, **options: Any) -> None:
-        self._wanted_log_dir = log_dir
+        # Absolute, since a trainer or its configuration (Hydra) may change the working directory before training begins.
+        self._wanted_log_dir = log_dir if log_dir is None or log_dir == AUTO else Path(log_dir).absolute()
         self._print_report = print_report
         self._options = options
         #: The inspector of the last training run begun in this process.
@@ -115,7 +116,8 @@ class InspectsTraining:
             wanted = None if directory is None else Path(directory) / "mpinspect"
         if wanted is None:
             return None
-        return Path(wanted) / f"rank{rank}" if processes > 1 else Path(wanted)
+        wanted = Path(wanted)
+        return wanted / f"rank{rank}" if processes > 1 else wanted
 
     def _inspector(self) -> Inspector:
         if self.inspector is None:

@@ -57,7 +57,8 @@ def profile_kernels(
     _check(step, model, warmup, shapes)
     chosen = _gpu(gpu)
     with tempfile.TemporaryDirectory(prefix="mpinspect-") as folder:
-        path = Path(trace) if trace is not None else Path(folder) / "trace.json"
+        # Absolute, since ``step`` may change the working directory.
+        path = Path(trace).absolute() if trace is not None else Path(folder) / "trace.json"
         _ensure_writable(path)
         notes = record_trace(step, path, model=model, warmup=warmup)
         found = read_trace_file(path)

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from mpinspect.reporting.document import Document
+from mpinspect.runtime.appending import replace_whole
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def render(report: Any, suffix: str, **options: Any) -> str:
 def save(report: Any, path: str | Path) -> Path:
     """Write a report in the form that the path's suffix selects, and return the path. Creates parent directories.
 
+    The file is written whole or not at all: a page that a browser has open is never half of one.
+
     Raises:
         ValueError: the suffix selects no form.
         OSError: the file can't be written.
@@ -106,7 +109,7 @@ def save(report: Any, path: str | Path) -> Path:
     else:
         text = render(report, suffix)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        replace_whole(path, text.encode("utf-8"))
     return path
 
 

@@ -26,6 +26,7 @@ from PIL import Image
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.reporting.streams import printable
+from mpinspect.runtime.appending import replace_whole
 
 FONT = "DejaVu Sans"
 
@@ -208,9 +209,5 @@ def write(figure: Figure, path: str | Path) -> Path:
     Image.open(drawing).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
         picture, format="png", optimize=True
     )
-    beside = target.with_name(f".{target.name}.part")
-    try:
-        beside.write_bytes(picture.getvalue())
-        return beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+    replace_whole(target, picture.getvalue())
+    return target

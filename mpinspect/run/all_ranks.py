@@ -13,9 +13,10 @@ from pathlib import Path
 
 from mpinspect.ranges.capture.recording import WINDOWS_A_WRITE
 from mpinspect.ranges.session import Event, Session, coarsen
-from mpinspect.ranges.store import FILE_NAME
+from mpinspect.ranges.store import FILE_NAME, session_bytes
 from mpinspect.run.directory import ALL_RANKS, ranks_of
 from mpinspect.run.ranks import ModelsOfRanks
+from mpinspect.runtime.appending import replace_whole
 from mpinspect.runtime.background import Background, Seldom
 
 #: Most seconds of processor time that adding up once may take while the training goes on; with its rests it takes ten times
@@ -137,9 +138,7 @@ class _Model:
         if len(session.ranks) < self._ranks:
             return
         self._ranks = len(session.ranks)
-        rewritten = self._folder / f"{FILE_NAME}.rewriting"
-        rewritten.unlink(missing_ok=True)
-        session.save(rewritten).replace(self._folder / FILE_NAME)
+        replace_whole(self._folder / FILE_NAME, session_bytes(session))
         if self._log is None:
             return
         until = session.progress.steps if is_last else self._complete_until(session)

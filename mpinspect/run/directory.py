@@ -11,6 +11,7 @@ from typing import Any
 
 from mpinspect.run.options import LaunchOptions, Rank
 from mpinspect.run.record import FILE_NAME, job_of, write_first
+from mpinspect.runtime.appending import locked
 
 
 class UnusableDirectoryError(Exception):
@@ -57,10 +58,10 @@ def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[P
     return path, ""
 
 
-def shown(path: Path) -> str:
-    """Return a path as the user would write it: relative if it is inside the working directory, else unchanged."""
+def shown(path: Path, start: str = "") -> str:
+    """Return a path as the user would write it: relative if it is inside ``start`` (by default, the working directory)."""
     with suppress(OSError, ValueError):
-        return str(path.relative_to(Path.cwd()))
+        return str(path.relative_to(start or Path.cwd()))
     return str(path)
 
 
@@ -100,8 +101,11 @@ def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path,
     """Claim the wanted directory or the next free name, and return its path and whether it is not the wanted one."""
     for number in range(1, _SIBLINGS):
         base = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        if not _is_foreign(base, rank) and write_first(base / rank.folder, record):
-            return base, number > 1
+        base.mkdir(parents=True, exist_ok=True)
+        # Two jobs that start together must not both find that no other job has ranks there.
+        with locked(base):
+            if not _is_foreign(base, rank) and write_first(base / rank.folder, record):
+                return base, number > 1
     raise OSError(f"{_SIBLINGS} names beside it are taken")
 
 

@@ -194,7 +194,7 @@ class Ending:
             self._say(f"the report can't be written to {self.directory}: {error.strerror or error}")
         else:
             if self.speaks:
-                say(f"to explore in a browser: {shown(self.directory / PAGE)}")
+                say(f"to explore in a browser: {self._shown(self.directory / PAGE)}")
 
     @property
     def _is_rank(self) -> bool:
@@ -252,21 +252,27 @@ class Ending:
     def _never_started(self) -> None:
         """Print that nothing was recorded; Python has already printed why the script could not be started."""
         if self.speaks:
-            kept = shown(self.directory / FILE_NAME)
+            kept = self._shown(self.directory / FILE_NAME)
             say(f"the script could not be started: nothing was recorded ({kept} keeps the command)")
         with suppress(OSError):
             self._write_last_record()
 
     def _save(self, report: RunReport, models: list[RecordedModel]) -> None:
-        """Write the report and the final run.json. Raises OSError."""
-        for model in models:
-            _save_again(model)
-        for name in REPORTS:
-            report.save(self.directory / name)
-        self._hand_over(self.directory / PAGE)
-        self._write_last_record(
-            models=[{"name": model.name, "log_dir": model.log_dir} for model in models], saw=list(report.saw)
-        )
+        """Write the report and the final run.json, which is written even if the disk refuses the report. Raises OSError."""
+        try:
+            for model in models:
+                _save_again(model)
+            for name in REPORTS:
+                report.save(self.directory / name)
+            self._hand_over(self.directory / PAGE)
+        finally:
+            self._write_last_record(
+                models=[{"name": model.name, "log_dir": model.log_dir} for model in models], saw=list(report.saw)
+            )
+
+    def _shown(self, path: Path) -> str:
+        """Return a path as the user would write it where the launch began: the script may have changed the directory."""
+        return shown(path, self._record.get("working_directory", ""))
 
     def _before_the_tracker_ends(self) -> None:
         """Give the tracker all scalars and the page, just before the script ends the tracker's run."""

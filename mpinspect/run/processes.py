@@ -162,8 +162,11 @@ def leave_trace_of_sigterm(file: Path) -> None:
             faulthandler.unregister(signal.SIGTERM)
 
     if hasattr(faulthandler, "register") and is_deadly():
-        faulthandler.register(signal.SIGTERM, file.open("wb"), all_threads=False, chain=True)
-        os.register_at_fork(after_in_child=in_child)
+        # The stack is for the report only: on a full disk the training is inspected without it.
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+            faulthandler.register(signal.SIGTERM, file.open("xb"), all_threads=False, chain=True)
+            os.register_at_fork(after_in_child=in_child)
 
 
 class Sigterm:

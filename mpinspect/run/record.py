@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar
 
 from mpinspect.run.options import MOST_RANKS, LaunchOptions, Rank
+from mpinspect.runtime.appending import replace_whole, write_all
 from mpinspect.runtime.decoding import Between, DecodingError, json_of, typed
 from mpinspect.runtime.version import __version__
 
@@ -67,25 +68,24 @@ def first_record(options: LaunchOptions, rank: Rank) -> dict[str, Any]:
 def write_first(directory: Path, record: dict[str, Any]) -> bool:
     """Create the directory and its run.json; return False if a run.json exists already. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
+    path = directory / FILE_NAME
     try:
-        with (directory / FILE_NAME).open("x", encoding="utf-8") as file:
-            file.write(_text(record))
+        file = path.open("xb", buffering=0)
     except FileExistsError:
         return False
+    try:
+        with file:
+            write_all(file, _bytes(record))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
     return True
 
 
 def write_record(directory: Path, record: dict[str, Any]) -> None:
     """Replace run.json atomically, creating the directory again if it was removed. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / FILE_NAME
-    beside = path.with_name(f".{FILE_NAME}.{os.getpid()}")
-    try:
-        beside.write_text(_text(record), encoding="utf-8")
-        beside.replace(path)
-    finally:
-        with suppress(OSError):
-            beside.unlink()
+    replace_whole(directory / FILE_NAME, _bytes(record))
 
 
 def load_record(directory: Path) -> dict[str, Any]:
@@ -114,9 +114,9 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def _text(record: dict[str, Any]) -> str:
+def _bytes(record: dict[str, Any]) -> bytes:
     # ASCII, since file names in the record need not be valid UTF-8.
-    return json.dumps(record, indent=1, ensure_ascii=True) + "\n"
+    return f"{json.dumps(record, indent=1, ensure_ascii=True)}\n".encode("ascii")
 
 
 def _working_directory() -> str:

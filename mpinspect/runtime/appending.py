@@ -1,13 +1,29 @@
-"""Appends whole records to a file; a failed write leaves no part of its record behind."""
+"""Writes files so that a failed write, a kill or a second writer leaves whole records and whole files only."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
 from io import FileIO
+from pathlib import Path
 
-#: Error numbers for a full disk, an exhausted quota or a file at its size limit, all of which may pass.
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+#: Error numbers of a disk that may work later: full, over quota or at a size limit, a failed device, a network file system
+#: without its server or the user's ticket, a process or a machine out of descriptors or memory.
+_MAY_PASS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES),
+    *(errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ENOLCK, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+)
+#: Longest time that ``locked`` waits for another process, and seconds between two attempts.
+_LOCK_WAIT_S, _LOCK_AGAIN_S = 5.0, 0.01
 
 
 class AppendedFile:
@@ -25,6 +41,11 @@ class AppendedFile:
         self.file = file
         self.size = size
         self._torn = False
+
+    def __del__(self) -> None:
+        # A file that was dropped after an error is closed without a warning.
+        with contextlib.suppress(OSError):
+            self.file.close()
 
     def append(self, data: bytes) -> None:
         """Write a whole record.
@@ -58,6 +79,105 @@ def write_all(file: FileIO, data: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def no_room(error: BaseException) -> bool:
-    """Return whether a write failed for lack of space, so that a later write may succeed."""
-    return isinstance(error, OSError) and error.errno in _NO_ROOM
+def may_pass(error: BaseException) -> bool:
+    """Return whether a failed write may succeed later."""
+    return isinstance(error, OSError) and error.errno in _MAY_PASS
+
+
+def create_numbered(directory: Path, name: str) -> tuple[Path, FileIO]:
+    """Create ``name.0`` in the directory, or the first of ``name.1``, ... that does not exist; return its path and open file.
+
+    The creation is exclusive: two writers never share a file, and no link is followed. Raises OSError.
+    """
+    for number in itertools.count():
+        path = directory / f"{name}.{number}"
+        with contextlib.suppress(FileExistsError):
+            return path, path.open("xb", buffering=0)
+    raise AssertionError
+
+
+def replace_whole(path: Path, data: bytes, before: Callable[[], None] = lambda: None) -> None:
+    """Write ``data`` to a new file beside ``path`` and rename it to ``path``: readers see the old file or the whole new one.
+
+    A link at ``path`` is replaced, not followed. The data and the new name are flushed to disk.
+
+    Args:
+        path: the file; its directory exists.
+        data: its new content.
+        before: called when the new file is complete; if it raises, ``path`` stays as it is.
+
+    Raises:
+        OSError: the file can't be written, and ``path`` is as it was.
+    """
+    # Shortened, since the longest name that a file system takes may already be that of the file.
+    beside, out = create_numbered(path.parent, f"{path.name[:40]}.rewriting")
+    try:
+        with out:
+            write_all(out, data)
+            os.fsync(out.fileno())
+        before()
+        beside.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Flush the names in a directory to disk, where the system can; otherwise a power failure may bring an old file back."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def lock_of(folder: Path, *, wait_s: float = 0.0) -> int | None:
+    """Return a descriptor that locks the folder until it is closed, in this process and in those that inherit it.
+
+    Args:
+        folder: an existing directory.
+        wait_s: longest time to wait for another process that holds the lock.
+
+    Returns:
+        None where there are no such locks (Windows, some network file systems).
+
+    Raises:
+        BlockingIOError: another process still holds the lock.
+    """
+    if fcntl is None:
+        return None
+    descriptor = None
+    end = time.monotonic() + wait_s
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(_LOCK_AGAIN_S)
+            else:
+                return descriptor
+    except OSError as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Run the block while no other process is in one for this folder, as far as locks exist and are released in 5 s."""
+    lock = None
+    with contextlib.suppress(BlockingIOError):
+        lock = lock_of(folder, wait_s=_LOCK_WAIT_S)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)

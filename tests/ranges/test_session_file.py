@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import json
 import os
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.store import FILE_NAME, SCHEMA_VERSION, SessionError, SessionWriter, frames, read_session
+from mpinspect.runtime import appending
 
 TESTS = Path(__file__).parents[1]
 
@@ -347,14 +349,16 @@ def test_a_full_disk_costs_the_record_not_the_file(tmp_path):
     assert read.notes == ()
 
 
-def test_a_rewriting_that_fails_leaves_the_old_file_going(tmp_path):
-    blocked = tmp_path / f"{FILE_NAME}.rewriting"
+def test_a_rewriting_that_fails_leaves_the_old_file_going(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     with SessionWriter(tmp_path, s.RunInfo(), limit=2) as writer:
-        blocked.mkdir()
-        for step in range(6):
-            writer.window(made.step_window(step))
+        with monkeypatch.context() as blocked:
+            blocked.setattr(appending, "create_numbered", refuse)
+            for step in range(6):
+                writer.window(made.step_window(step))
         assert len(read_session(tmp_path).windows) == 6
-        blocked.rmdir()
         for step in range(6, 20):
             writer.window(made.step_window(step))
     read = read_session(tmp_path)

@@ -9,16 +9,14 @@ and the process inherits: the lock is gone when the process is, however that end
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from mpinspect.runtime.appending import lock_of
 
 #: Seconds of a processor after which the process ends itself; compiling takes about one minute.
 _MOST_CPU_S = 600
@@ -55,7 +53,7 @@ def start(folder: Path) -> None:
     if not sys.executable or getattr(sys, "frozen", False):
         raise CanNotStartError("this process is no plain Python interpreter, of which a second could be started")
     try:
-        lock = _locked(folder)
+        lock = lock_of(folder)
     except BlockingIOError:
         return
     code = _CODE.format(path=[str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)], work=_WORK)
@@ -81,7 +79,7 @@ def start(folder: Path) -> None:
 def at_work(folder: Path) -> bool:
     """Whether a process compiles into this folder now; True as well where locks can't tell."""
     try:
-        lock = _locked(folder)
+        lock = lock_of(folder)
     except BlockingIOError:
         return True
     if lock is None:
@@ -93,7 +91,7 @@ def at_work(folder: Path) -> bool:
 @contextlib.contextmanager
 def exclusively(folder: Path) -> Iterator[None]:
     """Inside, this process is the one that compiles into the folder; waits for another one."""
-    lock = _locked(folder, wait=True)
+    lock = lock_of(folder, wait_s=math.inf)
     try:
         yield
     finally:
@@ -112,30 +110,6 @@ def give_way() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S))
-
-
-def _locked(folder: Path, wait: bool = False) -> int | None:
-    """A descriptor that locks the folder until it is closed, here and wherever it was inherited.
-
-    Returns:
-        None where there are no such locks (Windows, some network file systems).
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-    """
-    if fcntl is None:
-        return None
-    descriptor = None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if descriptor is not None:
-            os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise
-        return None
-    return descriptor
 
 
 def _environment() -> dict[str, str]:

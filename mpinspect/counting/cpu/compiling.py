@@ -72,7 +72,8 @@ def cache_folder() -> Path:
         """A function of this file: numba chooses a folder for each file."""
 
     made: Any = numba.njit(cache=True)(nothing)
-    return Path(made.stats.cache_path)
+    # numba leaves a relative NUMBA_CACHE_DIR as it is: a later os.chdir must not redirect the path.
+    return Path(made.stats.cache_path).absolute()
 
 
 class NotOnDiskError(Exception):

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpinspect.ranges.session import Event, Measurement, Precision, Progress, TensorInfo, Window, merge_windows
-from mpinspect.runtime.appending import no_room
+from mpinspect.runtime.appending import may_pass
 from mpinspect.runtime.background import Background
 
-#: Most windows queued while the disk is full; beyond, the oldest two are merged.
+#: Most windows queued while the disk refuses them; beyond, the oldest two are merged.
 WAITING_LIMIT = 16
-#: Most notes per sink on a full disk, so that a disk that keeps filling up does not flood the notes.
+#: Most notes per sink on refused writes, so that a disk that keeps filling up does not flood the notes.
 MOST_TOLD = 10
 
 
 class Sink(Protocol):
-    """Stores captured records; raises OSError when it can't. Called by different threads, but never concurrently."""
+    """Stores captured records; raises OSError when it can't. Called by different threads, but never concurrently.
+
+    A sink with a true attribute ``yields`` writes nothing while an earlier sink is refused: it would take the room that the
+    earlier one, whose records matter more, needs.
+    """
 
     def watched(self, infos: Sequence[TensorInfo]) -> None: ...
 
@@ -38,16 +43,29 @@ class Sink(Protocol):
 
 
 class _Keeper:
-    """A sink and its queued records; the queue is empty unless the sink's disk is full."""
+    """A sink and its queued records; the queue is empty unless the sink's disk, or an earlier sink's, refuses writes."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
-        #: Number of steps done when the disk was found to be full; None if it is not full.
-        self.full_since: int | None = None
+        self.yields: bool = getattr(sink, "yields", False)
+        #: The first step that the sink lacked when a write was refused; None if none is refused.
+        self.refused_since: int | None = None
         self.told = 0
+        #: Number of steps that the sink has.
+        self._steps = 0
         self._windows: list[Window] = []
         self._others: list[Callable[[Sink], None]] = []
         self._progress: Progress | None = None
+
+    @property
+    def lacks(self) -> bool:
+        """Whether any records are queued."""
+        return bool(self._windows or self._others or self._progress)
+
+    @property
+    def first_lost(self) -> int:
+        """The first step whose records the sink lacks."""
+        return self._windows[0].first_step if self._windows else self._steps
 
     def take(self, tell: Callable[[Sink], None]) -> None:
         self._others.append(tell)
@@ -58,6 +76,11 @@ class _Keeper:
         while len(self._windows) > WAITING_LIMIT:
             self._windows[:2] = [merge_windows(*self._windows[:2])]
 
+    def join_windows(self) -> None:
+        """Merge the queued windows into one, which needs the least room."""
+        if len(self._windows) > 1:
+            self._windows = [merge_windows(*self._windows)]
+
     def catch_up(self) -> None:
         """Pass all queued records to the sink, dequeuing each one it accepts; propagates the sink's exceptions."""
         while self._others:
@@ -65,20 +88,31 @@ class _Keeper:
             del self._others[0]
         while self._windows:
             self.sink.window(self._windows[0])
-            del self._windows[0]
+            self._steps = max(self._steps, self._windows.pop(0).last_step + 1)
         if self._progress is not None:
             self.sink.progress(self._progress)
+            self._steps = max(self._steps, self._progress.steps)
             self._progress = None
+
+    def end_without(self, note: str) -> None:
+        """Write how the run ended, and a note on the records that are lost, as far as the disk takes them."""
+        others, self._others = self._others, [lambda sink: sink.note(note)]
+        self._windows.clear()
+        with contextlib.suppress(Exception):
+            self.catch_up()
+            self._others = others
+            self.catch_up()
 
 
 class Sinks:
     """Forwards captured records to the sinks, in order, without making the training wait.
 
-    A sink that fails is dropped, unless its disk is full: then it is retried with every new record, and its unsaved records
-    are queued, with windows merged. In a forked child nothing is forwarded, since the files belong to the parent.
+    A sink whose disk refuses a write is retried with every new record, and its unsaved records are queued, with windows
+    merged; a sink that fails otherwise is dropped. In a forked child nothing is forwarded, since the files belong to the
+    parent.
 
     Args:
-        sinks: the sinks that receive the records.
+        sinks: the sinks that receive the records, the most important ones first.
         written: called each time that ``pass_on`` has forwarded what it was given, on the thread that forwards it.
     """
 
@@ -147,48 +181,58 @@ class Sinks:
             self._written()
 
     def _tell(self, take: Callable[[_Keeper], None]) -> None:
+        is_refused = False
         for keeper in tuple(self._keepers):
             try:
                 take(keeper)
-                keeper.catch_up()
+                if not (keeper.yields and is_refused):
+                    keeper.catch_up()
+                    self._went_on(keeper)
             except Exception as error:
                 # If the keeper is gone, another thread has closed or abandoned the sink meanwhile.
                 if keeper in self._keepers:
                     self._failed(keeper, error)
-            else:
-                self._went_on(keeper)
+            is_refused |= keeper.refused_since is not None
 
     def _failed(self, keeper: _Keeper, error: Exception) -> None:
         name = type(keeper.sink).__name__
-        if not no_room(error):
+        if not may_pass(error):
             self._keepers.remove(keeper)
-            self._failures.append(f"{name} failed and is no longer written: {error}; the report is still complete")
-        elif keeper.full_since is None:
-            keeper.full_since = self._steps
+            sentence = f"{name} failed and is no longer written: {error}; the report is still complete"
+            self._failures.append(sentence)
+            with contextlib.suppress(Exception):
+                keeper.sink.note(sentence)
+        elif keeper.refused_since is None:
+            keeper.refused_since = keeper.first_lost
             keeper.told += 1
             if keeper.told <= MOST_TOLD:
                 self._failures.append(
-                    f"{name} has had no room to write since step {self._steps:,} ({error}): it tries again at each write, "
-                    "and until then keeps the counts in memory"
+                    f"{name} could not write the records since step {keeper.first_lost:,} ({error}): it tries again at each "
+                    "write, and until then keeps them in memory"
                 )
 
     def _went_on(self, keeper: _Keeper) -> None:
-        if keeper.full_since is not None and keeper.told <= MOST_TOLD:
+        if keeper.refused_since is not None and keeper.told <= MOST_TOLD:
             self._failures.append(
-                f"{type(keeper.sink).__name__} has room again and goes on from step {self._steps:,}: the counts "
-                f"since step {keeper.full_since:,} have been written too, in longer windows"
+                f"{type(keeper.sink).__name__} could write again at step {self._steps:,}: the records since step "
+                f"{keeper.refused_since:,} have been written too, in longer windows"
             )
-        keeper.full_since = None
+        keeper.refused_since = None
 
     def _close(self) -> None:
-        self._tell(lambda keeper: None)
+        self._tell(_Keeper.join_windows)
         for keeper in tuple(self._keepers):
-            if keeper.full_since is not None:
-                self._failures.append(
-                    f"{type(keeper.sink).__name__} had no room until the end: the counts since step {keeper.full_since:,} "
-                    "are not in the log_dir; the report is still complete"
+            name = type(keeper.sink).__name__
+            if keeper.lacks:
+                sentence = (
+                    f"{name} could not write until the end: the records since step {keeper.first_lost:,} are not in the "
+                    "log_dir; the report is still complete"
                 )
+                self._failures.append(sentence)
+                keeper.end_without(sentence)
             try:
                 keeper.sink.close()
+            except OSError as error:
+                self._failures.append(f"{name} was not closed as it should: its last records may be missing ({error})")
             except Exception as error:
                 self._failed(keeper, error)

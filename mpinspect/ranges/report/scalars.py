@@ -67,8 +67,9 @@ class ScalarSink(ABC):
     def progress(self, progress: Progress) -> None:
         """Log the scalars of the windows added since the last call."""
         while self._waiting:
-            window = self._waiting.pop(0)
+            window = self._waiting[0]
             self.scalars(window.last_step, self._of(window, progress))
+            del self._waiting[0]
 
     def _of(self, window: Window, progress: Progress) -> dict[str, float]:
         # Of several ranks a step may have an event on each.

@@ -195,6 +195,9 @@ class TensorBoardSink(ScalarSink):
         clock: returns monotonic seconds.
     """
 
+    #: The session file, on the same disk, comes first.
+    yields = True
+
     def __init__(
         self,
         log_dir: str | PathLike[str],

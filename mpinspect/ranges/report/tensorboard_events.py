@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpinspect.ranges.report.crc32c import crc32c
-from mpinspect.runtime.appending import AppendedFile
+from mpinspect.runtime.appending import AppendedFile, create_numbered
 
 #: Added to the rotated checksum, as the TFRecord format specifies for checksums stored with their data.
 _MASK_DELTA = 0xA282EAD8
@@ -67,10 +67,6 @@ def _masked(data: bytes) -> bytes:
 
 def _new_file(directory: Path) -> FileIO:
     """Create a file with a name that TensorBoard recognises, made unique by time, host, process and a number."""
-    name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-    number = 0
-    while True:
-        try:
-            return (directory / f"{name}.{number}").open("xb", buffering=0)
-        except FileExistsError:
-            number += 1
+    return create_numbered(
+        directory, f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+    )[1]

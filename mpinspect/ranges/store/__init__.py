@@ -6,7 +6,16 @@ The file needs no locks, no memory mapping and no seeks, so it is safe on networ
 
 from mpinspect.ranges.store.frames import FILE_NAME, SCHEMA_VERSION, SessionError
 from mpinspect.ranges.store.reader import read_session
-from mpinspect.ranges.store.save import save_session
+from mpinspect.ranges.store.save import TakenError, save_session, session_bytes
 from mpinspect.ranges.store.writer import SessionWriter
 
-__all__ = ["FILE_NAME", "SCHEMA_VERSION", "SessionError", "SessionWriter", "read_session", "save_session"]
+__all__ = [
+    "FILE_NAME",
+    "SCHEMA_VERSION",
+    "SessionError",
+    "SessionWriter",
+    "TakenError",
+    "read_session",
+    "save_session",
+    "session_bytes",
+]

@@ -13,9 +13,33 @@ from mpinspect.ranges.store.reader import read_session
 from mpinspect.runtime.appending import write_all
 
 
+class TakenError(SessionError):
+    """The session file exists already: the directory holds another run, which is read when the message is asked for."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file)
+        self._file = file
+
+    def __str__(self) -> str:
+        directory = self._file.parent
+        return f"{directory} already holds {_describe(self._file)}: give another log_dir, or delete {self._file} first."
+
+
 def save_session(session: Session, path: str | PathLike[str]) -> Path:
     """Write every field of a session to a new file; see ``Session.save``."""
     file = frames.session_path(path)
+    data = session_bytes(session)
+    try:
+        with claim(file) as out:
+            write_all(out, data)
+    except OSError as error:
+        file.unlink(missing_ok=True)
+        raise cannot_write(file, error) from error
+    return file
+
+
+def session_bytes(session: Session) -> bytes:
+    """Return the content of a session file with every field of the session."""
     key_ids: dict[TensorKey, int] = {}
     for window in session.windows:
         for key in window.tensors:
@@ -33,20 +57,17 @@ def save_session(session: Session, path: str | PathLike[str]) -> Path:
         frame(frames.PRECISION, frames.json_bytes(session.precision)),
         frame(frames.PROGRESS, frames.json_bytes(session.progress)),
     ]
-    try:
-        with claim(file) as out:
-            write_all(out, b"".join(parts))
-    except OSError as error:
-        file.unlink(missing_ok=True)
-        raise cannot_write(file, error) from error
-    return file
+    return b"".join(parts)
 
 
 def claim(file: Path) -> FileIO:
     """Create and open the file, which must not exist yet: two runs in one file would be unreadable.
 
+    The check and the creation are one operation (O_EXCL), so that of several processes or threads exactly one succeeds.
+
     Raises:
-        SessionError: the file exists or can't be created.
+        TakenError: the file exists.
+        SessionError: the file can't be created.
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,9 +75,7 @@ def claim(file: Path) -> FileIO:
     except FileExistsError:
         if not file.parent.is_dir():
             raise SessionError(f"{file.parent} is a file, not a directory: give another log_dir.") from None
-        raise SessionError(
-            f"{file.parent} already holds {_describe(file)}: give another log_dir, or delete {file} first."
-        ) from None
+        raise TakenError(file) from None
     except NotADirectoryError:
         raise SessionError(f"{file.parent} lies within a file, not a directory: give another log_dir.") from None
     except OSError as error:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
 from mpinspect.ranges.capture.sinks import Sink
 from mpinspect.ranges.session import RunInfo, Session
-from mpinspect.ranges.store import FILE_NAME, SessionError, SessionWriter, read_session
+from mpinspect.ranges.store import SessionError, SessionWriter, TakenError, read_session
 
 #: How many sibling names are tried when log_dir holds another run already.
 _SIBLINGS = 1000
 
 
 class Opened(NamedTuple):
-    """The directory in use (None if nothing is written), the sinks that write to it, and sentences about errors."""
+    """The directory in use, absolute (None if nothing is written), the sinks that write to it, and sentences about errors."""
 
     path: Path | None
     sinks: list[Sink]
@@ -29,12 +30,12 @@ def open_sinks(log_dir: str | Path | None, info: RunInfo) -> Opened:
     if log_dir is None:
         return Opened(None, [], [])
     try:
-        path, troubles = _free_directory(Path(log_dir))
-        sinks: list[Sink] = [SessionWriter(path, info)]
+        writer, troubles = _first_free(Path(log_dir), info)
     except (SessionError, OSError, ValueError) as error:
         why = str(error).rstrip(".")
         sentence = f"nothing is written to {log_dir}: {why}. The run is kept in memory: save the report yourself"
         return Opened(None, [], [sentence])
+    path, sinks = writer.path.parent, list[Sink]([writer])
     try:
         from mpinspect.ranges.report.tensorboard import TensorBoardSink
 
@@ -52,15 +53,21 @@ def _written(path: Path) -> Session | None:
         return None
 
 
-def _free_directory(wanted: Path) -> tuple[Path, list[str]]:
-    """Return ``wanted`` and no sentence, or the next free sibling and a sentence if ``wanted`` holds another run."""
-    if not (wanted / FILE_NAME).exists():
-        return wanted, []
+def _first_free(wanted: Path, info: RunInfo) -> tuple[SessionWriter, list[str]]:
+    """Begin a session in ``wanted``, or in the first sibling without one; return also a sentence on the sibling, if any.
+
+    Raises:
+        SessionError: no file can be created, or all names are taken.
+    """
+    try:
+        return SessionWriter(wanted, info), []
+    except TakenError as error:
+        taken = error
     wanted = wanted.resolve()
     for number in range(2, _SIBLINGS):
         path = wanted.with_name(f"{wanted.name}-{number}")
-        if not (path / FILE_NAME).exists():
-            return path, [
+        with contextlib.suppress(TakenError):
+            return SessionWriter(path, info), [
                 f"{wanted} holds another run already: this one is written to {path}. Give each run its own log_dir"
             ]
-    return wanted, []
+    raise taken

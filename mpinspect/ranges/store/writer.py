@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import time
 from collections.abc import Iterable
+from io import FileIO
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +29,7 @@ from mpinspect.ranges.session import (
 from mpinspect.ranges.store import frames, windows
 from mpinspect.ranges.store.frames import FILE_NAME, HEADER, frame
 from mpinspect.ranges.store.save import cannot_write, claim
-from mpinspect.runtime.appending import AppendedFile, write_all
+from mpinspect.runtime.appending import AppendedFile, replace_whole
 from mpinspect.runtime.decoding import DecodingError
 
 #: Most records kept of each kind (events, notes, measurements): more than anyone reads, and 0.5 MB of each at most.
@@ -51,17 +53,23 @@ class SessionWriter:
     neighbouring windows are merged (counts add), and a shorter file replaces the old one atomically for readers. The
     first 1,000 events, notes and measurements each are kept and the others only counted. Not thread-safe.
 
-    Every method but ``close`` raises OSError if the disk refuses a write; the record is then not in the file, the
-    earlier records still are, and later calls try again.
+    Every method raises OSError if the disk refuses a write; the record is then not in the file, the earlier records still
+    are, and later calls try again.
+
+    Args:
+        log_dir: the directory; resolved once, so that a later ``os.chdir`` or a link that is changed does not redirect it.
+        info: facts about the run.
+        limit: half of the most windows that stay in the file; None: by the number of tensors.
 
     Raises:
-        SessionError: log_dir can't be made or written to, is a file, or already holds a run.
+        TakenError: log_dir already holds a run.
+        SessionError: log_dir can't be made or written to, or is a file.
     """
 
     def __init__(self, log_dir: str | PathLike[str], info: RunInfo, *, limit: int | None = None) -> None:
         if limit is not None and limit < 1:
             raise ValueError(f"limit is {limit}: at least 1 window must stay")
-        self.path = Path(log_dir) / FILE_NAME
+        self.path = _resolved(log_dir) / FILE_NAME
         self._given_limit = limit
         #: Extra windows allowed after a failed rewrite before the next attempt.
         self._patience = 0
@@ -123,7 +131,7 @@ class SessionWriter:
         Raises:
             FileNotFoundError: the file was deleted during the run, so that nobody could read further records.
         """
-        if not self._closed and os.fstat(self._log.file.fileno()).st_nlink == 0 and not self.path.exists():
+        if not self._closed and os.fstat(self._open_file().fileno()).st_nlink == 0 and not self.path.exists():
             raise FileNotFoundError(f"{self.path} was deleted while the run went on")
         if len(progress.scales) > SCALE_LIMIT:
             half = SCALE_LIMIT // 2
@@ -134,18 +142,23 @@ class SessionWriter:
         self._supersede(frames.PROGRESS, frames.json_bytes(progress))
 
     def close(self) -> None:
-        """Flush to disk and close the file. Idempotent; never raises."""
+        """Flush to disk and close the file. Idempotent.
+
+        Raises:
+            OSError: the last records may not be on the disk. The file is closed all the same.
+        """
         if self._closed:
             return
-        # A disk error here must not end the run in an error. In a forked child the file belongs to the parent.
-        with contextlib.suppress(OSError):
+        try:
+            # In a forked child the file belongs to the parent.
             if self._process == os.getpid():
                 if self._dropped:
                     self._supersede(frames.DROPPED, frames.json_bytes(self._dropped))
-                os.fsync(self._log.file.fileno())
-        with contextlib.suppress(OSError):
+                if not self._log.file.closed:
+                    os.fsync(self._log.file.fileno())
+        finally:
+            self._closed = True
             self._log.file.close()
-        self._closed = True
 
     def __enter__(self) -> SessionWriter:
         return self
@@ -158,7 +171,8 @@ class SessionWriter:
     def __del__(self) -> None:
         # Close a writer that was dropped without ``close``. If the constructor failed, there is no ``_log``.
         if hasattr(self, "_log"):
-            self.close()
+            with contextlib.suppress(OSError):
+                self.close()
 
     # -- appending --------------------------------------------------------------------------------------------
 
@@ -166,7 +180,8 @@ class SessionWriter:
         try:
             self._append(HEADER + self._fixed[0])
         except OSError as error:
-            self.close()
+            self._closed = True
+            self._log.file.close()
             self.path.unlink(missing_ok=True)
             raise cannot_write(self.path, error) from error
 
@@ -174,16 +189,20 @@ class SessionWriter:
         """Append all of ``data`` or nothing: a partial record would hide all later records from readers."""
         if self._closed:
             raise ValueError(f"{self.path} is closed: nothing can be added to it")
-        if self._log.file.closed:
-            self._reopen()
+        self._open_file()
         self._sync_when_due()
         self._log.append(data)
 
-    def _reopen(self) -> None:
-        """Open the rewritten file for appending."""
+    def _open_file(self) -> FileIO:
+        """Return the open file, opened again if a rewriting has closed it. Raises OSError, also if it is not as it was left."""
+        if not self._log.file.closed:
+            return self._log.file
         file = self.path.open("r+b", buffering=0)
-        file.seek(self._log.size)
+        if file.seek(0, os.SEEK_END) != self._log.size:
+            file.close()
+            raise OSError(errno.EIO, f"{self.path} was changed by somebody else")
         self._log = AppendedFile(file, self._log.size)
+        return file
 
     def _sync_when_due(self) -> None:
         """Flush to disk if the interval is over. Only a power failure needs fsync, which takes milliseconds."""
@@ -233,21 +252,17 @@ class SessionWriter:
     def _compact(self) -> None:
         """Write a new file with fewer windows beside the old one, then replace the old one atomically for readers.
 
-        If that fails (no room for both files), the old file keeps growing, and the next attempt waits for more windows.
+        If that fails (no room for both files, or the file was moved), the old file keeps growing, and the next attempt waits
+        for more windows.
         """
-        rewritten = self.path.with_name(f"{FILE_NAME}.rewriting")
         try:
+            if not os.path.samestat(os.fstat(self._log.file.fileno()), self.path.stat()):
+                raise FileNotFoundError(f"{self.path} was moved, and another file has its name")
             framed = self._coarsened()
             data = b"".join([HEADER, *self._fixed, *(record for record, _ in framed), *self._latest.values()])
-            with rewritten.open("wb", buffering=0) as out:
-                write_all(out, data)
-                os.fsync(out.fileno())
             # Microsoft Windows can't replace an open file. If reopening fails, the next append tries again.
-            self._log.file.close()
-            rewritten.replace(self.path)
+            replace_whole(self.path, data, before=self._log.file.close)
         except (OSError, DecodingError):
-            with contextlib.suppress(OSError):
-                rewritten.unlink(missing_ok=True)
             self._patience = len(self._windows)
             self._stale_bytes = 0
             return
@@ -256,7 +271,7 @@ class SessionWriter:
         self._patience = 0
         self._stale_bytes = 0
         with contextlib.suppress(OSError):
-            self._reopen()
+            self._open_file()
 
     def _coarsened(self) -> list[tuple[bytes, int]]:
         """Return the windows' records and sampled steps after merging; unmerged windows are copied unchanged."""
@@ -283,3 +298,8 @@ class SessionWriter:
         if notes or len(found) != len(self._windows):
             raise OSError(f"{self.path} does not hold what was written to it")
         return found
+
+
+def _resolved(path: str | PathLike[str]) -> Path:
+    # Unlike Path.resolve, realpath does not raise on a loop of links: creating the file then raises OSError.
+    return Path(os.path.realpath(path))
