@@ -70,7 +70,8 @@ class Inspector:
             modules without submodules, and for containers that ``include`` names without wildcards.
         loss_scale: for loops that scale the loss by hand: the scale, or a callable that returns it at each backward.
         log_dir: directory for the session file and the TensorBoard log; None keeps everything in memory. If it holds
-            another run, the next free name beside it is taken (``runs/a-2``), with a warning. A script that ends without
+            another run, the next free name beside it is taken (``runs/a-2``), with a warning; so it is where several ranks give
+            the same one. A relative path is resolved now, whatever the working directory is later. A script that ends without
             ``detach`` writes its last steps at exit; a script that is killed loses only its last seconds.
         watch: check every step for infinities and NaNs.
         max_overhead: maximum time of the inspector as a share of the training's own time: 0.02 for 2%. The cost (time

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import mpinspect
+from mpinspect.integrations.inspecting import InspectsTraining
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
@@ -31,8 +32,10 @@ from mpinspect.ranges.store import FILE_NAME, SessionError, SessionWriter, read_
 from mpinspect.ranges.store.frames import HEADER
 from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.run.directory import claim
+from mpinspect.run.ending import Ending
 from mpinspect.run.options import LaunchOptions, Rank
 from mpinspect.run.record import first_record, read_record, write_first, write_record
+from mpinspect.run.report import RunReport
 from mpinspect.runtime.background import Background
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EINTR)
@@ -297,6 +300,21 @@ def test_the_record_of_a_run_is_whole_or_what_it_was(write: Callable[..., Any], 
         assert {path.name for path in (root / "run").glob("*")} <= {"run.json"}
 
 
+def test_a_disk_that_refuses_the_report_does_not_hide_how_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(report: object, path: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    options = LaunchOptions("train.py")
+    record = first_record(options, Rank())
+    assert write_first(tmp_path, record)
+    monkeypatch.setattr(RunReport, "save", refuse)
+    Ending(options, tmp_path, record, speaks=True).finish()
+    assert read_record(tmp_path).outcome == "ended"
+    assert f"the report can't be written to {tmp_path}" in capfd.readouterr().err
+
+
 # -- a full disk ----------------------------------------------------------------------------------------------------------
 
 
@@ -450,6 +468,27 @@ def test_a_moved_run_does_not_overwrite_the_run_that_has_its_name_now(tmp_path: 
     assert read_session(tmp_path / "a").info.model == "second"
     assert len(read_session(tmp_path / "a").windows) == 5
     assert first_lost(read_session(tmp_path / "b")) == 9
+
+
+def test_paths_that_are_used_later_do_not_follow_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    options = LaunchOptions("train.py", log_dir="runs/a")
+    record = first_record(options, Rank())
+    ending = Ending(options, claim(options, Rank(), record)[0], record, speaks=True)
+    callback = InspectsTraining(log_dir="runs/b")
+    mpinspect.profile_kernels(lambda: os.chdir(tmp_path), trace="trace.json", warmup=0)
+    assert (here / "trace.json").exists()
+    assert Path.cwd() == tmp_path
+    callback._begin(torch.nn.Linear(1, 1), (), None, None, 0, 1)
+    callback.detach()
+    assert (here / "runs" / "b" / FILE_NAME).exists()
+    ending.finish()
+    # As the user writes it in the shell that the launch came from.
+    assert capfd.readouterr().err.endswith("to explore in a browser: runs/a/report.html\n")
 
 
 @pytest.mark.parametrize("name", [f"{FILE_NAME}.rewriting", f"{FILE_NAME}.rewriting.0"])
