@@ -714,6 +714,8 @@ def test_the_watch_reads_no_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
             self.ops.append(str(func))
             return func(*args, **(kwargs or {}))
 
+    # Otherwise a mode sees no operator of ours.
+    monkeypatch.setattr("mpinspect.runtime.guard._take_modes_off", lambda taken: None)
     # As on a device: of a CPU's tensors the largest magnitude is known at once.
     monkeypatch.setattr("mpinspect.ranges.capture.largest.largest_magnitude", lambda tensor: None)
     monkeypatch.setattr("mpinspect.ranges.capture.diagnosing.examination._on_cpu", lambda parameters: False)
