@@ -1,7 +1,8 @@
 """Keeps our exceptions and operators out of the user's training.
 
 An exception of ours is noted, and only the work that failed is lost. A mode that the user has active (``TorchDispatchMode``,
-``TorchFunctionMode``) does not see the operators that an entrance calls.
+``TorchFunctionMode``) does not see the operators that an entrance calls, and neither does a tensor subclass that only overrides
+``__torch_function__``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from torch.utils._device import DeviceContext
 
 if TYPE_CHECKING:
     from mpinspect.runtime.meter import Meter
@@ -40,6 +42,9 @@ class Guarded:
     Args:
         note: called with a sentence about each new kind of exception in a method.
     """
+
+    #: Whether ``overrides_functions`` held for a tensor that was met: from then on ``entrance`` methods bypass such classes.
+    met_overrides = False
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
@@ -110,9 +115,15 @@ _Taken = list[tuple[Callable[[Any], None], Any]]
 
 
 def _take_modes_off(taken: _Taken) -> None:
-    """Take all modes off this thread's two stacks, unless torch traces; append how to put each back to ``taken``."""
+    """Take all modes off this thread's two stacks, unless torch traces; append how to put each back to ``taken``.
+
+    A default device alone (``torch.set_default_device``) is left: it is a mode that nobody looks through.
+    """
     own: Any = torch._C
-    if any(own._get_dispatch_mode(tracer) is not None for tracer in _TRACERS):
+    if _dispatch_modes():
+        if any(own._get_dispatch_mode(tracer) is not None for tracer in _TRACERS):
+            return
+    elif _function_modes() == 1 and type(own._get_function_stack_at(0)) is DeviceContext:
         return
     while _function_modes():
         taken.append((own._push_on_torch_function_stack, own._pop_torch_function_stack()))
@@ -124,6 +135,15 @@ def _put_modes_back(taken: _Taken) -> None:
     while taken:
         push, mode = taken.pop()
         push(mode)
+
+
+@functools.cache
+def overrides_functions(kind: type[torch.Tensor]) -> bool:
+    """Return whether a class overrides ``__torch_function__`` alone, as loggers do: its values are read as well without that."""
+    own = getattr(kind.__torch_function__, "__func__", None)
+    return own not in (None, torch.Tensor.__torch_function__.__func__) and (  # type: ignore[attr-defined]
+        kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__
+    )
 
 
 def unseen(method: Method) -> Method:
@@ -164,10 +184,14 @@ def entrance(method: Method) -> Method:
         meter = self.meter if self.meter is not None and not self.meter.running else None
         if meter is not None:
             meter.begin()
-        taken: _Taken = []
+        taken: _Taken | None = None
         try:
             if _dispatch_modes() or _function_modes():
+                taken = []
                 _take_modes_off(taken)
+            if self.met_overrides:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return method(self, *args)
             return method(self, *args)
         except Exception as error:
             self.fault(method.__name__, args, error)

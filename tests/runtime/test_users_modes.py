@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -78,6 +78,39 @@ def test_a_mode_sees_the_training_alone(mode: Any, broken: bool) -> None:
     assert session is not None
     assert session.progress.sampled_steps == 3
     assert bool(session.events) == broken
+
+
+class Logged(torch.Tensor):
+    calls: ClassVar[Counter[str]] = Counter()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls[getattr(func, "__qualname__", str(func))] += 1
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_subclass_that_logs_functions_sees_the_training_alone() -> None:
+    def trained(kind: type[torch.Tensor], inspected: bool) -> tuple[Counter[str], mpinspect.Session]:
+        Logged.calls.clear()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inspector = mpinspect.Inspector(model, optimizers=optimizer, capture=KINDS)
+        if inspected:
+            inspector.attach()
+        for _ in range(3):
+            model(torch.randn(4, 8).as_subclass(kind)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        calls = Counter(Logged.calls)
+        inspector.detach()
+        return calls, inspector.session()
+
+    plain, _ = trained(Logged, inspected=False)
+    inspected, session = trained(Logged, inspected=True)
+    # The first tensor's dtype is asked for before its class is known.
+    assert inspected.total() - plain.total() <= 1
+    assert session.totals() == trained(torch.Tensor, inspected=True)[1].totals()
 
 
 def test_a_mode_that_raises_leaves_the_stacks_as_they_were() -> None:

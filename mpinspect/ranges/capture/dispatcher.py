@@ -42,7 +42,7 @@ from mpinspect.ranges.capture.waiting import WaitingGradients
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import WeightChanges
 from mpinspect.runtime.distributed import is_pipeline_trial, local_part
-from mpinspect.runtime.guard import Guarded, entrance, guarded
+from mpinspect.runtime.guard import Guarded, entrance, guarded, overrides_functions
 from mpinspect.runtime.outputs import tensor_list
 
 
@@ -108,6 +108,12 @@ class Dispatcher(Guarded):
         """Observe a module whose forward has run, and request the gradients of its outputs."""
         if (transforms() is not None or tracing() is not None or self._may_capture_graphs) and self._is_out_of_reach():
             return
+        outputs = tensor_list(output)
+        for each in outputs:
+            if type(each) is not torch.Tensor and not self.met_overrides and overrides_functions(type(each)):
+                self.met_overrides = True
+                self.forward_ran(layer, args, kwargs, output)
+                return
         self._called.add(layer.path)
         # A forward during a backward is recomputed by activation checkpointing. Its outputs are not counted again, but in
         # reentrant checkpointing the gradients arrive at these recomputed tensors.
@@ -115,7 +121,6 @@ class Dispatcher(Guarded):
         in_training = (recomputed and not self._on_trial) or (self.clock.in_forward and torch.is_grad_enabled())
         if (not in_training and not self._training_forward(layer)) or not self.at_work:
             return
-        outputs = tensor_list(output)
         self._precision.outputs(outputs)
         call = Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch)
         if self._hooks.wrapped_inputs and self._watch in self.at_work:
