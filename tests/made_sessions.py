@@ -185,6 +185,7 @@ def full_session() -> s.Session:
                 of_input=True,
                 elsewhere=True,
                 rank=3,
+                dropped=True,
             ),
         ),
         ("No gradient of the head was seen.",),

@@ -33,6 +33,9 @@ NEEDS_NO_GRADIENT = f"{FROZEN}: nothing in it or before it needs a gradient"
 #: The phase of an event found only when the run ended, not in any step.
 END = "end"
 
+#: Values of ``Event.story``.
+TAKEN, SKIPPED, DROPPED, UNKNOWN = "taken", "skipped", "dropped", ""
+
 #: Values of ``TensorInfo.held``. "": unknown, or a single process. "own": each rank has a value of its own, as of a gradient
 #: before the all-reduce. "shard": a part of a tensor whose elements are divided among the ranks. "replica": a copy.
 HELD = ("", "own", "shard", "replica")
@@ -209,7 +212,7 @@ class Event:
         value: "inf" or "nan" (NaN if both).
         loss_scale: the loss scale of the step's backward; None if unknown or not yet known (forward).
         last_maxima: largest finite magnitudes of the same tensor in the previous steps, oldest first (at most 8).
-        skipped: whether the optimizer's step was skipped; None if not known.
+        skipped: whether no update was made of these gradients; None if not known. ``story`` says who decided that.
         forward_finite: whether every output seen in the step's forward was finite; None if not watched.
         gradients_finite: whether every gradient seen in the step was finite, so that a non-finite forward (a mask,
             perhaps) did no harm; None if no gradient was seen.
@@ -220,6 +223,7 @@ class Event:
         of_input: whether it was first seen in the gradient of an input of ``tensor``, not of its output.
         elsewhere: whether the tensor is made of other ranks' values, or came from one, so that it may have arisen there.
         rank: the rank that saw it; None in a session of one process.
+        dropped: whether the loop cleared these gradients by itself, without a scaler.
     """
 
     step: Count
@@ -240,6 +244,14 @@ class Event:
     of_input: bool = False
     elsewhere: bool = False
     rank: Count | None = None
+    dropped: bool = False
+
+    @property
+    def story(self) -> str:
+        """The fate of the step's gradients: TAKEN, SKIPPED (by a scaler), DROPPED (by the loop) or UNKNOWN."""
+        if self.skipped is None:
+            return UNKNOWN
+        return TAKEN if not self.skipped else DROPPED if self.dropped else SKIPPED
 
     @property
     def place(self) -> str:

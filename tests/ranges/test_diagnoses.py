@@ -19,7 +19,7 @@ from mpinspect.numeric.formats import as_format
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.capture.diagnosing.compensation import spacing_of
 from mpinspect.ranges.capture.diagnosing.masters import Masters
-from mpinspect.ranges.session import Event
+from mpinspect.ranges.session import DROPPED, Event
 from mpinspect.reporting.finding import Finding
 
 Loop = Callable[[bool], RangeReport]
@@ -198,6 +198,39 @@ def recurring(broken):
     loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y) * factor(step)  # noqa: E731
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return train(model, optimizer, steps=40, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+
+
+def regulariser(broken):
+    """A loss every ten steps that overflows at any scale, with a scaler that grows in between; without it the scaler probes."""
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 if broken else 19), growth_interval=4)
+    factor = lambda step: 1e30 if broken and step % 10 == 7 else 1.0  # noqa: E731
+    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y) * factor(step)  # noqa: E731
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    report = train(model, optimizer, steps=40, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+    assert report.session.progress.skipped_steps >= 4
+    return report
+
+
+def new_scaler_each_epoch(broken):
+    """Jobs of eight steps that reload the weights alone; where it is not broken, the scaler's state too."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    state = None
+    with Inspector(model) as inspector:
+        for step, (x, y) in enumerate(batches(32)):
+            if step % 8 == 0:
+                scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+                if state and not broken:
+                    scaler.load_state_dict(state)
+            with torch.autocast("cpu", torch.float16):
+                loss = nn.functional.cross_entropy(model(x).float(), y, reduction="sum")
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            state = scaler.state_dict()
+    return inspector.report()
 
 
 def broken_forward(broken):
@@ -1251,10 +1284,12 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("initial-scale-too-high", "", 0, initial_scale),
     ("scale-too-high", "", 0, static_scale),
     ("scaler-made-anew", "", 0, scaler_made_anew),
+    ("scaler-made-anew", "", 8, new_scaler_each_epoch),
     ("scaler-missing-in-float16", "", None, no_scaler),
     ("scaler-in-bfloat16", "", None, scaler_in_bfloat16),
     ("scaler-shared", "", 0, shared_scaler),
     ("overflow-recurs", "", 4, recurring),
+    ("overflow-recurs", "", 7, regulariser),
     ("scale-window-empty", "small", None, two_branches),
     ("scale-falls-for-forward", "0", 3, broken_forward),
     ("unscale-missing", "", 0, clipped_scaled),
@@ -1361,9 +1396,148 @@ def test_a_loop_that_scales_by_hand_for_its_masters_is_not_said_to_lack_a_scaler
     (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
     assert said.severity == "info"
     assert "the gradients that its masters get are 1024 times smaller than the backward's" in said.message
-    assert [(event.step, event.skipped) for event in report.events] == [(5, True)]
-    assert any("the loop skipped the step." in finding.message for finding in report.findings)
+    assert [(event.step, event.skipped, event.story) for event in report.events] == [(5, True, DROPPED)]
+    assert any("the loop dropped the gradients of the step." in finding.message for finding in report.findings)
     assert report.verdict.healthy
+
+
+def by_hand(scale_of, *, zero_first=False, known=True):
+    """A loop that multiplies its loss by a scale of its own, and drops gradients that are not finite."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Inspector(model, optimizers=optimizer if known else None) as inspector:
+        for step, (x, y) in enumerate(batches(16)):
+            if zero_first:
+                optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                out = model(x)
+            optimizer.zero_grad()
+            (nn.functional.cross_entropy(out.float(), y) * scale_of(step)).backward()
+            if all(parameter.grad.isfinite().all() for parameter in model.parameters()):
+                for parameter in model.parameters():
+                    parameter.grad.div_(scale_of(step))
+                optimizer.step()
+    return inspector.report()
+
+
+@pytest.mark.parametrize("zero_first", [True, False])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("at", [0, 6])
+@pytest.mark.parametrize("power", [21, 40])
+def test_a_step_that_a_loop_by_hand_drops_has_one_story(power, at, known, zero_first):
+    """At 2^21 a weight's gradient overflows and no module's does; at 2^40 those of the outputs do."""
+    report = by_hand(lambda step: 2.0 ** (power if step == at else 8), known=known, zero_first=zero_first)
+    (event,) = report.events
+    assert (event.step, event.what) == (at, "weight_gradient" if power == 21 else "activation_gradient")
+    assert (event.story, event.skipped) == (DROPPED, True)
+    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
+    assert said.evidence["least"] == said.evidence["most"] == 256.0
+    assert report.verdict.healthy is True
+    assert contradictions(report) == []
+
+
+def test_a_dynamic_scaler_by_hand_is_healthy():
+    report = by_hand(lambda step: 2.0 ** (6 + step // 3))
+    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
+    assert (said.evidence["least"], said.evidence["most"]) == (64.0, 256.0)
+
+
+def test_gradients_that_are_averaged_by_hand_are_not_taken_for_unscaled_ones():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model) as inspector:
+        for step, (x, y) in enumerate(batches(24)):
+            with torch.autocast("cpu", torch.float16):
+                loss = nn.functional.cross_entropy(model(x).float(), y)
+            loss.backward()
+            if step % 4 == 3:
+                for parameter in model.parameters():
+                    parameter.grad /= 4
+                optimizer.step()
+                optimizer.zero_grad()
+    assert named(inspector.report(), "scaler-missing-in-float16")
+
+
+def test_a_scale_at_which_no_step_was_taken_is_not_recommended():
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    sums = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y, reduction="sum")  # noqa: E731
+    report = train(model, optimizer, steps=4, scaler=scaler, autocast=torch.float16, loss_of=sums)
+    assert report.session.progress.skipped_steps == 4
+    (said,) = named(report, "initial-scale-too-high")
+    assert (said.evidence["settled"], said.evidence["at_most"]) == (None, 2.0**20)
+    assert "not settled" in said.message
+    assert (said.code, "Begin" in said.fix) == ("", False)
+    assert report.loss_scale.available is False
+
+
+def test_a_search_that_each_epoch_repeats_is_counted_whole_and_a_scale_still_advised():
+    report = new_scaler_each_epoch(True)
+    (said,) = named(report, "scaler-made-anew")
+    skipped = report.session.progress.skipped_steps
+    assert said.evidence["skipped_steps"] == skipped > 16
+    assert (said.evidence["restarts"], said.evidence["period"]) == ([8, 16, 24], 8)
+    assert "initial-scale-too-high" not in {finding.id for finding in report.findings}
+    assert not any("ithout a loss scale" in finding.fix for finding in report.findings)
+
+
+def test_a_regulariser_that_overflows_each_time_is_said_never_to_act():
+    (said,) = named(regulariser(True), "overflow-recurs")
+    assert (said.evidence["period"], said.evidence["steps"]) == (10, [7, 17, 27, 37])
+    assert "never acts" in said.message
+
+
+@pytest.mark.parametrize("unscaled", ["beside", "between", "two scalers"])
+def test_the_scale_of_another_backward_is_no_fall_of_this_one(unscaled):
+    """A loss of its own that no scaler multiplies, in the same step or in one of its own; or one that another scaler does."""
+    model, alone = mlp(), nn.Linear(4, 4)
+    both = nn.ModuleList([model, alone])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in both]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**power) for power in (10, 6)]
+    with Inspector(both, optimizers=optimizers[:1] if unscaled == "between" else optimizers) as inspector:
+        for step, (x, y) in enumerate(batches(16)):
+            if unscaled != "between" or step % 2 == 0:
+                with torch.autocast("cpu", torch.float16):
+                    out = model(x)
+                optimizers[0].zero_grad()
+                scalers[0].scale(nn.functional.cross_entropy(out.float(), y)).backward()
+                scalers[0].step(optimizers[0])
+                scalers[0].update()
+            if unscaled != "between" or step % 2:
+                loss = nn.functional.cross_entropy(alone(x[:, :4]), y)
+                optimizers[1].zero_grad()
+                if unscaled == "two scalers":
+                    scalers[1].scale(loss).backward()
+                    scalers[1].step(optimizers[1])
+                    scalers[1].update()
+                else:
+                    loss.backward()
+                    optimizers[1].step()
+    report = inspector.report()
+    assert "scaler-shared" not in {finding.id for finding in report.findings}
+    if unscaled != "two scalers":
+        assert {change.scale for change in report.session.progress.scales} == {1024.0}
+    assert report.verdict.healthy is True
+
+
+def test_an_overflow_is_told_with_the_scale_of_its_own_backward():
+    """An unscaled loss has its backward last in the step."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    with Inspector(model) as inspector:
+        for x, y in batches(2):
+            with torch.autocast("cpu", torch.float16):
+                out = model(x)
+            optimizer.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(out.float(), y)).backward(retain_graph=True)
+            out.float().square().mean().backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [event.loss_scale for event in inspector.report().events] == [2.0**30, 2.0**29]
 
 
 @pytest.mark.parametrize("between", ["to none", "in place", "broken last", "replaced", "kept"])

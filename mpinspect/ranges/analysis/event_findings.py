@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, SHORTEST_GROWTH_INTERVAL
+from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import END, LOSSES, Event, Progress, Session, TensorKey, TensorWindow, module_named
+from mpinspect.ranges.session import (
+    DROPPED,
+    END,
+    LOSSES,
+    TAKEN,
+    Event,
+    Progress,
+    Session,
+    TensorKey,
+    TensorWindow,
+    module_named,
+)
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import some
 
@@ -51,7 +63,7 @@ def event_findings(
     findings = []
     if harmless:
         findings.append(_harmless(harmless))
-    stepped = next((event.step for event in backward if event.skipped is False), None)
+    stepped = next((event.step for event in backward if event.story == TAKEN), None)
     if backward:
         findings.append(_backward(backward, session, advice, is_explained))
     if forward and (stepped is None or forward[0].step <= stepped):
@@ -134,14 +146,14 @@ def _look_at(first: Event, in_half: bool) -> str:
 def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice, is_explained: bool) -> Finding:
     first = min(events, key=lambda event: (event.step, event.micro_batch))
     steps = sorted({event.step for event in events})
-    stepped = [event for event in events if event.skipped is False]
+    stepped = [event for event in events if event.story == TAKEN]
     # A step that was not watched may have left no event, only a count in ``skipped_steps``.
     skipped = max(len({event.step for event in events if event.skipped}), session.progress.skipped_steps)
     count = max(len(steps), skipped)
     evidence = {**_evidence(first), "steps": count, "skipped_steps": skipped}
     begin = f"The backward was not finite in {_first(count, first.step)}, where {_what(first)}"
     begin += ("" if is_explained else _scale_too_high(first)) + _never_updated(session)
-    if stepped and _survived(stepped[0], session):
+    if stepped and survived(stepped[0], session):
         if _drops_by_itself(session):
             return _finding(
                 first,
@@ -154,8 +166,7 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
             first,
             "warning",
             f"{begin}; the optimizer stepped in step {stepped[0].step} and the forwards after it are finite: no infinity or "
-            "NaN reached a weight"
-            + ("." if is_explained else ", since it was masked (by a ReLU, say) or replaced on its way."),
+            "NaN reached a weight" + ("." if is_explained else f", since it was {_stopped(stepped[0])} on its way."),
             evidence,
             _remedy(first, advice, session.progress),
         )
@@ -176,8 +187,6 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
             evidence,
             _remedy(first, advice, session.progress),
         )
-    # Where a file holds no ledger, only a scaler's skips are known.
-    has_none = bool(session.precision.weights) and not session.precision.scalers
     if _keeps_skipping(steps, skipped, session):
         return _finding(
             first,
@@ -190,9 +199,22 @@ def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice
     return _finding(
         first,
         "info",
-        f"{begin}; the {'loop' if has_none else 'scaler'} skipped {'the step' if count == 1 else 'them all'}.",
+        f"{begin}; {_who_skipped(events)} {'the step' if count == 1 else 'them all'}.",
         evidence,
     )
+
+
+def _who_skipped(events: Sequence[Event]) -> str:
+    """Return who discarded these events' gradients, and how, in words."""
+    stories = {event.story for event in events}
+    if len(stories) > 1:
+        return "the scaler or the loop discarded"
+    return "the loop dropped the gradients of" if stories == {DROPPED} else "the scaler skipped"
+
+
+def _stopped(stepped: Event) -> str:
+    """Return how a taken step can have kept an infinity or NaN from the weights; a weight's own gradient meets no ReLU."""
+    return "dropped or replaced" if stepped.what == WEIGHT_GRADIENT else "masked (by a ReLU, say), dropped or replaced"
 
 
 def _grows_often(session: Session) -> str:
@@ -205,15 +227,6 @@ def _grows_often(session: Session) -> str:
         if short
         else ""
     )
-
-
-def _survived(stepped: Event, session: Session) -> bool:
-    """Return whether forwards after the optimizer step with non-finite gradients were finite, so that the weights are too."""
-    later = [event for event in session.events if event.step > stepped.step]
-    if any(event.phase in ("forward", END) or event.forward_finite is False for event in session.events):
-        return False
-    watched = session.info.watch and session.progress.watched_steps is None
-    return any(event.forward_finite for event in later) or (watched and session.progress.steps > stepped.step + 2)
 
 
 def _drops_by_itself(session: Session) -> bool:
@@ -259,7 +272,8 @@ def _never_updated(session: Session) -> str:
 
 def _take(advice: LossScaleAdvice) -> str:
     """Return the advice on which loss scale to use, as a sentence."""
-    if advice.recommended is None:
+    if advice.recommended is None or (advice.needed is False and not advice.all_finite):
+        # Where gradients overflowed, the finite ones alone do not show that scale 1 holds.
         return "Take a smaller loss scale; torch.amp.GradScaler, which skips such steps, finds one by itself."
     if advice.needed is False:
         return "Train without a loss scale (1): none is needed."

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mpinspect.numeric.formats import floor_log2
-from mpinspect.ranges.session import Event, Session, Window
+from mpinspect.ranges.session import END, TAKEN, Event, Session, Window
 from mpinspect.reporting.words import steps_named
 
 #: Windows are pooled unweighted, and shares count as measured, if the steps per sample differ by at most this factor: the
@@ -120,6 +120,15 @@ def own_scale(session: Session) -> tuple[float | None, bool]:
     while scales and scales[-1] > own:
         own = scales.pop()
     return own, True
+
+
+def survived(event: Event, session: Session) -> bool:
+    """Return whether forwards after an optimizer step in a step with non-finite gradients were finite: so are the weights."""
+    if event.story != TAKEN or any(each.phase in ("forward", END) or forward_broke(each) for each in session.events):
+        return False
+    watched = session.info.watch and session.progress.watched_steps is None
+    later = any(each.forward_finite for each in session.events if each.step > event.step)
+    return later or (watched and session.progress.steps > event.step + 2)
 
 
 def forward_broke(event: Event) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mpinspect.numeric.formats import floor_log2, is_power_of_two
 from mpinspect.ranges.analysis.diagnoses import explains_events
-from mpinspect.ranges.session import END, Event
+from mpinspect.ranges.session import DROPPED, END, SKIPPED, Event
 
 if TYPE_CHECKING:
     from mpinspect.ranges.analysis.report import RangeReport
@@ -34,8 +34,8 @@ def first_line(event: Event) -> str:
         # After the last module the loss, too, may be what was not finite.
         what = "outputs" if event.after else "forward"
         parts.append(f"{what} {'' if event.forward_finite else 'not '}finite")
-    if event.skipped:
-        parts.append("step skipped")
+    if event.story in (SKIPPED, DROPPED):
+        parts.append("step skipped" if event.story == SKIPPED else "dropped by the loop")
     return ", ".join(parts)
 
 
@@ -65,7 +65,7 @@ def gravest(events: Sequence[Event]) -> Event | None:
 
 
 def _is_probing(event: Event) -> bool:
-    """Return whether a loss scaler caught the event and skipped the step, as happens when its scale has grown too large."""
+    """Return whether a scaler or the loop discarded the gradients, as happens when the loss scale has grown too large."""
     return bool(event.skipped) and event.phase == "backward" and event.forward_finite is not False
 
 

@@ -127,8 +127,7 @@ def advise(
         if top is not None:
             # Use the whole run's margin: a margin from one block's few steps would differ.
             room = top.log2_highest + top.margin
-            top = Ceiling(max(room - ceiling.margin, min(room, 0)))
-            top = top.below(own)
+            top = Ceiling(room - ceiling.margin, ceiling.margin).reaching(0).below(own)
         served = scale_window(found, top.log2_highest if top else None, format, rules.tolerance)
         blocks.append(Block(first, last, found, served, own is not None))
     zeros = () if format != FLOAT16 else tuple(always_zero(totals))

@@ -47,12 +47,21 @@ class Ceiling:
         log2_overflowed: smallest k at which the run itself overflowed; None if the run did not overflow.
         log2_of_finite: largest k at which nothing overflows of the steps that did not overflow in the run; None if there are
             none, or if it is not known.
+        lacking: powers of two by which the reserve is smaller than the spread of the peaks asks for.
     """
 
     log2_highest: int
     margin: int = 0
     log2_overflowed: int | None = None
     log2_of_finite: int | None = None
+    lacking: int = 0
+
+    def reaching(self, log2_scale: int) -> Ceiling:
+        """Return this ceiling raised to 2^log2_scale at the cost of its reserve, if nothing seen overflows there."""
+        given_up = log2_scale - self.log2_highest
+        if not 0 < given_up <= self.margin:
+            return self
+        return replace(self, log2_highest=log2_scale, margin=self.margin - given_up, lacking=self.lacking + given_up)
 
     def below(self, log2_overflowed: int | None) -> Ceiling:
         """Return this ceiling lowered below 2^log2_overflowed, the scale at which the run overflowed (None: not at all)."""
@@ -82,7 +91,7 @@ def log2_highest(
     The (1 - 1/growth_interval) quantile of the peaks is bounded from above with 95% confidence. If there are enough
     steps (3 growth intervals) the bound is an order statistic, which assumes no distribution; otherwise it is
     ``normal_bound`` or the largest peak, whichever is larger. The margin never excludes scale 1 if no step seen
-    overflows at scale 1.
+    overflows at scale 1; the part that is given up for it is ``Ceiling.lacking``.
     """
     peaks = add_counts(blocks)
     steps = sum(peaks.values())
@@ -102,8 +111,8 @@ def log2_highest(
     bound = normal_bound(blocks if exact is None else exact, probability)
     # A peak of exponent e lies in [2^e, 2^(e+1)), on average at e + 1/2; adding 1/2 and rounding down gives the bound's exponent.
     largest = exponent if bound is None else max(exponent, math.floor(bound + 0.5))
-    highest = max(log2_room(largest, format), min(seen, 0))
-    return Ceiling(highest, seen - highest, log2_of_finite=of_finite)
+    highest = log2_room(largest, format)
+    return Ceiling(highest, seen - highest, log2_of_finite=of_finite).reaching(0)
 
 
 def normal_bound(blocks: Sequence[Mapping[int, int]], probability: float) -> float | None:

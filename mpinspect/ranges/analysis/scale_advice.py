@@ -202,6 +202,9 @@ def decide(
         zeros: as in ``Decision``.
     """
     whole = window.serving(block.window for block in blocks if block.window)
+    # A reserve for steps not seen leaves the least scale that serves every layer in the window.
+    ceiling = ceiling.reaching(whole.log2_lowest)
+    whole = replace(whole, log2_highest=ceiling.log2_highest)
     needed = _is_needed(whole)
     chosen = whole.choose(rules.headroom) if needed is not False else 0
     if zeros and not whole.is_empty:

@@ -233,6 +233,18 @@ def _overflowed(decision: Decision) -> str:
             f"The run overflowed at 2^{ceiling.log2_overflowed}; by how much is not known, and of the gradients that did the "
             f"window says nothing: keep a scaler that skips such steps.{others}"
         )
+    lacking = (
+        f"The spread of the peaks asks for {number_of(ceiling.lacking, 'power')} of two more in reserve than 2^{top} leaves: "
+        "steps not seen, or another seed's, may overflow there. A scaler skips such steps."
+        if ceiling.lacking
+        else ""
+    )
+    return " ".join(filter(None, (_in_reserve(decision), lacking)))
+
+
+def _in_reserve(decision: Decision) -> str:
+    """Return the sentence on the reserve at the window's top; "" without one."""
+    ceiling, top = decision.ceiling, decision.window.log2_highest
     if not ceiling.margin:
         return ""
     below = f"still {number_of(ceiling.margin, 'power')} of two below the overflow"
@@ -241,7 +253,8 @@ def _overflowed(decision: Decision) -> str:
         return f"At 2^{top} the largest finite gradient seen is {below}, as a margin; of the others the window says nothing."
     return (
         f"At 2^{top} the largest gradient seen is {below}, in reserve for steps not seen: judging by the spread of the "
-        f"peaks so far, fewer than one step in {decision.rules.growth_interval} would overflow (95% confidence)."
+        f"peaks so far, fewer than one step in {decision.rules.growth_interval} would overflow (95% confidence) in this run; "
+        "another seed's gradients may be larger."
     )
 
 

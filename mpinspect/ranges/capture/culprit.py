@@ -156,6 +156,7 @@ def event_of(
     scale: float | None,
     skipped: bool | None,
     forward_finite: bool | None,
+    dropped: bool = False,
 ) -> Event:
     """Return the event of a step's culprit. ``seen``: everything observed in the step; the rest as in ``Event``."""
     first = found.first
@@ -177,6 +178,7 @@ def event_of(
         found.given,
         first.is_input and first.phase == BACKWARD,
         found.elsewhere,
+        dropped=dropped,
     )
 
 

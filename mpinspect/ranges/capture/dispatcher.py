@@ -148,6 +148,9 @@ class Dispatcher(Guarded):
             # Gradients left behind, or held for a backward that still runs in another thread: the next one may change them.
             self.waiting.finish()
         if self.clock.forward(self._weight_changes.updated):
+            if self._weight_changes.only_cleared:
+                for observer in self.observing:
+                    observer.gradients_dropped()
             self.end_step()
             self.clock.forward(self._weight_changes.updated)
 

@@ -5,6 +5,7 @@ Values on a device are copied to the host together and asynchronously when the s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ from mpinspect.ranges.capture.calls import StepCalls
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, SCALED_LOSS, Seen
 from mpinspect.ranges.capture.host_rows import HostCopy, copy_groups
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
-from mpinspect.ranges.capture.largest import Value, from_stacked, on_host, stacked
+from mpinspect.ranges.capture.largest import Value, from_stacked, is_broken, on_host, stacked
 from mpinspect.ranges.capture.loss_scale import BackwardScale
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, TensorKey
@@ -40,8 +41,7 @@ class Reading(NamedTuple):
     @property
     def is_broken(self) -> bool | None:
         """Whether the value is not finite; None if it is still on a device."""
-        largest = on_host(self.value)
-        return None if largest is None else not math.isfinite(largest)
+        return is_broken(self.value)
 
 
 @dataclass
@@ -66,9 +66,19 @@ class StepLog:
     #: Whether a scaler multiplied a loss, which was read then.
     loss_is_scaled: bool = False
     skipped: bool | None = None
-    #: The micro-batch whose backward began when no gradient was left of one before that was not finite: the loop dropped it.
+    #: The last micro-batch whose backward began when the loop had cleared all gradients of those before.
     dropped_before: int | None = None
     found_inf: list[torch.Tensor] = field(default_factory=list)
+    #: Whether ``backward_broke`` has found such a gradient, and how many readings it has searched.
+    _broke: bool = False
+    _searched: int = 0
+
+    def backward_broke(self) -> bool:
+        """Return whether any gradient read so far is known on the host not to be finite."""
+        new = itertools.islice(self.readings, self._searched, None)
+        self._broke = self._broke or any(reading.phase == BACKWARD and reading.is_broken for reading in new)
+        self._searched = len(self.readings)
+        return self._broke
 
 
 @dataclass
@@ -197,13 +207,15 @@ class Judge:
         elif found.given and log.is_later_stage:
             reason = "it came from the stage before, of a pipeline: look at that one's rank"
             found = replace(found, explanation=reason, elsewhere=True)
+        is_dropped = not log.skipped and _dropped(log, seen)
         event = culprit.event_of(
             found,
             seen,
             self._history,
             step=log.step,
             scale=_scale_value(log.scale),
-            skipped=_dropped(log, seen) or log.skipped,
+            skipped=is_dropped or log.skipped,
+            dropped=is_dropped,
             forward_finite=culprit.finite_in_forward(seen),
         )
         self._history.excuse_masks(event, seen)

@@ -85,6 +85,15 @@ def on_host(value: Value) -> float | None:
     return from_extremes(*(each.double().numpy().item() for each in value))
 
 
+def is_broken(value: Value) -> bool | None:
+    """Return whether a tensor is not finite; None if its largest magnitude is still on a device."""
+    if not isinstance(value, float) and len(value) == 1 and value[0].device.type == "cpu":
+        heads = value[0].numpy()
+        return bool(heads[layout.INFS] or heads[layout.NANS])
+    largest = on_host(value)
+    return None if largest is None else not math.isfinite(largest)
+
+
 def read_largest(tensor: torch.Tensor) -> float:
     """Return a tensor's largest magnitude: NaN if it holds a NaN, -inf if its only infinities are, 0 if it can't be read.
 

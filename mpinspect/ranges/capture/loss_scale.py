@@ -34,6 +34,8 @@ class BackwardScale:
             exponents.
         unknown: why the scale can't be known; "" if it is known.
         source: ``id`` of the scaler that holds the scale; 0 for none.
+        is_aside: whether no scaler multiplied the loss, in a run in which a scaler multiplies others: its 1 is not the run's
+            loss scale.
     """
 
     value: float | None = 1.0
@@ -41,6 +43,7 @@ class BackwardScale:
     power_of_two: bool = True
     unknown: str = ""
     source: int = 0
+    is_aside: bool = False
 
     def agrees_with(self, other: BackwardScale) -> bool:
         """Return whether both scales are certainly equal; if either value is not on the host, whether one scaler made both."""
@@ -57,6 +60,7 @@ class BackwardScale:
 
 
 UNSCALED = BackwardScale()
+_ASIDE = BackwardScale(is_aside=True)
 
 
 def from_number(value: float) -> BackwardScale:
@@ -216,7 +220,7 @@ class ScaleOfBackward:
         others = [scaler for scaler in self._scalers if not isinstance(scaler, torch.amp.GradScaler)]
         if others:
             return from_scaler(others[0])
-        return UNSCALED if self.any_scaled else self._without_scaling_seen(in_half)
+        return _ASIDE if self.any_scaled else self._without_scaling_seen(in_half)
 
     def _without_scaling_seen(self, in_half: bool) -> BackwardScale:
         if any(scaler.is_enabled() for scaler in self._scalers):

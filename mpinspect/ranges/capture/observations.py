@@ -215,6 +215,9 @@ class Observer:
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle a step of the optimizer that a scaler skipped."""
 
+    def gradients_dropped(self) -> None:
+        """Handle that the loop cleared the gradients of the step, which is about to end, without an update of the weights."""
+
     def end_step(self, step: int, sampled: bool) -> None:
         """Handle the end of the training step; ``sampled`` says whether its counts are kept as a sample."""
 

@@ -92,7 +92,7 @@ class Tally:
 
     Args:
         drop: called with a sentence when samples are discarded.
-        scale_seen: called with the step and the scale of its gradients (None: unknown).
+        scale_seen: called with the step and the scale of its gradients (None: unknown); not for a backward beside the scaler's.
     """
 
     def __init__(
@@ -273,7 +273,8 @@ class Tally:
         for name in arrangement.not_counted:
             self._drop(f"a sample of {name} was thrown away: its loss scale turned out to be no power of two")
         peak = self._open.add_step(arrangement, row_sets, np.array(numels, dtype=np.int64))
-        for value in dict.fromkeys(scales[number].value for number in step.gradient_scales):
+        own = [number for number in step.gradient_scales if not step.scales[number].is_aside]
+        for value in dict.fromkeys(scales[number].value for number in own):
             self._scale_seen(step.step, value)
         if step.lost:
             self._open.add_lost_updates(_arrived_lost(step))

@@ -28,7 +28,7 @@ from mpinspect.ranges.capture.observations import (
 from mpinspect.ranges.capture.optimizers import ModelOptimizers, skips_on_device
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
-from mpinspect.ranges.capture.weights import BrokenWeights
+from mpinspect.ranges.capture.weights import BrokenWeights, all_finite
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, TensorKey
 from mpinspect.runtime.distributed import is_distributed, is_from_stage_before, local_part, world_size
@@ -157,12 +157,12 @@ class Watch(Observer):
     # -- the backward -----------------------------------------------------------------------------------------------
 
     def backward_begins(self, backward: Backward) -> None:
-        """Record the loss scale of the backward, and whether infinities and NaNs of an earlier one of the step were dropped."""
-        self._log.scale = backward.scale
-        if backward.micro_batch:
-            before = next((reading for reading in reversed(self._log.readings) if reading.phase == BACKWARD), None)
-            if before is not None and before.is_broken and self._broken_weights.hold_no_gradient():
-                self._log.dropped_before = backward.micro_batch
+        """Record the loss scale of the backward, and whether the loop has dropped the gradients of earlier ones of the step."""
+        log = self._log
+        if log.scale is None or not backward.scale.is_aside:
+            log.scale = backward.scale
+        if backward.micro_batch and self._broken_weights.hold_no_gradient(log.backward_broke):
+            log.dropped_before = backward.micro_batch
 
     def output_gradient(self, gradient: OutputGradient, backward: Backward) -> None:
         """Read a gradient at an output, or at an input that no observed module produced."""
@@ -246,10 +246,26 @@ class Watch(Observer):
             if not self._broken_weights.exhausted and self.forward_broke():
                 self._broken_weights.read_before_step()
             self._judge.find_innocent(self._log)
+            if self._log.dropped_before is not None and self._is_given_broken(optimizer):
+                self._log.dropped_before = None
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor):
             # A fused optimizer skips on the device: the host knows whether it stepped once found_inf has been copied.
             self._log.found_inf.append(found_inf.detach().clone().reshape(()))
+
+    def _is_given_broken(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether gradients that left the weights may be in the optimizer's hands, as those of masters are.
+
+        On a GPU, where reading them would wait, an optimizer that steps no weight of the model counts as one that has them.
+        """
+        given = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if all(gradient.is_cpu for gradient in given):
+            return self._log.backward_broke() and not all_finite(given)
+        return next(self._optimizers.parameters(optimizer), None) is None
+
+    def gradients_dropped(self) -> None:
+        """Record that the loop cleared the gradients of the step that ends, and updated no weight."""
+        self._log.dropped_before = self._clock.micro_batch + 1
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that the step was not skipped, unless the optimizer decides this on the device."""

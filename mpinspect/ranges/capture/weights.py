@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,6 +41,8 @@ class WeightChanges:
         self._witness: torch.Tensor | None = None
         self._last: _State | None = None
         self._held_gradient = False
+        #: Whether the last call of ``updated`` found the gradients cleared and the weights, whose values it compared, unchanged.
+        self.only_cleared = False
 
     def remember(self) -> None:
         """Record the state of the weights at the beginning of the run."""
@@ -75,7 +77,9 @@ class WeightChanges:
         if self._witness is None:
             return True
         before, self._last = self._last, _state(self._witness)
-        return self._last != before or (self._held_gradient and self._witness.grad is None)
+        is_cleared = self._held_gradient and self._witness.grad is None
+        self.only_cleared = is_cleared and self._last == before and self._last[1] is not None
+        return is_cleared or self._last != before
 
 
 def can_be_hooked(parameter: torch.Tensor) -> bool:
@@ -153,10 +157,16 @@ class BrokenWeights:
         reason = f"{name!r} itself reaches {own[name]:.2g}: the optimizer's step before, or whoever set it, made it so"
         return replace(event, explanation=f"{event.explanation}; {reason}" if event.explanation else reason)
 
-    def hold_no_gradient(self) -> bool:
-        """Return whether no weight holds a gradient now, or only zeros. Waits for a GPU."""
-        gradients = (watched.parameter.grad for watched in self._parameters)
-        return not any(_magnitude(gradient) for gradient in gradients if gradient is not None)
+    def hold_no_gradient(self, broke: Callable[[], bool]) -> bool:
+        """Return whether no weight holds a gradient now; on a CPU also whether all hold zeros, if ``broke`` returns True.
+
+        Does not wait for a GPU.
+        """
+        gradients = (gradient for watched in self._parameters if (gradient := watched.parameter.grad) is not None)
+        first = next(gradients, None)
+        if first is None:
+            return True
+        return first.is_cpu and broke() and not any(map(_magnitude, (first, *gradients)))
 
     def names(self) -> frozenset[str]:
         """Return the names of the weights that are non-finite now. Waits for a GPU."""
@@ -186,6 +196,11 @@ class BrokenWeights:
             with self.unread.left_out(TensorKey(watched.name, WEIGHT)):
                 magnitudes[watched.name] = _magnitude(watched.parameter)
         return magnitudes
+
+
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether all tensors are finite. Waits for a GPU."""
+    return all(math.isfinite(_magnitude(tensor)) for tensor in tensors)
 
 
 def _magnitude(parameter: torch.Tensor) -> float:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
-from mpinspect.ranges.session import END, LOSSES, Event, Progress, module_named
+from mpinspect.ranges.session import DROPPED, END, LOSSES, Event, Progress, module_named
 from mpinspect.reporting.words import UNKNOWN, as_power, format_name, lower_first, number_of, with_power
 
 
@@ -116,8 +116,8 @@ def event_facts(event: Event) -> Iterator[str]:
         yield f"the model's forward was {'finite' if event.forward_finite else 'not finite'}"
     if event.gradients_finite is not None:
         yield f"the gradients were {'finite' if event.gradients_finite else 'not finite'}"
-    if event.skipped is not None:
-        yield f"the optimizer's step was {'skipped' if event.skipped else 'taken'}"
+    if event.story:
+        yield "the loop dropped the gradients" if event.story == DROPPED else f"the optimizer's step was {event.story}"
 
 
 def event_line(event: Event) -> str:

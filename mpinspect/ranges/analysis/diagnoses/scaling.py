@@ -9,10 +9,11 @@ from itertools import pairwise
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
 from mpinspect.ranges.analysis.diagnoses.handed_over import replaced
+from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
-from mpinspect.ranges.session import Event, Measurement, module_named
+from mpinspect.ranges.session import DROPPED, SKIPPED, TAKEN, Event, Measurement, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, number_or_power, some, with_power
 
@@ -25,6 +26,8 @@ LOG2_INITIAL = 16
 _NAMED = 3
 #: A scaler whose backoff factor is larger hardly lowers its scale: torch's default is 0.5.
 _HARDLY_LOWER = 0.99
+#: Powers of two by which scales may differ and count as equal.
+_ALIKE = 0.01
 #: Share of overflowing steps from which on a scale counts as never settling.
 _MOST = 0.5
 
@@ -53,6 +56,26 @@ def _powers(scale: float) -> float:
     return math.log2(scale) if scale > 0 else -math.inf
 
 
+def _rise(case: Case, steps: int) -> float:
+    """Return by how many powers of two the run's scalers can have raised their scale in a number of steps."""
+    intervals = [scaler.growth_interval for scaler in case.scalers if scaler.growth_interval]
+    factor = max((scaler.growth_factor for scaler in case.scalers if scaler.growth_factor), default=2.0)
+    return (steps // min(intervals, default=1) + 1) * max(_powers(factor), 0.0)
+
+
+def _restarts(case: Case) -> list[int]:
+    """Return the steps in which the scale was found back at its initial value, above what growth explains, and overflowed."""
+    history = [change for change in case.session.scale_history() if change.scale]
+    overflowed = {event.step for event in _skips(case)}
+    return [
+        after.step
+        for before, after in pairwise(history)
+        if after.scale == history[0].scale
+        and after.step in overflowed
+        and _powers(after.scale or 0) - _powers(before.scale or 0) > _rise(case, after.step - before.step)
+    ]
+
+
 def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     """A dynamic scaler whose first steps were all skipped until it had come down.
 
@@ -65,34 +88,60 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     last = opening[-1].loss_scale if opening else None
     if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
         return
-    # The last of these scales overflowed too; the next one did not.
+    if len(_restarts(case)) > 1:
+        # The search was repeated, which has a finding of its own.
+        return
+    # The last of these scales overflowed too. The next one is known to hold only if a step was taken at it.
     history = case.session.scale_history()
     after = next((each.scale for each in history if each.step > opening[-1].step and each.scale), None)
     settled = min(after or last / 2, last / 2)
     again = next((event for event in skips[len(opening) :] if event.loss_scale == settled), None)
     too_high = round(_powers(first) - _powers(settled)) + (again is not None)
     skipped, share = len(opening), len(opening) / steps
+    is_settled = skipped < steps
     # Where no one scale serves every layer, the scale at which nothing overflows is no remedy.
     is_grave = skipped >= _FEWEST_STEPS and share > _SEARCH_TOLERANCE and not _serves_none(case)
     advice = case.advised.advice
     recommended, highest = advice.recommended, advice.highest or settled
-    none = "no loss scale is needed at all" if advice.all_finite else "the finite gradients need none at all"
-    or_lower = f" or lower ({none})" if advice.needed is False else ""
-    start = min(settled, highest, recommended if recommended and advice.needed else 2.0**LOG2_INITIAL)
+    or_lower = " or lower" if advice.needed is False else ""
+    start = min(
+        settled / 2 if again else settled,
+        highest,
+        recommended if recommended and advice.needed else 2.0**LOG2_INITIAL,
+    )
     held = f"; step {again.step} overflowed at that too" if again else ""
     conflicts = advice.conflicts if _serves_none(case) else ()
     opened = f"the first of {steps} steps was" if skipped == 1 else f"the first {skipped} of {steps} steps were"
+    fate = (
+        f"{opened} skipped until the scaler had come down to {with_power(settled)}{held}"
+        if is_settled
+        else f"{'its only step was' if steps == 1 else f'all {steps} steps were'} skipped, so the scale is at most "
+        f"{with_power(settled)}, and not settled"
+    )
+    fix = (
+        f"Begin at {with_power(start)}{or_lower}."
+        if is_settled
+        else "Run on until the scaler takes a step: only then is a scale known that holds."
+    )
     whom = f" for {conflicts[0].needs_small!r}" if conflicts else ""
     yield Finding(
         "initial-scale-too-high",
         "warning" if is_grave else "info",
         opening[0].module,
         f"The initial loss scale, {with_power(first)}, is at least {2**too_high} times ({too_high} powers of two) too large"
-        f"{whom}: {opened} skipped until the scaler had come down to "
-        f"{with_power(settled)}{held}.",
-        {"init_scale": first, "settled": settled, "powers_of_two": too_high, "skipped_steps": skipped, "steps": steps},
-        f"Begin at {with_power(start)}{or_lower}." if is_grave else "",
-        f"scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{round(_powers(start))})" if is_grave else "",
+        f"{whom}: {fate}.",
+        {
+            "init_scale": first,
+            "settled": settled if is_settled else None,
+            "at_most": settled,
+            "powers_of_two": too_high,
+            "skipped_steps": skipped,
+            "steps": steps,
+        },
+        fix if is_grave else "",
+        f"scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{round(_powers(start))})"
+        if is_grave and is_settled
+        else "",
         step=opening[0].step,
     )
 
@@ -111,13 +160,14 @@ def _made_anew(case: Case) -> Measurement | None:
 
 
 def scaler_made_anew(case: Case) -> Iterator[Finding]:
-    """A scaler that is made again for each step, so that its scale is always the initial one.
+    """A scaler that is made again for each step, or each epoch or job, so that its scale is the initial one again.
 
-    False alarms: A new scaler now and then (for each epoch, after a checkpoint) is not reported, nor one that goes on with the
-    state of the last.
+    False alarms: A new scaler now and then (for each epoch, after a checkpoint) is reported only if the initial scale overflows
+    each time and more than a tenth of the steps are skipped. One that continues with the state of the last is not reported.
     """
     found = _made_anew(case)
     if found is None:
+        yield from _search_repeated(case)
         return
     skips, steps = _skips(case), case.progress.steps
     lost = len([event for event in skips if event.skipped])
@@ -138,6 +188,36 @@ def scaler_made_anew(case: Case) -> Iterator[Finding]:
     )
 
 
+def _search_repeated(case: Case) -> Iterator[Finding]:
+    """Yield the finding on a loss scale that begins again at its initial value, as where a checkpoint lacks the scaler."""
+    restarts, steps = _restarts(case), case.progress.steps
+    lost = max(len([event for event in _skips(case) if event.skipped]), case.progress.skipped_steps)
+    if len(restarts) < 2 or lost < _FEWEST_STEPS or lost <= _SEARCH_TOLERANCE * steps:
+        return
+    gaps = {after - before for before, after in pairwise([0, *restarts])}
+    period = gaps.pop() if len(gaps) == 1 else None
+    scale = next(change.scale for change in case.session.scale_history() if change.scale)
+    yield Finding(
+        "scaler-made-anew",
+        "error" if lost >= _MOST * steps else "warning",
+        "",
+        f"The loss scale began again at {with_power(scale)} {f'every {period} steps' if period else 'several times'} (steps "
+        f"{_numbered(restarts)}), as with a new GradScaler, and its search was repeated each time: {lost} of {steps} steps were "
+        "skipped.",
+        {"loss_scale": scale, "restarts": restarts, "period": period, "skipped_steps": lost, "steps": steps},
+        "Make one scaler for the run. Where a job continues from a checkpoint, save and load the scaler's state with it, or "
+        "begin at a lower scale.",
+        'checkpoint["scaler"] = scaler.state_dict()\nscaler.load_state_dict(checkpoint["scaler"])',
+        INFERRED,
+        restarts[0],
+    )
+
+
+def _numbered(steps: Sequence[int]) -> str:
+    """Return the numbers of the first steps of a list, in words."""
+    return ", ".join([*map(str, steps[:_NAMED]), *(["..."] if len(steps) > _NAMED else [])])
+
+
 def scale_too_high(case: Case) -> Iterator[Finding]:
     """A scale at which most steps overflow, and that does not come down.
 
@@ -145,7 +225,7 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
     """
     skips, steps = _skips(case), case.progress.steps
     over = [event for event in skips if event.value == "inf" and event.loss_scale and event.loss_scale > 1]
-    if _made_anew(case) is not None:
+    if _made_anew(case) is not None or len(_restarts(case)) > 1:
         # Why the scale stays has a finding of its own.
         return
     if not over or len({event.step for event in skips}) < max(_MOST * steps, 1):
@@ -254,14 +334,17 @@ def scaler_shared(case: Case) -> Iterator[Finding]:
     False alarms: A script that lowers its scaler's scale by hand looks the same. It is reported as information if the lowest
     scale still serves this model and was reached in the first half of the run, as after a search from a high start.
     """
-    fell, first, last, lowest = 0.0, None, 0, math.inf
+    fell, rose, first, last, lowest = 0.0, 0.0, None, 0, math.inf
     for before, after in pairwise(case.progress.scales):
         if before.scale and after.scale and after.scale < before.scale < math.inf:
             fell += _powers(before.scale) - _powers(after.scale)
             first, last = before.step if first is None else first, after.step
             lowest = min(lowest, after.scale)
+        elif before.scale and after.scale and before.scale < after.scale < math.inf:
+            rose += _powers(after.scale) - _powers(before.scale)
     own = max(case.progress.skipped_steps, len(_skips(case)))
-    if not case.scalers or fell - own < 2:
+    # A scale that rises by more than growth explains is that of several scalers by turns, and its falls are no overflows.
+    if not case.scalers or fell - own < 2 or rose > _rise(case, case.progress.steps):
         return
     least = case.advised.advice.lowest
     still_serves = bool(least and lowest >= least)
@@ -288,46 +371,84 @@ def scaler_shared(case: Case) -> Iterator[Finding]:
 
 
 def overflow_recurs(case: Case) -> Iterator[Finding]:
-    """Overflows that recur although the scaler has not raised its scale.
+    """Overflows that recur although the scaler has not raised its scale, or at equal intervals at scales that held before.
 
-    False alarms: A scaler whose growth interval is as short as the gaps between overflows is left out, since it overflows
-    as often as it grows.
+    False alarms: A scaler that overflows in the first step after it has raised its scale is left out, since that is how it
+    probes.
     """
-    skips = _skips(case)
-    later = skips[len(_opening(skips)) :]
-    steps = [event.step for event in later]
-    if len(later) < _FEWEST_STEPS or len(later) > _MOST * case.progress.steps:
+    recurring = _periodic(case) or _without_growth(case)
+    if not recurring:
         return
+    steps, scales = [event.step for event in recurring], [event.loss_scale or 0.0 for event in recurring]
     gaps = {after - before for before, after in pairwise(steps)}
-    intervals = [scaler.growth_interval for scaler in case.scalers if scaler.growth_interval]
-    if not intervals or min(gaps) >= min(intervals):
-        # The scale may have grown in between: that is how a dynamic scaler works.
-        return
-    scales = [event.loss_scale for event in later if event.loss_scale]
-    if len(scales) < len(later) or any(after > before for before, after in pairwise(scales)):
-        return
     period = gaps.pop() if len(gaps) == 1 else None
-    if period == 1:
-        return
-    numbers = ", ".join([*map(str, steps[:_NAMED]), *(["..."] if len(steps) > _NAMED else [])])
+    numbers = _numbered(steps)
     when = f"Every {period} steps ({numbers})" if period else f"In steps {numbers}"
     falls = all(after < before for before, after in pairwise(scales))
-    places = {(event.module, event.after) for event in later}
+    rises = any(after > before for before, after in pairwise(scales))
+    despite = "the steps before had not" if rises else f"the scale {'fell each time' if falls else 'never grew'}"
+    places = {(event.module, event.after) for event in recurring}
     module, is_after = places.pop() if len(places) == 1 else ("", False)
     where = f" {'after' if is_after else 'in'} {module!r}" if module else ""
+    is_going_on = period is not None and steps[-1] + period >= case.progress.steps
+    never = (
+        " The scaler skips each of these steps, so whatever the loop does in them alone (a regulariser, another loss) never acts."
+        if is_going_on and all(event.story == SKIPPED for event in recurring)
+        else ""
+    )
     yield Finding(
         "overflow-recurs",
-        "warning",
-        later[0].module,
-        f"{when} the gradients overflow{where}, although the scale "
-        f"{'fell each time' if falls else 'never grew'}: it was {with_power(scales[0])} at the first and "
-        f"{with_power(scales[-1])} at the last. The gradients of these batches are far larger than the others'.",
+        "warning" if is_going_on or period is None else "info",
+        recurring[0].module,
+        f"{when} the gradients overflow{where}, although {despite}: it was {with_power(scales[0])} at the first and "
+        f"{with_power(scales[-1])} at the last. The gradients of these steps are far larger than the others'.{never}",
         {"steps": steps, "period": period, "scales": scales},
-        f"Look at the batches of steps {numbers}: an outlier, a padded last batch, a sample that comes by once a period. Clip "
-        "its loss, or leave it out; each such step halves the scale for all the others.",
+        f"Look at the batches of steps {numbers}: an outlier, a padded last batch, a sample or another loss once a period. Clip "
+        "its loss, make it smaller, or leave it out; each such step halves the scale for all the others.",
         certainty=INFERRED,
         step=steps[0],
     )
+
+
+def _without_growth(case: Case) -> list[Event]:
+    """Return the overflows after the first search if the scale cannot have grown between them; [] if it can."""
+    skips, intervals = _skips(case), [scaler.growth_interval for scaler in case.scalers if scaler.growth_interval]
+    later = skips[len(_opening(skips)) :]
+    gaps = [after.step - before.step for before, after in pairwise(later)]
+    if len(later) < _FEWEST_STEPS or len(later) > _MOST * case.progress.steps or set(gaps) == {1}:
+        return []
+    scales = [event.loss_scale for event in later if event.loss_scale]
+    if not intervals or min(gaps) >= min(intervals) or len(scales) < len(later):
+        return []
+    return later if all(after <= before for before, after in pairwise(scales)) else []
+
+
+def _periodic(case: Case) -> list[Event]:
+    """Return the overflows after the first search that recur at equal intervals; leave out those that a growth explains.
+
+    A scaler grows after ``growth_interval`` steps without a skip, and probes in the step that follows.
+    """
+    skips, scalers = _skips(case), [scaler for scaler in case.scalers if scaler.growth_interval]
+    if len(scalers) != 1 or case.progress.watched_steps is not None:
+        return []
+    interval = int(scalers[0].growth_interval or 0)
+    growth, backoff = _powers(scalers[0].growth_factor or 2.0), _powers(scalers[0].backoff_factor or 0.5)
+    opening = len(_opening(skips))
+    found = []
+    for place, event in enumerate(skips[opening:], start=opening):
+        before = skips[place - 1] if place else None
+        taken = event.step - (before.step + 1 if before else 0)
+        if event.skipped is not True or not event.loss_scale or interval < 1:
+            return []
+        if before is not None and before.loss_scale:
+            grown = _powers(event.loss_scale) - _powers(before.loss_scale) - backoff
+            if abs(grown - growth * (taken // interval)) > _ALIKE:
+                # Something else moves the scale, or the scaler is not updated once a step.
+                return []
+        if taken < interval or taken % interval:
+            found.append(event)
+    gaps = {after.step - before.step for before, after in pairwise(found)}
+    return found if len(found) >= _FEWEST_STEPS and len(gaps) == 1 and gaps != {1} else []
 
 
 def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
@@ -394,11 +515,31 @@ def _room(case: Case) -> int | None:
     return min(highest, default=None)
 
 
+def _divisors(case: Case) -> tuple[float, float] | None:
+    """Return the least and largest number by which all gradients were divided on their way to the optimizer, as by a scale.
+
+    None if they were not. A scale is a power of two or stays the same; clipping divides by other numbers in each step, and
+    averaging by the number of a step's backwards.
+    """
+    of_masters = next(case.measured("masters-given-smaller"), None)
+    if of_masters is not None:
+        return of_masters.figures["least"], of_masters.figures["most"]
+    found = [each.figures for each in case.measured("changed-before-step") if "masters" not in each.figures]
+    divisors = [1 / each["factor"] for each in found if each["is_uniform"] and 0 < each["factor"] < 1]
+    if len(divisors) < max(len(found), 2):
+        return None
+    least, most = min(divisors), max(divisors)
+    is_one = most - least <= _ALIKE * least
+    are_powers = all(abs(math.log2(each) - round(math.log2(each))) <= _ALIKE for each in divisors)
+    batches = math.ceil(case.progress.backwards / max(case.progress.steps, 1))
+    return (least, most) if (is_one or are_powers) and least > batches * (1 + _ALIKE) else None
+
+
 def scaler_missing(case: Case) -> Iterator[Finding]:
     """An FP16 run in which no scaled loss was seen.
 
     False alarms: A loop that scales by hand looks the same until the inspector is given the scale. Where gradients reach the
-    masters made smaller, all alike, the finding is information.
+    optimizer or its masters made smaller, all alike, the finding is information.
     """
     if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
         return
@@ -407,34 +548,39 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         return
     recommended = case.advised.advice.recommended
     in_half = FLOAT16.name in case.precision.weights
-    divided = next(iter(case.measured("masters-given-smaller")), None)
+    evidence = {"backwards": case.progress.backwards, "recommended": recommended}
+    overflowed = [event for event in _skips(case) if event.value == "inf" and event.forward_finite]
+    dropped = [event for event in overflowed if event.story == DROPPED]
+    divided = _divisors(case)
     if divided is not None:
-        least, most = (number_or_power(float(f"{divided.figures[end]:.4g}")) for end in ("least", "most"))
+        least, most = (number_or_power(float(f"{end:.4g}")) for end in divided)
         times, clips = (least, "") if least == most else (f"{least} to {most}", ", and may clip")
-        # The watch has seen a step that the loop skipped.
-        skips = (
-            "" if any(event.skipped for event in case.events) else ", nor whether the loop skips steps that overflow"
-        )
+        whose = "its masters get" if case.precision.has_masters else "its optimizer gets"
+        skips = "" if dropped else ", nor whether the loop skips steps that overflow"
         yield Finding(
             "scaler-missing-in-float16",
             "info",
             "",
-            "The run computes in FP16 and no GradScaler was seen; the gradients that its masters get are "
-            f"{times} times smaller than the backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the "
-            f"scale is not known{skips}.",
-            {"backwards": case.progress.backwards, **divided.figures},
+            f"The run computes in FP16 and no GradScaler was seen; the gradients that {whose} are {times} times smaller than the "
+            f"backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the scale is not known{skips}.",
+            {"backwards": case.progress.backwards, "least": divided[0], "most": divided[1]},
             "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale).",
         )
         return
-    overflowed = [event for event in _skips(case) if event.value == "inf" and event.forward_finite]
-    if overflowed:
+    if overflowed and not dropped:
+        first = next((event for event in overflowed if event.story == TAKEN), overflowed[0])
+        is_stepped = first.story == TAKEN and not survived(first, case.session)
         yield Finding(
             "scaler-missing-in-float16",
             "warning",
             "",
-            "The run computes in FP16 and no GradScaler was seen: nothing skips a step that overflows, as step "
-            f"{overflowed[0].step} did.",
-            {"backwards": case.progress.backwards, "recommended": recommended},
+            "The run computes in FP16 and no GradScaler was seen: "
+            + (
+                f"nothing skips a step that overflows, as step {first.step} did."
+                if is_stepped
+                else f"step {first.step} overflowed, and whether the loop skips such steps is not known."
+            ),
+            evidence,
             f"{'Keep FP32 weights, and compute' if in_half else 'Compute'} in BF16, where such gradients are finite and "
             "nothing has to be scaled.",
             fp32_weights() if in_half else "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = ...",
@@ -466,9 +612,13 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
         "scaler-missing-in-float16",
         "warning",
         "",
-        "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and nothing skips a "
-        "step that overflows.",
-        {"backwards": case.progress.backwards, "recommended": recommended},
+        "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, "
+        + (
+            f"and the loop itself drops gradients that overflow, as those of step {dropped[0].step}."
+            if dropped
+            else "and no scaler skips a step that overflows."
+        ),
+        evidence,
         fix,
         code,
     )
