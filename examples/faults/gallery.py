@@ -67,6 +67,7 @@ FAULTS = (
     Fault("outlier_batch.py", "overflow-recurs", step=5),
     Fault("backoff_for_forward.py", "scale-falls-for-forward", "mlp", 6),
     Fault("clip_before_unscale.py", "unscale-missing", step=0),
+    Fault("unscale_each_micro_batch.py", "unscaled-too-often", step=0),
     Fault("clip_fp16_norm.py", "gradients-clipped-to-zero", step=0),
     Fault("masters_clipped_in_fp16.py", "gradients-clipped-to-zero", step=0),
     Fault("nan_to_num.py", "gradients-replaced", step=0),

@@ -112,7 +112,30 @@ def test_a_drift_of_the_peaks_is_no_spread():
 
 
 def test_the_margin_never_takes_scale_1_away():
-    assert log2_highest([{15: 2, 13: 20, 11: 8}], FLOAT16, 2000) == Ceiling(0, log2_of_finite=0)
+    assert log2_highest([{15: 2, 13: 20, 11: 8}], FLOAT16, 2000) == Ceiling(0, log2_of_finite=0, lacking=2)
+    window = Window(0, 29, 30, {activation("fc"): window_of(spread({-2: 10, 15: 1}), 30)}, {15: 2, 13: 20, 11: 8})
+    advice = analyse(Session(windows=(window,), progress=Progress(30, 30, 0, 30, True))).loss_scale
+    assert (advice.needed, advice.highest, advice.reserve) == (False, 1.0, 0)
+    assert "asks for 2 powers of two more in reserve than 2^0 leaves" in advice.reason
+
+
+def test_a_scale_below_1_keeps_its_reserve():
+    """Raw gradients of a heavily clipped task: those of another seed were 4 times as large, and every step overflowed."""
+    assert log2_highest([{18: 40}], FLOAT16, 2000) == Ceiling(-4, 1, log2_of_finite=-3)
+    falling = [{17: 2, 16: 3}, {15: 2, 14: 3}, {14: 1, 13: 4}]
+    assert log2_highest(falling, FLOAT16, 2000).log2_highest <= -4
+
+
+def test_the_reserve_leaves_a_scale_that_serves_every_layer():
+    """What small gradients need is seen, what larger ones than any seen need is not."""
+    peaks = {6: 2, 2: 10, -2: 18}
+    tensors = {activation("small"): window_of(spread({-32: 1000}), 30), weight("large"): window_of(spread({6: 10}), 30)}
+    window = Window(0, 29, 30, tensors, peaks)
+    advice = analyse(Session(windows=(window,), progress=Progress(30, 30, 0, 30, True))).loss_scale
+    assert log2_highest([peaks], FLOAT16, 2000).log2_highest < 7
+    assert (advice.lowest, advice.highest, advice.reserve) == (2.0**7, 2.0**7, 2)
+    assert not advice.conflicts
+    assert "of two more in reserve than 2^7" in advice.reason
 
 
 @pytest.mark.parametrize(
@@ -194,7 +217,7 @@ def test_a_run_that_no_fixed_scale_serves_is_told_so_and_its_start_is_called_one
 def test_no_finding_tells_to_divide_the_loss_where_all_of_a_layer_flushes():
     tensors = {activation("deep"): spread({-40: 1000}), activation("head"): spread({18: 1000})}
     report = analyse(session_of(tensors))
-    assert report.loss_scale.recommended == 0.125
+    assert report.loss_scale.recommended == report.loss_scale.highest == 2.0**-5
     assert finding(report, "gradients-flushed").evidence["flushed_fraction"] == 1.0
     for found in report.findings:
         assert "Multiply the loss" not in found.fix
@@ -229,7 +252,7 @@ def test_after_a_divergence_no_scale_is_suggested():
 def test_large_gradients_from_the_start_are_no_divergence():
     """A sum over many samples."""
     blocks = [{weight("w"): spread({10: 1000, 20: 10})}] * 4
-    assert analyse(session_of(*blocks)).loss_scale.recommended == 2.0**-8
+    assert analyse(session_of(*blocks)).loss_scale.recommended == 2.0**-9
 
 
 def test_what_was_counted_under_a_collapsed_scale_is_left_out():

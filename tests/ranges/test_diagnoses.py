@@ -1000,6 +1000,58 @@ def stepped_scaled(broken):
     return inspector.report()
 
 
+def unscaled_by_hand_too(broken):
+    """Where it is not broken the gradients are averaged over micro-batches."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+    def by_hand(step):
+        for parameter in model.parameters():
+            parameter.grad /= scaler.get_scale() if broken else 4.0
+
+    return train(model, optimizer, scaler=scaler, autocast=torch.float16, before_step=by_hand)
+
+
+def unscaled_each_micro_batch(broken):
+    """Where it is not broken the gradients of the first micro-batch are dropped, as after an overflow."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step, (x, y) in enumerate(batches(16)):
+            if step % 2 == 0 or not broken:
+                optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = nn.functional.cross_entropy(model(x).float(), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if step % 2:
+                scaler.step(optimizer)
+            scaler.update()
+    return inspector.report()
+
+
+def second_loss_not_scaled(broken):
+    """Where it is not broken the second loss has an optimizer and a step of its own, without a scaler."""
+    both = nn.ModuleList([mlp(), nn.Linear(4, 4)])
+    optimizer = torch.optim.SGD((both if broken else both[0]).parameters(), lr=0.1)
+    of_second = torch.optim.SGD(both[1].parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    with Inspector(both, optimizers=optimizer if broken else [optimizer, of_second]) as inspector:
+        for x, y in batches(8):
+            with torch.autocast("cpu", torch.float16):
+                out = both[0](x)
+            both.zero_grad()
+            scaler.scale(nn.functional.cross_entropy(out.float(), y)).backward()
+            nn.functional.cross_entropy(both[1](x[:, :4]), y).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if not broken:
+                of_second.step()
+    return inspector.report()
+
+
 def targets_of(make):
     def loop(broken):
         model = mlp()
@@ -1294,6 +1346,9 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("scale-falls-for-forward", "0", 3, broken_forward),
     ("unscale-missing", "", 0, clipped_scaled),
     ("unscale-missing", "", 0, stepped_scaled),
+    ("unscaled-too-often", "", 0, unscaled_by_hand_too),
+    ("unscaled-too-often", "0.weight", 0, unscaled_each_micro_batch),
+    ("unscaled-too-often", "1.weight", 0, second_loss_not_scaled),
     ("gradients-clipped-to-zero", "", 0, clipped_to_zero),
     ("gradients-zeroed", "", 0, zeroed),
     ("gradients-replaced", "0", 4, replaced),
@@ -1442,6 +1497,7 @@ def test_a_dynamic_scaler_by_hand_is_healthy():
     assert [finding for finding in report.findings if finding.severity != "info"] == []
     (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
     assert (said.evidence["least"], said.evidence["most"]) == (64.0, 256.0)
+    assert "64 to 256 times smaller" in said.message
 
 
 def test_gradients_that_are_averaged_by_hand_are_not_taken_for_unscaled_ones():

@@ -64,6 +64,7 @@ FINDING_IDS = (
     "statistics-broken",
     "training-diverged",
     "unscale-missing",
+    "unscaled-too-often",
     "unwatched-skips",
     "updates-lost",
     "values-overflow",

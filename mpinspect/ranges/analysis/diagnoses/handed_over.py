@@ -87,6 +87,8 @@ def unscale_missing(case: Case) -> Iterator[Finding]:
     on purpose is reported.
     """
     found = [each for each in case.measured("changed-while-scaled") if not math.isnan(each.figures["factor"])]
+    if _is_unscaled_by_hand(case, found):
+        return
     scales = {change.scale for change in case.progress.scales}
     if not found or scales <= {1.0, None} or _is_average(found):
         return
@@ -136,6 +138,71 @@ def stepped_while_scaled(case: Case) -> Iterator[Finding]:
             step=found.step,
         )
         return
+
+
+def unscaled_too_often(case: Case) -> Iterator[Finding]:
+    """Gradients that were divided by a scaler's loss scale more often than they were multiplied by it.
+
+    False alarms: A loss that the loop multiplies by the scaler's scale by hand, beside others that the scaler multiplies, is
+    reported.
+    """
+    by_hand = [each for each in case.measured("changed-while-scaled") if not math.isnan(each.figures["factor"])]
+    again, never = list(case.measured("unscaled-again")), list(case.measured("unscaled-never-scaled"))
+    names: tuple[str, ...] = ()
+    if _is_unscaled_by_hand(case, by_hand):
+        found = by_hand
+        what = "the loop divided all gradients by the loss scale{of} and the scaler divided them by it once more"
+        fix = "Let the scaler divide, and divide nothing by hand."
+        code = (
+            "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(parameters, max_norm)\nscaler.step(optimizer)"
+        )
+    elif again:
+        found, names = again, again[0].names
+        what = (
+            f"the scaler unscaled the same gradients {number_of(round(again[0].figures['times']), 'time')} while they were "
+            "accumulated, which divides those of the earlier micro-batches by the loss scale{of} again"
+        )
+        fix = "Unscale, clip, step and update once, after the last micro-batch."
+        code = (
+            "if is_last_micro_batch:\n    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\n    scaler.update()"
+        )
+    elif never:
+        found, names = never, never[0].names
+        what = (
+            f"the gradients of {_grouped(never[0].names)} came from a loss that no scaler had multiplied, and the scaler divided "
+            "them by the loss scale{of}"
+        )
+        fix, code = "Scale each loss.", "scaler.scale(loss).backward()\nscaler.scale(other_loss).backward()"
+    else:
+        return
+    scale = case.progress.scale_at(found[0].step)
+    if scale is not None and scale <= 1:
+        return
+    outcome = "only the last one counts" if found is again else "they are too small by that factor"
+    yield Finding(
+        "unscaled-too-often",
+        "error",
+        names[0] if names else "",
+        f"In step {found[0].step}{_again(found)} {what.replace('{of}', f' of {with_power(scale)}' if scale else '')}: {outcome}.",
+        {"loss_scale": scale, "names": list(names[:20]), "measured_steps": len(found)},
+        fix,
+        code,
+        step=found[0].step,
+    )
+
+
+def _is_unscaled_by_hand(case: Case, found: Sequence[Measurement]) -> bool:
+    """Return whether all gradients were divided by exactly the loss scale before a scaler unscaled them."""
+    batches = round(case.progress.backwards / max(case.progress.steps, 1))
+    scales = [case.progress.scale_at(each.step) for each in found]
+    return bool(found) and all(
+        scale is not None
+        and scale > 1
+        and scale != batches
+        and each.figures["is_uniform"]
+        and abs(each.figures["factor"] * scale - 1) <= _SAME
+        for each, scale in zip(found, scales, strict=True)
+    )
 
 
 def _again(found: Sequence[Measurement]) -> str:
@@ -624,6 +691,7 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
     gradients_never_zeroed,
     unscale_missing,
     stepped_while_scaled,
+    unscaled_too_often,
     gradients_stale,
     gradients_missing,
     gradients_all_zero,

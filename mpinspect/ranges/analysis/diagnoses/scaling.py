@@ -515,6 +515,11 @@ def _room(case: Case) -> int | None:
     return min(highest, default=None)
 
 
+def _is_power(number: float) -> bool:
+    """Return whether a positive number is a power of two, up to rounding."""
+    return abs(math.log2(number) - round(math.log2(number))) <= _ALIKE
+
+
 def _divisors(case: Case) -> tuple[float, float] | None:
     """Return the least and largest number by which all gradients were divided on their way to the optimizer, as by a scale.
 
@@ -530,7 +535,7 @@ def _divisors(case: Case) -> tuple[float, float] | None:
         return None
     least, most = min(divisors), max(divisors)
     is_one = most - least <= _ALIKE * least
-    are_powers = all(abs(math.log2(each) - round(math.log2(each))) <= _ALIKE for each in divisors)
+    are_powers = all(map(_is_power, divisors))
     batches = math.ceil(case.progress.backwards / max(case.progress.steps, 1))
     return (least, most) if (is_one or are_powers) and least > batches * (1 + _ALIKE) else None
 
@@ -553,8 +558,10 @@ def scaler_missing(case: Case) -> Iterator[Finding]:
     dropped = [event for event in overflowed if event.story == DROPPED]
     divided = _divisors(case)
     if divided is not None:
-        least, most = (number_or_power(float(f"{end:.4g}")) for end in divided)
-        times, clips = (least, "") if least == most else (f"{least} to {most}", ", and may clip")
+        exact = [2.0 ** round(math.log2(end)) if _is_power(end) else float(f"{end:.4g}") for end in divided]
+        least, most = map(number_or_power, exact)
+        times = least if least == most else f"{least} to {most}"
+        clips = "" if least == most else ", which it changes" if all(map(_is_power, divided)) else ", and may clip"
         whose = "its masters get" if case.precision.has_masters else "its optimizer gets"
         skips = "" if dropped else ", nor whether the loop skips steps that overflow"
         yield Finding(

@@ -27,7 +27,7 @@ from mpinspect.runtime.distributed import has_process_group
 #: The names of the measurements, which the diagnoses look up.
 CHANGED_SCALED, CHANGED, REPLACED = "changed-while-scaled", "changed-before-step", "replaced-before-step"
 STALE, LEFT_OVER, MISSING, NOT_OPTIMIZED = "stale", "left-over", "missing", "not-optimized"
-STEPPED_SCALED = "stepped-while-scaled"
+STEPPED_SCALED, UNSCALED_AGAIN, NEVER_SCALED = "stepped-while-scaled", "unscaled-again", "unscaled-never-scaled"
 
 #: The number of steps after each event in which the observer is active too, and the most such steps in a run.
 _AFTER_EVENT, _MOST_AFTER_EVENTS = 3, 30
@@ -153,6 +153,14 @@ class HandedOver(Observer):
         self._is_scaled = False
         self._scaled: set[str] = set()
         self._still_scaled: set[str] = set()
+        #: The parameters with gradients of a backward that no scaler scaled, and those of them that a scaler then divided.
+        self._aside: set[str] = set()
+        self._never_scaled: set[str] = set()
+        #: The parameters whose gradients a scaler has unscaled in this step, how often, and what was left of them at the next
+        #: backward.
+        self._unscaled: set[str] = set()
+        self._unscalings = 0
+        self._kept: Magnitudes | None = None
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps, and in the steps after an event."""
@@ -169,6 +177,10 @@ class HandedOver(Observer):
         self._stepping.clear()
         self._scaled.clear()
         self._still_scaled.clear()
+        self._aside.clear()
+        self._never_scaled.clear()
+        self._unscaled.clear()
+        self._unscalings, self._kept = 0, None
         self._is_scaled = False
 
     def called(self, call: Call) -> None:
@@ -181,6 +193,8 @@ class HandedOver(Observer):
             if not self._left:
                 self._places = self._gradients_places()
             self._left.append(magnitudes(self._parameters))
+        if self._unscaled and self._kept is None:
+            self._kept = magnitudes(watched for watched in self._parameters if watched.name in self._unscaled)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Record that a scaler is in use."""
@@ -196,6 +210,8 @@ class HandedOver(Observer):
         self._arrived.update(names)
         if backward.scale.value != 1.0:
             self._scaled.update(names)
+        if backward.scale.is_aside:
+            self._aside.update(names)
 
     def backward_ends(self) -> None:
         """Record the gradients after a backward, and drop earlier records: a closure may run a backward within the step."""
@@ -206,6 +222,10 @@ class HandedOver(Observer):
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients before a scaler unscales them."""
         self._add("scaled", self._optimizers.parameters(optimizer))
+        names = {watched.name for watched in self._optimizers.parameters(optimizer)}
+        self._unscalings += not self._unscaled or self._kept is not None
+        self._unscaled |= names
+        self._never_scaled |= (names & self._aside) - self._scaled
 
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients after a scaler has unscaled them."""
@@ -290,6 +310,7 @@ class HandedOver(Observer):
         scaled, unscaled, handed = self._read("scaled"), self._read("unscaled"), self._read("handed")
         # A gradient that is None at the optimizer's step counts as zero.
         handed = dict.fromkeys(self._stepping, 0.0) | handed
+        self._find_divided_too_often(step, scaled)
         changed = ratios(given, scaled)
         if any(ratio != 1 for ratio in changed.values()):
             self._records.tell(CHANGED_SCALED, step, _named(changed), described(changed))
@@ -310,6 +331,16 @@ class HandedOver(Observer):
         replaced = [name for name in broken if math.isfinite(handed.get(name, math.nan))]
         if replaced:
             self._records.tell(REPLACED, step, replaced, {"of": float(len(given))})
+
+    def _find_divided_too_often(self, step: int, scaled: Mapping[str, float]) -> None:
+        """Record the gradients that a scaler divided by the scale again, or without a scaled loss."""
+        never = [name for name in scaled if name in self._never_scaled and scaled[name] > 0]
+        if never:
+            self._records.tell(NEVER_SCALED, step, never, {"of": float(len(scaled))})
+        kept = self._kept.read() if self._kept is not None and self._unscalings > 1 else {}
+        again = [name for name, value in kept.items() if value > 0]
+        if again:
+            self._records.tell(UNSCALED_AGAIN, step, again, {"of": float(len(kept)), "times": float(self._unscalings)})
 
     def _find_stale(self, step: int) -> None:
         """Record the gradients that the optimizer received although no backward of this step produced them."""
