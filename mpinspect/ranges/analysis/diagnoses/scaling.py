@@ -88,8 +88,8 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     last = opening[-1].loss_scale if opening else None
     if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
         return
-    if len(_restarts(case)) > 1:
-        # The search was repeated, which has a finding of its own.
+    if len(_restarts(case)) > 1 or opening[0] in _periodic(case):
+        # What recurs has a finding of its own.
         return
     # The last of these scales overflowed too. The next one is known to hold only if a step was taken at it.
     history = case.session.scale_history()
@@ -448,7 +448,10 @@ def _periodic(case: Case) -> list[Event]:
         if taken < interval or taken % interval:
             found.append(event)
     gaps = {after.step - before.step for before, after in pairwise(found)}
-    return found if len(found) >= _FEWEST_STEPS and len(gaps) == 1 and gaps != {1} else []
+    if len(found) < _FEWEST_STEPS or len(gaps) > 1 or gaps == {1}:
+        return []
+    # The first step of the run may be the first of the period.
+    return skips[: opening == 1 and gaps == {found[0].step - skips[0].step}] + found
 
 
 def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
