@@ -1052,6 +1052,24 @@ def second_loss_not_scaled(broken):
     return inspector.report()
 
 
+def test_gradients_that_served_and_were_left_are_not_unscaled_again():
+    """A critic that steps twice per step of the generator, whose backward finds the critic's gradients."""
+    both = nn.ModuleList([mlp(), nn.Linear(4, 4)])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in both]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+    with Inspector(both, optimizers=optimizers) as inspector:
+        for x, y in batches(8):
+            for turn in (1, 1, 0):
+                with torch.autocast("cpu", torch.float16):
+                    out = both[1](both[0](x))
+                optimizers[turn].zero_grad()
+                scaler.scale(nn.functional.cross_entropy(out.float(), y)).backward()
+                scaler.unscale_(optimizers[turn])
+                scaler.step(optimizers[turn])
+                scaler.update()
+    assert "unscaled-too-often" not in {finding.id for finding in inspector.report().findings}
+
+
 def targets_of(make):
     def loop(broken):
         model = mlp()

@@ -156,11 +156,11 @@ class HandedOver(Observer):
         #: The parameters with gradients of a backward that no scaler scaled, and those of them that a scaler then divided.
         self._aside: set[str] = set()
         self._never_scaled: set[str] = set()
-        #: The parameters whose gradients a scaler has unscaled in this step, how often, and what was left of them at the next
-        #: backward.
-        self._unscaled: set[str] = set()
-        self._unscalings = 0
+        #: How often a scaler has unscaled each parameter's gradient since its optimizer last stepped, the gradients left when the
+        #: last backward began, and both at the last time that a scaler unscaled gradients again.
+        self._unscaled: dict[str, int] = {}
         self._kept: Magnitudes | None = None
+        self._again: tuple[Magnitudes, dict[str, int]] | None = None
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps, and in the steps after an event."""
@@ -180,7 +180,7 @@ class HandedOver(Observer):
         self._aside.clear()
         self._never_scaled.clear()
         self._unscaled.clear()
-        self._unscalings, self._kept = 0, None
+        self._kept = self._again = None
         self._is_scaled = False
 
     def called(self, call: Call) -> None:
@@ -193,7 +193,7 @@ class HandedOver(Observer):
             if not self._left:
                 self._places = self._gradients_places()
             self._left.append(magnitudes(self._parameters))
-        if self._unscaled and self._kept is None:
+        if self._unscaled:
             self._kept = magnitudes(watched for watched in self._parameters if watched.name in self._unscaled)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
@@ -223,9 +223,12 @@ class HandedOver(Observer):
         """Record the gradients before a scaler unscales them."""
         self._add("scaled", self._optimizers.parameters(optimizer))
         names = {watched.name for watched in self._optimizers.parameters(optimizer)}
-        self._unscalings += not self._unscaled or self._kept is not None
-        self._unscaled |= names
         self._never_scaled |= (names & self._aside) - self._scaled
+        counts = {name: self._unscaled.get(name, 0) + 1 for name in names}
+        again = {name: count for name, count in counts.items() if count > 1}
+        if again and self._kept is not None:
+            self._again = self._kept, again
+        self._unscaled |= counts
 
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients after a scaler has unscaled them."""
@@ -256,6 +259,13 @@ class HandedOver(Observer):
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped: gradients still present at the next backward are left over."""
         self._stepped = True
+        self.step_skipped(optimizer)
+
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget which of the optimizer's gradients were unscaled: they have served."""
+        if self._unscaled:
+            for watched in self._optimizers.parameters(optimizer):
+                self._unscaled.pop(watched.name, None)
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Compare the gradients' magnitudes at the step's moments, and record the differences. Waits for the device."""
@@ -337,10 +347,11 @@ class HandedOver(Observer):
         never = [name for name in scaled if name in self._never_scaled and scaled[name] > 0]
         if never:
             self._records.tell(NEVER_SCALED, step, never, {"of": float(len(scaled))})
-        kept = self._kept.read() if self._kept is not None and self._unscalings > 1 else {}
-        again = [name for name, value in kept.items() if value > 0]
+        kept, counts = self._again or (Magnitudes([], [], []), {})
+        again = [name for name, value in kept.read().items() if value > 0 and name in counts]
         if again:
-            self._records.tell(UNSCALED_AGAIN, step, again, {"of": float(len(kept)), "times": float(self._unscalings)})
+            times = float(max(counts[name] for name in again))
+            self._records.tell(UNSCALED_AGAIN, step, again, {"of": float(len(counts)), "times": times})
 
     def _find_stale(self, step: int) -> None:
         """Record the gradients that the optimizer received although no backward of this step produced them."""
