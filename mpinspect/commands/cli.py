@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from mpinspect.commands import compile as compile_ahead
 from mpinspect.commands import demo, diff, kernels, lint, report, run
 from mpinspect.commands.output import BROKEN_PIPE, INTERRUPTED, UNUSABLE, UnusableError
 from mpinspect.reporting.streams import printable, say
@@ -133,6 +134,12 @@ COMMANDS = (
         "Show from torch.profiler's traces which kernels ran on Tensor Cores, and which could have.",
         kernels.add_options,
         kernels.run,
+    ),
+    Command(
+        "compile",
+        "Compile the kernels that count on a CPU now (a minute or two, once a machine), before any training needs them.",
+        compile_ahead.add_options,
+        compile_ahead.run,
     ),
     Command(
         "run",

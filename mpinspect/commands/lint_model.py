@@ -213,6 +213,6 @@ def _tensor(spec: InputSpec, device: str) -> torch.Tensor:
     if device == "meta" and (dtype.is_floating_point or math.prod(spec.shape) > _MAX_VALUES):
         return torch.empty(spec.shape, dtype=dtype, device=device)
     if dtype.is_floating_point:
-        return torch.randn(spec.shape, device=device).to(dtype)
+        return torch.randn(spec.shape, dtype=torch.float32, device=device).to(dtype)
     is_mask = dtype is torch.bool or spec.name.endswith("_mask")
     return torch.full(spec.shape, int(is_mask), dtype=dtype, device="cpu" if device == "meta" else device)

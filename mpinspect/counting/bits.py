@@ -110,7 +110,7 @@ def row_of(counts: torch.Tensor, low: int, high: int, encoding: Encoding) -> tor
         low, high: results of ``extremes_on_host``.
     """
     ends = (float64_bits(low, encoding) if low < encoding.infinity else NO_MINIMUM, float64_bits(high, encoding))
-    return torch.cat((counts[:1], counts[-2:], torch.tensor(ends, device="cpu"), counts[1:-2]))
+    return torch.cat((counts[:1], counts[-2:], torch.tensor(ends, dtype=torch.int64, device="cpu"), counts[1:-2]))
 
 
 def float64_bits(magnitude: int, encoding: Encoding) -> int:

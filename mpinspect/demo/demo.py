@@ -6,6 +6,7 @@ are too small for FP16. Its text is the source of the Python standard library.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -51,13 +52,13 @@ class Corpus:
 
     def batch(self, generator: torch.Generator, size: int = BATCH_TOKENS) -> tuple[torch.Tensor, torch.Tensor]:
         """Return random contexts, shape (size, CONTEXT), and the word that follows each, shape (size,)."""
-        ends = torch.randint(CONTEXT, len(self.tokens), (size,), generator=generator)
-        return self.tokens[ends[:, None] + torch.arange(-CONTEXT, 0)], self.tokens[ends]
+        ends = torch.randint(CONTEXT, len(self.tokens), (size,), generator=generator, device="cpu")
+        return self.tokens[ends[:, None] + torch.arange(-CONTEXT, 0, device="cpu")], self.tokens[ends]
 
     def in_order(self, size: int = BATCH_TOKENS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield every context and the word that follows it, once each, in batches of ``size``; the last may be smaller."""
-        for ends in torch.split(torch.arange(CONTEXT, len(self.tokens)), size):
-            yield self.tokens[ends[:, None] + torch.arange(-CONTEXT, 0)], self.tokens[ends]
+        for ends in torch.split(torch.arange(CONTEXT, len(self.tokens), device="cpu"), size):
+            yield self.tokens[ends[:, None] + torch.arange(-CONTEXT, 0, device="cpu")], self.tokens[ends]
 
     def split(self, held_out: float = 0.1) -> tuple[Corpus, Corpus]:
         """Return the first part, for training, and the last part, a fraction ``held_out``, for validation."""
@@ -95,7 +96,7 @@ def stdlib_tokens(count: int = TOKENS, vocabulary: int = VOCABULARY, *, director
     ranked = sorted(Counter(found).items(), key=lambda item: (-item[1], item[0]))
     words = ("<unknown>", *(word for word, _ in ranked[: vocabulary - 1]))
     numbers = {word: number for number, word in enumerate(words)}
-    return Corpus(torch.tensor([numbers.get(word, 0) for word in found]), words)
+    return Corpus(torch.tensor([numbers.get(word, 0) for word in found], dtype=torch.int64, device="cpu"), words)
 
 
 # -- the model ----------------------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ def headline(report: RangeReport) -> str:
     """Return the demo's findings in a few sentences, with figures from the report."""
     parts = [_range_offset(report)]
     if report.loss_scale.recommended is not None:
-        exponent = torch.tensor(report.loss_scale.recommended).log2().item()
+        exponent = math.log2(report.loss_scale.recommended)
         parts.append(f"Suggested loss scale: {report.loss_scale.recommended:g} (2^{exponent:g}).")
     logits = _layer(report, "output", ACTIVATION_GRADIENT)
     if logits is not None and logits.flushed_fraction is not None:

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 LOSSES = ("loss", "scaled_loss")
 #: The first word of a note on a tensor that needs no gradient.
 FROZEN = "frozen"
+#: The name of the measurement that a rank trained inside torch's ``Join``, where ranks with fewer batches take fewer steps.
+UNEVEN_INPUTS = "uneven-inputs"
+#: The names of the measurements that calls were not observed: of modules in a forward, of a closure in an optimizer's step.
+CALLS_LEFT_OUT, CLOSURES_LEFT_OUT = "calls-left-out", "closures-left-out"
 #: The note on activation gradients that no weight asks for.
 NEEDS_NO_GRADIENT = f"{FROZEN}: nothing in it or before it needs a gradient"
 #: The phase of an event found only when the run ended, not in any step.

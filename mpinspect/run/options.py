@@ -75,7 +75,7 @@ class Rank:
     Args:
         number: 0 .. of - 1.
         of: the number of processes; 1 if there is no job.
-        job: identifies the job, the same in all its processes; "" if there is no job.
+        job: identifies the job and the attempt of an elastic launcher, the same in all its processes; "" if there is no job.
         here: how many of the processes the launcher started on this machine; None if it does not say.
     """
 
@@ -98,7 +98,7 @@ class Rank:
             return cls()
         if not (0 <= number < of and 2 <= of <= MOST_RANKS):
             return cls()
-        names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
+        names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
         here = os.environ.get("LOCAL_WORLD_SIZE", "")
         job = " ".join(os.environ.get(name, "") for name in names)
         return cls(number, of, job, int(here) if here.isdecimal() else None)

@@ -18,14 +18,19 @@ _TRIALS = ("_forward_metadata_inference", "_backward_metadata_inference", "_shap
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a DTensor, the result of a collective under way, or any other tensor unchanged.
+    """Return this process's part of a DTensor, the result of a collective under way, or a nested tensor's values.
+
+    Returns any other tensor unchanged, and a nested tensor whose memory also holds values that are not its own.
 
     Starts no communication. Waits for a collective that the training has started, as the tensor's next use would: with
     gloo the host waits, with NCCL the current stream.
     """
     if type(tensor) is torch.Tensor:
         # The usual case; this check is cheaper than looking up a missing attribute.
-        return tensor
+        return tensor.detach().values() if tensor.is_nested and tensor.is_contiguous() else tensor
+    if tensor.is_nested and tensor.layout is torch.jagged:
+        jagged: Any = tensor
+        return tensor if jagged._lengths is not None else local_part(jagged._values)
     local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
     if local is not None:
         return local_part(local)
@@ -138,6 +143,11 @@ def copy_held(wrapper: Any) -> Held:
     replicas, rank = distributed.get_world_size(group), distributed.get_rank(group)
     # Both are -1 in a process that is not in the group.
     return Held("replica", replicas, rank == 0) if rank >= 0 else Held()
+
+
+def allows_uneven_inputs(wrapper: Any) -> bool:
+    """Return whether a DistributedDataParallel module trains inside torch's ``Join``: ranks may then take fewer steps."""
+    return getattr(getattr(wrapper, "_join_config", None), "enable", False) is True
 
 
 def summed_in(parameter: torch.Tensor, wrapper: Any = None) -> torch.dtype | None:

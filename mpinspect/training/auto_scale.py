@@ -171,7 +171,7 @@ class AutoScale:
             return found
         one = found or _Found(1.0, 1.0, 1.0)
         largest = [float(found is None), math.log2(one.lowest), -math.log2(one.highest), -math.log2(one.recommended)]
-        flags = torch.tensor(largest, device=self._scaler._device)
+        flags = torch.tensor(largest, dtype=torch.float32, device=self._scaler._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._scaler.process_group)
         missing, lowest, highest, recommended = flags.tolist()
         return None if missing else _found(lowest, -highest, -recommended)

@@ -55,7 +55,7 @@ class CheckedSteps(torch.amp.GradScaler):
     def found_inf(self) -> torch.Tensor:
         """The last step()'s overflow flag: 0-d FP32 on its device, zero if all gradients were finite; does not wait."""
         if not self._last_found:
-            return torch.tensor(float(bool(self._last_skipped)))
+            return torch.tensor(float(bool(self._last_skipped)), dtype=torch.float32, device="cpu")
         first, *others = self._last_found
         return first + sum(other.to(first.device, non_blocking=True) for other in others) if others else first
 

@@ -415,7 +415,7 @@ class MixedPrecision:
         differs = self._masters.differs_from_model()
         several = world_size() > 1
         if several:
-            flag = torch.tensor(float(differs), device=next(self._core.parameters()).device)
+            flag = torch.tensor(float(differs), dtype=torch.float32, device=next(self._core.parameters()).device)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             differs = bool(flag)
         if not differs:

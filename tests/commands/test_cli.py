@@ -267,6 +267,22 @@ def test_python_m_mpinspect(run_dir):
     assert done.stdout.startswith(b"WordModel against float16")
 
 
+def test_compile_leaves_nothing_to_compile(capsys):
+    """The suite has compiled the loops, or compiles them here."""
+    pytest.importorskip("numba")
+    assert cli.main(["compile"]) == 0
+    assert "are compiled" in capsys.readouterr().out
+
+
+def test_compile_without_numba_says_what_to_install(monkeypatch, capsys):
+    from mpinspect.counting import fastest
+
+    monkeypatch.setattr(fastest, "warm_up", lambda compile_here: [])
+    monkeypatch.setattr(fastest, "cpu_counter", lambda: None)
+    assert cli.main(["compile"]) == 2
+    assert "pip install 'mpinspect[cpu]'" in capsys.readouterr().err
+
+
 def test_help_names_every_command_and_the_statuses(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])

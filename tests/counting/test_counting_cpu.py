@@ -449,6 +449,18 @@ def test_the_process_holds_nothing_of_the_one_that_trains(cold: ColdCache) -> No
         os.waitpid(process["pid"], os.WNOHANG)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_process_that_gets_hardly_any_time_goes_on_with_a_higher_priority(tmp_path: Path) -> None:
+    code = (
+        "import os, time\nfrom mpinspect.counting.cpu import compiler\n"
+        "compiler._PATIENCE_S, compiler._LEAST_SHARE = 0.05, 100.0\ncompiler.give_way()\n"
+        "with open('nice', 'a') as file:\n    file.write(f'{os.nice(0)} ')\n"
+        "if os.nice(0) == 19:\n    time.sleep(60)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=50)
+    assert (tmp_path / "nice").read_text() == f"19 {max(5, os.nice(0))} "
+
+
 def test_a_process_that_was_killed_is_said_and_does_the_next_start_no_harm(cold: ColdCache) -> None:
     first = available.Available()
     assert first.loops() is None

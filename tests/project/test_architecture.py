@@ -32,7 +32,7 @@ LAWS = {
     "run": {*GROUND, "ranges", "shapes", "kernels"},
     "integrations": {*GROUND, "ranges", "run"},
     "demo": {*GROUND, "ranges", "training"},
-    "commands": {*GROUND, "ranges", "shapes", "kernels", "run", "demo"},
+    "commands": {*GROUND, "counting", "ranges", "shapes", "kernels", "run", "demo"},
 }
 #: Inside rooms: who never imports what. An object's own ``str()`` and ``to_dataframe()`` ask its report when they are called.
 OWN_FORMS = {"mpinspect.ranges.analysis.report"}
@@ -189,6 +189,41 @@ def test_public_names_are_where_type_checkers_are_told_they_are():
     assert set(mpinspect.__all__) == {*told, "__version__"}
     for name in told:
         assert getattr(mpinspect, name) is not None
+
+
+#: Constructors of torch that follow ``torch.set_default_device``; of the second kind the default dtype is without effect.
+CONSTRUCTORS = {
+    *(
+        "empty",
+        "empty_permuted",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "normal",
+        "ones",
+        "rand",
+        "randn",
+    ),
+    *("range", "scalar_tensor", "sparse_coo_tensor", "sparse_csr_tensor", "tensor", "zeros"),
+}
+WHOLE_NUMBERS = {"arange", "as_tensor", "asarray", "randint", "randperm", "tril_indices", "triu_indices"}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_tensor_is_made_on_the_users_default_device_or_of_the_default_dtype(name):
+    without = [
+        f"line {node.lineno}: torch.{node.func.attr} without {missing}"
+        for node in ast.walk(ast.parse(MODULES[name].read_text("utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr in CONSTRUCTORS | WHOLE_NUMBERS) == ("torch", True)
+        for missing in ("device", *(["dtype"] if node.func.attr not in WHOLE_NUMBERS else []))
+        if missing not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not without
 
 
 def test_the_checks_above_see_what_they_should(tmp_path):

@@ -514,7 +514,7 @@ def test_coverage_names_what_never_fired_with_a_reason():
         ("e", "update", "no optimizer step was sampled"),
     )
     assert str(report.coverage) == "1 of 5 watched tensors were seen"
-    assert ids(report) == {"never-fired": "info"}
+    assert not report.findings
     assert str(analyse(session_of({activation("a"): FINE})).coverage) == "all 1 watched tensors were seen"
 
 
@@ -531,11 +531,19 @@ def test_what_is_frozen_as_a_whole_needs_no_gradient():
     frozen = "frozen: nothing in it or before it needs a gradient"
     assert (reasons["body.0"], reasons["body.1"]) == (frozen, frozen)
     assert (reasons["head"], reasons["other"]) == (NO_GRADIENT_SEEN, NO_GRADIENT_SEEN)
-    (found,) = report.findings
-    assert (
-        "2 of the 3 watched tensors that are not frozen were never counted: the activation gradients of 'head', the activation"
-        in found.message
-    )
+    assert not report.findings
+
+
+@pytest.mark.parametrize("optimizers", [(), (OptimizerRecord("SGD"),)])
+def test_parameters_without_a_gradient_are_a_finding_if_no_optimizer_tells_which_are_trained(optimizers):
+    infos = [
+        TensorInfo(name, "weight_gradient", name[0], "Linear", (2, 2), "float32") for name in ("a.weight", "b.weight")
+    ]
+    infos += [TensorInfo(name, "activation_gradient", name, "Dropout") for name in ("drop", "blocks")]
+    seen = session_of({weight("a.weight"): FINE}, infos=infos)
+    report = analyse(replace(seen, precision=Precision(optimizers=optimizers)))
+    found = [finding.evidence["names"] for finding in report.findings if finding.id == "never-fired"]
+    assert found == ([] if optimizers else [["b.weight"]])
 
 
 @pytest.mark.parametrize(

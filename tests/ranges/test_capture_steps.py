@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from mpinspect.ranges.capture.steps import Schedule, StepClock
+import math
+
+import pytest
+import torch
+
+from mpinspect import Inspector
+from mpinspect.ranges.capture.steps import CallChoice, Schedule, StepClock
+from mpinspect.ranges.session import TensorKey
 
 
 class Optimizer:
@@ -134,3 +141,104 @@ def test_the_first_steps_may_be_sampled_densely() -> None:
     schedule = Schedule(every=10, dense=3)
     assert [step for step in range(32) if schedule.samples(step)] == [0, 1, 2, 10, 20, 30]
     assert [step for step in range(5) if Schedule(every=2).samples(step)] == [0, 2, 4]
+
+
+# -- many calls in a step -------------------------------------------------------------------------------------------------
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls, self.cell, self.head = calls, torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x, broken=-1):
+        for call in range(self.calls):
+            x = self.cell(x * math.inf if call == broken else x).tanh()
+        return self.head(x)
+
+
+def train_recurrent(calls, steps=4, broken=-1, inspect=True):
+    torch.manual_seed(0)
+    model = Recurrent(calls)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inspector = Inspector(model, optimizers=optimizer)
+    if inspect:
+        inspector.attach()
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4), broken if step == steps - 1 else -1).sum().backward()
+        optimizer.step()
+    inspector.detach()
+    return model, inspector
+
+
+@pytest.mark.parametrize("calls", [32, 33, 64, 200, 1000])
+def test_of_many_calls_in_a_forward_an_evenly_spread_part_is_counted(calls):
+    bare, _ = train_recurrent(calls, inspect=False)
+    model, inspector = train_recurrent(calls)
+    assert all(torch.equal(one, other) for one, other in zip(bare.parameters(), model.parameters(), strict=True))
+    session = inspector.session()
+    cell = session.totals()[TensorKey("cell", "activation_gradient")]
+    assert session.totals()[TensorKey("head", "activation_gradient")].samples == 4
+    assert session.totals()[TensorKey("cell.weight", "weight_gradient")].samples == 4
+    told = [each for each in session.measurements if each.what == "calls-left-out"]
+    if calls == 32:
+        assert cell.samples == 4 * 32
+        assert not told
+        return
+    assert 4 * 31 <= cell.samples <= 4 * 64 + 64
+    assert not session.notes
+    assert (told[0].name, told[0].figures["calls"]) == ("cell", calls)
+    coverage = str(inspector.report())
+    assert f"'cell' is called up to {calls:,} times in a forward" in coverage
+
+
+def test_the_calls_that_are_counted_shift_with_each_forward():
+    choice = CallChoice()
+    taken = []
+    for _ in range(5):
+        choice.begin_forward()
+        taken.append([call for call in range(128) if choice.takes("cell")])
+    assert [len(calls) for calls in taken[1:]] == [32] * 4
+    assert sorted(call for calls in taken[1:] for call in calls) == list(range(128))
+    assert choice.often == {"cell": (128, len(taken[0]))}
+
+
+def test_an_infinity_in_a_call_that_was_left_out_is_seen_with_a_doubt():
+    _, inspector = train_recurrent(200, broken=101)
+    (event,) = inspector.session().events
+    assert (event.step, event.phase) == (3, "forward")
+    assert event.module in ("", "cell")
+    if event.module == "":
+        assert "not every call of this step was observed" in event.explanation
+
+
+def test_of_a_closure_called_many_times_the_first_calls_are_observed():
+    def trained(inspect):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=12, tolerance_grad=0, tolerance_change=0)
+        inspector = Inspector(model, optimizers=optimizer)
+        if inspect:
+            inspector.attach()
+        for _ in range(3):
+            x = torch.randn(8, 4)
+
+            def closure(x=x):
+                optimizer.zero_grad()
+                loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        inspector.detach()
+        return model, inspector
+
+    (bare, _), (model, inspector) = trained(False), trained(True)
+    assert all(torch.equal(one, other) for one, other in zip(bare.parameters(), model.parameters(), strict=True))
+    session = inspector.session()
+    assert (session.progress.steps, session.progress.backwards) == (3, 12)
+    assert {window.samples for window in session.totals().values()} == {12}
+    assert [each.what for each in session.measurements if "left-out" in each.what] == ["closures-left-out"]
+    assert not session.notes
+    assert "first 4 calls of a closure" in str(inspector.report())

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import mpinspect
 from mpinspect import Inspector, count_exponents
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
+from mpinspect.ranges.kinds import KINDS
 from mpinspect.ranges.session import TensorKey, TensorWindow
 
 ALL_KINDS = ("weight_gradient", "activation_gradient", "activation", "weight", "update")
@@ -152,8 +153,83 @@ def test_what_needs_no_gradient_is_not_missed() -> None:
     reasons = {name: why for name, _, why in report.coverage.never_fired}
     # A call that needed a gradient takes it back.
     assert reasons == {"scale": needless, **dict.fromkeys(("late", "cut", "quiet"), NO_GRADIENT_SEEN)}
-    (found,) = (finding for finding in report.findings if finding.id == "never-fired")
-    assert [name for name, *_ in found.evidence["never_fired"]] == ["cut", "quiet", "late"]
+    assert not report.findings
+
+
+# -- nested tensors, the user's defaults --------------------------------------------------------------------------------
+
+
+def _nested_training(layout: torch.layout, broken_step: int | None = None) -> tuple[nn.Module, Inspector]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = Inspector(model, optimizers=optimizer, capture=("activation", "activation_gradient", "weight_gradient"))
+    with inspector:
+        for step in range(3):
+            rows = [torch.randn(length, 8) for length in (3, 5, 2)]
+            if step == broken_step:
+                rows[1][0, 0] = math.inf
+            optimizer.zero_grad()
+            parts = model(torch.nested.nested_tensor(rows, layout=layout)).unbind()
+            sum(part.square().mean() for part in parts).backward()
+            optimizer.step()
+    return model, inspector
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
+def test_the_values_of_nested_tensors_are_counted_and_watched(layout: torch.layout) -> None:
+    _, inspector = _nested_training(layout)
+    session = inspector.session()
+    assert not session.notes
+    counted = {key: window.histogram.total for key, window in session.totals().items()}
+    rows = 3 * (3 + 5 + 2)
+    for path, width in (("0", 16), ("1", 16), ("2", 4)):
+        for kind in ("activation", "activation_gradient"):
+            assert counted[TensorKey(path, kind)] == rows * width
+    _, inspector = _nested_training(layout, broken_step=1)
+    event = inspector.session().events[0]
+    assert (event.step, event.phase, event.given, event.elsewhere) == (1, "forward", True, False)
+
+
+def test_the_users_default_device_and_dtype_change_no_count() -> None:
+    """Every tensor that the inspector makes names its device and dtype: a default of meta and float64 reaches none of them."""
+
+    def trained(default: bool) -> tuple[Any, Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4)).bfloat16()
+        batches = [(torch.randn(16, 8, dtype=torch.bfloat16), torch.randint(4, (16,))) for _ in range(6)]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        # What the training itself makes in its first step is the user's.
+        scaler.scale(model(batches[0][0]).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if default:
+            torch.set_default_device("meta")
+            torch.set_default_dtype(torch.float64)
+        try:
+            with Inspector(model, optimizers=optimizer, scalers=scaler, capture=KINDS) as inspector:
+                for x, y in batches:
+                    optimizer.zero_grad()
+                    loss = nn.functional.cross_entropy(model(x).float(), y)
+                    scaler.scale(loss).backward()
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    scaler.step(optimizer)
+                    scaler.update()
+            session = inspector.session()
+            return model.state_dict(), session, inspector.report()
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+
+    (state, session, report), (other_state, other, other_report) = trained(False), trained(True)
+    assert not other.notes
+    assert all(torch.equal(state[name], other_state[name]) for name in state)
+    assert session.totals() == other.totals()
+    assert session.measurements == other.measurements
+    assert [str(finding) for finding in report.findings] == [str(finding) for finding in other_report.findings]
 
 
 # -- torch.func, torch.compile ----------------------------------------------------------------------------------------

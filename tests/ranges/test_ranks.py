@@ -282,6 +282,16 @@ def test_uneven_steps_and_missing_ranks_are_named():
     assert later.fix.startswith("Each rank counts its steps from where it was attached")
 
 
+def test_uneven_steps_inside_torchs_join_are_healthy():
+    joined = s.Measurement(s.UNEVEN_INPUTS, "", 412)
+    ranks = [ending_at(0, 600), ending_at(1, 412)]
+    report = analyse(merge_ranks([dataclasses.replace(rank, measurements=(joined,)) for rank in ranks]))
+    assert ids(report) == []
+    running = [ending_at(0, 600), ending_at(1, 412, ended=False)]
+    report = analyse(merge_ranks([dataclasses.replace(rank, measurements=(joined,)) for rank in running]))
+    assert ids(report) == ["rank-steps-differ"]
+
+
 def left(rank, words, order=0.0):
     return s.Measurement(ENDED_EARLY, rank=rank, figures={"order": order}, text=words)
 

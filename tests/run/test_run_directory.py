@@ -21,7 +21,10 @@ from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.session import Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.reporting.forms import render
+from mpinspect.run.directory import claim
+from mpinspect.run.options import LaunchOptions, Rank
 from mpinspect.run.reading import is_run_directory, read_run
+from mpinspect.run.record import first_record
 from mpinspect.run.report import ModelPart, RunReport
 from mpinspect.runtime import gpus
 from mpinspect.shapes.analysis import analyse_shapes
@@ -100,6 +103,19 @@ def test_ranks_of_two_runs_or_two_models_are_not_added_up(tmp_path):
         report.saw[0]
         == "rank1/Net is shown by itself: it is of another run: two runs are in one folder, so move one away"
     )
+
+
+def test_a_restarted_job_shares_no_folder_with_the_attempt_before(tmp_path, monkeypatch):
+    """Rank 1 of the first attempt died before it had a folder; in the second attempt its name is free."""
+    options = LaunchOptions("train.py", log_dir=str(tmp_path / "run"))
+    folders = []
+    for attempt, ranks in ((0, (0,)), (1, (1, 0))):
+        for rank in ranks:
+            for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("TORCHELASTIC_RESTART_COUNT", attempt)):
+                monkeypatch.setenv(name, str(value))
+            here = Rank.of_environment()
+            folders.append(claim(options, here, first_record(options, here))[0].name)
+    assert folders == ["run", "run-2", "run-2"]
 
 
 def test_a_rank_of_another_run_is_named_whatever_its_model_is_called(tmp_path):

@@ -13,13 +13,13 @@ from mpinspect.ranges.analysis.diagnoses.case import Case
 from mpinspect.ranges.analysis.event_findings import event_findings
 from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
 from mpinspect.ranges.analysis.precision import holds_without_scale
-from mpinspect.ranges.analysis.ranges import STEPS_MASTERS
+from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.rank_findings import ended_early, rank_findings
 from mpinspect.ranges.analysis.ranks import ranks_named
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
-from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
-from mpinspect.ranges.session import FROZEN, Session, TensorInfo, TensorKey, TensorWindow, module_named
+from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, WEIGHT_GRADIENT, phrase
+from mpinspect.ranges.session import Session, TensorInfo, TensorKey, TensorWindow, module_named
 from mpinspect.reporting.finding import Finding, gravest_first
 from mpinspect.reporting.words import format_name, number_of
 
@@ -47,7 +47,7 @@ def findings(
         *(_as_consequence(finding, diagnosed) for finding in gradient_findings(session, layers, advised)),
         *_forward_overflow(session, layers, format),
         *([] if advised.diverged else _reductions(session, totals, format)),
-        *_never_fired(coverage),
+        *_never_fired(session, totals, coverage),
         *rank_findings(session, advised),
     ]
     return tuple(gravest_first(found))
@@ -141,31 +141,26 @@ def _reductions(session: Session, totals: dict[TensorKey, TensorWindow], format:
     ]
 
 
-#: Most tensors that a sentence names.
-_NAMED = 5
+def _never_fired(session: Session, totals: Mapping[TensorKey, TensorWindow], coverage: Coverage) -> list[Finding]:
+    """Return a finding on trainable parameters without any gradient, in a run that trained others and whose optimizer is unknown.
 
-
-def _never_fired(coverage: Coverage) -> list[Finding]:
-    # Frozen tensors were left out on purpose, and masters are stepped in their weights' place; the coverage still lists both.
-    unexpected = [entry for entry in coverage.never_fired if not entry[2].startswith((FROZEN, STEPS_MASTERS))]
-    if not unexpected:
+    The diagnosis "gradients-missing" reports those that a known optimizer holds. Modules that were not called and activations
+    without gradients are no fault: coverage lists them.
+    """
+    is_trained = any(key.kind == WEIGHT_GRADIENT and window.samples for key, window in totals.items())
+    never = coverage.never_fired
+    names = [name for name, kind, why in never if (kind, why) == (WEIGHT_GRADIENT, NO_GRADIENT_SEEN)]
+    if not names or not is_trained or session.precision.optimizers:
         return []
-    names = [phrase(name, kind) for name, kind, _ in unexpected]
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    not_frozen = coverage.watched - sum(reason.startswith(FROZEN) for _, _, reason in coverage.never_fired)
-    that = " that are not frozen" if not_frozen < coverage.watched else ""
-    were = "was" if len(names) == 1 else "were"
+    those = repr(names[0]) if len(names) == 1 else f"{len(names)} parameters, such as {names[0]!r},"
     return [
         Finding(
             "never-fired",
             "info",
-            unexpected[0][0],
-            f"{len(names)} of the {not_frozen} watched tensors{that} {were} never counted: {', '.join(names[:_NAMED])}{more} "
-            "(Coverage says what is known of the cause).",
-            {
-                "never_fired": [list(entry) for entry in unexpected[:MOST_LAYERS_LISTED]],
-                "count": len(names),
-            },
+            names[0],
+            f"{those} {'needs' if len(names) == 1 else 'need'} a gradient and never got one in a sampled step, while other "
+            "parameters did. No optimizer was seen, so whether they are meant to be trained is not known.",
+            {"names": names[:MOST_LAYERS_LISTED], "count": len(names)},
         )
     ]
 

@@ -16,7 +16,7 @@ from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY, ENDINGS, MISSING, UNFINISHED, ranks_named
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
-from mpinspect.ranges.session import Measurement, Progress, RankRecord, RunInfo, Session
+from mpinspect.ranges.session import UNEVEN_INPUTS, Measurement, Progress, RankRecord, RunInfo, Session
 from mpinspect.reporting.finding import INFERRED, Finding
 from mpinspect.reporting.words import format_name, number_of, steps_named, upper_first, with_power
 
@@ -310,7 +310,8 @@ def _steps(session: Session) -> Iterator[Finding]:
     unfinished = {rank: known.get(rank) or _UNFINISHED for rank in running}
     # All running, or all ended.
     are_alike = len(unfinished) in (0, len(session.ranks)) and len(set(unfinished.values())) < 2
-    if not odd and (told or are_alike):
+    is_meant = any(each.what == UNEVEN_INPUTS for each in session.measurements)
+    if (not odd and (told or are_alike)) or (is_meant and not running and not told):
         return
     named = "; ".join(f"what {_ranks_of(group)} wrote ends at step {steps:,}" for steps, group in list(odd.items())[:4])
     ends = (

@@ -13,8 +13,8 @@ from numbers import Real
 
 #: The most steps from one sampled (or watched) step to the next, whatever the debt: a report without data is useless.
 LONGEST_PAUSE = 1000
-#: The first steps are sampled at any cost, so that every run gets a report. The cost of the first one is not charged: it includes
-#: setup and compilation, and its beginning is not observed.
+#: The first steps are sampled at any cost, so that every run gets a report. The first one includes setup and
+#: compilation, and its beginning is not observed: it is charged what the second one costs.
 FIRST_STEPS = 2
 
 #: The part of the share that is earned. The rest is reserved for costs that the meter can't measure (calling a hook, caches left
@@ -63,6 +63,8 @@ class Budget:
         #: Seconds that may be spent; a negative number is a debt.
         self._for_samples = self._for_watch = 0.0
         self._ended = 0
+        #: Whether the first step is still to be charged.
+        self._owes_first = False
         self._last_sample = self._last_watch = -LONGEST_PAUSE
         self._bare: deque[float] = deque(maxlen=_USUAL_OF)
         self._usual_bare = 0.0
@@ -90,9 +92,14 @@ class Budget:
             the step's bare training time in seconds, capped at twice the usual; 0 if its beginning was not observed.
         """
         bare = 0.0
-        if step_s is not None:
+        if step_s is None:
+            self._owes_first = self._samples or self._watches
+        else:
             bare = self._usual_part(max(step_s - own_s, 0.0))
             self._charge(own_s)
+            if self._owes_first:
+                self._charge(own_s)
+                self._owes_first = False
             self._earn(self._earning * bare)
         if self._samples:
             self._last_sample = self._ended

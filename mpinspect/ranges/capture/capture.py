@@ -21,14 +21,15 @@ from mpinspect.ranges.capture.layers import Layer, ModelParameters, WatchedParam
 from mpinspect.ranges.capture.listener import Listener
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import Pace, Schedule, StepClock
+from mpinspect.ranges.capture.steps import MOST_CLOSURES, Pace, Schedule, StepClock
 from mpinspect.ranges.capture.tally import Tally
 from mpinspect.ranges.capture.updates import Updates
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
-from mpinspect.ranges.session import Event, Measurement
+from mpinspect.ranges.session import CALLS_LEFT_OUT, CLOSURES_LEFT_OUT, UNEVEN_INPUTS, Event, Measurement
 from mpinspect.runtime.cuda_stopwatch import CudaStopwatch
+from mpinspect.runtime.distributed import allows_uneven_inputs
 from mpinspect.runtime.guard import guarded, unseen
 from mpinspect.runtime.meter import Meter
 
@@ -98,7 +99,13 @@ class Capture(Dispatcher):
         if watch:
             modules = {layer.path: layer.module for layer in self._layers}
             self._watch = Watch(
-                modules, self.optimizers, self._broken_weights, step_clock, recording, may_pause=budget is not None
+                modules,
+                self.optimizers,
+                self._broken_weights,
+                step_clock,
+                recording,
+                may_pause=budget is not None,
+                choice=self._choice,
             )
             self._observers += (self._watch,)
         self._observers += diagnosing_observers(self._layers, self._parameters, self.optimizers, step_clock, recording)
@@ -182,6 +189,8 @@ class Capture(Dispatcher):
         self.collect(wait=True)
         self._note_what_was_missed()
         self._record_whether_updated()
+        self._record_whether_uneven()
+        self._record_what_was_left_out()
         self._hooks.forget()
         self.waiting.end()
 
@@ -291,6 +300,26 @@ class Capture(Dispatcher):
                 f"{len(new)} parameters were added to the model after the inspector was made, and were not watched: "
                 f"{', '.join(new[:5])}{', ...' if new[5:] else ''}. Make it after whatever adds or replaces parameters"
             )
+
+    @guarded
+    def _record_whether_uneven(self) -> None:
+        """Record that ranks may take fewer steps than others, since they train inside torch's ``Join``."""
+        if any(map(allows_uneven_inputs, {id(each.parallel): each.parallel for each in self._parameters}.values())):
+            self._recording.measured(Measurement(UNEVEN_INPUTS, "", self.clock.step))
+
+    @guarded
+    def _record_what_was_left_out(self) -> None:
+        """Record whether modules or closures were called so often that not every call was observed."""
+        self._choice.begin_forward()
+        often = self._choice.often
+        if often:
+            path = max(often, key=lambda path: often[path])
+            calls, observed = often[path]
+            figures = {"calls": float(calls), "observed": float(observed), "modules": float(len(often))}
+            self._recording.measured(Measurement(CALLS_LEFT_OUT, path, self.clock.step, figures))
+        if self.clock.any_closure_left_out:
+            figures = {"observed": float(MOST_CLOSURES)}
+            self._recording.measured(Measurement(CLOSURES_LEFT_OUT, "", self.clock.step, figures))
 
     @guarded
     def _record_whether_updated(self) -> None:

@@ -36,7 +36,7 @@ from mpinspect.ranges.capture.observations import (
 )
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import Pace, StepClock
+from mpinspect.ranges.capture.steps import CallChoice, Pace, StepClock
 from mpinspect.ranges.capture.tensor_hooks import backward_ended
 from mpinspect.ranges.capture.waiting import WaitingGradients
 from mpinspect.ranges.capture.watch import Watch
@@ -77,6 +77,7 @@ class Dispatcher(Guarded):
         self.scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
         self._precision = StepPrecision(self.scale)
         self._weight_changes = WeightChanges(parameters)
+        self._choice = CallChoice()
         #: A counting observer comes before an observer that can use its counts instead of reading the tensor.
         self._observers: tuple[Observer, ...] = ()
         #: All observers (none while the capture is paused), and the observers that are active in this step.
@@ -121,6 +122,8 @@ class Dispatcher(Guarded):
         in_training = (recomputed and not self._on_trial) or (self.clock.in_forward and torch.is_grad_enabled())
         if (not in_training and not self._training_forward(layer)) or not self.at_work:
             return
+        if not recomputed and not self._choice.takes(layer.path):
+            return
         self._precision.outputs(outputs)
         call = Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch)
         if self._hooks.wrapped_inputs and self._watch in self.at_work:
@@ -153,6 +156,10 @@ class Dispatcher(Guarded):
                     observer.gradients_dropped()
             self.end_step()
             self.clock.forward(self._weight_changes.updated)
+        self._choice.begin_forward()
+        if self.clock.enough_closures:
+            # The rest of this optimizer's step costs as little as a step in which nothing is observed.
+            self.at_work, self.quiet = (), True
 
     @entrance
     def runs_eagerly(self) -> bool:
@@ -287,6 +294,7 @@ class Dispatcher(Guarded):
         # Without an optimizer, only the forwards show where a step begins, so the hooks must stay active.
         self.quiet = not self.at_work and self.clock.has_optimizers
         self.optimizers.begin_step()
+        self._choice.any_left_out = False
         self._precision.begin_step()
         self.scale.forget()
         self._hooks.begin_step(self.quiet)

@@ -24,7 +24,7 @@ class HostCopy:
         #: The CUDA event recorded after the copy; None if the copy was immediate.
         self.event: Any = None
         if stacked.device.type == "cuda":
-            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
+            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu", pin_memory=True)
             self._host.copy_(stacked, non_blocking=True)
             self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.event.record(torch.cuda.current_stream(stacked.device))

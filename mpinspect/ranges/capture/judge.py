@@ -58,6 +58,8 @@ class StepLog:
     of_all_ranks: set[int | str] = field(default_factory=set)
     #: Whether the model is a stage of a pipeline to which the one before gave its input.
     is_later_stage: bool = False
+    #: Whether calls of modules that are called often in one forward were not observed.
+    is_partial: bool = False
     #: Whether an output whose value is already known is not finite.
     broken: bool = False
     #: Modules that can't have made the first infinity or NaN; None unless determined before the optimizer's step.
@@ -207,6 +209,9 @@ class Judge:
         elif found.given and log.is_later_stage:
             reason = "it came from the stage before, of a pipeline: look at that one's rank"
             found = replace(found, explanation=reason, elsewhere=True)
+        if log.is_partial and (found.after or found.module != found.first.module):
+            doubt = "not every call of this step was observed, so it may have arisen in a module that is called often"
+            found = replace(found, explanation=f"{found.explanation}; {doubt}")
         is_dropped = not log.skipped and _dropped(log, seen)
         event = culprit.event_of(
             found,

@@ -69,6 +69,7 @@ def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
         and tensor.is_floating_point()
         and tensor.element_size() > 1
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.device.type != "meta"
         and has_memory(tensor)
     )

@@ -118,6 +118,7 @@ class Listener(Guarded):
         if self._clock.optimizer_again(optimizer):
             self._dispatcher.end_step()
         self._optimizers.step_begins(optimizer)
+        self._clock.optimizer_begins()
         for observer in self._dispatcher.observing:
             observer.optimizer_steps(optimizer)
 

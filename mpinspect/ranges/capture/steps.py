@@ -20,6 +20,12 @@ from mpinspect.runtime.meter import Meter
 _MOST_MICRO_BATCHES = 256
 
 
+#: Calls of a module in one forward that are all observed; of more calls this many to twice as many are, evenly spread.
+_ALL_CALLS = 32
+#: Calls of an optimizer's closure in one step that are observed.
+MOST_CLOSURES = 4
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Defines which steps are sampled: the first ``dense`` steps, and every ``every``-th step, beginning with step 0.
@@ -69,6 +75,10 @@ class StepClock:
         self._seen_steps = 0
         self.backwards = 0
         self.skipped_steps = 0
+        #: Forwards since the running step of an optimizer began: calls of its closure. None outside of such a step.
+        self._closures: int | None = None
+        #: Whether closures of any step were called more often than they are observed.
+        self.any_closure_left_out = False
         # Weak references: a deleted optimizer must not hold up a step, and its id may be reused.
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._done: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -106,6 +116,15 @@ class StepClock:
         """Whether a backward reached the model since the last forward."""
         return self._backward_since_forward
 
+    @property
+    def enough_closures(self) -> bool:
+        """Whether the running optimizer's step has called its closure more often than the calls are observed."""
+        return self._closures is not None and self._closures > MOST_CLOSURES
+
+    def optimizer_begins(self) -> None:
+        """Record that an optimizer begins its step, which may call a closure."""
+        self._closures = 0
+
     def know(self, optimizer: object) -> None:
         """Register an optimizer that belongs to the model."""
         self._known.add(optimizer)
@@ -121,6 +140,9 @@ class StepClock:
                 return True
             self.micro_batch += 1
         self.in_forward, self._backward_since_forward = True, False
+        if self._closures is not None:
+            self._closures += 1
+            self.any_closure_left_out |= self.enough_closures
         return False
 
     def backward(self) -> None:
@@ -153,6 +175,7 @@ class StepClock:
         """Record that an optimizer stepped or was skipped; return whether this ends the training step."""
         self.know(optimizer)
         self._done.add(optimizer)
+        self._closures = None
         self.skipped_steps += skipped
         return all(known in self._done for known in self._known)
 
@@ -162,6 +185,50 @@ class StepClock:
         self.micro_batch = 0
         self._done.clear()
         self.in_forward = self._backward_since_forward = False
+
+
+class CallChoice:
+    """Chooses the calls of each module that are observed in a forward: all, or an evenly spread part if they are many.
+
+    A recurrent cell is called once a time step. The number of calls in one forward decides how many are left out of the
+    next; within the first such forward fewer are chosen the more there have been. The choice shifts by one with each forward.
+    """
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        #: Calls and chosen calls in the current forward, by module.
+        self._calls: dict[str, int] = {}
+        self._chosen: dict[str, int] = {}
+        #: Modules of which calls are left out: one in how many is chosen.
+        self._one_in: dict[str, int] = {}
+        #: The most calls in one forward of each of these modules, and how many of them were observed.
+        self.often: dict[str, tuple[int, int]] = {}
+        #: Whether any call of the current step was left out.
+        self.any_left_out = False
+
+    def begin_forward(self) -> None:
+        """Begin a forward, after the backward of the one before or in a new step."""
+        for path in self._chosen:
+            calls = self._calls[path]
+            self._one_in[path] = 1 << max((calls // _ALL_CALLS).bit_length() - 1, 0)
+            self.often[path] = max(self.often.get(path, (0, 0)), (calls, self._chosen[path]))
+        self._forwards += 1
+        self._calls.clear()
+        self._chosen.clear()
+
+    def takes(self, path: str) -> bool:
+        """Return whether to observe the call of a module that has just ended."""
+        number = self._calls.get(path, 0)
+        self._calls[path] = number + 1
+        if number < _ALL_CALLS and path not in self._one_in:
+            return True
+        one_in = 1 << (number // _ALL_CALLS).bit_length()
+        if path in self._one_in:
+            one_in = max(self._one_in[path], one_in >> 1)
+        is_taken = number % one_in == self._forwards % one_in
+        self._chosen[path] = self._chosen.get(path, 0 if path in self._one_in else _ALL_CALLS) + is_taken
+        self.any_left_out |= not is_taken
+        return is_taken
 
 
 class Pace:

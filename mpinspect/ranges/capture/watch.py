@@ -27,7 +27,7 @@ from mpinspect.ranges.capture.observations import (
 )
 from mpinspect.ranges.capture.optimizers import ModelOptimizers, skips_on_device
 from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.capture.steps import CallChoice, StepClock
 from mpinspect.ranges.capture.weights import BrokenWeights, all_finite
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, TensorKey
@@ -48,6 +48,7 @@ class Watch(Observer):
         clock: the run's step clock.
         recording: receives the events.
         may_pause: whether some steps may not be watched.
+        choice: knows whether calls of a step were not observed.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Watch(Observer):
         clock: StepClock,
         recording: Recording,
         may_pause: bool,
+        choice: CallChoice,
     ) -> None:
         #: The tensors that could not be read.
         self.unread = Unread[TensorKey]()
@@ -66,6 +68,7 @@ class Watch(Observer):
         self._clock = clock
         self._recording = recording
         self._may_pause = may_pause
+        self._choice = choice
         self._judge = Judge(modules, self.unread)
         self._log = StepLog()
         #: The last watched steps that follow an unwatched step; eight suffice, since events are at most a few steps late.
@@ -115,7 +118,8 @@ class Watch(Observer):
         found: Found | None = row
         local = local_part(tensor)
         if local is not tensor:
-            self._log.of_all_ranks.add(number)
+            if not tensor.is_nested:
+                self._log.of_all_ranks.add(number)
             tensor = local
         before = self._last_output.found_in(tensor) if row is None and self._last_output.remembers else None
         if before is not None:
@@ -302,7 +306,7 @@ class Watch(Observer):
         log, self._log = self._log, StepLog()
         log.calls.forget_tensors()
         self._last_output.forget()
-        log.step = step
+        log.step, log.is_partial = step, self._choice.any_left_out
         if log.readings or log.found_inf:
             self._steps += 1
             self._judge.send(log)

@@ -38,7 +38,7 @@ from mpinspect.ranges.report.scale_line import (
     scale_line,
     steps_and_samples,
 )
-from mpinspect.ranges.session import Event, Progress, Window
+from mpinspect.ranges.session import CALLS_LEFT_OUT, CLOSURES_LEFT_OUT, Event, Progress, Session, Window, module_named
 from mpinspect.reporting.document import (
     Block,
     Cell,
@@ -59,7 +59,7 @@ from mpinspect.reporting.document import (
     most,
     section,
 )
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, number_of, percent, share, some
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, number_of, percent, share, some, upper_first
 
 #: About as many rows as one reads; GitHub cuts a comment at 65,536 characters.
 LAYERS = Limit(8, 100, "more (--all, JSON)", "more; to_dataframe() and JSON have all")
@@ -130,6 +130,7 @@ def document(
                 "Coverage",
                 Line(_totals(report)),
                 Line(overhead_line(session)),
+                *lines(_left_out(session)),
                 _never_fired(report),
                 # A run's own report gives the steps in its summary.
                 is_detail=is_healthy
@@ -547,6 +548,24 @@ def _format_name(name: str, scaling: str, unscaled: str = "") -> str:
 def _why_not(verdict: FormatVerdict) -> str:
     why = "values overflow in" if verdict.overflows else f"~{percent(verdict.worst_lost_l1_share)} of L1 lost in"
     return f"{why} {verdict.worst_layer or 'the model'}"
+
+
+def _left_out(session: Session) -> Iterator[str]:
+    """Yield sentences on the modules and on the closures of which not every call was observed."""
+    for what in (CALLS_LEFT_OUT, CLOSURES_LEFT_OUT):
+        found = next((each for each in session.measurements if each.what == what), None)
+        if found is None:
+            continue
+        observed = f"{found.figures['observed']:,.0f}"
+        if what == CLOSURES_LEFT_OUT:
+            yield f"The first {observed} calls of a closure in an optimizer's step were counted and watched, later ones were not."
+            continue
+        others = int(found.figures["modules"]) - 1
+        more = f" (and {number_of(others, 'other module')} called as often or less)" if others else ""
+        yield (
+            f"{upper_first(module_named(found.name))} is called up to {found.figures['calls']:,.0f} times in a forward{more}: up "
+            f"to {observed} calls, evenly spread, were counted and watched."
+        )
 
 
 def _never_fired(report: RangeReport) -> Items:

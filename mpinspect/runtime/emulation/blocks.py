@@ -65,7 +65,7 @@ def _rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, result: t
 def _inner(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, result: torch.Tensor) -> None:
     """Compute in parts of the summed dimension, added up in FP32, in an order that does not depend on thread timing."""
     parts, sums = _parts(a.shape[1], max(a.shape[0], b.shape[1])), torch.get_num_threads()
-    totals = torch.zeros(sums, *result.shape)
+    totals = torch.zeros(sums, *result.shape, dtype=torch.float32, device=result.device)
 
     def work(places: Iterable[int]) -> None:
         for place in places:

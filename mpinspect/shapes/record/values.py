@@ -160,7 +160,7 @@ def _lack(tensor: torch.Tensor) -> Lack | None:
 
 
 def _shown(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    made = torch.empty(0, dtype=like.dtype)
+    made = torch.empty(0, dtype=like.dtype, device="cpu")
     return made.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
@@ -329,7 +329,7 @@ def _keep_results(
 def _filled(rule: _Rule, like: torch.Tensor, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """Return the result of an operator that depends on a shape alone, in a list; an empty list for any other operator."""
     fill = _FILLED.get(rule.name)
-    return [] if fill is None else [torch.full(like.shape, fill(args), dtype=like.dtype)]
+    return [] if fill is None else [torch.full(like.shape, fill(args), dtype=like.dtype, device="cpu")]
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -396,7 +396,7 @@ class FunctionValues(TorchFunctionMode):
         elif func in _INDEXING and args[0].is_meta:
             args = (args[0], _with_tensors(args[1]), *args[2:])
         elif func in _FINITE and _is_computed(args):
-            known = torch.full((), _FINITE[func], dtype=torch.bool).to("meta")
+            known = torch.full((), _FINITE[func], dtype=torch.bool, device="cpu").to("meta")
             return known.expand(func(*args, **kwargs).shape)
         elif func in _HOST_ONLY and args[0].is_meta and _lack(args[0]) is None:
             return func(_shown(_beside(args[0]), args[0]).clone(), *args[1:], **kwargs)
@@ -407,7 +407,10 @@ def _with_tensors(index: Any) -> Any:
     """Replace lists of numbers in an index by tensors on the CPU, whose values are known."""
     if isinstance(index, tuple):
         return tuple(map(_with_tensors, index))
-    return torch.tensor(index) if isinstance(index, list) and index and _is_numbers(index) else index
+    if not (isinstance(index, list) and index and _is_numbers(index)):
+        return index
+    # An index is made of whole numbers or of booleans, so the default dtype does not matter.
+    return torch.as_tensor(index, device="cpu")
 
 
 def _is_numbers(index: list[Any]) -> bool:

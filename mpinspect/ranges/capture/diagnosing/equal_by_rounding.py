@@ -269,7 +269,7 @@ def _only_edge(node: Any) -> Any:
 @lru_cache(maxsize=8)
 def _equal_neighbours(length: int, dtype: torch.dtype) -> torch.Tensor:
     """Return for each of 1, .., length - 1 whether it equals the number before it when both are rounded to ``dtype``."""
-    rounded = torch.arange(length).to(dtype)
+    rounded = torch.arange(length, device="cpu").to(dtype)
     return rounded[1:] == rounded[:-1]
 
 

@@ -87,7 +87,7 @@ def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the largest magnitude of each plain tensor: in one kernel on a GPU."""
     if not tensors[0].is_cpu:
         return torch.stack(torch._foreach_norm(tensors, math.inf))
-    return torch.tensor([abs(read_largest(tensor)) for tensor in tensors], dtype=torch.float64)
+    return torch.tensor([abs(read_largest(tensor)) for tensor in tensors], dtype=torch.float64, device="cpu")
 
 
 class Records:

@@ -125,7 +125,7 @@ def _numel(node: Any) -> int:
     made = getattr(node, "_input_metadata", None)
     try:
         return torch.Size(made[0].shape).numel() if made else 0
-    except (TypeError, RuntimeError):  # a nested tensor has no such shape
+    except (TypeError, RuntimeError, AttributeError):  # a nested tensor has no such shape
         return 0
 
 

@@ -1,0 +1,23 @@
+"""``mpinspect compile``: compile the loops that count on a CPU now, so that no training has to count with torch meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mpinspect.commands.output import UnusableError
+from mpinspect.reporting.streams import say
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare no options: the machine and numba decide everything."""
+
+
+def run(options: argparse.Namespace) -> int:
+    from mpinspect.counting import fastest
+
+    troubles = fastest.warm_up(compile_here=True)
+    if troubles or fastest.cpu_counter() is None:
+        raise UnusableError(troubles[0] if troubles else "numba is not installed: pip install 'mpinspect[cpu]'")
+    say(sys.stdout, "the counting kernels are compiled, and kept on disk for every process of this machine")
+    return 0
