@@ -284,12 +284,11 @@ def test_uneven_steps_and_missing_ranks_are_named():
 
 def test_uneven_steps_inside_torchs_join_are_healthy():
     joined = s.Measurement(s.UNEVEN_INPUTS, "", 412)
-    ranks = [ending_at(0, 600), ending_at(1, 412)]
-    report = analyse(merge_ranks([dataclasses.replace(rank, measurements=(joined,)) for rank in ranks]))
-    assert ids(report) == []
-    running = [ending_at(0, 600), ending_at(1, 412, ended=False)]
-    report = analyse(merge_ranks([dataclasses.replace(rank, measurements=(joined,)) for rank in running]))
-    assert ids(report) == ["rank-steps-differ"]
+    for ended in (True, False):
+        ranks = [ending_at(0, 600), ending_at(1, 412, ended=ended)]
+        report = analyse(merge_ranks([dataclasses.replace(rank, measurements=(joined,)) for rank in ranks]))
+        # A rank that still runs, or was killed, is named all the same.
+        assert ("rank-steps-differ" in ids(report)) is not ended
 
 
 def left(rank, words, order=0.0):
