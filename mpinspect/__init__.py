@@ -5,11 +5,10 @@ with mpinspect.Inspector(model, optimizers=optimizer, scalers=scaler) as inspect
 print(inspector.report())
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
 from mpinspect.runtime.version import __version__
 
+# Without typing, whose import takes longer than all of this: type checkers take the name alone for true.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpinspect.counting import count_exponents
     from mpinspect.kernels.analysis import KernelReport
@@ -105,6 +104,8 @@ _WHEN_USED = {
 def __getattr__(name: str) -> object:
     if name not in _WHEN_USED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     found: object = getattr(import_module(f"{__name__}.{_WHEN_USED[name]}"), name)
     globals()[name] = found
     return found

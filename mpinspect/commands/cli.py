@@ -1,39 +1,41 @@
-"""The command line: parses arguments and runs a command; each is a file in this folder and a row of ``COMMANDS``."""
+"""The command line: parses arguments and runs a command; each is a file in this folder and a row of ``COMMANDS``.
+
+The file of a command has ``add_options(parser)``, which declares its options, and ``run(options)``, which returns the exit
+status. A command that runs the user's own program also has ``split(words)``, which separates the command's words from the
+program's. These become ``options.rest``; then the streams are not changed, and only UnusableError is caught.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from importlib import import_module
 
-from mpinspect.commands import compile as compile_ahead
-from mpinspect.commands import demo, diff, kernels, lint, report, run
 from mpinspect.commands.output import BROKEN_PIPE, INTERRUPTED, UNUSABLE, UnusableError
 from mpinspect.reporting.streams import printable, say
 from mpinspect.runtime.version import __version__
 
+# Without typing, whose import takes as long as the rest: type checkers take the name alone for true.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
+    from typing import NoReturn
+
 _EPILOG = "exit status: 0 fine, 1 a finding that --fail-on names, 2 wrong usage or unreadable input"
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command of ``mpinspect``.
-
-    Args:
-        add_options: declares its options.
-        run: runs it and returns the exit status.
-        split: only for a command that runs the user's own program: separates the command's words from the program's,
-            which become ``options.rest``. For such a command the streams are not changed, and only UnusableError is caught.
-    """
-
-    name: str
-    help: str
-    add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
-    split: Callable[[Sequence[str]], tuple[list[str], list[str]]] | None = None
+#: The commands, by the name of their file, with their help; a new one is a row here. Only the one that is called is imported.
+COMMANDS = {
+    "report": "Show what a recorded run says: ranges, findings, the loss scale.",
+    "diff": "Compare two runs: what changed, which layers moved, and the first step at which the runs part.",
+    "demo": "Train a small language model with the inspector on and show its report.",
+    "lint": "Check whether a model's matrix products suit Tensor Cores, without running it on a GPU.",
+    "kernels": "Show from torch.profiler's traces which kernels ran on Tensor Cores, and which could have.",
+    "compile": "Compile the kernels that count on a CPU now (a minute or two, once a machine), before any training needs them.",
+    "run": "Run a training script, unmodified, with the inspector attached to what it trains.",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +66,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    split = next((command.split for command in COMMANDS if [command.name] == list(words[:1])), None)
+    split = getattr(_module(words[0]), "split", None) if words and words[0] in COMMANDS else None
     if split is None:
         return _parsed(words, None)
     ours, theirs = split(words[1:])
@@ -72,7 +74,8 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _parsed(words: Sequence[str], rest: list[str] | None) -> argparse.Namespace:
-    options, unknown = _parser().parse_known_args(words, argparse.Namespace(rest=rest))
+    called = next((word for word in words if word in COMMANDS), None)
+    options, unknown = _parser(called).parse_known_args(words, argparse.Namespace(rest=rest))
     if unknown:
         # The command's own parser prints the usage of that command.
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -86,7 +89,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(printable(message))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(called: str | None) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with the options of the one that is called."""
     parser = _Parser(
         prog="mpinspect",
         description="Number ranges, loss scales and Tensor Cores: what mixed precision does to a model's training.",
@@ -94,11 +98,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mpinspect {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        part = commands.add_parser(command.name, help=command.help, description=command.help, epilog=_EPILOG)
-        command.add_options(part)
-        part.set_defaults(run=command.run, parser=part)
+    for name, help in COMMANDS.items():
+        part = commands.add_parser(name, help=help, description=help, epilog=_EPILOG)
+        if name == called:
+            module = _module(name)
+            module.add_options(part)
+            part.set_defaults(run=module.run, parser=part)
     return parser
+
+
+def _module(command: str) -> ModuleType:
+    return import_module(f"mpinspect.commands.{command}")
 
 
 def _escape_unprintable_names() -> None:
@@ -107,45 +117,3 @@ def _escape_unprintable_names() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
-
-
-#: Every command; a new one is a row here.
-COMMANDS = (
-    Command(
-        "report", "Show what a recorded run says: ranges, findings, the loss scale.", report.add_options, report.run
-    ),
-    Command(
-        "diff",
-        "Compare two runs: what changed, which layers moved, and the first step at which the runs part.",
-        diff.add_options,
-        diff.run,
-    ),
-    Command(
-        "demo", "Train a small language model with the inspector on and show its report.", demo.add_options, demo.run
-    ),
-    Command(
-        "lint",
-        "Check whether a model's matrix products suit Tensor Cores, without running it on a GPU.",
-        lint.add_options,
-        lint.run,
-    ),
-    Command(
-        "kernels",
-        "Show from torch.profiler's traces which kernels ran on Tensor Cores, and which could have.",
-        kernels.add_options,
-        kernels.run,
-    ),
-    Command(
-        "compile",
-        "Compile the kernels that count on a CPU now (a minute or two, once a machine), before any training needs them.",
-        compile_ahead.add_options,
-        compile_ahead.run,
-    ),
-    Command(
-        "run",
-        "Run a training script, unmodified, with the inspector attached to what it trains.",
-        run.add_options,
-        run.run,
-        run.split,
-    ),
-)

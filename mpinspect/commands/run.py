@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,21 +10,22 @@ from mpinspect.commands.output import OK, UnusableError, gpu_name, positive, sta
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.run.options import LaunchOptions
 
-_USAGE = "mpinspect run [options] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+_USAGE = "mpinspect run [options] (SCRIPT | -m MODULE | -c CODE | -) [ARGUMENT ...]"
 _FAIL_ON = (
     "exit with 1 where the script ended with 0 and there are findings of this severity or above ('warning', 'error'), or with "
     "this id; may be repeated"
 )
 #: Options that take no value.
-FLAGS = ("-h", "--help", "--no-watch", "--lint", "--no-lint", "--kernels", "--eager-samples")
+FLAGS = ("-h", "--help", "--no-watch", "--lint", "--no-lint", "--kernels", "--eager-samples", "--full")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = _USAGE
     parser.add_argument(
-        "script", metavar="SCRIPT", help="the script, as after python; all that follows it is the script's own"
+        "script", metavar="SCRIPT", help="the script, as after python, or - for stdin; all that follows it is the script's own"
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module, as after python -m")
+    parser.add_argument("-c", action="store_true", dest="is_code", help="SCRIPT is the program itself, as after python -c")
     parser.add_argument(
         "--every", type=positive, metavar="N", help="sample every N-th step (10; with --max-overhead at most: 1)"
     )
@@ -73,6 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="log a few scalars and the report's page to the run that the script has open: wandb, mlflow or trackio",
     )
+    parser.add_argument(
+        "--full", action="store_true", help="print the whole report at the end, as mpinspect report shows it"
+    )
     parser.add_argument("--fail-on", action="append", type=_finding, default=[], metavar="WHAT", help=_FAIL_ON)
 
 
@@ -84,10 +86,11 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         word = left.pop(0)
         if word == "--":
             return [*ours, "--", *left[:1]], left[1:]
-        if word.startswith("-m"):
+        form = word[:2]
+        if form in ("-m", "-c"):
             # As in Python, -mpackage.module may be one word.
-            module = [word[2:]] if word != "-m" else left[:1]
-            return [*ours, "-m", "--", *module], left if word != "-m" else left[1:]
+            given = [word[2:]] if word != form else left[:1]
+            return [*ours, form, "--", *given], left if word != form else left[1:]
         if not word.startswith("-") or word == "-":
             return [*ours, "--", word], left
         ours.append(word)
@@ -100,12 +103,15 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(options: argparse.Namespace) -> int:
     from mpinspect.run import UnusableDirectoryError, launch
 
-    if not options.is_module and not Path(options.script).exists():
+    is_file = not options.is_module and not options.is_code and options.script != "-"
+    if is_file and not Path(options.script).exists():
         # Like Python's message, with its status.
         raise UnusableError(f"can't open file {options.script!r}: there is no such script")
     asked = LaunchOptions(
         target=options.script,
         is_module=options.is_module,
+        is_code=options.is_code,
+        full=options.full,
         arguments=tuple(options.rest),
         log_dir=options.log_dir,
         kinds=options.kinds,
@@ -190,6 +196,9 @@ def known_findings() -> tuple[str, ...]:
 
 
 def _finding(text: str) -> str:
+    import subprocess
+    import sys
+
     # Ask another process: this one must not import numpy before the script does.
     ask = "from mpinspect.commands.run import known_findings; print(*known_findings())"
     answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)

@@ -30,7 +30,7 @@ from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
 from mpinspect.runtime.distributed import rank_and_world
-from mpinspect.runtime.guard import unseen
+from mpinspect.runtime.guard import unseen, until_finalized
 from mpinspect.runtime.wrappers import class_of
 
 __all__ = ["Inspector", "MpinspectWarning"]
@@ -187,6 +187,7 @@ class Inspector:
     def __enter__(self) -> Inspector:
         return self.attach()
 
+    @until_finalized
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -23,6 +23,7 @@ from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.kinds import KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks
+from mpinspect.runtime.guard import until_finalized
 from mpinspect.runtime.version import __version__
 
 __all__ = ["Recorder"]
@@ -122,6 +123,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
+    @until_finalized
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -7,7 +7,10 @@ each sentence and ``reporting.escaping`` each report, so that no name breaks a l
 from __future__ import annotations
 
 import contextlib
-from typing import TextIO
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import TextIO
 
 
 def printable(text: str) -> str:

@@ -61,7 +61,7 @@ def _begin(options: LaunchOptions) -> Ending | None:
         ending = Ending(options, whole / rank.folder, record, speaks=rank.number == 0, whole=whole)
         if trouble:
             ending.seen.note(trouble)
-        if PurePath(options.target).name in _LAUNCHERS:
+        if not options.is_code and PurePath(options.target).name in _LAUNCHERS:
             ending.seen.note(_advice(options))
         # Exit handlers run last in, first out: registered before the script's own, this one runs after them.
         atexit.register(ending.finish)

@@ -9,6 +9,8 @@ from pathlib import PurePath
 
 #: More ranks than any job has: a world size beyond is damage.
 MOST_RANKS = 1 << 20
+#: Most characters that are shown of a program given as an argument.
+_LONGEST_CODE = 60
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,10 @@ class LaunchOptions:
     """The script to run, and how to inspect it.
 
     Args:
-        target: the script's path, or a directory or zip file with a ``__main__.py``; a module's name if ``is_module``.
+        target: the script's path, a directory or zip file with a ``__main__.py``, or "-" for stdin; a module's name if
+            ``is_module``, the program itself if ``is_code``.
         is_module: whether ``target`` is a module, as after ``python -m``.
+        is_code: whether ``target`` is the program, as after ``python -c``.
         arguments: the script's arguments.
         log_dir: the run directory; None: a new one below ``runs``.
         kinds: kinds of tensors to count, from ``ranges.kinds.KINDS``; None: the Inspector's default.
@@ -34,10 +38,12 @@ class LaunchOptions:
         eager_samples: run compiled models uncompiled in sampled steps.
         tracker: the tracker whose open run gets scalars and the page: "wandb", "mlflow" or "trackio"; None: none.
         fail_on: findings, by id or severity, that turn an exit status of 0 into 1.
+        full: print the whole report at the end, not the verdict alone.
     """
 
     target: str
     is_module: bool = False
+    is_code: bool = False
     arguments: tuple[str, ...] = ()
     log_dir: str | None = None
     kinds: tuple[str, ...] | None = None
@@ -55,15 +61,21 @@ class LaunchOptions:
     eager_samples: bool = False
     tracker: str | None = None
     fail_on: tuple[str, ...] = ()
+    full: bool = False
 
     @property
     def command(self) -> str:
-        """The command line of the script, quoted for a shell."""
-        return shlex.join([*(["-m"] if self.is_module else []), self.target, *self.arguments])
+        """The command line of the script, quoted for a shell; of code that is given as an argument, the beginning."""
+        lead = ["-m"] if self.is_module else ["-c"] if self.is_code else []
+        code = " ".join(self.target.split()) if self.is_code else self.target
+        short = f"{code[:_LONGEST_CODE]}..." if self.is_code and len(code) > _LONGEST_CODE else code
+        return shlex.join([*lead, short, *self.arguments])
 
     @property
     def stem(self) -> str:
-        """A short name for directories: ``train`` for train.py, ``package.train`` for -m package.train."""
+        """A short name for directories: ``train`` for train.py, ``package.train`` for -m package.train, ``code`` for -c."""
+        if self.is_code or self.target == "-":
+            return "code" if self.is_code else "stdin"
         name = self.target if self.is_module else PurePath(self.target).stem
         return name.lstrip(".") or "script"
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpinspect.run.import_hook import when_imported
 from mpinspect.run.options import LaunchOptions, Rank
 from mpinspect.run.outcome import Outcome, outcome_of
+from mpinspect.runtime.guard import until_finalized
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -47,7 +48,9 @@ def follow(ending: Ending) -> None:
     """Begin to inspect spawned (not forked) children, and to report before ``os._exit`` and ``os.exec*``."""
     children = _Children(ending)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_parent=children.forked, after_in_child=ending.abandon)
+        os.register_at_fork(
+            after_in_parent=until_finalized(children.forked), after_in_child=until_finalized(ending.abandon)
+        )
     when_imported("multiprocessing.process", children.follow_starts)
     _report_before_exit(ending)
     _report_before_exec(ending)
@@ -71,14 +74,15 @@ class _Children:
         from multiprocessing.process import BaseProcess
 
         original = BaseProcess.start
+        before, after = until_finalized(self._before), until_finalized(self._after)
 
         @functools.wraps(original)
         def start(process: BaseProcess) -> None:
-            self._before(process)
+            before(process)
             try:
                 original(process)
             finally:
-                self._after(process)
+                after(process)
 
         BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
@@ -117,9 +121,13 @@ def _report_before_exit(ending: Ending) -> None:
     """Wrap ``os._exit``, which runs no exit handlers, to make the report first."""
     leave = os._exit
 
+    @until_finalized
+    def report(status: int) -> None:
+        _report_now(ending, Outcome(f"left by os._exit, status {status}", status))
+
     @functools.wraps(leave)
     def exit_at_once(status: int) -> NoReturn:
-        _report_now(ending, Outcome(f"left by os._exit, status {status}", status))
+        report(status)
         leave(status)
 
     os._exit = exit_at_once
@@ -128,12 +136,16 @@ def _report_before_exit(ending: Ending) -> None:
 def _report_before_exec(ending: Ending) -> None:
     """Wrap ``os.execv`` and ``os.execve``, which run no exit handlers, to make the report first."""
 
+    @until_finalized
+    def report(path: Any) -> None:
+        # os.execvp tries one directory after another: report only before the call that will succeed.
+        if isinstance(path, int) or os.access(path, os.X_OK):
+            _report_now(ending, Outcome("replaced by another program, which was not seen", None))
+
     def wrap(execute: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
         @functools.wraps(execute)
         def replace_process(path: Any, *rest: Any) -> NoReturn:
-            # os.execvp tries one directory after another: report only before the call that will succeed.
-            if isinstance(path, int) or os.access(path, os.X_OK):
-                _report_now(ending, Outcome("replaced by another program, which was not seen", None))
+            report(path)
             execute(path, *rest)
 
         return replace_process
@@ -157,6 +169,7 @@ def leave_trace_of_sigterm(file: Path) -> None:
     def is_deadly() -> bool:
         return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
+    @until_finalized
     def in_child() -> None:
         if is_deadly():
             faulthandler.unregister(signal.SIGTERM)
@@ -197,6 +210,7 @@ class Sigterm:
         if self._came:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    @until_finalized
     def _arrived(self, number: int, frame: object) -> None:
         self._came = True
         self._report()

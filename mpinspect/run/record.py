@@ -46,6 +46,7 @@ def first_record(options: LaunchOptions, rank: Rank) -> dict[str, Any]:
         "command": options.command,
         "target": options.target,
         "is_module": options.is_module,
+        "is_code": options.is_code,
         "arguments": list(options.arguments),
         "lint": options.lint,
         "gpu": options.gpu,

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType, TracebackType
 
 from mpinspect.run.options import LaunchOptions
@@ -36,20 +36,45 @@ def load(options: LaunchOptions) -> Callable[[], None]:
         return lambda: _run_module(options)
     if _is_importable(options.target):
         return lambda: _run_folder(options)
+    if options.is_code:
+        return _prepared("-c", options, "", None, compile(options.target, "<string>", "exec", dont_inherit=True))
+    if options.target == "-":
+        # The interpreter, too, reads all of it before the first line runs.
+        source = sys.stdin.buffer.read() if sys.stdin is not None else b""
+        return _prepared("-", options, "", "<stdin>", compile(source, "<stdin>", "exec", dont_inherit=True))
     path = _absolute(options.target)
-    code, loader = _compiled(path)
-    return lambda: _run_file(options, path, code, loader)
+    directory = os.path.dirname(os.path.realpath(options.target))
+    return _prepared(options.target, options, directory, path, *_compiled(path))
 
 
-def _run_file(options: LaunchOptions, path: str, code: CodeType, loader: object) -> None:
-    sys.argv[:] = [options.target, *options.arguments]
-    _lead_the_path(os.path.dirname(os.path.realpath(options.target)))
+def _prepared(
+    name: str,
+    options: LaunchOptions,
+    directory: str,
+    file: str | None,
+    code: CodeType,
+    loader: object = BuiltinImporter,
+) -> Callable[[], None]:
+    """Return a function that runs the code as ``__main__``.
+
+    Args:
+        name: becomes sys.argv[0].
+        directory: becomes sys.path[0]; "" stands for the working directory.
+        file: becomes ``__file__``; None if the program has none.
+    """
+    return lambda: _run_code([name, *options.arguments], directory, file, code, loader)
+
+
+def _run_code(words: list[str], directory: str, file: str | None, code: CodeType, loader: object) -> None:
+    sys.argv[:] = words
+    _lead_the_path(directory)
     before = vars(sys.modules["__main__"])
     main = _new_main()
     main.__loader__ = loader  # type: ignore[assignment]
-    main.__file__ = path
-    if "__cached__" in before:
-        main.__dict__["__cached__"] = None
+    if file is not None:
+        main.__file__ = file
+        if "__cached__" in before:
+            main.__dict__["__cached__"] = None
     names = main.__dict__
     # Keep no reference, so that the module is freed at the same time as in plain Python.
     del main
@@ -161,7 +186,7 @@ def _compiled(path: str) -> tuple[CodeType, object]:
 
 
 #: Code of our functions that call the script's, or that raise the error if it can't be compiled.
-_LAST_OF_OURS = frozenset(function.__code__ for function in (load, _run_file, _run_module, _run_folder))
+_LAST_OF_OURS = frozenset(function.__code__ for function in (load, _run_code, _run_module, _run_folder))
 
 
 # -- its tracebacks ------------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from mpinspect.runtime.guard import until_finalized
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -164,5 +166,5 @@ def _openmp(name: str) -> Callable[..., None] | None:
 POOL = WorkerPool()
 TEAM = Team()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=POOL.forget)
-    os.register_at_fork(after_in_child=TEAM.forget)
+    os.register_at_fork(after_in_child=until_finalized(POOL.forget))
+    os.register_at_fork(after_in_child=until_finalized(TEAM.forget))

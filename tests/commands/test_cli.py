@@ -287,9 +287,9 @@ def test_help_names_every_command_and_the_statuses(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for command in cli.COMMANDS:
-        assert command.name in shown
-        assert command.help in shown
+    for name, help in cli.COMMANDS.items():
+        assert name in shown
+        assert help in shown
     assert "exit status: 0 fine, 1 a finding that --fail-on names, 2 wrong usage or unreadable input" in shown
 
 

@@ -188,6 +188,31 @@ def test_programs_of_every_form(name, tmp_path):
     assert with_us == alone
 
 
+@pytest.mark.parametrize("stdin", [False, True], ids=["-c", "-"])
+@pytest.mark.parametrize(
+    "name", ["facts", "exception", "syntax error", "handlers after an exception", "pickling", "another directory"]
+)
+def test_a_program_that_is_no_file(name, stdin, tmp_path):
+    folder = tmp_path / "work"
+    # The working directory leads the path.
+    write(folder, {"beside.py": "print('beside')"})
+    code = f"import beside\n{SCRIPTS[name]}\n"
+    words, how = (["-"], {"stdin": code}) if stdin else (["-c", code], {})
+    alone, with_us = silent(folder, *words, "--every", "-c", "x y", **how)
+    assert with_us == alone
+
+
+def test_code_as_an_argument_is_recorded_by_its_beginning(tmp_path):
+    (tmp_path / "work").mkdir()
+    code = "import sys\n" + "sys.stdin.read()\n" * 20 + "print(sys.stdin is None)"
+    ended = watched(tmp_path / "work", f"-c{code}", "a", stdin="x")
+    assert (ended.status, ended.out) == (0, "False\n")
+    record = json.loads((tmp_path / RUN_DIR / "run.json").read_text())
+    assert (record["target"], record["is_code"], record["arguments"]) == (code, True, ["a"])
+    assert record["command"] == "-c 'import sys sys.stdin.read() sys.stdin.read() sys.stdin.read(...' a"
+    assert [LaunchOptions("x", is_code=True).stem, LaunchOptions("-").stem] == ["code", "stdin"]
+
+
 def test_a_compiled_script(tmp_path):
     import py_compile
 
@@ -255,6 +280,9 @@ def test_what_is_imported_is_what_python_imports(tmp_path):
         (["--every=3", "a.py", "b"], ["--every=3", "--", "a.py"], ["b"]),
         (["--lin", "a.py"], ["--lin", "--", "a.py"], []),
         (["-m", "a.b", "-m", "c"], ["-m", "--", "a.b"], ["-m", "c"]),
+        (["--lint", "-c", "1", "-c", "2"], ["--lint", "-c", "--", "1"], ["-c", "2"]),
+        (["-c1", "x"], ["-c", "--", "1"], ["x"]),
+        (["-", "--every"], ["--", "-"], ["--every"]),
         (["-ma.b", "x"], ["-m", "--", "a.b"], ["x"]),
         (["--kernels", "--", "-a.py", "--", "b"], ["--kernels", "--", "-a.py"], ["--", "b"]),
         (["--log-dir", "-m", "a.py"], ["--log-dir", "-m", "--", "a.py"], []),
@@ -272,7 +300,7 @@ def test_options_without_a_value_are_known():
     parser = argparse.ArgumentParser()
     run_command.add_options(parser)
     flags = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
-    assert flags - {"-m"} == set(run_command.FLAGS)
+    assert flags - {"-m", "-c"} == set(run_command.FLAGS)
 
 
 def test_options_reach_the_launch(monkeypatch, tmp_path):
@@ -336,7 +364,7 @@ def test_wrong_usage_is_status_2(words, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["run", *words])
     assert stop.value.code == 2
-    assert "usage: mpinspect run [options] (SCRIPT | -m MODULE)" in capsys.readouterr().err
+    assert "usage: mpinspect run [options] (SCRIPT | -m MODULE | -c CODE | -)" in capsys.readouterr().err
 
 
 def test_a_script_that_is_not_there(tmp_path, monkeypatch, capsys):

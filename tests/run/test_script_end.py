@@ -159,6 +159,89 @@ for step in range(21):
     assert (progress.steps, progress.sampled_steps, progress.ended) == (21, 5, True)
 
 
+#: Keeps the globals of __main__ until torch's modules have been cleared, as dill's reference to __main__ does.
+_KEEPS_MAIN = """
+import sys
+sys.kept = sys.modules["__main__"]
+"""
+_TRAINS_UNSEEN = (
+    _KEEPS_MAIN
+    + """
+import os, types, torch
+from torch import nn
+
+def train():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+class AtTheEnd:
+    # Calls a function when the interpreter drops it, among its last globals.
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
+    def __del__(self):
+        self.function(*self.arguments)
+"""
+)
+_HELD = {
+    "globals": "model, optimizer = train()",
+    "a cycle of a global": "kept = [*train()]; kept.append(kept)",
+    "a module": "kept = types.ModuleType('kept'); sys.modules['kept'] = kept; kept.both = train(); torch.kept = kept",
+    "a forked child's globals": "model, optimizer = train()\nif os.fork() == 0:\n    sys.exit(0)\nos.wait()",
+    "os._exit of a finalizer": "both = train(); last = AtTheEnd(os._exit, 5)",
+    "os.execv of a finalizer": "both = train(); last = AtTheEnd(os.execv, sys.executable, [sys.executable, '-c', 'print(3)'])",
+    "gc.freeze of a finalizer": "import gc; both = train(); last = AtTheEnd(gc.freeze)",
+}
+
+
+@pytest.mark.parametrize("code", _HELD.values(), ids=_HELD.keys())
+def test_nothing_of_ours_fails_while_the_interpreter_ends(tmp_path: Path, code: str) -> None:
+    launched.write(tmp_path / "work", _TRAINS_UNSEEN + code)
+    alone, ran = launched.silent(tmp_path / "work", "train.py", forked=True)
+    assert ran == alone
+    assert (ran.status in (0, 5), ran.err) == (True, "")
+
+
+_LEFT = {
+    "globals": "everything = train()",
+    "a forked child": "everything = train()\nif os.fork() == 0:\n    sys.exit(0)\nos.wait()",
+    "a file that nobody closes": """
+from mpinspect.ranges.session import RunInfo
+from mpinspect.ranges.store import SessionWriter
+everything = SessionWriter(sys.argv[1], RunInfo())
+""",
+    "a generator that nobody ends": """
+def loop():
+    model = nn.Linear(4, 1)
+    with mpinspect.Inspector(model, log_dir=sys.argv[1]):
+        while True:
+            model(torch.ones(3, 4)).sum().backward()
+            yield
+everything = loop()
+next(everything)
+""",
+    "a generator with a recorder": """
+def loop():
+    with mpinspect.Recorder(log_dir=sys.argv[1]):
+        yield
+everything = loop()
+next(everything)
+""",
+    "a recorder of a forked child": "everything = mpinspect.Recorder(log_dir=sys.argv[1])\nif os.fork() == 0:\n    sys.exit(0)\nos.wait()",
+}
+
+
+@pytest.mark.parametrize("code", _LEFT.values(), ids=_LEFT.keys())
+def test_an_inspector_that_outlives_the_modules(tmp_path: Path, code: str) -> None:
+    ran = _run(tmp_path, _KEEPS_MAIN + code)
+    assert (ran.status, ran.out, ran.err) == (0, "", "")
+    assert Session.load(tmp_path / "run").progress is not None
+
+
 def test_detaching_leaves_nothing_for_the_end(tmp_path: Path) -> None:
     code = """
 model, optimizer, inspector = train()

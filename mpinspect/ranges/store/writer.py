@@ -31,6 +31,7 @@ from mpinspect.ranges.store.frames import FILE_NAME, HEADER, frame
 from mpinspect.ranges.store.save import cannot_write, claim
 from mpinspect.runtime.appending import AppendedFile, replace_whole
 from mpinspect.runtime.decoding import DecodingError
+from mpinspect.runtime.guard import until_finalized
 
 #: Most records kept of each kind (events, notes, measurements): more than anyone reads, and 0.5 MB of each at most.
 RECORD_LIMIT = 1000
@@ -141,6 +142,7 @@ class SessionWriter:
             self._supersede(frames.DROPPED, frames.json_bytes(self._dropped))
         self._supersede(frames.PROGRESS, frames.json_bytes(progress))
 
+    @until_finalized
     def close(self) -> None:
         """Flush to disk and close the file. Idempotent.
 

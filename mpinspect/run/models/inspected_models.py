@@ -19,6 +19,7 @@ from mpinspect.run.models.naming import Label, free_name
 from mpinspect.run.models.owners import parameter_ids
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import RecordedModel, Seen
+from mpinspect.runtime.guard import until_finalized
 from mpinspect.runtime.wrappers import submodules
 
 #: Most models that are recorded: if a script trains hundreds (a sweep, federated clients), the first ones suffice.
@@ -141,6 +142,7 @@ class InspectedModels:
         if self._pause_is_due:
             self._pause_orphans()
 
+    @until_finalized
     def _optimizer_gone(self, _: object) -> None:
         # Weakref callbacks can run inside any code: waiting for the lock could deadlock with the thread that holds it.
         with self._lock.held_if_free() as is_held:

@@ -20,6 +20,7 @@ from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.run.models import owners
 from mpinspect.runtime import backward_calls
+from mpinspect.runtime.guard import until_finalized
 from mpinspect.runtime.hooks import ModelHook
 from mpinspect.runtime.wrappers import submodules
 
@@ -90,10 +91,14 @@ class TorchPatches:
 
 
 def _remembered_modules(original: Callable[[], None]) -> Callable[[], None]:
-    @functools.wraps(original)
-    def freeze() -> None:
+    @until_finalized
+    def remember() -> None:
         with contextlib.suppress(Exception):
             owners.remember_before_freezing()
+
+    @functools.wraps(original)
+    def freeze() -> None:
+        remember()
         original()
 
     return freeze
