@@ -22,10 +22,14 @@ FLAGS = ("-h", "--help", "--no-watch", "--lint", "--no-lint", "--kernels", "--ea
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = _USAGE
     parser.add_argument(
-        "script", metavar="SCRIPT", help="the script, as after python, or - for stdin; all that follows it is the script's own"
+        "script",
+        metavar="SCRIPT",
+        help="the script, as after python, or - for stdin; all that follows it is the script's own",
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module, as after python -m")
-    parser.add_argument("-c", action="store_true", dest="is_code", help="SCRIPT is the program itself, as after python -c")
+    parser.add_argument(
+        "-c", action="store_true", dest="is_code", help="SCRIPT is the program itself, as after python -c"
+    )
     parser.add_argument(
         "--every", type=positive, metavar="N", help="sample every N-th step (10; with --max-overhead at most: 1)"
     )

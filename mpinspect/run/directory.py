@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ class UnusableDirectoryError(Exception):
 
 #: What rank 0 adds up of all ranks while they train lies here, in a directory for each model.
 ALL_RANKS = "all-ranks"
+#: Arguments of scripts that name the folder of their output.
+_OUTPUTS = ("output_dir", "out_dir", "outdir", "save_dir", "work_dir", "log_dir", "logdir")
 #: Most names that are tried if the wanted directory already holds another run.
 _SIBLINGS = 1000
 #: Matches the names of process directories.
@@ -40,7 +43,9 @@ def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[P
         UnusableDirectoryError: the directory in ``options`` can't be made.
         OSError: not even a temporary directory can be made.
     """
-    wanted = Path(options.log_dir) if options.log_dir else Path("runs") / _name(options, rank)
+    wanted = (
+        Path(options.log_dir) if options.log_dir else _beside_output(options) or Path("runs") / _name(options, rank)
+    )
     try:
         wanted = wanted.absolute()
         path, is_another = _claim_free(wanted, rank, record)
@@ -88,6 +93,29 @@ def in_order(name: str) -> list[tuple[str, int]]:
     """Return a sort key that puts rank2 before rank10, and rank0/process-1 after rank0."""
     stems = [(part, part.rstrip("0123456789")) for part in name.split("/")]
     return [(stem, int(part[len(stem) :] or 0)) for part, stem in stems]
+
+
+def _beside_output(options: LaunchOptions) -> Path | None:
+    """Return the directory beside the script's own output folder, where an argument of the script names one.
+
+    None where that folder's parent is not there yet: making it could change what the script does. Never inside the folder,
+    which some scripts require to be empty or delete.
+    """
+    named = _output_folder(options.arguments)
+    if not named or "://" in named:
+        return None
+    folder = Path(os.path.abspath(named))  # noqa: PTH100  as the script would, without following links
+    is_around_us = folder == Path.cwd() or folder in Path.cwd().parents
+    return None if is_around_us or not folder.parent.is_dir() else folder.with_name(f"{folder.name}-mpinspect")
+
+
+def _output_folder(arguments: Sequence[str]) -> str:
+    """Return the value of the first argument named in ``_OUTPUTS``, after "=" or as the next word; "" if there is none."""
+    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("-") and name.strip("-").replace("-", "_").lower() in _OUTPUTS:
+            return value if equals else "" if following.startswith("-") else following
+    return ""
 
 
 def _name(options: LaunchOptions, rank: Rank) -> str:

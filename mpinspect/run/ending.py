@@ -47,7 +47,7 @@ class Ending:
         options: the options of the launch.
         directory: this process's run directory, absolute.
         record: the fields of run.json as written at the start.
-        speaks: whether to print the whole report to stderr; if not, only one line if something broke.
+        speaks: whether to print the report to stderr; if not, only one line if something broke.
         whole: directory of the whole run, if this process is one of several ranks.
         leaves_no_trace: print and write nothing if this process trained nothing, for example a pool's worker.
     """
@@ -185,16 +185,20 @@ class Ending:
         if self._leaves_no_trace and self.outcome.by_error:
             say(f"{process_name(self.directory) or self.directory.name} ended by {self.outcome.words}")
         if self.speaks:
-            streams.write(sys.__stderr__, f"\n{report}\n")
+            streams.write(sys.__stderr__, f"\n{report}\n" if self.options.full else f"\n{_in_brief(report)}")
         elif report.first_line and report.first_line not in self._said:
             self._say(report.first_line)
         try:
             self._save(report, recordings.models)
         except OSError as error:
             self._say(f"the report can't be written to {self.directory}: {error.strerror or error}")
+            if self.speaks and report.holds_more_than_its_verdict and not self.options.full:
+                # No file has what was left out above.
+                streams.write(sys.__stderr__, f"\n{report}\n")
         else:
-            if self.speaks:
-                say(f"to explore in a browser: {self._shown(self.directory / PAGE)}")
+            if self.speaks and report.holds_more_than_its_verdict:
+                page, whole = self._shown(self.directory / PAGE), self._shown(self._whole)
+                say(f"the whole report: {page} (mpinspect report {whole} prints it)")
 
     @property
     def _is_rank(self) -> bool:
@@ -306,6 +310,13 @@ class Ending:
         """Print one line on stderr, preceded by the process's name if there are several processes."""
         self._said.add(sentence)
         say(self._lead + sentence)
+
+
+def _in_brief(report: RunReport) -> str:
+    from mpinspect.reporting.text import render
+    from mpinspect.run.report.document import in_brief
+
+    return render(in_brief(report))
 
 
 def _save_again(model: RecordedModel) -> None:

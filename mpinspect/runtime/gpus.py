@@ -156,6 +156,8 @@ _SLICE = re.compile(r"\bmig\b|\b\d+g \d+gb\b|\b\d{1,3}[abcq]\b")
 #: Turing's chips without Tensor Cores, TU116 and TU117, also have compute capability 7.5 (Turing white paper).
 _TURING_WITHOUT = re.compile(r"gtx 16\d\d|\bt(?:400|500|550|600|1000|1200|2000)\b|mx ?[45]50")
 
+#: The beginning of the note on a GPU that was assumed, since none was named and none is there.
+ASSUMED = "no CUDA device is at hand"
 #: Compute capability by a model's token in the name, first match wins (developer.nvidia.com/cuda-gpus), with examples.
 _MODELS: tuple[tuple[tuple[int, int], str, tuple[str, ...]], ...] = (
     ((12, 1), r"gb10", ("GB10",)),

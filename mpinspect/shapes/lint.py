@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpinspect.reporting.words import indefinite
-from mpinspect.runtime.gpus import Gpu, named, of_device
+from mpinspect.runtime.gpus import ASSUMED, Gpu, named, of_device
 from mpinspect.shapes.analysis import ShapeReport, analyse_shapes
 from mpinspect.shapes.record.recording import record_matmuls
 
@@ -83,9 +83,7 @@ def choose_gpu(gpu: str | Gpu) -> tuple[Gpu, tuple[str, ...]]:
         vendor = "AMD" if torch.version.hip else "NVIDIA"
         return of_device(properties.name, properties.major, properties.minor, vendor), ()
     assumed = named("ampere")
-    note = (
-        f"no CUDA device is at hand: judged for Ampere ({assumed.name}); name another with gpu='hopper' or --gpu hopper"
-    )
+    note = f"{ASSUMED}: judged for Ampere ({assumed.name}); name another with gpu='hopper' or --gpu hopper"
     return assumed, (note,)
 
 

@@ -301,6 +301,37 @@ def _run(arguments, env=None):
     )
 
 
+def test_help_and_the_package_import_little():
+    """A command's modules only if it is called, and of the standard library what argparse imports anyway."""
+    program = """
+import sys
+import argparse
+before = set(sys.modules)
+import {module}
+try:
+    {call}
+except SystemExit:
+    pass
+print(*sorted(set(sys.modules) - before), file=sys.stderr)
+"""
+
+    def imported(module, call):
+        code = program.format(module=module, call=call)
+        return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.split())
+
+    ours = {"mpinspect", "mpinspect.commands", "mpinspect.commands.cli", "mpinspect.commands.output"}
+    ours |= {"mpinspect.reporting", "mpinspect.reporting.streams", "mpinspect.runtime", "mpinspect.runtime.version"}
+    shown = imported("mpinspect.commands.cli", "mpinspect.commands.cli.main(['--help'])")
+    assert {name for name in shown if name.startswith("mpinspect")} == ours
+    heavy = {"typing", "dataclasses", "inspect", "json", "pathlib", "subprocess", "importlib.metadata"}
+    assert not heavy & shown
+    assert not heavy & imported("mpinspect", "mpinspect.__version__")
+    called = imported("mpinspect.commands.cli", "mpinspect.commands.cli.main(['kernels', '--help'])")
+    assert {name for name in called if name.startswith("mpinspect.commands.")} == {
+        *(f"mpinspect.commands.{name}" for name in ("cli", "output", "kernels"))
+    }
+
+
 def test_fail_on_something_that_no_finding_is_called(run_dir, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["report", str(run_dir), "--fail-on", "warnings"])

@@ -224,7 +224,7 @@ train(sys.argv[1] == "broken")
     assert ended.status == 0
     assert "non-finite-event" not in ended.err
     ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py", "broken"), forked=True)
-    assert "broke  end of the run (step 5), '0.weight', first NaN" in ended.err
+    assert "\nend of the run (step 5), '0.weight', first NaN\n" in ended.err
 
 
 # -- the loss ------------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def train():
 train()
 """,
     )
-    ended = launched.run(tmp_path, (*launched.MPINSPECT, "train.py"), forked=True)
+    ended = launched.run(tmp_path, (*launched.MPINSPECT, "--full", "train.py"), forked=True)
     assert ended.status == 1
     assert "FloatingPointError broke off step 3 after its forward" in " ".join(ended.err.split())
 

@@ -309,7 +309,7 @@ def test_the_verdict_says_of_what_else_is_to_be_mended_what_it_is():
     said = verdict(Session(), [*grave, Finding("other", "info", "", "x", {})], advice, None).more
     assert said == (
         "Also to be mended: It was not finite in step 5 (at a scale of 8 (2^3)), where it began (id-1); "
-        "The scale, 8 (2^3), is too large (id-2); and 2 findings more. Also below: 1 info."
+        "The scale, 8 (2^3), is too large (id-2); and 2 findings more. Also noted: 1 info."
     )
     assert verdict(Session(), grave[:1], advice, None).more == ""
 

@@ -427,3 +427,47 @@ def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(
     assert (behind.reached().steps, behind.reached().sampled_steps, behind.reached().skipped_steps) == (91, 9, 1)
     assert session.reached() == session.progress
     assert s.Session().reached() == s.Progress()
+
+
+# -- the default directory ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "beside"),
+    [
+        ("--output_dir out/gpt2 --lr 1", "out/gpt2-mpinspect"),
+        ("train --out-dir=out", "out-mpinspect"),
+        ("--lr 1 -logdir out/ --output_dir other", "out-mpinspect"),
+        ("--OUTPUT-DIR new", "new-mpinspect"),
+        ("--save_dir ../elsewhere", "../elsewhere-mpinspect"),
+        # Its parent is for the script to make, and the working directory is nobody's output.
+        ("--output_dir deep/er", None),
+        ("--output_dir .", None),
+        ("--output_dir ..", None),
+        ("--output_dir=", None),
+        ("--output_dir", None),
+        ("--output_dir --lr 1", None),
+        ("--output_dir s3://bucket/out", None),
+        ("output_dir out --output_directory out", None),
+    ],
+)
+def test_the_default_directory_lies_beside_the_scripts_output(words, beside, tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    (work / "out").mkdir(parents=True)
+    monkeypatch.chdir(work)
+    path, trouble = claim(LaunchOptions("train.py", arguments=tuple(words.split())), Rank(), {})
+    assert trouble == ""
+    if beside is None:
+        assert path.parent == work / "runs"
+    else:
+        assert path == (work / beside).resolve()
+        again, trouble = claim(LaunchOptions("train.py", arguments=tuple(words.split())), Rank(), {})
+        assert (again, trouble) == (path.with_name(f"{path.name}-2"), "")
+
+
+def test_the_ranks_of_a_job_share_the_directory_beside_the_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = LaunchOptions("train.py", arguments=("--output_dir", "out"))
+    found = {claim(options, Rank(number, 2, "job"), {"job": "job"})[0] for number in (0, 1)}
+    assert found == {tmp_path / "out-mpinspect"}
+    assert claim(options, Rank(0, 2, "another"), {"job": "another"})[0] == tmp_path / "out-mpinspect-2"

@@ -45,6 +45,12 @@ class Ran:
             layer["name"] for report in reports for model in report["models"] for layer in model["ranges"]["layers"]
         }
 
+    @property
+    def report(self) -> str:
+        """The whole report, of which stderr has the verdict."""
+        reports = sorted((self.directory / "log").rglob("report.md"))
+        return "\n".join(path.read_text("utf-8") for path in reports)
+
     def session(self, *path: str) -> Session:
         return Session.load(self.directory.joinpath("log", *path))
 
@@ -111,7 +117,7 @@ def check(bare: Ran, inspected: Ran, *layers: str) -> None:
     assert bare.code == 0, bare.err
     assert same(inspected.weights, bare.weights)
     assert not re.search("Traceback|Exception ignored|mpinspect failed", inspected.err), inspected.err
-    assert re.search(r"Suggested loss scale: \d+|Scale 1 (will|would) do", inspected.err), inspected.err
+    assert re.search(r"Suggested loss scale: \d+|Scale 1 (will|would) do", inspected.report), inspected.err
     assert set(layers) <= inspected.layers, inspected.err
 
 
@@ -129,12 +135,18 @@ def test_a_plain_loop(tmp_path):
         assert (inspected.directory / "log" / name).stat().st_size > 0
     assert "DigitsMLP" in (inspected.directory / "log" / "report.md").read_text("utf-8")
     json.loads((inspected.directory / "log" / "report.json").read_text("utf-8"))
-    assert inspected.err.splitlines()[-1] == "mpinspect: to explore in a browser: log/report.html"
+    assert inspected.err.splitlines()[-1] == (
+        "mpinspect: the whole report: log/report.html (mpinspect report log prints it)"
+    )
+    # Beside the script's own lines: the directory, an empty line, the verdict and the page.
+    assert len(inspected.err.splitlines()) - len(bare.err.splitlines()) <= 12, inspected.err
 
 
 def test_shapes_and_kernels_of_the_steps_that_ran(tmp_path):
     arguments = ("--epochs", "1", "--width", "100", "--save", "weights.pt")
-    bare, inspected = both(tmp_path, UNMODIFIED / "digits_mlp.py", *arguments, options=("--lint", "--kernels"))
+    bare, inspected = both(
+        tmp_path, UNMODIFIED / "digits_mlp.py", *arguments, options=("--lint", "--kernels", "--full")
+    )
     check(bare, inspected, "encoder.0.weight")
     # 100 is no multiple of 8, and 10 classes are none either.
     assert re.search(r"encoder\.0.*\b100\b|\b100\b.*encoder\.0", inspected.err), inspected.err
@@ -146,7 +158,7 @@ def test_a_model_that_needs_a_loss_scale(tmp_path):
     check(bare, inspected, "embedding.weight", "output")
     advice = analyse(inspected.session("WordModel")).loss_scale
     assert advice.needed
-    assert f"Suggested loss scale: {advice.recommended:.0f} (2^" in inspected.err
+    assert f"Suggested loss scale: {advice.recommended:.0f} (2^" in inspected.report
     # What was written is read again, and says the same.
     again = subprocess.run(
         [sys.executable, "-m", "mpinspect", "report", inspected.directory / "log"], capture_output=True
@@ -208,7 +220,7 @@ def test_ranks_of_torchrun(tmp_path):
         assert session.progress.steps == 20
         assert TensorKey("0.weight", WEIGHT_GRADIENT) in session.totals()
     # One rank speaks for both.
-    assert inspected.err.count("In brief") == 1
+    assert inspected.err.count("the whole report: ") == 1
     assert inspected.err.count("mpinspect: rank 0: recording into") == inspected.err.count("recording into") == 1
 
 

@@ -254,7 +254,7 @@ def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
     (directory,) = (folder / "runs").iterdir()
     assert [record(directory / f"rank{rank}")["rank"] for rank in range(2)] == [0, 1]
     assert ended.err.count("mpinspect: rank 0: recording into") == ended.err.count("recording into") == 1
-    assert ended.err.count("Net against float16") == 1
+    assert ended.err.count("mpinspect run train.py\n") == ended.err.count("the whole report: ") == 1
     assert "The counts of all 2 ranks are added up" in (directory / "rank0" / "report.md").read_text()
     found = {part.name: part.ranges.session for part in read_run(directory).parts}
     # Each rank's own gradients, and shards of one.

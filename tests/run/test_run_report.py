@@ -17,8 +17,10 @@ from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.report.explorer import ModuleNotes
 from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, TensorKey
+from mpinspect.reporting import text as text_renderer
 from mpinspect.reporting.forms import render
 from mpinspect.run.report import ModelPart, RunReport, by_module
+from mpinspect.run.report.document import in_brief
 from mpinspect.run.report.module_notes import module_notes
 from mpinspect.runtime import gpus
 from mpinspect.shapes.analysis import analyse_shapes
@@ -125,6 +127,66 @@ def test_the_worst_finding_on_shapes_is_named_where_the_shapes_are_not_shown():
     words, findings = brief(*products, autocast_dtype="bfloat16")
     assert words.endswith("; see float32-beside-autocast in 'attention'")
     assert findings == "1 warning on the speed of shapes (report.md)"
+
+
+# -- what a run prints when it ends -------------------------------------------------------------------------------------
+
+
+def printed(report: RunReport) -> list[str]:
+    """The lines at the default width, as Ending prints them before the path of the page."""
+    return text_renderer.render(in_brief(report), 100).splitlines()
+
+
+SAW = ("1 optimizer was made; 1 model was inspected",)
+
+
+@pytest.mark.parametrize("name", sessions.all_sessions())
+def test_the_verdict_is_short(name):
+    report = RunReport("train.py", "ended", (ModelPart("Net", ranges(name)),), saw=SAW)
+    lines = printed(report)
+    verdict = report.parts[0].ranges.verdict
+    # One more is the path of the page, and an error has a line of its own besides.
+    assert len(lines) < (20 if verdict.healthy is False or report.first_line else 10), "\n".join(lines)
+    whole = " ".join(" ".join(lines).split())
+    for words in (report.first_line, *verdict.sentences, verdict.change, *verdict.code.splitlines()):
+        assert " ".join(words.split()) in whole
+    assert "1 model was inspected" not in whole
+    assert not {"Findings", "In brief", "Coverage"} & set(lines)
+
+
+def test_of_several_models_the_change_of_the_worst_is_shown():
+    worst = broken(INF)
+    report = RunReport("gan.py", "ended", (ModelPart("Critic", ranges()), ModelPart("Generator", worst)), saw=SAW)
+    lines = printed(report)
+    assert lines[0] == report.first_line
+    whole = " ".join(" ".join(lines).split())
+    assert f"Change in Generator: {worst.verdict.change}" in whole
+    assert f"Critic: {report.parts[0].ranges.verdict.sentences[0]}" in whole
+    assert len(lines) < 20
+
+
+def test_what_was_not_seen_is_told_and_how_the_script_ended():
+    saw = ("the pattern 'a' matches no module", *SAW, *(f"note {number}" for number in range(5)))
+    lines = printed(RunReport("a.py", "exit status 3", (ModelPart("Net", ranges("empty")),), saw=saw))
+    assert lines[0] == "mpinspect run a.py: exit status 3"
+    assert lines[-4:] == ["- the pattern 'a' matches no module", "- note 0", "- note 1", "... and 3 more in the report"]
+    nothing = printed(RunReport("a.py", "ended", saw=saw))
+    assert nothing == ["mpinspect run a.py", *(f"- {sentence}" for sentence in saw)]
+
+
+@pytest.mark.parametrize(
+    ("notes", "is_detail", "is_told"),
+    [((f"{gpus.ASSUMED}: judged",), True, False), ((f"{gpus.ASSUMED}: judged",), False, True), ((), True, True)],
+    ids=["neither asked nor a GPU", "--lint", "--gpu or a GPU"],
+)
+def test_shapes_are_told_where_they_were_asked_for(notes, is_detail, is_told):
+    judged = dataclasses.replace(shapes(), notes=notes)
+    report = RunReport("a.py", "ended", (ModelPart("Net", ranges()),), judged, is_shape_detail=is_detail)
+    for lines in (printed(report), render(report, ".txt", width=100).splitlines()):
+        assert any("Tensor Cores of" in line for line in lines) == is_told
+    # The page and the files have them all the same.
+    assert json.loads(report.to_json())["shapes"] is not None
+    assert "shapes of one step" in render(report, ".md")
 
 
 # -- module by module ---------------------------------------------------------------------------------------------------

@@ -522,7 +522,7 @@ def test_a_training_script_is_watched_from_its_import_of_torch_on(tmp_path):
     env = {"OMP_NUM_THREADS": "2"}
     ended = watched(folder, "train.py", "0", env=env)
     assert (ended.status, ended.out) == (0, bare(folder, "train.py", "0", env=env).out)
-    assert "Net against float16" in ended.err
+    assert "mpinspect run train.py" in ended.err
     assert (tmp_path / RUN_DIR / "Net" / "session.mpinspect").exists()
     assert json.loads((tmp_path / RUN_DIR / "run.json").read_text())["models"][0]["name"] == "Net"
 

@@ -231,7 +231,12 @@ def loop():
 everything = loop()
 next(everything)
 """,
-    "a recorder of a forked child": "everything = mpinspect.Recorder(log_dir=sys.argv[1])\nif os.fork() == 0:\n    sys.exit(0)\nos.wait()",
+    "a recorder of a forked child": """
+everything = mpinspect.Recorder(log_dir=sys.argv[1])
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+""",
 }
 
 

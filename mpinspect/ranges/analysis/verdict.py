@@ -43,7 +43,7 @@ def verdict(
     worst = grave[0]
     opening = "In trouble" if worst.severity == _ERROR else "To be mended"
     others = in_counts(finding for finding in findings if finding.severity == _INFO)
-    more = " ".join(filter(None, (_also_grave(grave[1:]), f"Also below: {others}." if others else "")))
+    more = " ".join(filter(None, (_also_grave(grave[1:]), f"Also noted: {others}." if others else "")))
     sure = "" if worst.certainty == "measured" else " (inferred)"
     return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more)
 

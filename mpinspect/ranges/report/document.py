@@ -153,10 +153,15 @@ def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
         Line(verdict.precision),
         Line(first, "strong" if verdict.healthy is None else "good" if verdict.healthy else "error"),
         *map(Line, more),
-        Line(f"Change: {verdict.change}" if verdict.change else ""),
-        Code(verdict.code),
+        *change_blocks(verdict),
         Line(verdict.more, "dim"),
     )
+    return tuple(block for block in blocks if not is_empty(block))
+
+
+def change_blocks(verdict: Verdict, where: str = "") -> tuple[Block, ...]:
+    """Return the change that a verdict asks for, with its code; () if it asks for none."""
+    blocks = (Line(f"Change{where}: {verdict.change}" if verdict.change else ""), Code(verdict.code))
     return tuple(block for block in blocks if not is_empty(block))
 
 

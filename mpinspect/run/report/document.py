@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 
-from mpinspect.ranges.report.document import TERMS, title, verdict_blocks
+from mpinspect.ranges.analysis.first_line import what_broke
+from mpinspect.ranges.report.document import TERMS, change_blocks, title, verdict_blocks
 from mpinspect.ranges.report.explorer import Mapped, widget
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
 from mpinspect.reporting import forms
@@ -34,6 +36,10 @@ from mpinspect.shapes.analysis.report import ShapeReport, ShapeRow
 
 #: How many modules are shown, those with most FLOPs; JSON has all.
 MODULES = Limit(8, 25)
+#: What was not seen, in the lines that a run prints when it ends.
+NOTES = Limit(3, 3, "more in the report")
+#: The sentence on what was seen of a script whose models were inspected.
+_ROUTINE = re.compile(r"(no|\d+) optimizers? (was|were) made; \d+ models? (was|were) inspected")
 #: Most models shown in full in a terminal; further models have one line each, and report.md has all in full.
 MAX_MODELS = 4
 #: Kinds of product that cuDNN computes, in TF32 unless it is told otherwise.
@@ -56,10 +62,29 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
     )
 
 
+def in_brief(report: RunReport) -> Document:
+    """Return the lines that a run prints when it ends: what broke, the verdict with its change, and what was not seen.
+
+    Everything else is in the files of the run.
+    """
+    noted = [sentence for sentence in report.saw if not (report.parts and _ROUTINE.fullmatch(sentence))]
+    about = [Item(words, label) for label, words in _on_speed(report)]
+    ended = report.outcome not in ("", "ended")
+    return Document(
+        f"mpinspect run {report.command}{f': {report.outcome}' if ended else ''}",
+        (Items(tuple(about)), bullets(noted, NOTES if report.parts else None)),
+        alarm=report.first_line,
+        verdict=_verdict(report),
+    )
+
+
 def _verdict(report: RunReport) -> tuple[Block, ...]:
-    """Return a single model's verdict, or one line each for the models with the most severe findings, worst first."""
+    """Return a single model's verdict; of several models a line each, worst first, and the change to make in the worst.
+
+    Only the models with the most severe findings have a line.
+    """
     on_speed = in_counts(finding for finding in report.speed_findings if finding.severity != SEVERITIES[0])
-    speed = (Line(f"On speed, below: {on_speed}."),) if on_speed else ()
+    speed = (Line(f"On speed: {on_speed}."),) if on_speed else ()
     if len(report.parts) == 1:
         return (*verdict_blocks(report.parts[0].ranges.verdict), *speed)
     gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
@@ -67,13 +92,15 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
     for part in gravest:
         for sentence in part.ranges.verdict.sentences[:1]:
             names.setdefault(sentence, []).append(part.name)
-    return (*(Line(f"{', '.join(parts)}: {sentence}") for sentence, parts in names.items()), *speed)
+    lines = (Line(f"{', '.join(parts)}: {sentence}") for sentence, parts in names.items())
+    change = change_blocks(gravest[0].ranges.verdict, f" in {gravest[0].name}") if gravest else ()
+    return (*lines, *change, *speed)
 
 
 def _models(report: RunReport, everything: bool) -> Parts:
     """Return a part per model, in order, limited in a terminal to the models with the most severe findings."""
     parts = report.parts
-    gravest = sorted(range(len(parts)), key=lambda place: -_gravity(parts[place]))
+    gravest = sorted(range(len(parts)), key=lambda place: _gravity(parts[place]), reverse=True)
     left = len(parts) - MAX_MODELS
     rest = f"more {'model' if left == 1 else 'models'}: below in brief; in full in report.md"
     is_only = len(parts) == 1
@@ -98,8 +125,10 @@ def _maps(report: RunReport) -> Iterator[Widget]:
         yield from widget(*(Mapped(part.name, part.ranges, notes[part.name]) for part in report.parts))
 
 
-def _gravity(part: ModelPart) -> int:
-    return max((SEVERITIES.index(finding.severity) for finding in part.ranges.findings), default=-1)
+def _gravity(part: ModelPart) -> tuple[int, bool]:
+    """Return the severity of a model's gravest finding, and whether an event broke the model."""
+    severity = max((SEVERITIES.index(finding.severity) for finding in part.ranges.findings), default=-1)
+    return severity, what_broke(part.ranges) is not None
 
 
 def _wholes(report: RunReport) -> Iterator[Part]:
@@ -126,10 +155,7 @@ def _brief(report: RunReport) -> Iterator[Item]:
         healthy = f"{verdict.opening}. " if verdict.healthy else ""
         worst = () if verdict.healthy else verdict.sentences[:1]
         yield Item(f"{healthy}{counted[0].upper()}{counted[1:]}. {scale_in_brief(part.ranges)}", part.name, worst)
-    if report.shapes is not None:
-        yield Item(_shapes(report), "shapes")
-    if report.kernels is not None:
-        yield Item(_kernels(report), "kernels")
+    yield from (Item(words, label) for label, words in _on_speed(report))
     of_shapes = in_counts(_grave_on_shapes(report))
     if report.findings or of_shapes:
         words = (in_counts(report.findings), of_shapes and f"{of_shapes} on the speed of shapes (report.md)")
@@ -138,9 +164,17 @@ def _brief(report: RunReport) -> Iterator[Item]:
         yield Item(report.log_dir, "files")
 
 
+def _on_speed(report: RunReport) -> Iterator[tuple[str, str]]:
+    """Yield a label and a sentence for the shapes and for the kernels, where they were asked for."""
+    if report.shapes_asked is not None:
+        yield "shapes", _shapes(report)
+    if report.kernels is not None:
+        yield "kernels", _kernels(report)
+
+
 def _grave_on_shapes(report: RunReport) -> list[Finding]:
     """Return the findings above "info" on shapes that a terminal does not show, and ``report.findings`` leaves out."""
-    found = () if report.shapes is None or not report.is_shape_detail else report.shapes.findings
+    found = () if report.shapes_asked is None or not report.is_shape_detail else report.shapes_asked.findings
     return [finding for finding in found if finding.severity != SEVERITIES[0]]
 
 

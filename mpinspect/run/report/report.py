@@ -67,6 +67,17 @@ class RunReport(RendersItself):
         return tuple(finding for report in reports if report is not None for finding in report.findings)
 
     @property
+    def holds_more_than_its_verdict(self) -> bool:
+        """Whether anything was recorded of a model, of shapes or of kernels."""
+        return bool(self.parts) or self.shapes is not None or self.kernels is not None
+
+    @property
+    def shapes_asked(self) -> ShapeReport | None:
+        """The shapes; None if they were recorded without --lint and judged for a GPU that nobody named and that is not there."""
+        is_asked = self.shapes is not None and not (self.is_shape_detail and self.shapes.is_gpu_assumed)
+        return self.shapes if is_asked else None
+
+    @property
     def first_line(self) -> str:
         """The first non-finite event that no loss scaler caught, in one line; "" if there was none."""
         if self.broke_elsewhere:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.rendering import RendersItself
 from mpinspect.runtime.decoding import Between
-from mpinspect.runtime.gpus import Gpu
+from mpinspect.runtime.gpus import ASSUMED, Gpu
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
 from mpinspect.shapes.records import Matmul, Size
 
@@ -211,3 +211,8 @@ class ShapeReport(RendersItself):
     dtype_copy_bytes: int
     notes: tuple[str, ...] = ()
     complete: bool = True
+
+    @property
+    def is_gpu_assumed(self) -> bool:
+        """Whether no GPU was named and none was there, so that the shapes are judged for an A100."""
+        return any(note.startswith(ASSUMED) for note in self.notes)
