@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def _beside_output(options: LaunchOptions) -> Path | None:
 
 def _output_folder(arguments: Sequence[str]) -> str:
     """Return the value of the first argument named in ``_OUTPUTS``, after "=" or as the next word; "" if there is none."""
-    for word, following in zip(arguments, (*arguments[1:], ""), strict=True):
+    for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if name.startswith("-") and name.strip("-").replace("-", "_").lower() in _OUTPUTS:
             return value if equals else "" if following.startswith("-") else following

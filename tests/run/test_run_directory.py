@@ -442,6 +442,7 @@ def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(
         ("--save_dir ../elsewhere", "../elsewhere-mpinspect"),
         # Its parent is for the script to make, and the working directory is nobody's output.
         ("--output_dir deep/er", None),
+        ("", None),
         ("--output_dir .", None),
         ("--output_dir ..", None),
         ("--output_dir=", None),
