@@ -175,7 +175,7 @@ def test_spawned_processes_are_watched_each_in_a_directory_of_its_own(tmp_path):
         in record(directory)["saw"]
     )
     # The first speaks for all.
-    assert err.count("Net against float16") == 1
+    assert err.count("\nComputes in FP32: ") == 1
 
 
 def test_a_spawned_process_that_raises(tmp_path):
@@ -198,7 +198,7 @@ def test_a_forkservers_children(tmp_path):
 def test_a_forked_child_is_counted_and_not_watched(tmp_path):
     directory, err = compare(tmp_path, FORK)
     assert record(directory)["saw"][1:] == ["1 process was forked; what it computed was not seen"]
-    assert err.count("Net against float16") == 1
+    assert err.count("\nComputes in FP32: ") == 1
     assert not list(directory.glob("process-*"))
 
 
@@ -214,7 +214,7 @@ def test_ways_out_without_exit_handlers_are_reported_first(ending, outcome, tmp_
     directory, err = compare(tmp_path, ending)
     assert record(directory)["outcome"].startswith(outcome)
     assert (directory / "report.json").exists()
-    assert "Net against float16" in err
+    assert "\nComputes in FP32: " in err
 
 
 RANKS = """
@@ -357,7 +357,9 @@ def test_a_rank_that_is_killed_is_named_with_its_step_and_the_other_ends_as_it_w
     folder = tmp_path / "work"
     write(folder, DIES)
     ranks = {rank: {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": rank} for rank in "10"}
-    second, first = (watched(folder, "train.py", when, env=env, forked=True) for env in ranks.values())
+    second, first = (
+        watched(folder, "train.py", when, options=["--full"], env=env, forked=True) for env in ranks.values()
+    )
     assert second.status == -9
     alone = bare(folder, "train.py", when, env=ranks["0"], forked=True)
     assert (first.status, first.out) == (alone.status, alone.out)

@@ -146,7 +146,8 @@ class InspectedModels:
     def _optimizer_gone(self, _: object) -> None:
         # Weakref callbacks can run inside any code: waiting for the lock could deadlock with the thread that holds it.
         with self._lock.held_if_free() as is_held:
-            if not is_held or is_unsafe_to_detach(sys._getframe().f_back):
+            # The frame above this one is that of until_finalized.
+            if not is_held or is_unsafe_to_detach(sys._getframe(1).f_back):
                 self._pause_is_due = True
                 return
             try:
