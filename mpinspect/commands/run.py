@@ -53,7 +53,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--include", action="append", metavar="PATTERN", help=f"inspect only these: a {pattern}")
     parser.add_argument("--exclude", action="append", metavar="PATTERN", help=f"do not inspect these: a {pattern}")
     parser.add_argument(
-        "--log-dir", metavar="DIR", help="the run directory (runs/SCRIPT-DATE-TIME, below the working directory)"
+        "--log-dir",
+        metavar="DIR",
+        help="the run directory (runs/SCRIPT-DATE-TIME, or beside the folder that the script's own --output_dir names)",
     )
     parser.add_argument(
         "--no-watch", action="store_false", dest="watch", help="do not check every step for infinities and NaNs"
