@@ -393,9 +393,7 @@ def test_the_part_that_is_not_compiled_is_seen_whole(tmp_path):
     assert (run.steps(), len(run.gradients())) == (6, 4)
 
 
-def test_models_beyond_the_limit_are_counted_and_not_kept(tmp_path, monkeypatch):
-    # Among all that the tests have loaded a search takes its time.
-    monkeypatch.setattr("mpinspect.run.models.attaching._SEARCH_S", 1e9)
+def test_models_beyond_the_limit_are_counted_and_not_kept(tmp_path):
     with watched(tmp_path) as run:
         for _ in range(20):
             model = net()

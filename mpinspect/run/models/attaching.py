@@ -8,7 +8,6 @@ and the hooks are removed.
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -26,8 +25,9 @@ from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.hooks import ModelHook
 from mpinspect.runtime.wrappers import unwrapped
 
-#: Searches for modules may take this many seconds in total, or this fraction of the run's time if that is more.
-_SEARCH_S, _SEARCH_SHARE = 2.0, 0.01
+#: This many searches for modules are made, of some 0.03 s each, and one more for each _STEPS_A_SEARCH optimizer steps. A limit
+#: in seconds would make the report depend on the machine's load.
+_MOST_SEARCHES, _STEPS_A_SEARCH = 64, 256
 
 
 class PendingOptimizer:
@@ -119,8 +119,7 @@ class Attacher(Guarded):
         self._attached = attached
         self._lock = lock
         self._compiled = compiled
-        self._began = time.monotonic()
-        self._searched_s = 0.0
+        self._searches = 0
 
     @guarded
     def add(self, optimizer: torch.optim.Optimizer) -> None:
@@ -194,17 +193,16 @@ class Attacher(Guarded):
         self._attached()
 
     def _find_modules(self, waiting: PendingOptimizer) -> None:
-        began = time.monotonic()
-        if self._searched_s > max(_SEARCH_S, _SEARCH_SHARE * (began - self._began)):
+        if self._searches >= _MOST_SEARCHES + self._seen.steps // _STEPS_A_SEARCH:
             self._seen.note("so many optimizers were made that the models of the later ones were not searched for")
             return
+        self._searches += 1
         holders = Holders(waiting.parameters, living_modules())
         waiting.has_modules = bool(holders.modules)
         waiting.loose = waiting.parameters - holders.found()
         waiting.variables = script_names(holders, waiting.loose)
         if waiting.has_modules:
             self._hook(waiting, holders)
-        self._searched_s += time.monotonic() - began
 
     def _hook(self, waiting: PendingOptimizer, holders: Holders) -> None:
         waiting.held = weakly(holders.modules)
