@@ -203,6 +203,7 @@ def full_session() -> s.Session:
             ),
             (s.ScalerRecord("GradScaler", False, 65536.0, 2000.0, 2.0, 0.5),),
             ("bfloat16",),
+            ("bfloat16", ""),
         ),
         (
             s.Measurement(

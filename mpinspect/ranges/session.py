@@ -355,6 +355,8 @@ class Precision:
         losses: dtypes of the losses whose backwards were seen.
         optimizers, scalers: the optimizers and loss scalers seen.
         reduced: dtypes in which the ranks' gradients are summed; empty if unknown, or for one process.
+        unseen: dtypes of the values in the losses' graphs, read where modules' calls were not all seen (compiled code); ""
+            for values that could not be read. Empty if no graph was read.
     """
 
     weights: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
@@ -365,6 +367,7 @@ class Precision:
     optimizers: tuple[OptimizerRecord, ...] = ()
     scalers: tuple[ScalerRecord, ...] = ()
     reduced: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
 
     @property
     def has_masters(self) -> bool:

@@ -62,6 +62,13 @@ def _asks_safely() -> Callable[[], Any]:
 in_compiled_call: Callable[[], Any] = _asks_safely()
 
 
+@not_compiled
+def compiler_is_off() -> bool:
+    """Return whether compiled functions run uncompiled now, by ``set_stance("force_eager")`` or dynamo's ``config.disable``."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and (dynamo._stance.stance == "force_eager" or dynamo.config.disable)
+
+
 class ModelHook:
     """A hook on one module: calls ``react`` unless the module is a copy of the one it was put on."""
 
@@ -75,7 +82,7 @@ class ModelHook:
     @not_compiled
     def __call__(self, module: object, *args: Any) -> None:
         # Must come before any state is read, so that torch.compile traces the hook to nothing.
-        if torch.compiler.is_compiling() or in_compiled_call():
+        if torch.compiler.is_compiling() or (in_compiled_call() and not compiler_is_off()):
             return
         if id(module) == self._module_id:
             self._react(*args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "ActivationWrapper": "_checkpoint_wrapped_module",
 }
+#: The attributes of a module that hold a compiled function: that of ``torch.compile(module)``'s wrapper or of
+#: ``model.forward = torch.compile(model.forward)``, and that of ``module.compile()``.
+_ENTRIES = ("forward", "_compiled_call_impl")
 
 
 def wrapped_by(module: nn.Module) -> nn.Module | None:
@@ -48,6 +52,20 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     """Return whether the module was returned by ``torch.compile(module)``, or wraps such a module."""
     inner = wrapped_by(module)
     return inner is not None and (type(module).__name__ == "OptimizedModule" or is_compiled_wrapper(inner))
+
+
+def compiled_functions(module: nn.Module) -> dict[str, FunctionType]:
+    """Return the compiled functions stored on a module, by attribute. Reads its dictionary only.
+
+    Without compilation (``disable=True``, TORCHDYNAMO_DISABLE) torch stores functions that are not compiled in the same places.
+    """
+    attributes = object.__getattribute__(module, "__dict__")
+    found = {name: attributes.get(name) for name in _ENTRIES}
+    return {name: each for name, each in found.items() if isinstance(each, FunctionType) and _is_compiled(each)}
+
+
+def _is_compiled(function: FunctionType) -> bool:
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:

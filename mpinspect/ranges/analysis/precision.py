@@ -12,6 +12,7 @@ from mpinspect.reporting.words import format_name, with_power
 SQUARES = ("exp_avg_sq", "square_avg")
 #: Share of the elements below which those of a dtype are called a few, as normalisation weights kept in FP32.
 _A_FEW = 0.001
+_NARROW = (FLOAT16.name, BFLOAT16.name)
 
 
 def run_format(session: Session) -> FloatFormat | None:
@@ -20,15 +21,15 @@ def run_format(session: Session) -> FloatFormat | None:
     This is the autocast dtype, else the dtype of most weights, else (without a ledger) the narrow format to which
     values had been rounded. If both FP16 and BF16 occur, the result is FP16, which has the narrower range.
     """
-    if _is_autocast_unknown(session):
-        return None
     ledger = session.precision
     told = {dtype for dtype in ledger.autocast if dtype}
     if not told and ledger.weights:
         told = {max(ledger.weights, key=lambda dtype: ledger.weights[dtype])}
         if told == {FLOAT32.name}:
             # A model with FP32 weights may cast its inputs and weights itself.
-            told = {dtype for dtype in ledger.outputs if dtype in (FLOAT16.name, BFLOAT16.name)} or told
+            told = {dtype for dtype in (*ledger.outputs, *ledger.unseen) if dtype in _NARROW} or told
+            if told == {FLOAT32.name} and is_hidden(session):
+                return None
     for format in (FLOAT16, BFLOAT16, FLOAT32):
         if format.name in (told or session.passed_through() - {FLOAT32.name}):
             return format
@@ -36,11 +37,16 @@ def run_format(session: Session) -> FloatFormat | None:
 
 
 def holds_without_scale(session: Session, keys: Collection[TensorKey]) -> str:
-    """Return why FP16's flushing or overflow of these tensors needs no warning (the run's format has more range), or ""."""
-    if session.passed_through(keys) == {BFLOAT16.name}:
+    """Return why FP16's flushing or overflow of these tensors needs no warning, or "" if the run may compute in FP16."""
+    passed = session.passed_through(keys)
+    if passed == {BFLOAT16.name}:
         return "The run uses BF16, which holds them."
-    format = run_format(session) if session.precision.weights else None
-    if format is None or format.max_exponent <= FLOAT16.max_exponent:
+    format = run_format(session) if session.precision.weights else FLOAT16
+    if format is None:
+        wider = f"The run computes in {_names(session.precision.weights)}, which holds them."
+        known = "Whether the run computes in FP16 is not known." if is_hidden(session) else wider
+        return "" if FLOAT16.name in passed else known
+    if format.max_exponent <= FLOAT16.max_exponent:
         return ""
     return f"The run computes in {format_name(format.name)}, which holds them."
 
@@ -60,9 +66,10 @@ def damped_by_epsilon(session: Session, largest: float) -> str:
     return f"{least.type}'s eps, {epsilon:g}, is above gradients that small and damps their steps in any format"
 
 
-def _is_autocast_unknown(session: Session) -> bool:
-    """Return whether autocast is unknown: it is read at module calls, and none is seen if the whole model is compiled."""
-    return "" in session.progress.compiled and not session.precision.autocast
+def is_hidden(session: Session) -> bool:
+    """Return whether compiled modules ran in no sampled step eagerly, and the losses' graphs were not read, or not wholly."""
+    progress, unseen = session.progress, session.precision.unseen
+    return bool(progress.compiled) and not progress.eager_steps and (not unseen or "" in unseen)
 
 
 def ledger_line(session: Session) -> str:
@@ -74,8 +81,11 @@ def _parts(session: Session) -> Iterator[str]:
     precision = session.precision
     yield _by_share(precision.weights, "weights")
     autocast = [dtype for dtype in precision.autocast if dtype]
-    if _is_autocast_unknown(session):
-        yield "autocast not known (the model is compiled)"
+    if "" in session.progress.compiled and not precision.autocast:
+        # Autocast is read at module calls, and none was seen.
+        narrow = [dtype for dtype in precision.unseen if dtype in _NARROW]
+        unknown = "autocast not known (the model is compiled)" if is_hidden(session) else "no 16 bits in compiled code"
+        yield f"{_names(narrow)} in compiled code" if narrow else unknown
     elif autocast:
         yield f"{_names(autocast)} autocast{' of some modules' if '' in precision.autocast else ''}"
     elif precision.autocast:

@@ -299,6 +299,7 @@ def _precision(low: Session, high: Session) -> Precision:
         ),
         tuple({(each.type, each.enabled): each for each in (*other.scalers, *one.scalers)}.values()),
         tuple(dict.fromkeys((*one.reduced, *other.reduced))),
+        tuple(dict.fromkeys((*one.unseen, *other.unseen))),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
 from mpinspect.ranges.analysis.diagnoses.scaling import LOG2_INITIAL
-from mpinspect.ranges.analysis.precision import ledger_line, run_format
+from mpinspect.ranges.analysis.precision import is_hidden, ledger_line, run_format
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
@@ -135,6 +135,8 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
         yield f"BF16 needs no loss scale; {fits}{rounds}."
     elif format == FLOAT32:
         yield f"For a change to 16 bits: {fits}; BF16 needs none."
+    elif is_hidden(session):
+        yield f"Whether the run computes in FP16 is not known: {fits}."
 
 
 def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
@@ -163,6 +165,8 @@ def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -
         return "Numerically nothing to do: keep BF16."
     if format == FLOAT16:
         return _next_in_float16(session, told)
+    if format is None and is_hidden(session):
+        return "Nothing to do in what was seen; eager_samples=True (mpinspect run --eager-samples) shows the format."
     if format != FLOAT32:
         return "Nothing to do."
     # A GradScaler takes no closure, and no step that is made by hand.

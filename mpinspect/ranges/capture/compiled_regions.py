@@ -1,4 +1,4 @@
-"""The parts of a model that torch.compile compiled: names them, and runs them eagerly in the steps for which this is asked.
+"""The parts of a model that torch.compile compiled: names them, reads their formats, and runs them eagerly in chosen steps.
 
 No hook runs inside compiled code. ``torch.compiler.set_stance("force_eager")`` would run everything in the process eagerly, the
 optimizer's compiled step and other threads' models too. So only the calls of this model's own regions are rerouted: the function
@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
+from mpinspect.ranges.capture.diagnosing.singularities import graph
 from mpinspect.ranges.capture.layers import Layer
+from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.runtime.garbage_collection import living
 from mpinspect.runtime.hooks import in_compiled_call, not_compiled
-from mpinspect.runtime.wrappers import submodules, unwrapped
+from mpinspect.runtime.wrappers import compiled_functions, submodules, unwrapped
 
-#: The attributes of a module that hold a compiled function: that of ``torch.compile(module)``'s wrapper or of
-#: ``model.forward = torch.compile(model.forward)``, and that of ``module.compile()``.
-_ENTRIES = ("forward", "_compiled_call_impl")
 #: Most regions that a sentence names.
 _MOST_NAMED = 5
+#: Most nodes of a loss's graph that are read. A node takes some 4 microseconds; compiled code is one node.
+_MOST_NODES = 4096
+#: Least share of the elements that compiled code saved in a format. Fewer may be a buffer or the data.
+_LEAST_SHARE = 1 / 16
 
 #: Returns whether the region that is about to be called runs eagerly. Must not raise.
 Ask = Callable[[], bool]
@@ -42,11 +46,8 @@ class Region(NamedTuple):
 def regions_of(modules: Iterable[torch.nn.Module]) -> Iterator[Region]:
     """Yield the compiled functions stored on these modules. Reads their dictionaries only."""
     for module in modules:
-        attributes = object.__getattribute__(module, "__dict__")
-        for name in _ENTRIES:
-            function = attributes.get(name)
-            if isinstance(function, FunctionType) and _is_compiled(function):
-                yield Region(module, name, function)
+        for name, function in compiled_functions(module).items():
+            yield Region(module, name, function)
 
 
 def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str]:
@@ -60,7 +61,7 @@ def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str
     wrappers = _wrappers_around(_with_inner(layers)) if search else []
     unseen = {paths.get(id(unwrapped(wrapper)), ""): None for wrapper in wrappers}
     for layer in layers:
-        attributes = {region.attribute for region in regions_of([layer.module])}
+        attributes = compiled_functions(layer.module).keys()
         if attributes - {"forward"} or (attributes and not layer.is_leaf):
             unseen[layer.path] = None
     return list(unseen)
@@ -85,6 +86,44 @@ def compiled_graphs() -> int:
     """Return how many graphs torch.compile has compiled in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))
+
+
+def formats_in_graph(losses: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> list[str] | None:
+    """Return the dtypes of the values in the losses' graph; None if the graph reaches none of the parameters.
+
+    These are the results of the graph's operations, and what compiled code saved for its backward. "" stands for values
+    that could not be read. Reads no value, and unpacks nothing that hooks packed.
+    """
+    nodes = graph([loss.grad_fn for loss in losses], _MOST_NODES)
+    leaves = {id(getattr(node, "variable", None)) for node in nodes}
+    if leaves.isdisjoint(map(id, parameters)):
+        return None
+    found = dict.fromkeys([""] if len(nodes) >= _MOST_NODES else [])
+    for node in nodes:
+        made = getattr(node, "_input_metadata", None)
+        if made is None:
+            found[""] = None
+        elif not hasattr(node, "variable"):
+            found.update((dtype_name(each.dtype), None) for each in made if each.dtype.is_floating_point)
+        if _is_compiled_node(node):
+            found.update(dict.fromkeys(_saved_formats(node)))
+    return list(found)
+
+
+def _is_compiled_node(node: Any) -> bool:
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+def _saved_formats(node: Any) -> Iterator[str]:
+    """Yield the dtypes that make up a noticeable share of what compiled code saved for its backward; "" if some can't be read."""
+    elements: Counter[str] = Counter()
+    for saved in getattr(node, "_raw_saved_tensors", (None,)):
+        value = getattr(saved, "data", None)
+        if not isinstance(value, torch.Tensor):
+            yield ""
+        elif value.dtype.is_floating_point and not value.requires_grad:
+            elements[dtype_name(value.dtype)] += value.numel()
+    yield from (dtype for dtype, count in elements.items() if count >= _LEAST_SHARE * elements.total())
 
 
 class EagerCalls:
@@ -208,9 +247,7 @@ def _wrappers_around(modules: Mapping[int, torch.nn.Module]) -> list[torch.nn.Mo
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is None:
         return []
-    wrappers = [each for each in living([dynamo.OptimizedModule]) if id(each) not in modules]
+    wrappers = [
+        each for each in living([dynamo.OptimizedModule]) if id(each) not in modules and compiled_functions(each)
+    ]
     return [each for each in wrappers if any(id(part) in modules for part in submodules(each))]
-
-
-def _is_compiled(function: FunctionType) -> bool:
-    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)

@@ -24,13 +24,24 @@ class StepPrecision:
 
     def __init__(self, scale: ScaleOfBackward) -> None:
         self._scale = scale
+        #: The formats in the last graph that was read; they hold until another is read.
+        self._in_graph: list[torch.dtype] = []
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the formats of the previous step."""
         #: The narrowest format of the outputs and gradients observed in this step.
         self.narrowest = "float32"
-        self._any_output = False
+        self._any_output = self.has_read_graph = False
+        for dtype in self._in_graph:
+            self._pass_through(dtype)
+
+    def graph_read(self, formats: Collection[str]) -> None:
+        """Record the dtypes of the values in the graph of this step's losses."""
+        self.has_read_graph = True
+        self._in_graph = [getattr(torch, name) for name in formats if name]
+        for dtype in self._in_graph:
+            self._pass_through(dtype)
 
     def outputs(self, outputs: Sequence[torch.Tensor]) -> None:
         """Record the dtypes of a module's outputs."""
@@ -43,13 +54,13 @@ class StepPrecision:
         """Return the narrowest format to which a gradient of this dtype may have been rounded.
 
         Under autocast an FP32 gradient may be the upcast of an FP16 one, in this layer or in any later layer. An FP32 gradient
-        therefore counts as rounded if any tensor of the step was. If no output was observed (torch.compile), a GradScaler
-        implies FP16.
+        therefore counts as rounded if any tensor of the step was. If neither an output nor the graph of the loss shows a narrow
+        format, and no output was observed (torch.compile), a GradScaler implies FP16.
         """
         if dtype is not torch.float32:
             self._pass_through(dtype)
-        if not self._any_output and self._scale.by_scaler:
-            return narrowest((self.narrowest, "float16"))
+        if self.narrowest == "float32" and not self._any_output and self._scale.by_scaler:
+            return "float16"
         return self.narrowest
 
     def _pass_through(self, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mpinspect.ranges.capture.compiled_code import CompiledCode
-from mpinspect.ranges.capture.compiled_regions import may_run_eagerly
+from mpinspect.ranges.capture.compiled_regions import compiled_graphs, formats_in_graph, may_run_eagerly
 from mpinspect.ranges.capture.counting import StepPrecision
 from mpinspect.ranges.capture.largest import Found
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
@@ -76,6 +76,7 @@ class Dispatcher(Guarded):
         fp16_weights = any(watched.parameter.dtype == torch.float16 for watched in parameters)
         self.scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
         self._precision = StepPrecision(self.scale)
+        self._parameters = parameters
         self._weight_changes = WeightChanges(parameters)
         self._choice = CallChoice()
         #: A counting observer comes before an observer that can use its counts instead of reading the tensor.
@@ -173,6 +174,16 @@ class Dispatcher(Guarded):
 
     # -- the backward ---------------------------------------------------------------------------------------------
 
+    def read_graph(self, losses: list[torch.Tensor]) -> None:
+        """Read the formats in the losses' graph, once a measured step, if calls of modules may be unseen."""
+        if not self.clock.measured or self._precision.has_read_graph or (self._called and not compiled_graphs()):
+            return
+        formats = formats_in_graph(losses, (watched.parameter for watched in self._parameters))
+        if formats is not None:
+            self._precision.graph_read(formats)
+            for observer in self.at_work:
+                observer.graph_read(formats)
+
     @entrance
     def activation_gradient(
         self, layer: Layer, values: torch.Tensor, counted: bool, number: int, is_input: bool
@@ -244,7 +255,10 @@ class Dispatcher(Guarded):
         task, micro_batch = torch._C._current_graph_task_id(), self.clock.micro_batch
         backward = self._backward = Backward(task, scale, scale.divisor, micro_batch, self.at_work, by_scaler)
         if is_new:
+            scaler = self.scale.scaler
             for observer in backward.observers:
+                if scaler is not None:
+                    observer.scaler_used(scaler)
                 observer.backward_begins(backward)
         if task == -1:
             # A pipeline makes FSDP2 reduce the gradients after its last backward.

@@ -56,14 +56,16 @@ class Listener(Guarded):
         products = self._scale.loss_scaled(scaler, scaled)
         if self._dispatcher.at_work and self._clock.begun:
             for observer in self._dispatcher.at_work:
-                observer.scaler_used(scaler)
                 observer.loss_scaled(list(tensors_in(given)), products, self._clock.micro_batch)
 
     @entrance
     def backward_called(self, given: Any) -> None:
         """Pass the losses of a backward that is about to begin to the observers; the losses may be of another model."""
         losses = [tensor for tensor in tensors_in(given) if tensor.grad_fn is not None]
-        if self._dispatcher.at_work and self._clock.in_forward and losses:
+        if not self._dispatcher.at_work or not losses:
+            return
+        self._dispatcher.read_graph(losses)
+        if self._clock.in_forward:
             for observer in self._dispatcher.at_work:
                 observer.backward_called(losses)
 

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -106,6 +106,14 @@ def _only_powers_of_two(scaler: Any) -> bool:
     return all(isinstance(part, (int, float)) and is_power_of_two(float(part)) for part in parts)
 
 
+class _Scaled(NamedTuple):
+    """A backward that began at a scaled loss: its thread, its scale, and the scaler."""
+
+    thread: int
+    scale: BackwardScale
+    scaler: weakref.ref[Any]
+
+
 class ScaleOfBackward:
     """Finds the loss scale of the backward that is running.
 
@@ -134,18 +142,15 @@ class ScaleOfBackward:
         self._fp16_weights = fp16_weights
         self._recording = recording
         self._changes = changes
-        #: Scaled backwards in progress: graph task -> (its thread, its scale).
-        self._scaled: dict[int, tuple[int, BackwardScale]] = {}
+        #: Scaled backwards in progress, by graph task.
+        self._scaled: dict[int, _Scaled] = {}
         #: The graph task of the backward in the last call of ``now``, while its scale remains valid.
         self.task = NO_BACKWARD
         self._scale = UNSCALED
-        self._by_scaler = False
+        #: Whether the backward in the last call of ``now`` began at a loss scaled by a GradScaler, and that scaler.
+        self.by_scaler = False
+        self.scaler: Any = None
         self.any_scaled = False
-
-    @property
-    def by_scaler(self) -> bool:
-        """Whether the backward in the last call of ``now`` began at a loss scaled by a GradScaler."""
-        return self._by_scaler
 
     def now(self, in_half: bool) -> tuple[BackwardScale, bool]:
         """Return the scale of the running backward, and whether this is the first call within that backward.
@@ -159,8 +164,9 @@ class ScaleOfBackward:
         # Torch returns -1 outside a backward.
         self.task = task if task != -1 else NO_BACKWARD
         scaled = self._of_scaled_loss()
-        self._by_scaler = scaled is not None
-        self._scale = scaled if scaled is not None else self._find(in_half)
+        self.by_scaler = scaled is not None
+        self.scaler = None if scaled is None else scaled.scaler()
+        self._scale = self._find(in_half) if scaled is None else scaled.scale
         if self._scale.unknown:
             self._recording.scale_unknown(self._scale.unknown)
         return self._scale, True
@@ -168,25 +174,25 @@ class ScaleOfBackward:
     def loss_scaled(self, scaler: Any, scaled: Any) -> list[torch.Tensor]:
         """Record the scale of losses that a GradScaler scaled, for their backward; return the scaled losses that have one."""
         self.any_scaled = True
-        scale = from_scaler(scaler)
+        scale, used = from_scaler(scaler), weakref.ref(scaler)
         me = weakref.ref(self)
 
         def backward_begins(gradient: torch.Tensor) -> None:
             alive = me()
             if alive is not None:
-                alive._begins(scale)
+                alive._begins(scale, used)
 
         losses = [loss for loss in tensors_in(scaled) if loss.requires_grad and loss.grad_fn is not None]
         for loss in losses:
             loss.register_hook(backward_begins)  # type: ignore[no-untyped-call]
         return losses
 
-    def _begins(self, scale: BackwardScale) -> None:
+    def _begins(self, scale: BackwardScale, scaler: weakref.ref[Any]) -> None:
         task = torch._C._current_graph_task_id()
         known = self._scaled.get(task)
-        if known is not None and not known[1].agrees_with(scale):
+        if known is not None and not known.scale.agrees_with(scale):
             scale = BackwardScale(None, unknown="one backward ran through losses of different scales")
-        self._scaled[task] = (threading.get_ident(), scale)
+        self._scaled[task] = _Scaled(threading.get_ident(), scale, scaler)
         self.forget()
         # Drop the scale when this backward ends: the next backward may be unscaled.
         torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._ended, task))
@@ -197,20 +203,20 @@ class ScaleOfBackward:
 
     def forget(self) -> None:
         """Discard the scale found last: the next gradient is treated as the first of its backward."""
-        self.task = NO_BACKWARD
+        self.task, self.scaler = NO_BACKWARD, None
         self._changes()
 
-    def _of_scaled_loss(self) -> BackwardScale | None:
-        """Return the scale of the scaled loss at which the running backward began; None if it began elsewhere.
+    def _of_scaled_loss(self) -> _Scaled | None:
+        """Return the entry of the scaled loss at which the running backward began; None if it began elsewhere.
 
         A nested backward (reentrant checkpointing) has its own graph task and takes the scale of the outer one on its
         thread.
         """
         own = self._scaled.get(torch._C._current_graph_task_id())
         if own is not None:
-            return own[1]
+            return own
         thread = threading.get_ident()
-        return next((scale for ident, scale in reversed(self._scaled.values()) if ident == thread), None)
+        return next((each for each in reversed(self._scaled.values()) if each.thread == thread), None)
 
     def _find(self, in_half: bool) -> BackwardScale:
         if callable(self._by_hand):

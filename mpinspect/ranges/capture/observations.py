@@ -203,6 +203,9 @@ class Observer:
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Handle a call of ``backward`` or ``torch.autograd.backward`` with these losses, before the backward begins."""
 
+    def graph_read(self, formats: list[str]) -> None:
+        """Handle the dtypes of the values in the losses' graph ("": some could not be read), where calls were not seen."""
+
     def run_ends(self) -> None:
         """Handle the end of the run: the inspector is being detached, and the model is in its final state."""
 

@@ -15,7 +15,7 @@ import torch
 from torch.compiler import is_compiling
 
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
-from mpinspect.runtime.hooks import ModelHook, in_compiled_call, not_compiled
+from mpinspect.runtime.hooks import ModelHook, compiler_is_off, in_compiled_call, not_compiled
 
 if TYPE_CHECKING:
     from mpinspect.ranges.capture.dispatcher import Dispatcher
@@ -39,7 +39,7 @@ class ForwardHook(ModelHook):
         # is the only cost of a module call in quiet steps.
         if is_compiling() or self._dispatcher.quiet:
             return
-        if id(module) == self._module_id and not in_compiled_call():
+        if id(module) == self._module_id and (not in_compiled_call() or compiler_is_off()):
             self._react(self._layer, *args)
 
 

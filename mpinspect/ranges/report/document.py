@@ -11,7 +11,7 @@ from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS
 from mpinspect.ranges.analysis.formats_fit import CANDIDATES
 from mpinspect.ranges.analysis.overhead import overhead_line
-from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.analysis.precision import is_hidden, run_format
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.rank_findings import rank_sentences
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
@@ -195,6 +195,8 @@ def _events(events: Sequence[Event]) -> Iterator[Block]:
 
 
 def _scale_title(report: RangeReport) -> str:
+    if run_format(report.session) is None and is_hidden(report.session):
+        return "Loss scale, if the run computes in FP16"
     return "Loss scale, for a change to FP16" if _would_change(report) else "Loss scale"
 
 

@@ -73,7 +73,7 @@ class BackwardSearch(Guarded):
         self._attach_to(leaves(tensors))
         for each in self._attaching.models.all:
             if each.inspector.attached and not before.get(id(each), False):
-                self._tell_scales(each.inspector, tensors)
+                self._tell(each.inspector, tensors)
 
     def _attach_to(self, leaves: Mapping[int, torch.Tensor]) -> None:
         waiting = [each for each in self._attaching.pending if not each.done and each.optimizer is not None]
@@ -138,7 +138,9 @@ class BackwardSearch(Guarded):
             self._seen.note(f"parameters that belong to no module are named by number: {_shapes(lasting)}")
             self._attaching.inspect_without_optimizer(Parameters(lasting), Label())
 
-    def _tell_scales(self, inspector: LaunchedInspector, tensors: Any) -> None:
+    def _tell(self, inspector: LaunchedInspector, tensors: Any) -> None:
+        """Tell an inspector that was attached by this backward about its losses, and the scaler that scaled them."""
+        inspector.backward_called(tensors)
         starts = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         for reference, scaler in self._scaled:
             scaled = reference()

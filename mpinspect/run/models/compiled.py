@@ -9,7 +9,8 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-from mpinspect.runtime.wrappers import submodules
+from mpinspect.runtime.hooks import compiler_is_off
+from mpinspect.runtime.wrappers import compiled_functions, submodules
 
 
 class Compiled:
@@ -39,9 +40,11 @@ class Compiled:
         return [*living, *self._called_by_functions()]
 
     def among(self, modules: Iterable[nn.Module]) -> frozenset[int]:
-        """Return the ids of the given modules that are compiled or are inside a compiled module."""
+        """Return the ids of the given modules that are compiled or are inside a compiled module, as they would run now."""
+        if compiler_is_off():
+            return frozenset()
         modules = list(modules)
-        tops = [*self.roots(), *(module for module in modules if _is_marked(module))]
+        tops = [*self.roots(), *(module for module in modules if compiled_functions(module))]
         covered = {id(part) for top in tops for part in submodules(top)}
         return frozenset(id(module) for module in modules if id(module) in covered)
 
@@ -71,9 +74,3 @@ def _named_in(function: FunctionType, owners: list[Any]) -> Iterator[Any]:
 
 def _is_module(value: object) -> TypeGuard[nn.Module]:
     return issubclass(type(value), nn.Module)
-
-
-def _is_marked(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called on a module, or ``torch.compile`` returned it as a wrapper."""
-    attributes = object.__getattribute__(module, "__dict__")
-    return attributes.get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"

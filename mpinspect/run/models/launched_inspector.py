@@ -140,6 +140,11 @@ class LaunchedInspector(Inspector):
         if self._capture.listener is not None:
             self._capture.listener.loss_scaled(scaler, (), scaled)
 
+    def backward_called(self, losses: Any) -> None:
+        """Record the losses of the backward that is about to run, by which the inspector was attached."""
+        if self._capture.listener is not None:
+            self._capture.listener.backward_called(losses)
+
     def rest(self, resting: bool) -> None:
         """Suspend counting and watching and drop the open step's data, or resume; steps are numbered meanwhile."""
         if self._capture.attached:

@@ -83,7 +83,8 @@ class TorchPatches:
         def compile(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             given = args[0] if args else kwargs.get("model")
-            if given is not None and not kwargs.get("disable", False):
+            # torch.compile returns its argument if it compiles nothing: by ``disable=True`` or TORCHDYNAMO_DISABLE.
+            if given is not None and result is not given:
                 self._listener.module_compiled(given)
             return result
 

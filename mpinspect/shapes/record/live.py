@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mpinspect.runtime import own_code
 from mpinspect.runtime.hooks import HandleList, ModelHook
+from mpinspect.runtime.wrappers import compiled_functions
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.mode import MatmulMode
 from mpinspect.shapes.record.sizes import allowed_tf32, named_sizes, tied_embeddings
@@ -45,7 +46,7 @@ def obstacle(models: Iterable[torch.nn.Module]) -> str:
         return "the script has entered a torch dispatch mode of its own"
     dynamo = sys.modules.get("torch._dynamo.utils")
     compiled = dynamo is not None and dynamo.counters["frames"]["total"] > 0
-    if compiled or any(getattr(part, "_compiled_call_impl", None) for model in models for part in model.modules()):
+    if compiled or any(compiled_functions(part) for model in models for part in model.modules()):
         return "the model is compiled, and operators inside of torch.compile are not seen: use mpinspect lint on it"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "the step is captured into a CUDA graph"

@@ -55,6 +55,7 @@ class Ledger(Observer):
         self._autocast: dict[str, None] = {}
         self._outputs: dict[str, None] = {}
         self._losses: dict[str, None] = {}
+        self._unseen: dict[str, None] = {}
         #: By the object's id; if Python reuses the id, the new optimizer replaces the old one.
         self._stepped: dict[int, OptimizerRecord] = {}
         self._scalers: dict[int, ScalerRecord] = {}
@@ -85,6 +86,10 @@ class Ledger(Observer):
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Record the dtypes of the losses."""
         self._losses.update(dict.fromkeys(dtype_name(loss.dtype) for loss in losses))
+
+    def graph_read(self, formats: list[str]) -> None:
+        """Record the dtypes of the values in the losses' graph."""
+        self._unseen.update(dict.fromkeys(formats))
 
     def scaler_used(self, scaler: Any) -> None:
         """Record a scaler that scales a loss."""
@@ -133,6 +138,7 @@ class Ledger(Observer):
                 tuple(self._stepped.values()),
                 tuple(self._scalers.values()),
                 self._reduced(),
+                tuple(self._unseen),
             )
         )
 
