@@ -13,6 +13,7 @@ import torch
 
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.at_exit import AtExit, print_report
+from mpinspect.ranges.capture.broken_off import uncaught
 from mpinspect.ranges.capture.optimizers import plain_optimizer
 from mpinspect.ranges.capture.recording import warn
 from mpinspect.ranges.inspector import Inspector
@@ -74,6 +75,11 @@ class InspectsTraining:
                     print_report(self.report)
             except Exception as error:
                 warn(f"the inspector did not end as it should: {error!r}; what it wrote until then is in its log_dir")
+
+    def broke_off(self, error: BaseException | None) -> None:
+        """Record the exception that is about to end the training; does nothing outside of training."""
+        if self._running:
+            self._inspector().broke_off(error)
 
     # -- for the trainers' hooks -------------------------------------------------------------------------------------
 
@@ -145,4 +151,5 @@ def _detach(callback: weakref.ref[InspectsTraining]) -> None:
     """Detach a callback at the end of the process; weakly referenced, so that it and its model can be freed earlier."""
     alive = callback()
     if alive is not None:
+        alive.broke_off(uncaught())
         alive.detach()

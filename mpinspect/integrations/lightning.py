@@ -36,7 +36,8 @@ class LightningHooks(InspectsTraining):
         self.detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Detach when an exception, such as Ctrl-C, has ended the training."""
+        """Record the exception that has ended the training, and detach."""
+        self.broke_off(exception)
         self.detach()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
-from traceback import walk_tb
 from types import TracebackType
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.at_exit import AtExit, print_report
 from mpinspect.ranges.capture import layers as model_layers
+from mpinspect.ranges.capture.broken_off import is_failure, may_be_for_a_value, uncaught
 from mpinspect.ranges.capture.budget import check_max_overhead
 from mpinspect.ranges.capture.capture import Capture
 from mpinspect.ranges.capture.optimizers import plain_optimizer
@@ -173,7 +173,7 @@ class Inspector:
             self._tracking.find_run()
         self._capture.attach()
         if self.log_dir is not None and self._ends_with_the_process:
-            self._at_exit = AtExit(self._end)
+            self._at_exit = AtExit(self._process_ends)
         return self
 
     def detach(self) -> None:
@@ -191,10 +191,9 @@ class Inspector:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and not _went_well(error):
-            self.broke_off(error)
+        self.broke_off(error)
         self.detach()
-        if kind is not None and not _went_well(error):
+        if is_failure(error) or isinstance(error, KeyboardInterrupt):
             print_report(self.report)
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -231,11 +230,12 @@ class Inspector:
     # -- internal, and for subclasses ----------------------------------------------
 
     def broke_off(self, error: BaseException | None) -> None:
-        """Record a note if the exception that ended the run may be due to a non-finite loss, which the hooks cannot see."""
-        if error is None or isinstance(error, KeyboardInterrupt) or _in_a_module(error):
+        """Record the exception that is about to end the run, unless it is Ctrl-C or an exit with status 0."""
+        if error is None or not is_failure(error) or not self._capture.attached:
             return
         step = self._capture.between_forward_and_backward()
-        if step is not None:
+        self._capture.broken_off(error)
+        if step is not None and may_be_for_a_value(error):
             self._recording.note(
                 f"{type(error).__name__} broke off step {step} after its forward, whose last output was finite, and before a "
                 "backward: if it was for the loss, that became infinite or NaN in the loss function, or in other code after "
@@ -264,6 +264,10 @@ class Inspector:
             max_overhead=info.max_overhead,
             eager_samples=self._eager_samples,
         )
+
+    def _process_ends(self) -> None:
+        self.broke_off(uncaught())
+        self._end()
 
     def _end(self) -> None:
         """Detach the hooks and close the record; after an interruption (Ctrl-C), a second call skips the completed parts."""
@@ -302,12 +306,6 @@ class Inspector:
 
     def _announce(self, event: Event) -> None:
         """Do nothing; subclasses can override this to react to an event as soon as it is recorded."""
-
-
-def _in_a_module(error: BaseException) -> bool:
-    """Return whether the exception was raised inside a module's call."""
-    calls = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
-    return any(frame.f_code in calls for frame, _ in walk_tb(error.__traceback__))
 
 
 def _scale_by_hand(loss_scale: Any) -> float | Callable[[], Any] | None:
@@ -371,10 +369,6 @@ def _nearest(pattern: str, layers: list[model_layers.Layer], parameters: list[mo
     names = [name for name in (*names, *(watched.name for watched in parameters)) if name != pattern]
     nearest = difflib.get_close_matches(pattern, names, n=3) or names[:3]
     return f"; in this model for example {', '.join(map(repr, nearest))}" if nearest else ""
-
-
-def _went_well(error: BaseException | None) -> bool:
-    return isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def _versions() -> dict[str, str]:

@@ -36,6 +36,10 @@ CALLS_LEFT_OUT, CLOSURES_LEFT_OUT = "calls-left-out", "closures-left-out"
 NEEDS_NO_GRADIENT = f"{FROZEN}: nothing in it or before it needs a gradient"
 #: The phase of an event found only when the run ended, not in any step.
 END = "end"
+#: The measurement of an exception that ended the run (``capture/broken_off.py``), in one of these phases, its only name.
+ENDED_BY = "ended-by-exception"
+IN_FORWARD, AFTER_FORWARD, IN_BACKWARD, AFTER_BACKWARD = "forward", "after-forward", "backward", "after-backward"
+IN_OPTIMIZER, BETWEEN_STEPS = "optimizer", "between-steps"
 
 #: Values of ``Event.story``.
 TAKEN, SKIPPED, DROPPED, UNKNOWN = "taken", "skipped", "dropped", ""
@@ -505,6 +509,11 @@ class Session:
         """Return a one-line summary, as the fields hold every count of a run."""
         progress, model = self.progress, self.info.model or "a model"
         return f"<Session of {model}: {progress.steps} steps, {progress.sampled_steps} sampled, {len(self.watched)} tensors>"
+
+    @property
+    def ended_by(self) -> Measurement | None:
+        """The exception that ended the run, as measured by the process or the first rank that it ended; None if none did."""
+        return next((each for each in self.measurements if each.what == ENDED_BY), None)
 
     def scale_history(self) -> tuple[ScaleChange, ...]:
         """Return the changes of the loss scale by step: those recorded at sampled steps, and those that events show between."""

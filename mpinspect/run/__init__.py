@@ -13,8 +13,8 @@ from mpinspect.run.directory import UnusableDirectoryError, claim, shown
 from mpinspect.run.ending import Ending, say
 from mpinspect.run.import_hook import when_imported
 from mpinspect.run.options import LaunchOptions, Rank
-from mpinspect.run.outcome import brief
 from mpinspect.run.record import first_record
+from mpinspect.runtime.guard import brief
 
 if TYPE_CHECKING:
     from mpinspect.run.report import RunReport

@@ -16,9 +16,10 @@ from mpinspect.reporting.active_run import ActiveRun
 from mpinspect.run.directory import others_of, process_name, shown
 from mpinspect.run.joining import join, with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
-from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, brief, outcome_of
+from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, outcome_of
 from mpinspect.run.processes import Sigterm, leave_trace_of_sigterm
 from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, SIGTERM, now, write_record
+from mpinspect.runtime.guard import brief
 
 if TYPE_CHECKING:
     from mpinspect.run.all_ranks import AllRanks
@@ -117,7 +118,7 @@ class Ending:
         if self.outcome.by_error and self._is_rank:
             # Where another rank is gone, the launcher's SIGTERM may arrive before this exception has been shown.
             self._sigterm.put_off()
-        if self.outcome.by_error and self._watcher is not None:
+        if self._watcher is not None:
             self._watcher.broke_off(error)
 
     def abandon(self) -> None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from mpinspect.run.directory import process_name
 from mpinspect.run.options import LaunchOptions
-from mpinspect.run.outcome import Outcome, RecordedModel, Recordings, Seen, brief
+from mpinspect.run.outcome import Outcome, RecordedModel, Recordings, Seen
 from mpinspect.run.record import STILL_RUNNING, TRACE, load_record, read_record
 from mpinspect.runtime.decoding import DecodingError
+from mpinspect.runtime.guard import brief
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
@@ -49,6 +50,7 @@ def join(recordings: Recordings, seen: Seen, outcome: Outcome, options: LaunchOp
         saw=tuple(dict.fromkeys([*seen.sentences(), *notes])),
         log_dir=str(directory),
         is_shape_detail=not options.lint,
+        by_error=outcome.by_error,
     )
 
 

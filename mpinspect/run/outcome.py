@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpinspect.runtime.guard import brief, first_line_of
+
 if TYPE_CHECKING:
     from mpinspect.ranges.session import Session
     from mpinspect.shapes.records import MatmulRecording
 
-#: Most characters quoted of an exception's message.
-_LONGEST = 200
 #: Most notes that are kept: a script that repeats a fault must not fill the report.
 _MOST_NOTES = 40
 
@@ -48,21 +48,7 @@ def outcome_of(error: BaseException) -> Outcome:
         # The system keeps the low eight bits of the status.
         status = (code or 0) & 0xFF
         return Outcome(f"exit status {status}", status) if status else Outcome()
-    return Outcome(f"exit status 1: {_first_line(code)}", 1)
-
-
-def brief(error: BaseException) -> str:
-    """Return one line that describes an exception: its type and the first line of its message."""
-    text = _first_line(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _first_line(what: object) -> str:
-    try:
-        text = next(filter(None, (" ".join(line.split()) for line in str(what).splitlines())), "")
-    except Exception:
-        return ""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return Outcome(f"exit status 1: {first_line_of(code)}", 1)
 
 
 # -- what was recorded, and what the script was seen to do -------------------------------------------------------------------

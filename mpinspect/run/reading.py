@@ -83,6 +83,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
         is_shape_detail=not first.lint,
         # Without a sum of the ranks there is no verdict that could say it.
         broke_elsewhere="" if parts and not each_rank else models.ended_early,
+        by_error=first.by_error,
     )
 
 
@@ -114,7 +115,7 @@ def run_of_model(session_file: Path, part: ModelPart) -> RunReport:
     nothing = analyse(Session())
     parts = tuple(part if name == part.name else ModelPart(name, nothing) for name in names)
     kernels = _kernels([place], record.gpu, shapes, saw)
-    return RunReport(record.command, record.outcome, parts, shapes, kernels, tuple(saw))
+    return RunReport(record.command, record.outcome, parts, shapes, kernels, tuple(saw), by_error=record.by_error)
 
 
 # -- which processes ------------------------------------------------------------------------------------------------------

@@ -26,9 +26,23 @@ class Nameable:
     __slots__ = ()
 
 
-def _short(error: Exception) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 200 else f"{text[:200]}..."
+#: Most characters quoted of an exception's message.
+_LONGEST = 200
+
+
+def brief(error: BaseException) -> str:
+    """Return one line that describes an exception: its type and the first line of its message."""
+    text = first_line_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def first_line_of(given: object) -> str:
+    """Return the first line of an object's text that is not blank, shortened; "" if it has none."""
+    try:
+        text = next(filter(None, (" ".join(line.split()) for line in str(given).splitlines())), "")
+    except Exception:
+        return ""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -87,7 +101,7 @@ class Guarded:
         what = method.strip("_").replace("_", " ")
         of = f" of {args[0]}" if args and isinstance(args[0], Nameable) else ""
         self._note(
-            f"mpinspect failed in {what}{of} ({_short(error)}) and may miss some of it; the training is not affected"
+            f"mpinspect failed in {what}{of} ({brief(error)}) and may miss some of it; the training is not affected"
         )
 
 
@@ -105,7 +119,7 @@ class Unread(Generic[Key]):
         """Record the key of a tensor that could not be read, and the exception."""
         if (key, type(error)) not in self._told:
             self._told.add((key, type(error)))
-            self._new.setdefault(_short(error), []).append(key)
+            self._new.setdefault(brief(error), []).append(key)
 
     @contextmanager
     def left_out(self, key: Key) -> Iterator[None]:

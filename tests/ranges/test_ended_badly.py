@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,115 @@ def test_an_exception_elsewhere_says_nothing_of_the_loss(where: str) -> None:
     assert not any("broke off" in note for note in _raises(where).session().notes)
 
 
+class _RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise ValueError("bad")
+
+
+def _crashed(where: str, at: int = 1, error: BaseException | None = None) -> Inspector:
+    """A run that an exception ends in a place of the step ``at``."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = Inspector(model, optimizers=optimizer)
+    with pytest.raises(BaseException), inspector:  # noqa: B017, PT011, PT012 - what is raised and where is the parameter
+        for step in range(3):
+            now = where if step == at else ""
+            if now == "data":
+                raise error or ValueError("bad")
+            optimizer.zero_grad()
+            output = model(torch.ones(3, 5 if now == "forward" else 4))
+            loss = nn.functional.cross_entropy(output, torch.tensor([0, 1, 7 if now == "targets" else 2]))
+            (_RaisesInBackward.apply(loss) if now == "backward" else loss).backward()
+            if now == "clipping":
+                raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
+            optimizer.param_groups[0]["lr"] = "fast" if now == "optimizer" else 0.1
+            optimizer.step()
+    return inspector
+
+
+@pytest.mark.parametrize(
+    ("where", "phase", "module", "begins"),
+    [
+        ("data", "between-steps", "", "after step 0: ValueError: bad"),
+        ("forward", "forward", "0", "after step 0, in the forward of '0': RuntimeError: "),
+        ("targets", "after-forward", "", "in step 1, after the forward and before the backward: IndexError: Target 7"),
+        ("backward", "backward", "", "in step 1, in the backward: ValueError: bad"),
+        (
+            "clipping",
+            "after-backward",
+            "",
+            "in step 1, after the backward and before the optimizer's step: OutOfMemoryError: ",
+        ),
+        ("optimizer", "optimizer", "", "in step 1, in the optimizer's step: TypeError: "),
+    ],
+)
+def test_a_run_that_an_exception_ended_is_not_healthy(where: str, phase: str, module: str, begins: str) -> None:
+    inspector = _crashed(where)
+    error = inspector.session().ended_by
+    assert error is not None
+    assert (error.step, error.names, error.name) == (1, (phase,), module)
+    report = inspector.report()
+    assert (report.verdict.healthy, report.findings) == (None, ())
+    first, *more = report.verdict.lines
+    assert first.startswith(f"Ended by an exception {begins}")
+    assert "Nothing numerically wrong was found in 1 step." in more
+    assert first in " ".join(str(report).split())
+    assert "broke off" not in str(report)
+
+
+def test_an_exception_before_the_first_backward_is_what_the_report_says() -> None:
+    report = _crashed("data", at=0).report()
+    assert report.verdict.lines[0] == "Ended by an exception before the first step: ValueError: bad"
+    assert report.verdict.healthy is None
+    assert "run forward" not in str(report)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0), SystemExit()])
+def test_an_end_that_was_asked_for_is_no_failure(error: BaseException) -> None:
+    inspector = _crashed("data", error=error)
+    assert inspector.session().ended_by is None
+    assert inspector.report().verdict.healthy
+
+
+def test_an_exit_with_another_status_is_a_failure() -> None:
+    assert _crashed("data", error=SystemExit(3)).report().verdict.ended.endswith("SystemExit: 3")
+
+
+def test_a_broken_run_that_an_exception_ended_is_told_both() -> None:
+    session = dataclasses.replace(_trained(broken_at=4).session(), measurements=_crashed("data").session().measurements)
+    verdict = analyse(session).verdict
+    assert (verdict.healthy, verdict.opening) == (False, "In trouble")
+    assert verdict.lines[0].startswith("Ended by an exception after step 0")
+
+
+def test_the_exception_that_ends_a_process_is_recorded_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = _network()
+    inspector = Inspector(model, log_dir=tmp_path / "run").attach()
+    model(torch.ones(3, 4)).sum().backward()
+    monkeypatch.setattr(sys, "last_value", ValueError("bad"), raising=False)
+    assert inspector._at_exit is not None
+    inspector._at_exit()
+    error = Session.load(tmp_path / "run").ended_by
+    assert error is not None
+    assert (error.text, error.names) == ("ValueError: bad", ("after-backward",))
+
+
+@pytest.mark.parametrize("message", ["Target 7 is out of bounds.", "information is missing"])
+def test_an_exception_that_checks_no_value_says_nothing_of_the_loss(message: str) -> None:
+    model = _network()
+    with pytest.raises(ValueError, match=message), Inspector(model) as inspector:  # noqa: PT012
+        model(torch.ones(3, 4))
+        raise ValueError(message)
+    assert not any("broke off" in note for note in inspector.session().notes)
+
+
 def test_the_same_of_a_script(tmp_path: Path) -> None:
     launched.write(
         tmp_path,
@@ -329,7 +439,11 @@ train()
     )
     ended = launched.run(tmp_path, (*launched.MPINSPECT, "--full", "train.py"), forked=True)
     assert ended.status == 1
-    assert "FloatingPointError broke off step 3 after its forward" in " ".join(ended.err.split())
+    said = " ".join(ended.err.split())
+    assert "FloatingPointError broke off step 3 after its forward" in said
+    what = "Ended by an exception in step 3, after the forward and before the backward: FloatingPointError: loss is NaN"
+    assert said.index(what) < said.index("Computes in FP32")
+    assert "Healthy" not in said
 
 
 # -- updates and scales -----------------------------------------------------------------------------------------------

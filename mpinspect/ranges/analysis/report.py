@@ -277,6 +277,7 @@ class Verdict:
         change: the one thing to change; "" if nothing.
         code: that change as code; "" if there is none.
         more: a pointer to further findings; "" if there are none.
+        ended: the exception that ended the run, with its step and phase; "" if none did.
     """
 
     healthy: bool | None
@@ -285,6 +286,7 @@ class Verdict:
     change: str = ""
     code: Lines = ""
     more: str = ""
+    ended: str = ""
 
     @property
     def opening(self) -> str:
@@ -293,9 +295,9 @@ class Verdict:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The verdict as three to six lines, including the lines of code."""
+        """The verdict as three to seven lines, including the lines of code."""
         change = (f"Change: {self.change}",) if self.change else ()
-        found = (self.precision, *self.sentences, *change, *self.code.splitlines(), self.more)
+        found = (self.ended, self.precision, *self.sentences, *change, *self.code.splitlines(), self.more)
         return tuple(line for line in found if line)
 
     def __str__(self) -> str:

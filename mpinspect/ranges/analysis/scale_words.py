@@ -59,6 +59,8 @@ def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None
         return "Every gradient seen is zero, infinite or NaN; see the events for where that began."
     if session is not None and session.progress.backwards and not session.progress.sampled_steps:
         return "No step was sampled; run on, or lower every=."
+    if session is not None and session.ended_by is not None:
+        return "No gradient was seen: the exception that ended the run came before."
     return "No gradient was seen; run forward, backward and the optimizer's step inside the inspector's block."
 
 

@@ -9,8 +9,17 @@ from collections.abc import Iterator, Sequence
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
 from mpinspect.ranges.analysis.diagnoses.scaling import LOG2_INITIAL
 from mpinspect.ranges.analysis.precision import is_hidden, ledger_line, run_format
+from mpinspect.ranges.analysis.ranks import ENDED_EARLY
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
-from mpinspect.ranges.session import Session
+from mpinspect.ranges.session import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    IN_BACKWARD,
+    IN_FORWARD,
+    IN_OPTIMIZER,
+    Session,
+    module_named,
+)
 from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
 from mpinspect.reporting.words import as_power, format_name, lower_first, number_of, with_power
 
@@ -33,11 +42,14 @@ def verdict(
     format = run_format(session)
     line = ledger_line(session)
     precision = f"{_computes_in(session, format)}{line}." if line else ""
+    ended = _ended(session)
     if not grave:
         seen = session.progress.sampled_steps or (session.info.watch and session.progress.steps)
         if not session.progress.backwards or not seen or session.progress.weights_moved is False:
-            return Verdict(None, precision, (_nothing_seen(session),))
+            return Verdict(None, precision, (_nothing_seen(session),), ended=ended)
         told = in_float16 or advice
+        if ended:
+            return Verdict(None, precision, (_nothing_wrong(session), *_scale(session, format, told)), ended=ended)
         sentences = (_healthy(session), *_scale(session, format, told), _next(session, format, told))
         return Verdict(True, precision, sentences)
     worst = grave[0]
@@ -45,7 +57,34 @@ def verdict(
     others = in_counts(finding for finding in findings if finding.severity == _INFO)
     more = " ".join(filter(None, (_also_grave(grave[1:]), f"Also noted: {others}." if others else "")))
     sure = "" if worst.certainty == "measured" else " (inferred)"
-    return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more)
+    return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more, ended)
+
+
+#: Where an exception was raised, by the phase that was measured.
+_WHERE = {
+    IN_FORWARD: "in the forward of {}",
+    AFTER_FORWARD: "after the forward and before the backward",
+    IN_BACKWARD: "in the backward",
+    AFTER_BACKWARD: "after the backward and before the optimizer's step",
+    IN_OPTIMIZER: "in the optimizer's step",
+}
+
+
+def _ended(session: Session) -> str:
+    """Return the exception that ended the run, with its step and phase; "" if none did, or a finding names the rank's."""
+    error = session.ended_by
+    if error is None or any(each.what == ENDED_EARLY for each in session.measurements):
+        return ""
+    step = (
+        f"in step {error.step}"
+        if error.figures.get("begun")
+        else f"after step {error.step - 1}"
+        if error.step
+        else "before the first step"
+    )
+    where = _WHERE.get(error.names[0] if error.names else "", "").format(module_named(error.name))
+    rank = "" if error.rank is None else f"on rank {error.rank}"
+    return f"Ended by an exception {', '.join(filter(None, (step, where, rank)))}: {error.text}"
 
 
 #: Most further findings whose first clause the verdict gives.
@@ -82,12 +121,18 @@ def _nothing_seen(session: Session) -> str:
         return f"Not known whether it is healthy: none of {progress.backwards:,} backwards led to an update."
     if progress.backwards:
         return f"Not known whether it is healthy: of {progress.steps} steps none was sampled or watched."
-    if progress.steps or session.windows:
+    if progress.steps or session.windows or session.ended_by is not None:
         return "Not known whether it is healthy: no backward was seen."
     return "Nothing is known yet: no training step was seen."
 
 
 def _healthy(session: Session) -> str:
+    # A run that still goes on, or was killed, is judged by what it has written.
+    so_far = "" if session.progress.ended else " so far"
+    return f"Healthy{so_far}: {lower_first(_nothing_wrong(session))}"
+
+
+def _nothing_wrong(session: Session) -> str:
     progress = session.progress
     steps = number_of(progress.steps, "step") + (
         f" of {number_of(len(session.ranks), 'rank')}" if session.ranks else ""
@@ -104,9 +149,7 @@ def _healthy(session: Session) -> str:
         if progress.skipped_steps
         else ""
     )
-    # A run that still goes on, or was killed, is judged by what it has written.
-    so_far = "" if progress.ended else " so far"
-    return f"Healthy{so_far}: nothing numerically wrong was found in {steps}{looked}.{skipped}"
+    return f"Nothing numerically wrong was found in {steps}{looked}.{skipped}"
 
 
 def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -> Iterator[str]:

@@ -13,6 +13,7 @@ import torch
 
 from mpinspect.counting import fastest
 from mpinspect.ranges.capture import tensor_hooks
+from mpinspect.ranges.capture.broken_off import broken_off
 from mpinspect.ranges.capture.budget import Budget
 from mpinspect.ranges.capture.counting import Counting
 from mpinspect.ranges.capture.diagnosing import diagnosing_observers
@@ -272,6 +273,11 @@ class Capture(Dispatcher):
         left = self._broken_weights.left_behind(self.clock.step - 1, before) if self.clock.step and not told else None
         self._name_unread()
         return left
+
+    @guarded
+    def broken_off(self, error: BaseException) -> None:
+        """Record the exception that is about to end the run; call it before ``detach``."""
+        self._recording.measured(broken_off(error, self._layers, self.clock))
 
     @guarded
     def between_forward_and_backward(self) -> int | None:

@@ -147,9 +147,10 @@ def document(
 
 
 def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
-    """Return the verdict's blocks: the precision, the verdict itself in colour, and the change to make."""
+    """Return the verdict's blocks: what ended the run, the precision, the verdict itself in colour, and the change to make."""
     first, *more = verdict.sentences or ("",)
     blocks: tuple[Block, ...] = (
+        Line(verdict.ended, "error"),
         Line(verdict.precision),
         Line(first, "strong" if verdict.healthy is None else "good" if verdict.healthy else "error"),
         *map(Line, more),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from mpinspect.ranges.analysis.first_line import what_broke
 from mpinspect.ranges.report.document import TERMS, change_blocks, title, verdict_blocks
@@ -69,7 +70,8 @@ def in_brief(report: RunReport) -> Document:
     """
     noted = [sentence for sentence in report.saw if not (report.parts and _ROUTINE.fullmatch(sentence))]
     about = [Item(words, label) for label, words in _on_speed(report)]
-    ended = report.outcome not in ("", "ended")
+    # An exception has a line of its own in the verdict.
+    ended = report.outcome not in ("", "ended") and not report.ended
     return Document(
         f"mpinspect run {report.command}{f': {report.outcome}' if ended else ''}",
         (Items(tuple(about)), bullets(noted, NOTES if report.parts else None)),
@@ -85,8 +87,9 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
     """
     on_speed = in_counts(finding for finding in report.speed_findings if finding.severity != SEVERITIES[0])
     speed = (Line(f"On speed: {on_speed}."),) if on_speed else ()
+    ended = (Line(report.ended, "error"),) if report.ended else ()
     if len(report.parts) == 1:
-        return (*verdict_blocks(report.parts[0].ranges.verdict), *speed)
+        return (*ended, *verdict_blocks(replace(report.parts[0].ranges.verdict, ended="")), *speed)
     gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
     names: dict[str, list[str]] = {}
     for part in gravest:
@@ -94,7 +97,7 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
             names.setdefault(sentence, []).append(part.name)
     lines = (Line(f"{', '.join(parts)}: {sentence}") for sentence, parts in names.items())
     change = change_blocks(gravest[0].ranges.verdict, f" in {gravest[0].name}") if gravest else ()
-    return (*lines, *change, *speed)
+    return (*ended, *lines, *change, *speed)
 
 
 def _models(report: RunReport, everything: bool) -> Parts:

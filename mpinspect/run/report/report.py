@@ -40,6 +40,7 @@ class RunReport(RendersItself):
         is_shape_detail: whether the shapes were recorded without --lint; a terminal then shows them only in brief.
         broke_elsewhere: first line of the report of another process that broke before this one, or that died before any
             model was seen; "" if none did.
+        by_error: whether an uncaught exception ended the script.
     """
 
     kind: ClassVar[str] = "run"
@@ -53,6 +54,14 @@ class RunReport(RendersItself):
     log_dir: str = ""
     is_shape_detail: bool = False
     broke_elsewhere: str = ""
+    by_error: bool = False
+
+    @property
+    def ended(self) -> str:
+        """The exception that ended the script, with its step and phase if a model was in training; "" if none did."""
+        told = next((ended for part in self.parts if (ended := part.ranges.verdict.ended)), "")
+        of_ranks = any(finding.id == "rank-ended-early" for finding in self.findings)
+        return told or (f"Ended by an exception: {self.outcome}" if self.by_error and not of_ranks else "")
 
     @property
     def findings(self) -> tuple[Finding, ...]:

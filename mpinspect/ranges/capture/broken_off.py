@@ -1,0 +1,89 @@
+"""Finds where in the training the exception was raised that ended a run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from traceback import walk_tb
+from types import FrameType
+
+import torch
+
+from mpinspect.ranges.capture.layers import Layer
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.session import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    BETWEEN_STEPS,
+    ENDED_BY,
+    IN_BACKWARD,
+    IN_FORWARD,
+    IN_OPTIMIZER,
+    Measurement,
+)
+from mpinspect.runtime.guard import brief
+
+_CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
+#: What a check for infinities and NaNs says.
+_OF_A_VALUE = re.compile(r"\b(nans?|infs?|(non-?)?finite|infinit\w*)\b", re.IGNORECASE)
+#: The names of torch's functions that run a backward, and of the one that it wraps around every optimizer's step, by their files.
+_PHASES = {
+    (torch.autograd.__file__, "backward"): IN_BACKWARD,
+    (torch.autograd.graph.__file__, "_engine_run_backward"): IN_BACKWARD,
+    (torch.optim.Optimizer.profile_hook_step.__code__.co_filename, "wrapper"): IN_OPTIMIZER,
+}
+
+
+def is_failure(error: BaseException | None) -> bool:
+    """Return whether an exception ends a run as a failure: neither Ctrl-C, nor an exit with status 0, nor a closed generator."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return error is not None and not isinstance(error, (KeyboardInterrupt, GeneratorExit))
+
+
+def uncaught() -> BaseException | None:
+    """Return the exception that is ending this process; None if there is none, or in a session that goes on after exceptions."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return None if hasattr(sys, "ps1") else error
+
+
+def may_be_for_a_value(error: BaseException) -> bool:
+    """Return whether an exception may be a check that found an infinity or NaN: by its type or text, and raised in no module."""
+    if any(frame.f_code in _CALLS for frame in _frames(error)):
+        return False
+    return isinstance(error, (ArithmeticError, AssertionError)) or bool(_OF_A_VALUE.search(str(error)))
+
+
+def broken_off(error: BaseException, layers: Iterable[Layer], clock: StepClock) -> Measurement:
+    """Return the exception, its step and phase and, if it was raised in a module's forward, the module's dotted path.
+
+    Args:
+        error: the exception.
+        layers: the model's modules.
+        clock: the run's step clock.
+    """
+    paths = {id(layer.module): layer.path for layer in layers}
+    phase, module = _by_clock(clock), ""
+    for frame in _frames(error):
+        code = frame.f_code
+        called = frame.f_locals.get("self") if code in _CALLS else None
+        if id(called) in paths:
+            phase, module = IN_FORWARD, paths[id(called)]
+        elif found := _PHASES.get((code.co_filename, code.co_name)):
+            phase, module = found, ""
+            if found == IN_BACKWARD:
+                # Checkpointing recomputes forwards within a backward.
+                break
+    figures = {"begun": float(clock.begun), "steps": float(clock.step)}
+    return Measurement(ENDED_BY, module, clock.step, figures, (phase,), brief(error))
+
+
+def _by_clock(clock: StepClock) -> str:
+    if clock.after_backward:
+        return AFTER_BACKWARD
+    return AFTER_FORWARD if clock.in_forward else BETWEEN_STEPS
+
+
+def _frames(error: BaseException) -> list[FrameType]:
+    return [frame for frame, _ in walk_tb(error.__traceback__)]
