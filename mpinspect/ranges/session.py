@@ -36,6 +36,8 @@ CALLS_LEFT_OUT, CLOSURES_LEFT_OUT = "calls-left-out", "closures-left-out"
 NEEDS_NO_GRADIENT = f"{FROZEN}: nothing in it or before it needs a gradient"
 #: The phase of an event found only when the run ended, not in any step.
 END = "end"
+#: The measurement of a loss that was not finite: its operations and their dtype.
+BROKEN_LOSS = "broken-loss"
 #: The measurement of an exception that ended the run (``capture/broken_off.py``), in one of these phases, its only name.
 ENDED_BY = "ended-by-exception"
 IN_FORWARD, AFTER_FORWARD, IN_BACKWARD, AFTER_BACKWARD = "forward", "after-forward", "backward", "after-backward"
@@ -232,6 +234,7 @@ class Event:
         elsewhere: whether the tensor is made of other ranks' values, or came from one, so that it may have arisen there.
         rank: the rank that saw it; None in a session of one process.
         dropped: whether the loop cleared these gradients by itself, without a scaler.
+        dtype: the dtype of that tensor ("float16"); "" if not known.
     """
 
     step: Count
@@ -253,6 +256,7 @@ class Event:
     elsewhere: bool = False
     rank: Count | None = None
     dropped: bool = False
+    dtype: str = ""
 
     @property
     def story(self) -> str:
@@ -509,6 +513,10 @@ class Session:
         """Return a one-line summary, as the fields hold every count of a run."""
         progress, model = self.progress, self.info.model or "a model"
         return f"<Session of {model}: {progress.steps} steps, {progress.sampled_steps} sampled, {len(self.watched)} tensors>"
+
+    def broken_loss(self, step: int) -> Measurement | None:
+        """Return the operations of a loss that was not finite; None if they were not examined in this step."""
+        return next((each for each in self.measurements if (each.what, each.step) == (BROKEN_LOSS, step)), None)
 
     @property
     def ended_by(self) -> Measurement | None:

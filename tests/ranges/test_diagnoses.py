@@ -1645,6 +1645,90 @@ def test_masters_without_a_scale_lack_a_scaler():
     assert named(report, "scaler-missing-in-float16")
 
 
+@pytest.mark.parametrize("micro_batches", [2, 300])
+def test_what_is_lost_in_many_additions_counts_in_a_few_steps(micro_batches):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64, bias=False), nn.GELU(), nn.Linear(64, 32, bias=False)).bfloat16()
+    masters = [parameter.detach().float().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=1e-3)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(3):
+            for _ in range(micro_batches):
+                output = model(torch.randn(8, 16).bfloat16()).float()
+                (nn.functional.mse_loss(output, torch.randn(8, 32)) / micro_batches).backward()
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                master.grad = parameter.grad.float()
+            optimizer.step()
+            with torch.no_grad():
+                for parameter, master in zip(model.parameters(), masters, strict=True):
+                    parameter.copy_(master)
+            model.zero_grad()
+    found = [finding for finding in inspector.report().findings if finding.id == "accumulation-lost"]
+    assert len(found) == (micro_batches == 300)
+    assert all(0.02 < finding.evidence["worst_lost_fraction"] < 0.1 for finding in found)
+
+
+def _frozen_by_prefix(*prefixes):
+    """Two towers of blocks 0..20, of which those are frozen whose names begin with a prefix."""
+    model = nn.ModuleDict({tower: nn.ModuleList(nn.Linear(2, 2) for _ in range(23)) for tower in ("left", "right")})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefixes))
+    with Inspector(model, capture="weight_gradient") as inspector:
+        pass
+    return [finding for finding in inspector.report().findings if finding.id == "gradients-missing"]
+
+
+def test_every_group_that_a_prefix_froze_is_named():
+    (found,) = _frozen_by_prefix("left.1", "right.1", "right.2")
+    assert found.evidence["groups"] == {
+        "left.1": [f"left.{number}" for number in range(10, 20)],
+        "right.1": [f"right.{number}" for number in range(10, 20)],
+        "right.2": ["right.20", "right.21", "right.22"],
+    }
+    assert "right.2 is frozen, and with it right.20, right.21, right.22 (6 parameters)" in found.message
+    assert found.code.startswith('if name.startswith(("left.1.", "right.1.", "right.2.")):')
+    (found,) = _frozen_by_prefix("left.1")
+    assert (found.evidence["frozen"], found.code.splitlines()[0]) == (
+        ["1", *map(str, range(10, 20))],
+        'if name.startswith("left.1."):',
+    )
+
+
+def test_blocks_that_no_prefix_explains_are_frozen_on_purpose():
+    assert not _frozen_by_prefix("left.1.", "left.10.", "left.5.")
+    assert not _frozen_by_prefix(*(f"left.{number}." for number in range(1, 23)))
+
+
+class _FeatureTable(nn.Module):
+    def __init__(self, tower):
+        super().__init__()
+        self.register_buffer("table", torch.randn(50, 8).half())
+        self.tower = nn.Linear(8, 8).half().requires_grad_(False) if tower else nn.Identity()
+
+    def forward(self, rows):
+        return self.tower(self.table[rows])
+
+
+@pytest.mark.parametrize("tower", [False, True])
+def test_what_needs_no_gradient_says_nothing_of_the_gradients_precision(tower):
+    features = _FeatureTable(tower)
+    model = nn.Sequential(features, nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model[1:].parameters(), lr=1e-3)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(4):
+            rows = torch.randint(0, 50, (16,))
+            with torch.autocast("cpu", torch.bfloat16):
+                scores = model[1:](features(rows).float())
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(scores.float(), rows % 4).backward()
+            optimizer.step()
+    report = inspector.report()
+    assert (inspector.session().progress.scale_known, report.format) == (True, "bfloat16")
+    assert report.loss_scale.available
+    assert all(finding.severity == "info" for finding in report.findings)
+    assert inspector.session().passed_through() <= {"bfloat16", "float32"}
+
+
 def test_a_module_that_never_ran_is_information():
     model = nn.Sequential(*mlp(), nn.Linear(4, 4))
     loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model[:3](x), y)  # noqa: E731

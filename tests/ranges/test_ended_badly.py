@@ -241,6 +241,159 @@ def test_a_loss_that_broke_is_named() -> None:
     assert "Look at the loss function, and at the targets of step 4" in finding.fix
 
 
+def _ctc(step: int, output: torch.Tensor) -> torch.Tensor:
+    """A CTC loss of two samples with 8 frames; in every fifth step the second has a target of 9 labels."""
+    log_probabilities = output.float().view(2, 8, 3).log_softmax(-1).transpose(0, 1)
+    lengths = torch.tensor([2, 9 if step % 5 == 3 else 3])
+    return nn.functional.ctc_loss(
+        log_probabilities, torch.tensor([[1, 2] * 5] * 2)[:, :9], torch.tensor([8, 8]), lengths
+    )
+
+
+def _dice(step: int, output: torch.Tensor) -> torch.Tensor:
+    """A Dice loss in FP16, whose sums exceed 65504 from step 3 on."""
+    p = output.sigmoid().repeat(4000 if step >= 3 else 1, 1)
+    return 1 - (2 * (p * 0.5).sum() + 1) / (p.sum() + 1)
+
+
+def _likelihood(step: int, output: torch.Tensor) -> torch.Tensor:
+    return -output.float().sigmoid().log().mean()
+
+
+def _scaled(
+    loss_of: Callable[[int, torch.Tensor], torch.Tensor], large: Callable[[int], bool] = lambda step: False
+) -> Inspector:
+    """FP16 autocast with a scaler; in ``large`` steps the input is so large that the first layer's output overflows to -inf."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Identity(), nn.Linear(6, 3))
+    with torch.no_grad():
+        model[0].weight.fill_(-1.0)
+        model[2].weight.fill_(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(16):
+            with torch.autocast("cpu", torch.float16):
+                output = model(torch.full((16, 4), 6e4) if large(step) else torch.randn(16, 4))
+                loss = loss_of(step, output)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return inspector
+
+
+def test_a_loss_that_is_infinite_for_its_targets_is_no_overflow_of_fp16() -> None:
+    inspector = _scaled(_ctc)
+    session, report = inspector.session(), inspector.report()
+    assert {(event.what, event.dtype) for event in session.events} == {("loss", "float32")}
+    broken = session.broken_loss(3)
+    assert broken is not None
+    assert (broken.names, broken.text, broken.figures["in_half"]) == (("CtcLoss",), "float32", 0.0)
+    cause, *others = report.findings
+    assert (cause.id, cause.severity, cause.step) == ("argument-out-of-range", "error", 3)
+    assert cause.evidence["operator"] == "a CTC loss of a target longer than its input"
+    assert cause.evidence["rows"] == ["1"]
+    assert {finding.severity for finding in others} == {"info"}
+    assert "65504" not in str(report)
+    (event,) = (finding for finding in others if finding.id == "non-finite-event")
+    assert "3 steps: first in step 3 and then every 5 steps" in event.message
+    unexplained = dataclasses.replace(session, measurements=(broken,))
+    fallen = next(each for each in analyse(unexplained).findings if each.id == "scale-falls-for-forward")
+    assert "the loss itself (autograd's CtcLoss, in FP32)" in fallen.message
+    assert fallen.fix.startswith(
+        "Look at the loss function (autograd's CtcLoss, in FP32), and at the targets of step 3."
+    )
+    assert "65504" not in fallen.fix + fallen.code
+
+
+def test_a_loss_that_overflows_in_fp16_is_where_to_look() -> None:
+    report = _scaled(_dice).report()
+    fallen = report.findings[0]
+    assert (fallen.id, fallen.step, fallen.layer) == ("scale-falls-for-forward", 3, "")
+    assert "the loss function" in fallen.fix
+    assert "65504" in fallen.fix
+    assert "the model" not in fallen.fix
+
+
+def test_a_logarithm_of_what_overflowed_before_is_no_cause() -> None:
+    inspector = _scaled(_likelihood, lambda step: step >= 3)
+    assert not any(each.what.startswith("examined-") for each in inspector.session().measurements)
+    report = inspector.report()
+    fallen = report.findings[0]
+    assert (fallen.id, fallen.layer) == ("scale-falls-for-forward", "0")
+    assert "65504" in fallen.fix
+    # In FP32 the same output overflows at no 65504.
+    events = [dataclasses.replace(event, dtype="float32") for event in inspector.session().events]
+    fallen = analyse(dataclasses.replace(inspector.session(), events=tuple(events))).findings[0]
+    assert (fallen.id, "65504" in fallen.fix + fallen.code) == ("scale-falls-for-forward", False)
+
+
+@pytest.mark.parametrize("operator", ["division", "product"])
+def test_a_parameter_that_meets_a_masks_infinity_is_named(operator: str) -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.temperature = nn.Linear(4, 6), nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            scores = self.layer(x).masked_fill(mask, -math.inf)
+            return scores / self.temperature if operator == "division" else self.temperature * scores
+
+    model = Scores()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(4):
+            mask = torch.zeros(5, 6, dtype=torch.bool)
+            mask[2, 4:] = step >= 2
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(5, 4), mask), torch.zeros(5, dtype=torch.long)).backward()
+            optimizer.step()
+    cause, *others = inspector.report().findings
+    assert (cause.id, cause.severity, cause.step) == ("argument-out-of-range", "error", 2)
+    assert cause.evidence["operator"].startswith(f"a {operator} of an infinity")
+    assert cause.evidence["operator"].endswith("the parameter 'temperature'")
+    assert cause.evidence["rows"] == ["2"]
+    assert {finding.severity for finding in others} == {"info"}
+
+
+def test_a_masks_infinity_that_reaches_no_gradient_is_no_cause() -> None:
+    model = nn.Linear(4, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mask = torch.zeros(5, 6, dtype=torch.bool)
+    mask[2, 4:] = True
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(3):
+            optimizer.zero_grad()
+            scores = model(torch.randn(5, 4)).masked_fill(mask, -math.inf) / 0.5
+            nn.functional.cross_entropy(scores, torch.zeros(5, dtype=torch.long)).backward()
+            optimizer.step()
+    assert inspector.report().verdict.healthy
+
+
+def test_a_run_of_infinite_losses_alone_says_what_is_known() -> None:
+    model = _network()
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(3):
+            scaler.scale(model(torch.ones(3, 4)).mean() * math.inf).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    finding = next(each for each in inspector.report().findings if each.id == "non-finite-event")
+    assert (
+        "The forward was not finite in each of the 3 steps: first in step 0, where the loss held an inf"
+        in finding.message
+    )
+    assert "autograd's Mul of Mean, in FP32" in finding.message
+    with Inspector(model) as inspector:
+        for _ in range(3):
+            assert not (model(torch.ones(3, 4)).mean() * math.inf).isfinite()
+    report = inspector.report()
+    assert report.verdict.sentences == ("Not known whether it is healthy: no backward was seen.",)
+    assert "skips every loss that is not finite" in report.loss_scale.reason
+
+
 def test_a_loss_whose_gradient_alone_broke_is_said_to_be_after_the_last_module() -> None:
     inspector = _trained(broken_at=4, broken=_of_infinite_slope)
     event = inspector.session().events[0]

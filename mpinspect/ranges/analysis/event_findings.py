@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
+from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, SHORTEST_GROWTH_INTERVAL
 from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.analysis.report import LossScaleAdvice
@@ -18,10 +20,11 @@ from mpinspect.ranges.session import (
     Session,
     TensorKey,
     TensorWindow,
+    is_below,
     module_named,
 )
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import some
+from mpinspect.reporting.words import format_name, some
 
 #: Share of skipped steps above which a dynamic scaler is no longer just probing (its growth interval is hundreds of steps).
 SKIPPED_TOLERANCE = 0.1
@@ -67,9 +70,8 @@ def event_findings(
     if backward:
         findings.append(_backward(backward, session, advice, is_explained))
     if forward and (stepped is None or forward[0].step <= stepped):
-        in_half = any(window.passed_through == "float16" for window in totals.values())
         # The earlier event is the cause, or nearer to the cause.
-        findings.insert(0 if not backward or forward[0].step <= backward[0].step else 1, _forward(forward, in_half))
+        findings.insert(0 if not backward or forward[0].step <= backward[0].step else 1, _forward(forward, session))
     findings = [_left_broken(event, session, harmless) for event in left] + (findings or _from_counts(totals))
     return findings if backward else [*findings, *_unseen_skips(session)]
 
@@ -108,10 +110,11 @@ def _harmless(events: Sequence[Event]) -> Finding:
     )
 
 
-def _forward(events: Sequence[Event], in_half: bool) -> Finding:
+def _forward(events: Sequence[Event], session: Session) -> Finding:
     first = min(events, key=lambda event: (event.step, event.micro_batch))
-    steps = {event.step for event in events}
+    steps = sorted({event.step for event in events})
     skipped = len({event.step for event in events if event.skipped})
+    which = "each of the " if len(steps) == session.progress.steps > 1 else ""
     useless = (
         f" The loss scale was backed off for it {_times(skipped)}, which can't help: the forward does not depend on it, and"
         " every such step only halves the scale."
@@ -121,26 +124,59 @@ def _forward(events: Sequence[Event], in_half: bool) -> Finding:
     return _finding(
         first,
         "error",
-        f"The forward was not finite in {_first(len(steps), first.step)}, where {_what(first)}"
-        f"{_known_cause(first)}.{useless}",
+        f"The forward was not finite in {which}{_first(len(steps), first.step)}{period(steps)}, where {_what(first)}"
+        f"{loss_made_by(first, session)}{_known_cause(first)}.{useless}",
         {**_evidence(first), "steps": len(steps), "skipped_steps": skipped},
-        f"{_look_at(first, in_half)} No loss scale repairs a forward.",
+        f"{look_at(first, session)} No loss scale repairs a forward.",
     )
 
 
-def _look_at(first: Event, in_half: bool) -> str:
+def look_at(first: Event, session: Session) -> str:
+    """Return where to look for what made a forward infinite or NaN, as a sentence."""
     if first.given:
         return f"Look at the data of step {first.step}, and at what is done to it before it reaches the model."
     if first.what in LOSSES:
-        return f"Look at the loss function, and at the targets of step {first.step}."
+        in_half = (
+            f"; where a sum or product in it exceeds {FLOAT16.max_finite:g}, compute it in FP32, from outputs that are cast to "
+            "FP32 before the loss"
+        )
+        return (
+            f"Look at the loss function{loss_made_by(first, session)}, and at the targets of step {first.step}"
+            f"{in_half if was_in_half(first, session) else ''}."
+        )
     overflow = (
-        "; where its values exceed 65504, compute it in FP32, and also the modules after it up to where the values are below "
-        "that again"
+        f"; where its values exceed {FLOAT16.max_finite:g}, compute it in FP32, and also the modules after it up to where the "
+        "values are below that again"
     )
     return (
         f"Look at the inputs, the weights and the arithmetic of {module_named(first.module)} at step {first.step}"
-        f"{overflow if in_half else ''}."
+        f"{overflow if was_in_half(first, session) else ''}."
     )
+
+
+def was_in_half(first: Event, session: Session) -> bool:
+    """Return whether FP16 was computed in where an event arose: in the loss's own code, a module, or those within it."""
+    loss = session.broken_loss(first.step) if first.what in LOSSES else None
+    if loss is not None:
+        return bool(loss.figures.get("in_half"))
+    if first.dtype and first.dtype != FLOAT16.name:
+        # A container that returns another dtype may compute in FP16 within.
+        has_modules = any(is_below(info.module, first.module) for info in session.watched)
+        return first.what not in LOSSES and has_modules and _has_half(session)
+    return first.dtype == FLOAT16.name or _has_half(session)
+
+
+def _has_half(session: Session) -> bool:
+    return FLOAT16.name in (*session.precision.outputs, *session.passed_through())
+
+
+def loss_made_by(first: Event, session: Session) -> str:
+    """Return the operations of a loss that was not finite and their dtype, in brackets after a space; "" if not known."""
+    found = session.broken_loss(first.step) if first.what in LOSSES else None
+    if found is None or not found.names:
+        return ""
+    dtype = f", in {format_name(found.text)}" if found.text in FORMATS else ""
+    return f" (autograd's {' of '.join(found.names)}{dtype})"
 
 
 def _backward(events: Sequence[Event], session: Session, advice: LossScaleAdvice, is_explained: bool) -> Finding:
@@ -372,6 +408,14 @@ def _evidence(event: Event) -> dict[str, object]:
         "loss_scale": event.loss_scale,
         "last_maxima": list(event.last_maxima),
     }
+
+
+def period(steps: Sequence[int]) -> str:
+    """Return " and then every 5 steps" if three steps or more recur with a period of more than one; else ""."""
+    gaps = {after - before for before, after in pairwise(steps)}
+    return (
+        f" and then every {min(gaps)} steps" if len(steps) >= FEWEST_SKIPS and len(gaps) == 1 and min(gaps) > 1 else ""
+    )
 
 
 def _first(count: int, step: int) -> str:

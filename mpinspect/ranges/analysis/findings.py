@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FloatFormat
-from mpinspect.ranges.analysis.diagnoses import diagnose, explains_events
+from mpinspect.ranges.analysis.diagnoses import diagnose, explains_events, explains_forward
 from mpinspect.ranges.analysis.diagnoses.case import Case
 from mpinspect.ranges.analysis.event_findings import event_findings
 from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
@@ -75,7 +75,8 @@ def _explains(cause: Finding, finding: Finding) -> bool:
         return cause.id == "scale-too-low"
     if finding.id == "scale-unknown":
         return cause.id == "scaler-missing-in-float16"
-    if finding.id != "non-finite-event" or not explains_events(cause):
+    explains = {"non-finite-event": explains_events, "scale-falls-for-forward": explains_forward}.get(finding.id)
+    if explains is None or not explains(cause):
         return False
     return cause.step is not None and finding.step is not None and cause.step <= finding.step
 

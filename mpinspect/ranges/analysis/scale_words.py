@@ -61,6 +61,10 @@ def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None
         return "No step was sampled; run on, or lower every=."
     if session is not None and session.ended_by is not None:
         return "No gradient was seen: the exception that ended the run came before."
+    if session is not None and session.precision.outputs:
+        return (
+            "No gradient was seen: forwards ran and no backward, as in a loop that skips every loss that is not finite."
+        )
     return "No gradient was seen; run forward, backward and the optimizer's step inside the inspector's block."
 
 

@@ -121,7 +121,7 @@ def _nothing_seen(session: Session) -> str:
         return f"Not known whether it is healthy: none of {progress.backwards:,} backwards led to an update."
     if progress.backwards:
         return f"Not known whether it is healthy: of {progress.steps} steps none was sampled or watched."
-    if progress.steps or session.windows or session.ended_by is not None:
+    if progress.steps or session.windows or session.precision.outputs or session.ended_by is not None:
         return "Not known whether it is healthy: no backward was seen."
     return "Nothing is known yet: no training step was seen."
 

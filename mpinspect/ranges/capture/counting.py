@@ -43,11 +43,14 @@ class StepPrecision:
         for dtype in self._in_graph:
             self._pass_through(dtype)
 
-    def outputs(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Record the dtypes of a module's outputs."""
-        for tensor in outputs:
+    def called(self, call: Call) -> None:
+        """Record the dtypes of a module's outputs, if the path of the gradients may lead through them.
+
+        Without gradients enabled, as in the first forward of a reentrant checkpoint, that depends on the module's parameters.
+        """
+        for tensor in call.outputs:
             self._any_output = True
-            if tensor.dtype is not torch.float32:
+            if tensor.dtype is not torch.float32 and (tensor.requires_grad or _may_be_recomputed(call)):
                 self._pass_through(tensor.dtype)
 
     def of_gradient(self, dtype: torch.dtype) -> str:
@@ -67,6 +70,12 @@ class StepPrecision:
         name = passed_through(dtype)
         if name not in ("float32", self.narrowest):
             self.narrowest = narrowest((self.narrowest, name))
+
+
+def _may_be_recomputed(call: Call) -> bool:
+    if torch.is_grad_enabled():
+        return False
+    return any(parameter.requires_grad for parameter in call.layer.module.parameters())
 
 
 class Counting(Observer):

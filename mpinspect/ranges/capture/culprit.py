@@ -47,6 +47,7 @@ class Seen:
         largest: largest magnitude; inf or NaN if it is not finite; -inf for an input of the forward that holds neither
             but -inf.
         is_input: the tensor was read as an input of the module, because no observed module made it.
+        dtype: its dtype; "" if not known.
     """
 
     phase: str
@@ -57,6 +58,7 @@ class Seen:
     micro_batch: int
     largest: float
     is_input: bool = False
+    dtype: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -179,6 +181,7 @@ def event_of(
         first.is_input and first.phase == BACKWARD,
         found.elsewhere,
         dropped=dropped,
+        dtype=first.dtype,
     )
 
 
@@ -239,7 +242,7 @@ def _in_forward(
             FORWARD,
             look.module,
             look,
-            f"its output was the first that was not finite; {_what_went_in(call, seen, read, masks)}",
+            f"its output was the first that was not finite; {_what_went_in(call, look, seen, read, masks)}",
         )
     inner, outermost = look.module, look.module == ""
     for container in containers(look.module):
@@ -284,12 +287,13 @@ def read_all(call: Call, read: Collection[int]) -> bool:
     return not call.overwritten and all(number in read for number in call.given)
 
 
-def _what_went_in(call: Call, seen: Sequence[Seen], read: Collection[int], masks: set[int]) -> str:
+def _what_went_in(call: Call, made: Seen, seen: Sequence[Seen], read: Collection[int], masks: set[int]) -> str:
     if read_all(call, read):
         largest = max((look.largest for look in seen if look.tensor in call.given), default=0.0)
+        is_beyond = largest > FLOAT16.max_finite and made.dtype in ("", FLOAT16.name)
         beyond = f", up to {largest:.3g} (beyond FP16's {FLOAT16.max_finite:g})"
         but = "" if masks.isdisjoint(call.given) else " but for -inf, as in a mask"
-        return f"what went in was finite{but}" + (beyond if largest > FLOAT16.max_finite else "")
+        return f"what went in was finite{but}" + (beyond if is_beyond else "")
     if call.overwritten:
         return "it changed its input in place, and whether that was finite before is not known"
     return "whether all that went in was finite is not known: not all of it was read"

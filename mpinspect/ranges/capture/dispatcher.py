@@ -73,7 +73,8 @@ class Dispatcher(Guarded):
         self.waiting = WaitingGradients(
             Backward.parameter_gradients, recording.note, functools.partial(backward_ended, me)
         )
-        fp16_weights = any(watched.parameter.dtype == torch.float16 for watched in parameters)
+        trained = (watched.parameter for watched in parameters if watched.parameter.requires_grad)
+        fp16_weights = any(parameter.dtype == torch.float16 for parameter in trained)
         self.scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
         self._precision = StepPrecision(self.scale)
         self._parameters = parameters
@@ -125,8 +126,8 @@ class Dispatcher(Guarded):
             return
         if not recomputed and not self._choice.takes(layer.path):
             return
-        self._precision.outputs(outputs)
         call = Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch)
+        self._precision.called(call)
         if self._hooks.wrapped_inputs and self._watch in self.at_work:
             self._hooks.see_through_wrappers(call, self._watch)
         for observer in self.at_work:

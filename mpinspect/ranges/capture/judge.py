@@ -21,6 +21,7 @@ from mpinspect.ranges.capture.host_rows import HostCopy, copy_groups
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
 from mpinspect.ranges.capture.largest import Value, from_stacked, is_broken, on_host, stacked
 from mpinspect.ranges.capture.loss_scale import BackwardScale
+from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, TensorKey
 from mpinspect.runtime.guard import Unread
@@ -37,6 +38,7 @@ class Reading(NamedTuple):
     micro_batch: int
     value: Value
     is_input: bool = False
+    dtype: torch.dtype | None = None
 
     @property
     def is_broken(self) -> bool | None:
@@ -242,7 +244,10 @@ def _scale_value(scale: BackwardScale | None) -> float | None:
 
 
 def _seen(readings: Iterable[Reading], largest: Iterable[float]) -> list[Seen]:
-    return [Seen(*read[:6], value, read.is_input) for read, value in zip(readings, largest, strict=True)]
+    return [
+        Seen(*read[:6], value, read.is_input, dtype_name(read.dtype) if read.dtype is not None else "")
+        for read, value in zip(readings, largest, strict=True)
+    ]
 
 
 def _largest(readings: list[Reading], copies: list[tuple[list[int], HostCopy]]) -> list[float]:

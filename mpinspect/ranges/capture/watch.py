@@ -218,7 +218,8 @@ class Watch(Observer):
                 continue
             merged += readings[done : each.place]
             done = max(done, each.place)
-            merged.append(Reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, backward.micro_batch, value))
+            dtype = each.values.dtype
+            merged.append(Reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, backward.micro_batch, value, dtype=dtype))
         readings[:] = merged + readings[done:]
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
@@ -350,7 +351,7 @@ class Watch(Observer):
         value = self._read(name, what, tensor, found, phase == FORWARD, signed=is_input and phase == FORWARD)
         if value is None:
             return None
-        reading = Reading(phase, what, name, module, number, micro_batch, value, is_input)
+        reading = Reading(phase, what, name, module, number, micro_batch, value, is_input, tensor.dtype)
         self._log.readings.append(reading)
         return reading
 

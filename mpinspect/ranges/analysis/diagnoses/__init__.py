@@ -24,22 +24,30 @@ DIAGNOSES: tuple[Diagnosis, ...] = (
 #: Share of the updates, or of a micro-batch's gradients, whose loss does more harm than a moment that cannot decay.
 _MOST = 0.5
 
-#: Diagnoses that explain non-finite steps if they are errors; as warnings they describe faults that did no harm.
-_CAUSES = frozenset(
+#: Diagnoses that explain a non-finite forward or loss if they are errors; as warnings they describe faults that did no harm.
+_OF_FORWARD = frozenset(
     {
         "argument-out-of-range",
         "batch-not-finite",
-        "epsilon-zero",
-        "gradients-clipped-to-zero",
         "loss-in-16-bits",
         "mask-hides-whole-row",
-        "scale-falls-for-forward",
-        "scale-too-high",
-        "scaler-made-anew",
         "weights-exploded",
         "zero-row-normalized",
     }
 )
+#: Those that explain non-finite steps of any kind.
+_CAUSES = _OF_FORWARD | {
+    "epsilon-zero",
+    "gradients-clipped-to-zero",
+    "scale-falls-for-forward",
+    "scale-too-high",
+    "scaler-made-anew",
+}
+
+
+def explains_forward(finding: Finding) -> bool:
+    """Return whether a finding says why a forward or a loss was not finite."""
+    return finding.id in _OF_FORWARD and finding.severity == "error"
 
 
 def explains_events(finding: Finding) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from mpinspect.numeric.formats import FORMATS
+from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, quoted
 from mpinspect.ranges.session import MOST_ROWS, Measurement, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
@@ -37,6 +37,7 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             else ": a channel whose variance is infinite gives the same output for every input, one with NaN gives NaN"
         )
         is_wide = first.text.endswith("float32")
+        early = f" (a variance exceeds {FLOAT16.max_finite:g} long before the values do)" if kind == "FP16" else ""
         begun = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
         mend = "Look at what makes the values too large, infinite or NaN"
         if begun is not None:
@@ -54,8 +55,7 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
             {"buffers": [each.name for each in broken]},
             f"{mend}, and reset the running statistics{_ANEW}."
             if is_wide
-            else "Keep normalisations and their statistics in FP32 (a variance exceeds 65504 long before the values do), and "
-            f"reset the running statistics{_ANEW}.",
+            else f"Keep normalisations and their statistics in FP32{early}, and reset the running statistics{_ANEW}.",
             ("" if is_wide else f"model.get_submodule({quoted(module)}).float()\n")
             + f"model.get_submodule({quoted(module)}).reset_running_stats()  # then train on, or run batches in train()",
             step=first.step,

@@ -72,6 +72,18 @@ _MENDS = (
         'F.cross_entropy(logits, labels, reduction="sum") / labels.ne(-100).sum().clamp_min(1)',
     ),
     (
+        "CTC",
+        "Leave out the samples whose target, with a blank between equal labels, is longer than its input, or lengthen the input. "
+        "zero_infinity=True gives them no loss and no gradient.",
+        "loss_fn = torch.nn.CTCLoss(zero_infinity=True)",
+    ),
+    (
+        "of an infinity",
+        "Apply the mask after this operation, or mask by a large finite number: the gradient of a masked score is zero, and zero "
+        "times infinity is NaN.",
+        'scores = (scores / temperature).masked_fill(mask, float("-inf"))  # divided first, then masked',
+    ),
+    (
         "with a constant",
         "Look at where the constant comes from: a mean over nothing, the deviation of one sample, a division of targets.",
         "assert torch.isfinite(constant).all()",

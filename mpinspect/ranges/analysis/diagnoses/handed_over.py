@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights, quoted
+from mpinspect.ranges.analysis.event_findings import look_at
 from mpinspect.ranges.analysis.precision import damped_by_epsilon, run_format
 from mpinspect.ranges.analysis.visibility import always_zero
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
@@ -59,7 +60,9 @@ def never_updated(case: Case) -> Iterator[Finding]:
                 " Gradients were infinite or NaN: a loop that skips such steps by itself may skip all." if broke else ""
             ),
             {"backwards": backwards, "optimizers": list(found.names)},
-            "Take a smaller loss scale, or let torch.amp.GradScaler find one."
+            look_at(broke, case.session)
+            if broke and broke.forward_finite is False
+            else "Take a smaller loss scale, or let torch.amp.GradScaler find one."
             if broke
             else "Let the scaler step the optimizer of these weights after their backward."
             if has_scaler
@@ -601,35 +604,57 @@ def _never_fired(case: Case) -> Iterator[tuple[str, str, str]]:
 
 def _caught_by_prefix(case: Case) -> Iterator[Finding]:
     """Yield a finding if blocks 1, 10, 11, ... are frozen and 2..9 are trained, as by a name's prefix without its final dot."""
-    frozen: dict[tuple[str, str], set[str]] = defaultdict(set)
-    trained: dict[tuple[str, str], set[str]] = defaultdict(set)
+    frozen: dict[str, Counter[str]] = defaultdict(Counter)
+    trained: dict[str, Counter[str]] = defaultdict(Counter)
     for info in case.infos.values():
         if info.kind == WEIGHT_GRADIENT:
             kept = frozen if info.note.startswith(FROZEN) else trained
-            for match in re.finditer(r"\d+", info.name):
-                if info.name[match.end() : match.end() + 1] == ".":
-                    kept[info.name[: match.start()], "block"].add(match.group())
-                    break
-    for place, numbers in frozen.items():
-        meant = min(numbers, key=lambda number: (len(number), number))
-        caught = sorted((number for number in numbers if number != meant), key=int)
-        others = trained.get(place, set()) - numbers
-        if not caught or not others or not all(number.startswith(meant) for number in caught):
-            continue
-        if any(number.startswith(meant) for number in others):
-            continue
-        prefix = f"{place[0]}{meant}"
-        yield Finding(
-            "gradients-missing",
-            "warning",
-            f"{place[0]}{caught[0]}",
-            f"{place[0]}{meant} is frozen, and with it {', '.join(f'{place[0]}{number}' for number in caught)}, while all other "
-            f"blocks are trained: it looks as if names that begin with {prefix!r} were frozen, without the trailing dot.",
-            {"frozen": sorted(numbers, key=int), "trained": sorted(others, key=int)},
-            f"Compare with the trailing dot: names that begin with '{prefix}.'.",
-            f"if name.startswith({quoted(prefix + '.')}):\n    parameter.requires_grad_(False)",
-            INFERRED,
-        )
+            match = re.search(r"\d+(?=\.)", info.name)
+            if match is not None:
+                kept[info.name[: match.start()]][match.group()] += 1
+    groups = {
+        f"{place}{meant}": [f"{place}{number}" for number in caught]
+        for place, numbers in frozen.items()
+        for meant, caught in _prefixes(numbers, trained.get(place, Counter())).items()
+    }
+    if not groups:
+        return
+    parameters = {f"{place}{number}": count for place, numbers in frozen.items() for number, count in numbers.items()}
+    told = [
+        f"{meant} is frozen, and with it {', '.join(caught)} ({sum(parameters[each] for each in caught)} parameters)"
+        for meant, caught in groups.items()
+    ]
+    prefix = next(iter(groups))
+    place = next(place for place in frozen if prefix.removeprefix(place).isdecimal() and prefix.startswith(place))
+    yield Finding(
+        "gradients-missing",
+        "warning",
+        groups[prefix][0],
+        f"{'; '.join(told)}, while all other blocks are trained: it looks as if names that begin with "
+        f"{' or '.join(map(repr, groups))} were frozen, without the trailing dot.",
+        {
+            "frozen": sorted(frozen[place], key=int),
+            "trained": sorted(trained[place].keys() - frozen[place].keys(), key=int),
+            "groups": {meant: list(caught) for meant, caught in groups.items()},
+        },
+        f"Compare with the trailing dot: names that begin with {' or '.join(repr(meant + '.') for meant in groups)}.",
+        f"if name.startswith({_one_or_several([meant + '.' for meant in groups])}):\n    parameter.requires_grad_(False)",
+        INFERRED,
+    )
+
+
+def _prefixes(frozen: Collection[str], trained: Collection[str]) -> dict[str, list[str]]:
+    """Return the numbers whose prefix explains all frozen blocks, each with those that it caught; empty if there are none."""
+    meant = [number for number in frozen if not any(number.startswith(other) for other in frozen if other != number)]
+    caught = {one: sorted((each for each in frozen if each.startswith(one) and each != one), key=int) for one in meant}
+    others = set(trained) - set(frozen)
+    spared = any(other.startswith(one) for other in others for one in meant)
+    return caught if others and not spared and all(caught.values()) else {}
+
+
+def _one_or_several(names: Sequence[str]) -> str:
+    several = ", ".join(map(quoted, names))
+    return several if len(names) == 1 else f"({several})"
 
 
 def parameters_not_optimized(case: Case) -> Iterator[Finding]:

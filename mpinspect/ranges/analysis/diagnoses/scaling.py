@@ -9,11 +9,12 @@ from itertools import pairwise
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
 from mpinspect.ranges.analysis.diagnoses.handed_over import replaced
+from mpinspect.ranges.analysis.event_findings import look_at, loss_made_by, period, was_in_half
 from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
-from mpinspect.ranges.session import DROPPED, SKIPPED, TAKEN, Event, Measurement, module_named
+from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, Measurement, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, number_or_power, some, with_power
 
@@ -464,23 +465,33 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
     if len(steps) < _FEWEST_STEPS:
         return
     first = min(broken, key=lambda event: event.step)
-    module = module_named(first.module)
-    mend, code = f"Mend the forward of {module}", ""
-    is_explained = any(each.what.startswith("examined-") for each in case.session.measurements)
-    if run_format(case.session) == FLOAT16 and not is_explained:
-        mend = (
-            f"Find what exceeds {FLOAT16.max_finite:g} in the forward of {module}; compute it in FP32, and the modules that take "
-            "its result until the values are below that again; or compute the whole model in BF16, without a scaler"
+    is_loss, made_by = first.what in LOSSES, loss_made_by(first, case.session)
+    place = f"the loss function{made_by}" if is_loss else f"the forward of {module_named(first.module)}"
+    what = f"loss itself{made_by}" if is_loss else "forward itself"
+    mend, code = look_at(first, case.session), ""
+    if run_format(case.session) == FLOAT16 and was_in_half(first, case.session):
+        after = (
+            "from outputs in FP32"
+            if is_loss
+            else "and the modules that take its result until the values are below that again"
         )
-        code = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
+        mend = (
+            f"Find what exceeds {FLOAT16.max_finite:g} in {place}; compute it in FP32, {after}; or compute the whole model in "
+            "BF16, without a scaler."
+        )
+        code = (
+            "loss = loss_fn(output.float(), target)"
+            if is_loss
+            else "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
+        )
     yield Finding(
         "scale-falls-for-forward",
         "error",
         first.module,
-        f"The scaler backed off in {len(steps)} steps because the forward itself was not finite, from step {steps[0]} on: the "
-        f"loss scale is not the cause, and every such step halves it.",
+        f"The scaler backed off in {len(steps)} steps because the {what} was not finite, from step {steps[0]} on"
+        f"{period(steps)}: the loss scale is not the cause, and every such step halves it.",
         {"steps": len(steps), "first_step": steps[0]},
-        f"{mend}. In FP16 begin with a new scaler, since this one's scale was lowered without need.",
+        f"{mend} In FP16 begin with a new scaler, since this one's scale was lowered without need.",
         code,
         step=steps[0],
     )

@@ -286,9 +286,11 @@ def accumulation_lost(case: Case) -> Iterator[Finding]:
     lost = sum(part for part, _ in sums) / sum(whole for _, whole in sums)
     worst = max(found, key=lambda each: each.figures["lost"] / each.figures["nonzero"])
     share = worst.figures["lost"] / worst.figures["nonzero"]
-    if share <= _LOST_TOLERANCE:
-        return
     micro_batches, name = int(max(each.figures.get("micro_batches", 0) for each in found)), format_name(worst.text)
+    # A sum of equal terms stops growing after 2^bits additions. From half of that on, the losses of the additions add up.
+    few = 2.0 ** (SIGNIFICAND_BITS.get(worst.text, 0) - 1)
+    if share <= _LOST_TOLERANCE * min(1.0, few / max(micro_batches, 1)):
+        return
     yield Finding(
         "accumulation-lost",
         "warning",

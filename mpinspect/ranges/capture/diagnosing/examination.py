@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.loss_terms import narrow_term
-from mpinspect.ranges.capture.diagnosing.singularities import Rows, Singular, graph, singular
+from mpinspect.ranges.capture.diagnosing.loss_terms import narrow_term, operations
+from mpinspect.ranges.capture.diagnosing.singularities import OF_INFINITY, Rows, Singular, applies_mask, graph, singular
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.session import MOST_ROWS, Measurement, containers
+from mpinspect.ranges.kinds import ACTIVATION
+from mpinspect.ranges.session import BROKEN_LOSS, MOST_ROWS, Event, Measurement, containers
 from mpinspect.runtime.distributed import is_from_stage_before
 
 #: The most nodes that are searched if the loss is not finite, and if it is finite.
@@ -58,6 +59,12 @@ class Examination(Observer):
         self._events = self._examined = 0
         #: The singular operation near this step's finite loss, recorded if the backward turns out to be non-finite.
         self._candidate: Singular | None = None
+        #: The singular operations of this step's losses that were not finite.
+        self._found: list[Singular] = []
+        #: The sequence numbers of the nodes that multiplied this step's losses by a loss scale.
+        self._products: set[int] = set()
+        #: By module, the sequence number of the node that made its first output in this step, unless that applies a mask.
+        self._output_of: dict[str, int] = {}
         #: This step's inputs that no module made, by the module that got them, and its calls without a graph; weak references.
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         self._graphless: list[tuple[str, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
@@ -85,6 +92,9 @@ class Examination(Observer):
         is_wanted = self._on_cpu or bool(self._recording.events) or self._clock.measured
         self.at_work = watched and is_wanted and self._examined < _MOST_EXAMINED
         self._candidate = None
+        self._found.clear()
+        self._products.clear()
+        self._output_of.clear()
         self._inputs.clear()
         self._graphless.clear()
         self._made.clear()
@@ -109,10 +119,16 @@ class Examination(Observer):
                     self._graphless.append((call.layer.path, weakref.ref(tensor), weakref.ref(call.outputs[0])))
         self._called.add(call.layer.path)
         self._made.update(map(id, call.outputs))
-        self._ends.update(output.grad_fn._sequence_nr() for output in call.outputs if output.grad_fn is not None)
+        made = [output.grad_fn for output in call.outputs if output.grad_fn is not None]
+        self._ends.update(node._sequence_nr() for node in made)
+        if made and not applies_mask(made[0]):
+            self._output_of.setdefault(call.layer.path, made[0]._sequence_nr())
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
-        """Record the dtype of the losses: their products with a scale are FP32."""
+        """Record the dtype of the losses: their products with a scale are FP32. Remember the products' nodes by their numbers."""
+        bare = [loss.grad_fn for loss in losses]
+        made = [loss.grad_fn for loss in scaled]
+        self._products.update(node._sequence_nr() for node in made if node is not None and node not in bare)
         if self._clock.measured and not self._told_loss:
             self._look_at_dtype(losses)
 
@@ -133,6 +149,7 @@ class Examination(Observer):
             return
         self._examined += 1
         step = self._clock.step
+        self._name_operations(starts)
         # These are the weights that made this loss: this step's update has not been applied yet.
         norms = self._weight_norms()
         if not all(map(math.isfinite, norms.values())):
@@ -146,9 +163,10 @@ class Examination(Observer):
         self._compare_norms(step, norms)
         if self._tell_graphless(step):
             return
-        found = self._earliest(graph(starts, _MOST_NODES))
+        # Where the loss is finite, an infinite operand is a mask's; here it arose before.
+        found = self._earliest(graph(starts, _MOST_NODES), but=OF_INFINITY)
         if found is not None:
-            self._tell_singular(step, found, loss_finite=False)
+            self._found.append(found)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the learning rates."""
@@ -159,13 +177,21 @@ class Examination(Observer):
             ]
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Record the singular operation near a finite loss if the backward was not finite; compare the weights' norms."""
+        """Record the singular operations found, near a finite loss if the backward was not finite; compare the weights' norms."""
         events, self._events = self._events, len(self._recording.events)
         new = self._recording.events[events : self._events]
         candidate, self._candidate = self._candidate, None
-        if candidate is not None and any(event.phase == "backward" and not event.skipped for event in new):
+        # An overflow of the backward may be the loss scale's, and a scaler skips it.
+        broke = any(
+            event.gradients_finite is False and not (event.phase == "backward" and event.skipped) for event in new
+        )
+        if candidate is not None and broke:
             self._examined += 1
             self._tell_singular(step, candidate, loss_finite=True)
+        for found in self._found:
+            if not any(self._is_consequence(found, event) for event in new):
+                self._tell_singular(step, found, loss_finite=False)
+        self._found.clear()
         if self._clock.measured and not self._recording.events:
             rows = self._weight_norms(_MOST_COMPARED)
             ratios = _ratios(rows, self._row_norms)
@@ -174,11 +200,23 @@ class Examination(Observer):
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _earliest(self, nodes: Sequence[object]) -> Singular | None:
+    def _earliest(self, nodes: Sequence[object], but: Collection[str] = ()) -> Singular | None:
         """Return the singular operation that ran first; a difference counts only if it was taken from a module's output."""
-        found = [each for node in nodes if (each := singular(node)) is not None]
+        found = [each for node in nodes if (each := singular(node)) is not None and each.what not in but]
         certain = [each for each in found if each.kind != "difference" or each.of in self._ends]
         return min(certain, key=lambda each: each.order, default=None)
+
+    def _is_consequence(self, found: Singular, event: Event) -> bool:
+        """Return whether an argument was made from an output that was not finite already, by the order of their nodes."""
+        first = self._output_of.get(event.tensor) if (event.phase, event.what) == ("forward", ACTIVATION) else None
+        return found.kind in ("argument", "difference") and first is not None and first < found.order
+
+    def _name_operations(self, starts: Sequence[object]) -> None:
+        """Record the operations of a loss that is not finite."""
+        made = operations(starts, self._ends, self._products)
+        dtype = "" if made.dtype is None else dtype_name(made.dtype)
+        figures = {"in_half": float(made.in_half)}
+        self._recording.measured(Measurement(BROKEN_LOSS, "", self._clock.step, figures, made.names, dtype))
 
     def _batch_not_finite(self) -> torch.Tensor | None:
         """Return which elements of the first non-finite model input that still exists are not finite; None if there is none.
@@ -218,6 +256,9 @@ class Examination(Observer):
 
     def _tell_singular(self, step: int, found: Singular, *, loss_finite: bool) -> None:
         text = f"{found.operator} {found.what}".strip()
+        by = next((each.name for each in self._parameters if each.parameter is found.by), None)
+        if by is not None:
+            text = text.replace("a tensor that takes a gradient", f"the parameter {by!r}")
         self._tell(
             found.kind,
             step,

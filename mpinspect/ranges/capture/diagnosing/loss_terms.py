@@ -9,6 +9,8 @@ import torch
 
 #: The most nodes of the loss's own code that are read, and of one term.
 _MOST_NODES, _MOST_OF_A_TERM = 512, 24
+#: The most operations that are named where the loss calls no loss function.
+_MOST_NAMED = 4
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -33,6 +35,33 @@ def narrow_term(starts: Iterable[Any], ends: Collection[int]) -> Term | None:
     terms = [_term(node, ends) for node in _summed(given)]
     terms += [term for node in _code(given, ends, _MOST_NODES) if (term := _log_ratio(node)) is not None]
     return next((term for term in terms if term.cancels), terms[0] if terms else None)
+
+
+class Operations(NamedTuple):
+    """The operations of a loss's own code: the loss function alone, or the last few, in one dtype.
+
+    ``in_half``: whether any operation of that code is in FP16.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype | None
+    in_half: bool
+
+
+def operations(starts: Iterable[Any], ends: Collection[int], products: Collection[int] = ()) -> Operations:
+    """Return the operations of the losses' own code. Reads no values.
+
+    Args:
+        starts: the nodes of the losses.
+        ends: the sequence numbers of the nodes that made modules' outputs.
+        products: those of the nodes that multiplied losses by a scale, which are left out.
+    """
+    code = _code([each for each in starts if each is not None], ends, _MOST_NODES)
+    nodes = [node for node in code if _dtype(node) and node._sequence_nr() not in products]
+    in_half = any(_dtype(node) is torch.float16 for node in nodes)
+    functions = [node for node in nodes if "Loss" in _operator(node) or _operator(node) in _FUNCTIONS]
+    named = functions[:1] or [node for node in nodes if _operator(node) not in _MOVING][:_MOST_NAMED]
+    return Operations(tuple(map(_operator, named)), _dtype(named[0]) if named else None, in_half)
 
 
 def _summed(starts: list[Any]) -> Iterator[Any]:
@@ -139,6 +168,8 @@ _PASSING = _ARITHMETIC | _MOVING | {"Unbind"}
 _SELECTING = _MOVING | {"Permute", "Transpose", "T", "Gather", "Index", "IndexSelect", "Sum"}
 _COLLECTING = frozenset({"Stack", "Cat"})
 _LOSSES = frozenset({"KlDiv", "MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss", "NllLoss2D", "SoftMarginLoss"})
+#: Loss functions whose names do not end in "Loss".
+_FUNCTIONS = frozenset({"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "KlDiv"})
 _REDUCING = _LOSSES | {
     "BinaryCrossEntropy",
     "BinaryCrossEntropyWithLogits",

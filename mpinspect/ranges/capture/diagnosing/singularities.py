@@ -51,6 +51,7 @@ class Singular:
         order: the node's sequence number; nodes made earlier have lower ones.
         of: for a difference, the sequence number of the node that made the minuend.
         bits: of an element of the operation's result; 0 where torch does not tell.
+        by: the parameter that an infinity is divided by or multiplied with, if it is one.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Singular:
     order: int
     of: int | None = None
     bits: int = 0
+    by: torch.Tensor | None = None
 
 
 def singular(node: Any) -> Singular | None:
@@ -80,7 +82,8 @@ def singular(node: Any) -> Singular | None:
     of = _minuend(node.next_functions[0][0]) if kind == "difference" else None
     made = getattr(node, "_input_metadata", None)
     bits = 8 * made[0].dtype.itemsize if made else 0
-    return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits)
+    by = _parameter(node) if what in OF_INFINITY else None
+    return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits, by)
 
 
 def graph(starts: Iterable[Any], most: int, since: int = -1) -> list[Any]:
@@ -165,14 +168,50 @@ def _divide(node: Any, name: str) -> _Found:
     if below is None:
         return None
     zero = below == 0
-    if not bool(zero.any()):
-        return None
     above = node._saved_self if hasattr(node, "_saved_self") else None
+    if not bool(zero.any()):
+        return _of_infinity(node, above, 1)
     if above is not None and below.dim() == above.dim() and below.numel() < above.numel():
         zero_rows = zero.expand_as(above) & (above == 0)
         if bool(zero_rows.any()):
             return "zero-row", "a division", "of a row of zeros by its own zero", zero
     return "argument", "a division", "by zero", zero
+
+
+#: An infinite numerator or factor. Its gradient is zero behind a mask's -inf, and the other operand's gradient is 0 * inf.
+OF_INFINITY = _BY, _AND = (
+    "of an infinity by a tensor that takes a gradient",
+    "of an infinity and a tensor that takes a gradient",
+)
+
+
+def _of_infinity(node: Any, kept: Any, place: int) -> _Found:
+    """Find infinities, but no NaN, in an operand that autograd saved for the gradient of the other, at ``place``."""
+    if not isinstance(kept, torch.Tensor) or _takes_no_gradient(node, place):
+        return None
+    operator, what = ("a division", _BY) if node.name().startswith("Div") else ("a product", _AND)
+    return None if bool(kept.isnan().any()) else _argument(operator, what, kept.isinf())
+
+
+def _parameter(node: Any) -> torch.Tensor | None:
+    """Return the parameter that is an operand of a node, directly or through casts and views; None if none is."""
+    for following, _ in node.next_functions:
+        while following is not None and following.name().startswith(SAME_VALUES) and following.next_functions:
+            following = following.next_functions[0][0]
+        if following is not None and hasattr(following, "variable"):
+            found: torch.Tensor = following.variable
+            return found
+    return None
+
+
+def _multiply(node: Any, name: str) -> _Found:
+    """Find a constant factor that is not finite, or an infinite one of a product whose other factor takes a gradient."""
+    return _constant(node, name) or _of_infinity(node, node._saved_self, 1) or _of_infinity(node, node._saved_other, 0)
+
+
+def _ctc(node: Any, name: str) -> _Found:
+    """Find targets that have more labels than their input has frames, whose CTC loss is infinite."""
+    return _argument("a CTC loss", "of a target longer than its input", node._saved_result0.isinf())
 
 
 def _power(node: Any, name: str) -> _Found:
@@ -259,13 +298,13 @@ def _softmax(node: Any, name: str) -> _Found:
         return None
     # A row of -inf comes from a mask just before the softmax, applied to finite scores; earlier NaNs have another cause.
     below = graph([node], 12)
-    masking = next((each for each in below[1:4] if _masks(each)), None)
+    masking = next((each for each in below[1:4] if applies_mask(each)), None)
     if masking is None or not all(_is_finite(each) for each in below if each is not node):
         return None
     return "mask", "a softmax", "of a row of nothing but -inf", whole
 
 
-def _masks(node: Any) -> bool:
+def applies_mask(node: Any) -> bool:
     """Return whether a node replaces scores by a constant, or adds a constant to them, as a mask does."""
     name = node.name().partition("Backward")[0]
     takes_none = any(following is None for following, _ in node.next_functions)
@@ -332,5 +371,7 @@ _FINDERS: tuple[tuple[str, Callable[[Any, str], _Found]], ...] = (
     ("SmoothL1Loss", _loss),
     ("HuberLoss", _loss),
     ("Abs", _difference),
-    ("Mul", _constant),
+    ("Mul", _multiply),
+    ("CtcLoss", _ctc),
+    ("CudnnCtcLoss", _ctc),
 )
