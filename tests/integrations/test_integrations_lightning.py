@@ -187,6 +187,10 @@ def test_an_exception_is_the_users_and_the_report_is_printed(capsys):
     assert "5 steps, 5 sampled" in capsys.readouterr().err
     assert hooks_on(module) == 0
     assert callback.session().progress.ended
+    error = callback.session().ended_by
+    assert error is not None
+    assert error.text == "RuntimeError: the data ran out"
+    assert callback.report().verdict.healthy is None
 
 
 def test_after_ctrl_c_lightning_exits_as_it_does_without(capsys):
@@ -196,6 +200,7 @@ def test_after_ctrl_c_lightning_exits_as_it_does_without(capsys):
         make_trainer(callback).fit(module, loader())
     assert caught.value.code == 1
     assert "3 steps, 3 sampled" in capsys.readouterr().err
+    assert callback.session().ended_by is None
 
 
 def test_each_fit_has_its_own_record():

@@ -174,7 +174,10 @@ def test_after_an_exception_that_ends_the_process_the_report_is_printed(tmp_path
     status, out, err = warm.run(tmp_path, [str(script)])
     assert (status, out) == (1, "")
     assert err.index("RuntimeError: the data ran out") < err.index("5 steps, 5 sampled")
-    assert Session.load(tmp_path / "out" / "mpinspect").progress.ended
+    session = Session.load(tmp_path / "out" / "mpinspect")
+    assert session.progress.ended
+    assert session.ended_by is not None
+    assert session.ended_by.text == "RuntimeError: the data ran out"
 
 
 def test_evaluation_alone_is_no_training():

@@ -311,8 +311,7 @@ def test_a_loss_that_overflows_in_fp16_is_where_to_look() -> None:
     report = _scaled(_dice).report()
     fallen = report.findings[0]
     assert (fallen.id, fallen.step, fallen.layer) == ("scale-falls-for-forward", 3, "")
-    assert "the loss function" in fallen.fix
-    assert "65504" in fallen.fix
+    assert "65504 in the loss function (autograd's Div of Sum of" in fallen.fix
     assert "the model" not in fallen.fix
 
 
@@ -385,7 +384,7 @@ def test_a_run_of_infinite_losses_alone_says_what_is_known() -> None:
         "The forward was not finite in each of the 3 steps: first in step 0, where the loss held an inf"
         in finding.message
     )
-    assert "autograd's Mul of Mean, in FP32" in finding.message
+    assert "autograd's Mean, in FP32" in finding.message
     with Inspector(model) as inspector:
         for _ in range(3):
             assert not (model(torch.ones(3, 4)).mean() * math.inf).isfinite()

@@ -117,7 +117,7 @@ def _computes_in(session: Session, format: FloatFormat | None) -> str:
 
 def _nothing_seen(session: Session) -> str:
     progress = session.progress
-    if progress.weights_moved is False:
+    if progress.weights_moved is False and progress.backwards:
         return f"Not known whether it is healthy: none of {progress.backwards:,} backwards led to an update."
     if progress.backwards:
         return f"Not known whether it is healthy: of {progress.steps} steps none was sampled or watched."

@@ -38,7 +38,8 @@ _PHASES = {
 def is_failure(error: BaseException | None) -> bool:
     """Return whether an exception ends a run as a failure: neither Ctrl-C, nor an exit with status 0, nor a closed generator."""
     if isinstance(error, SystemExit):
-        return error.code not in (None, 0)
+        # Trainers turn Ctrl-C into an exit.
+        return error.code not in (None, 0) and not isinstance(error.__context__, KeyboardInterrupt)
     return error is not None and not isinstance(error, (KeyboardInterrupt, GeneratorExit))
 
 

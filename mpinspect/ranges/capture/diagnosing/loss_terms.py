@@ -10,7 +10,7 @@ import torch
 #: The most nodes of the loss's own code that are read, and of one term.
 _MOST_NODES, _MOST_OF_A_TERM = 512, 24
 #: The most operations that are named where the loss calls no loss function.
-_MOST_NAMED = 4
+_MOST_NAMED = 3
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -38,9 +38,9 @@ def narrow_term(starts: Iterable[Any], ends: Collection[int]) -> Term | None:
 
 
 class Operations(NamedTuple):
-    """The operations of a loss's own code: the loss function alone, or the last few, in one dtype.
+    """The operations of a loss's own code: the loss function alone, or the last few beside sums and products.
 
-    ``in_half``: whether any operation of that code is in FP16.
+    ``dtype``: of the first of them. ``in_half``: whether any operation of that code is in FP16.
     """
 
     names: tuple[str, ...]
@@ -60,8 +60,10 @@ def operations(starts: Iterable[Any], ends: Collection[int], products: Collectio
     nodes = [node for node in code if _dtype(node) and node._sequence_nr() not in products]
     in_half = any(_dtype(node) is torch.float16 for node in nodes)
     functions = [node for node in nodes if "Loss" in _operator(node) or _operator(node) in _FUNCTIONS]
-    named = functions[:1] or [node for node in nodes if _operator(node) not in _MOVING][:_MOST_NAMED]
-    return Operations(tuple(map(_operator, named)), _dtype(named[0]) if named else None, in_half)
+    telling = [node for node in nodes if _operator(node) not in _MOVING | _LINEAR]
+    named = functions[:1] or telling or [node for node in nodes if _operator(node) not in _MOVING]
+    names = tuple(dict.fromkeys(map(_operator, named)))[:_MOST_NAMED]
+    return Operations(names, _dtype(named[0]) if named else None, in_half)
 
 
 def _summed(starts: list[Any]) -> Iterator[Any]:
@@ -160,6 +162,8 @@ def _numel(node: Any) -> int:
 
 #: Operators whose scalar results are sums of others' scalars.
 _ARITHMETIC = frozenset({"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "NanToNum", "Where"})
+#: Those that give way to others where a loss is named.
+_LINEAR = frozenset({"Add", "Sub", "Rsub", "Mul", "Neg"})
 #: Operators that return some of their argument's values.
 _MOVING = frozenset(
     {"ToCopy", "Clone", "Alias", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Select", "Slice"}
