@@ -16,7 +16,16 @@ from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.report.explorer import ModuleNotes
-from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, TensorKey
+from mpinspect.ranges.session import (
+    ENDED_BY,
+    IN_FORWARD,
+    Event,
+    Measurement,
+    Progress,
+    ScaleChange,
+    Session,
+    TensorKey,
+)
 from mpinspect.reporting import text as text_renderer
 from mpinspect.reporting.forms import render
 from mpinspect.run.report import ModelPart, RunReport, by_module
@@ -58,6 +67,30 @@ def test_what_is_not_known_is_left_out_and_what_matters_is_added():
     assert first_line(dataclasses.replace(INF, forward_finite=False, skipped=True, loss_scale=2.0**-20)) == (
         "step 412, backward, 'decoder.3.attn', first inf, scale 2^-20, forward not finite, step skipped"
     )
+
+
+def _ended_by(error: Measurement, session: Session | None = None):
+    session = session or sessions.word_model()
+    return analyse(dataclasses.replace(session, measurements=(*session.measurements, error)))
+
+
+def test_the_exception_that_ended_the_script_is_said_first_and_once():
+    error = Measurement(ENDED_BY, "head", 3, {"begun": 1.0}, (IN_FORWARD,), "ValueError: bad")
+    ended = "Ended by an exception in step 3, in the forward of 'head': ValueError: bad"
+    parts = [ModelPart(name, _ended_by(error)) for name in ("Net", "Other")]
+    for of in ((), parts[:1], parts):
+        report = RunReport("train.py", "ValueError: bad", tuple(of), by_error=True)
+        lines = str(report).splitlines()
+        expected = ended if of else "Ended by an exception: ValueError: bad"
+        assert [line for line in lines if line.startswith("Ended by")] == [expected]
+        assert lines[1] == expected
+        assert "Healthy" not in str(report)
+    # A model whose inspection was over before says nothing of it; among ranks a finding does.
+    over = RunReport("train.py", "ValueError: bad", (ModelPart("Net", ranges()),), by_error=True)
+    assert over.ended == "Ended by an exception: ValueError: bad"
+    of_ranks = dataclasses.replace(error, what="rank-ended-early", rank=1, figures={"order": 0.0})
+    assert not RunReport("x", "ValueError: bad", (ModelPart("Net", _ended_by(of_ranks)),), by_error=True).ended
+    assert not RunReport("x", "exit status 3").ended
 
 
 def test_probing_of_a_scaler_and_harmless_masks_come_after_what_did_harm():

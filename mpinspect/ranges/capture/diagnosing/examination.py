@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from mpinspect.ranges.capture.diagnosing.loss_terms import narrow_term, operations
-from mpinspect.ranges.capture.diagnosing.singularities import OF_INFINITY, Rows, Singular, applies_mask, graph, singular
+from mpinspect.ranges.capture.diagnosing.singularities import (
+    Rows,
+    Singular,
+    applies_mask,
+    graph,
+    infinite_operand,
+    singular,
+)
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Call, Observer
@@ -23,7 +30,7 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.kinds import ACTIVATION
-from mpinspect.ranges.session import BROKEN_LOSS, MOST_ROWS, Event, Measurement, containers
+from mpinspect.ranges.session import BROKEN_LOSS, MOST_ROWS, Measurement, containers
 from mpinspect.runtime.distributed import is_from_stage_before
 
 #: The most nodes that are searched if the loss is not finite, and if it is finite.
@@ -59,11 +66,13 @@ class Examination(Observer):
         self._events = self._examined = 0
         #: The singular operation near this step's finite loss, recorded if the backward turns out to be non-finite.
         self._candidate: Singular | None = None
-        #: The singular operations of this step's losses that were not finite.
-        self._found: list[Singular] = []
+        #: The product or division by a mask's infinity near this step's finite loss, likewise.
+        self._infinite: Singular | None = None
+        #: The singular operations of this step's losses that were not finite, with the modules whose outputs were made before.
+        self._found: list[tuple[Singular, frozenset[str]]] = []
         #: The sequence numbers of the nodes that multiplied this step's losses by a loss scale.
         self._products: set[int] = set()
-        #: By module, the sequence number of the node that made its first output in this step, unless that applies a mask.
+        #: By module, the sequence number of the node that made its last output.
         self._output_of: dict[str, int] = {}
         #: This step's inputs that no module made, by the module that got them, and its calls without a graph; weak references.
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor]]] = []
@@ -91,7 +100,7 @@ class Examination(Observer):
         """Activate this observer in watched steps (on a GPU: measured ones, or after an event) until enough were examined."""
         is_wanted = self._on_cpu or bool(self._recording.events) or self._clock.measured
         self.at_work = watched and is_wanted and self._examined < _MOST_EXAMINED
-        self._candidate = None
+        self._candidate = self._infinite = None
         self._found.clear()
         self._products.clear()
         self._output_of.clear()
@@ -121,8 +130,8 @@ class Examination(Observer):
         self._made.update(map(id, call.outputs))
         made = [output.grad_fn for output in call.outputs if output.grad_fn is not None]
         self._ends.update(node._sequence_nr() for node in made)
-        if made and not applies_mask(made[0]):
-            self._output_of.setdefault(call.layer.path, made[0]._sequence_nr())
+        if made:
+            self._output_of[call.layer.path] = made[0]._sequence_nr()
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Record the dtype of the losses: their products with a scale are FP32. Remember the products' nodes by their numbers."""
@@ -145,6 +154,10 @@ class Examination(Observer):
         if all(bool(loss.isfinite().all()) for loss in losses):
             near = [node for node in graph(starts, _NEAREST_NODES) if _is_small(node)]
             self._candidate = self._earliest(near)
+            if any(map(applies_mask, near)):
+                self._infinite = min(
+                    filter(None, map(infinite_operand, near)), key=lambda each: each.order, default=None
+                )
             self._compare_if_grown(losses)
             return
         self._examined += 1
@@ -163,10 +176,13 @@ class Examination(Observer):
         self._compare_norms(step, norms)
         if self._tell_graphless(step):
             return
-        # Where the loss is finite, an infinite operand is a mask's; here it arose before.
-        found = self._earliest(graph(starts, _MOST_NODES), but=OF_INFINITY)
+        nodes = graph(starts, _MOST_NODES)
+        found = self._earliest(nodes)
         if found is not None:
-            self._found.append(found)
+            # A mask's output holds infinities on purpose.
+            masks = {node._sequence_nr() for node in nodes if applies_mask(node)}
+            before = (path for path, made in self._output_of.items() if made < found.order and made not in masks)
+            self._found.append((found, frozenset(before)))
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the learning rates."""
@@ -180,16 +196,21 @@ class Examination(Observer):
         """Record the singular operations found, near a finite loss if the backward was not finite; compare the weights' norms."""
         events, self._events = self._events, len(self._recording.events)
         new = self._recording.events[events : self._events]
-        candidate, self._candidate = self._candidate, None
+        candidate, infinite, self._candidate, self._infinite = self._candidate, self._infinite, None, None
+        broken = [event for event in new if event.gradients_finite is False]
         # An overflow of the backward may be the loss scale's, and a scaler skips it.
-        broke = any(
-            event.gradients_finite is False and not (event.phase == "backward" and event.skipped) for event in new
-        )
-        if candidate is not None and broke:
+        if not any(event.phase == "backward" and not event.skipped for event in broken):
+            candidate = None
+        candidate = candidate or (infinite if broken else None)
+        if candidate is not None:
             self._examined += 1
             self._tell_singular(step, candidate, loss_finite=True)
-        for found in self._found:
-            if not any(self._is_consequence(found, event) for event in new):
+        for found, before in self._found:
+            # An argument that was made from an output that was not finite is no cause.
+            is_late = any(
+                (event.phase, event.what) == ("forward", ACTIVATION) and event.tensor in before for event in new
+            )
+            if not is_late or found.kind not in ("argument", "difference"):
                 self._tell_singular(step, found, loss_finite=False)
         self._found.clear()
         if self._clock.measured and not self._recording.events:
@@ -200,16 +221,11 @@ class Examination(Observer):
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _earliest(self, nodes: Sequence[object], but: Collection[str] = ()) -> Singular | None:
+    def _earliest(self, nodes: Sequence[object]) -> Singular | None:
         """Return the singular operation that ran first; a difference counts only if it was taken from a module's output."""
-        found = [each for node in nodes if (each := singular(node)) is not None and each.what not in but]
+        found = [each for node in nodes if (each := singular(node)) is not None]
         certain = [each for each in found if each.kind != "difference" or each.of in self._ends]
         return min(certain, key=lambda each: each.order, default=None)
-
-    def _is_consequence(self, found: Singular, event: Event) -> bool:
-        """Return whether an argument was made from an output that was not finite already, by the order of their nodes."""
-        first = self._output_of.get(event.tensor) if (event.phase, event.what) == ("forward", ACTIVATION) else None
-        return found.kind in ("argument", "difference") and first is not None and first < found.order
 
     def _name_operations(self, starts: Sequence[object]) -> None:
         """Record the operations of a loss that is not finite."""

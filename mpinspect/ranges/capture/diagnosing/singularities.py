@@ -7,7 +7,7 @@ division of a row by its own zero norm, or a softmax of nothing but -inf, also i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -71,8 +71,23 @@ def singular(node: Any) -> Singular | None:
     find = None if name in _OTHERS else next((find for prefix, find in _FINDERS if name.startswith(prefix)), None)
     if find is None:
         return None
+    return _found(node, find)
+
+
+def infinite_operand(node: Any) -> Singular | None:
+    """Return a product's or a division's infinite operand whose gradient may be zero; None if there is none. Waits for the GPU.
+
+    Behind a mask's -inf the gradient is zero, and that of the other operand is 0 * inf.
+    """
+    name = node.name()
+    find = _infinite_factor if name.startswith("Mul") else _infinite_numerator if name.startswith("Div") else None
+    found = None if find is None else _found(node, find)
+    return None if found is None else replace(found, by=_parameter(node))
+
+
+def _found(node: Any, find: Callable[[Any, str], _Found]) -> Singular | None:
     try:
-        found = None if is_packed(node) else find(node, name)
+        found = None if is_packed(node) else find(node, node.name())
     except (AttributeError, RuntimeError, IndexError, TypeError):
         # The saved tensor has another name, or a backward that has already run has freed it.
         return None
@@ -82,8 +97,7 @@ def singular(node: Any) -> Singular | None:
     of = _minuend(node.next_functions[0][0]) if kind == "difference" else None
     made = getattr(node, "_input_metadata", None)
     bits = 8 * made[0].dtype.itemsize if made else 0
-    by = _parameter(node) if what in OF_INFINITY else None
-    return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits, by)
+    return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits)
 
 
 def graph(starts: Iterable[Any], most: int, since: int = -1) -> list[Any]:
@@ -168,9 +182,9 @@ def _divide(node: Any, name: str) -> _Found:
     if below is None:
         return None
     zero = below == 0
-    above = node._saved_self if hasattr(node, "_saved_self") else None
     if not bool(zero.any()):
-        return _of_infinity(node, above, 1)
+        return None
+    above = node._saved_self if hasattr(node, "_saved_self") else None
     if above is not None and below.dim() == above.dim() and below.numel() < above.numel():
         zero_rows = zero.expand_as(above) & (above == 0)
         if bool(zero_rows.any()):
@@ -178,19 +192,24 @@ def _divide(node: Any, name: str) -> _Found:
     return "argument", "a division", "by zero", zero
 
 
-#: An infinite numerator or factor. Its gradient is zero behind a mask's -inf, and the other operand's gradient is 0 * inf.
-OF_INFINITY = _BY, _AND = (
-    "of an infinity by a tensor that takes a gradient",
-    "of an infinity and a tensor that takes a gradient",
-)
+def _infinite_numerator(node: Any, name: str) -> _Found:
+    what = "of an infinity by a tensor that takes a gradient"
+    return None if _takes_no_gradient(node, 1) else _infinities("a division", what, node._saved_self)
 
 
-def _of_infinity(node: Any, kept: Any, place: int) -> _Found:
-    """Find infinities, but no NaN, in an operand that autograd saved for the gradient of the other, at ``place``."""
-    if not isinstance(kept, torch.Tensor) or _takes_no_gradient(node, place):
-        return None
-    operator, what = ("a division", _BY) if node.name().startswith("Div") else ("a product", _AND)
-    return None if bool(kept.isnan().any()) else _argument(operator, what, kept.isinf())
+def _infinite_factor(node: Any, name: str) -> _Found:
+    what = "of an infinity and a tensor that takes a gradient"
+    given = (
+        None if _takes_no_gradient(node, 1) else node._saved_self,
+        None if _takes_no_gradient(node, 0) else node._saved_other,
+    )
+    return _infinities("a product", what, given[0]) or _infinities("a product", what, given[1])
+
+
+def _infinities(operator: str, what: str, kept: Any) -> _Found:
+    """Find infinities, but no NaN, in an operand that autograd saved for the gradient of the other."""
+    found = _argument(operator, what, kept.isinf()) if isinstance(kept, torch.Tensor) else None
+    return None if found is None or bool(kept.isnan().any()) else found
 
 
 def _parameter(node: Any) -> torch.Tensor | None:
@@ -202,11 +221,6 @@ def _parameter(node: Any) -> torch.Tensor | None:
             found: torch.Tensor = following.variable
             return found
     return None
-
-
-def _multiply(node: Any, name: str) -> _Found:
-    """Find a constant factor that is not finite, or an infinite one of a product whose other factor takes a gradient."""
-    return _constant(node, name) or _of_infinity(node, node._saved_self, 1) or _of_infinity(node, node._saved_other, 0)
 
 
 def _ctc(node: Any, name: str) -> _Found:
@@ -371,7 +385,7 @@ _FINDERS: tuple[tuple[str, Callable[[Any, str], _Found]], ...] = (
     ("SmoothL1Loss", _loss),
     ("HuberLoss", _loss),
     ("Abs", _difference),
-    ("Mul", _multiply),
+    ("Mul", _constant),
     ("CtcLoss", _ctc),
     ("CudnnCtcLoss", _ctc),
 )
