@@ -186,6 +186,7 @@ def full_session() -> s.Session:
                 elsewhere=True,
                 rank=3,
                 dropped=True,
+                dtype="float16",
             ),
         ),
         ("No gradient of the head was seen.",),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from mpinspect.ranges.analysis.first_line import what_broke
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.report.document import TERMS, change_blocks, title, verdict_blocks
 from mpinspect.ranges.report.explorer import Mapped, widget
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
@@ -89,7 +90,7 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
     speed = (Line(f"On speed: {on_speed}."),) if on_speed else ()
     ended = (Line(report.ended, "error"),) if report.ended else ()
     if len(report.parts) == 1:
-        return (*ended, *verdict_blocks(replace(report.parts[0].ranges.verdict, ended="")), *speed)
+        return (*ended, *verdict_blocks(_without_end(report.parts[0].ranges).verdict), *speed)
     gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
     names: dict[str, list[str]] = {}
     for part in gravest:
@@ -98,6 +99,11 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
     lines = (Line(f"{', '.join(parts)}: {sentence}") for sentence, parts in names.items())
     change = change_blocks(gravest[0].ranges.verdict, f" in {gravest[0].name}") if gravest else ()
     return (*ended, *lines, *change, *speed)
+
+
+def _without_end(ranges: RangeReport) -> RangeReport:
+    """Return a model's report without the exception that ended the run, which the run's verdict begins with."""
+    return replace(ranges, verdict=replace(ranges.verdict, ended="")) if ranges.verdict.ended else ranges
 
 
 def _models(report: RunReport, everything: bool) -> Parts:
@@ -112,7 +118,9 @@ def _models(report: RunReport, everything: bool) -> Parts:
         tuple(
             Part(
                 f"ranges: {title(part.ranges) if is_only else part.name}",
-                forms.document(part.ranges, everything=everything, verdict=not is_only, notes=notes.get(part.name)),
+                forms.document(
+                    _without_end(part.ranges), everything=everything, verdict=not is_only, notes=notes.get(part.name)
+                ),
             )
             for part in parts
         ),

@@ -59,9 +59,13 @@ class RunReport(RendersItself):
     @property
     def ended(self) -> str:
         """The exception that ended the script, with its step and phase if a model was in training; "" if none did."""
-        told = next((ended for part in self.parts if (ended := part.ranges.verdict.ended)), "")
+        told = [part.ranges for part in self.parts if part.ranges.verdict.ended]
+        # The model in whose forward it was raised has most to say.
+        told.sort(key=lambda ranges: ranges.session.ended_by is None or not ranges.session.ended_by.name)
         of_ranks = any(finding.id == "rank-ended-early" for finding in self.findings)
-        return told or (f"Ended by an exception: {self.outcome}" if self.by_error and not of_ranks else "")
+        if told:
+            return told[0].verdict.ended
+        return f"Ended by an exception: {self.outcome}" if self.by_error and not of_ranks else ""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
