@@ -307,6 +307,22 @@ def test_a_loss_that_is_infinite_for_its_targets_is_no_overflow_of_fp16() -> Non
     assert "65504" not in fallen.fix + fallen.code
 
 
+def test_a_ctc_loss_of_impossible_labels_is_none_of_a_long_target() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        scores = model(torch.ones(8, 2, 4)).log_softmax(-1).masked_fill(torch.tensor([False, True, False]), -math.inf)
+        nn.functional.ctc_loss(
+            scores, torch.tensor([[1, 2], [1, 2]]), torch.tensor([8, 8]), torch.tensor([2, 2])
+        ).backward()
+        optimizer.step()
+    session = inspector.session()
+    broken = session.broken_loss(0)
+    assert broken is not None
+    assert broken.names == ("CtcLoss",)
+    assert not any("CTC" in each.text for each in session.measurements)
+
+
 def test_a_loss_that_overflows_in_fp16_is_where_to_look() -> None:
     report = _scaled(_dice).report()
     fallen = report.findings[0]

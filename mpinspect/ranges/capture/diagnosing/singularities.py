@@ -225,6 +225,8 @@ def _parameter(node: Any) -> torch.Tensor | None:
 
 def _ctc(node: Any, name: str) -> _Found:
     """Find targets that have more labels than their input has frames, whose CTC loss is infinite."""
+    if not bool(node._saved_log_probs.isfinite().all()):
+        return None
     return _argument("a CTC loss", "of a target longer than its input", node._saved_result0.isinf())
 
 
@@ -387,5 +389,4 @@ _FINDERS: tuple[tuple[str, Callable[[Any, str], _Found]], ...] = (
     ("Abs", _difference),
     ("Mul", _constant),
     ("CtcLoss", _ctc),
-    ("CudnnCtcLoss", _ctc),
 )
