@@ -14,7 +14,7 @@ from mpinspect.run.ending import Ending, say
 from mpinspect.run.import_hook import when_imported
 from mpinspect.run.options import LaunchOptions, Rank
 from mpinspect.run.record import first_record
-from mpinspect.runtime.guard import brief
+from mpinspect.runtime.briefly import brief
 
 if TYPE_CHECKING:
     from mpinspect.run.report import RunReport

@@ -19,7 +19,7 @@ from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, outcome_of
 from mpinspect.run.processes import Sigterm, leave_trace_of_sigterm
 from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, SIGTERM, now, write_record
-from mpinspect.runtime.guard import brief
+from mpinspect.runtime.briefly import brief
 
 if TYPE_CHECKING:
     from mpinspect.run.all_ranks import AllRanks

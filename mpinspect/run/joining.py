@@ -14,8 +14,8 @@ from mpinspect.run.directory import process_name
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Outcome, RecordedModel, Recordings, Seen
 from mpinspect.run.record import STILL_RUNNING, TRACE, load_record, read_record
+from mpinspect.runtime.briefly import brief
 from mpinspect.runtime.decoding import DecodingError
-from mpinspect.runtime.guard import brief
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpinspect.runtime.guard import brief, first_line_of
+from mpinspect.runtime.briefly import brief, first_line_of
 
 if TYPE_CHECKING:
     from mpinspect.ranges.session import Session

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch.utils._device import DeviceContext
 
+from mpinspect.runtime.briefly import brief
+
 if TYPE_CHECKING:
     from mpinspect.runtime.meter import Meter
 
@@ -24,25 +26,6 @@ class Nameable:
     """Base of objects, such as layers, that the note on a failed method names if they are its first argument."""
 
     __slots__ = ()
-
-
-#: Most characters quoted of an exception's message.
-_LONGEST = 200
-
-
-def brief(error: BaseException) -> str:
-    """Return one line that describes an exception: its type and the first line of its message."""
-    text = first_line_of(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def first_line_of(given: object) -> str:
-    """Return the first line of an object's text that is not blank, shortened; "" if it has none."""
-    try:
-        text = next(filter(None, (" ".join(line.split()) for line in str(given).splitlines())), "")
-    except Exception:
-        return ""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

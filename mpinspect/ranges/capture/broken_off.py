@@ -22,7 +22,7 @@ from mpinspect.ranges.session import (
     IN_OPTIMIZER,
     Measurement,
 )
-from mpinspect.runtime.guard import brief
+from mpinspect.runtime.briefly import brief
 
 _CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
 #: What a check for infinities and NaNs says.

@@ -1,0 +1,21 @@
+"""Describes an exception in one line. Imports no torch."""
+
+from __future__ import annotations
+
+#: Most characters quoted of an exception's message.
+_LONGEST = 200
+
+
+def brief(error: BaseException) -> str:
+    """Return one line that describes an exception: its type and the first line of its message."""
+    text = first_line_of(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def first_line_of(given: object) -> str:
+    """Return the first line of an object's text that is not blank, shortened; "" if it has none."""
+    try:
+        text = next(filter(None, (" ".join(line.split()) for line in str(given).splitlines())), "")
+    except Exception:
+        return ""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
