@@ -171,7 +171,7 @@ def small() -> ShapeReport:
         *eager_attention(96, 197, 197, 64, name="h.0.attn"),
         convolution(channels=(3, 64), size=112, kernel=7, module="stem"),
         attention(60, module="h.1.attn"),
-        sizes={50257: ("config.vocab_size", "lm_head.out_features")},
+        sizes={"lm_head": {50257: ("config.vocab_size", "lm_head.out_features")}},
         embeddings={"lm_head.weight": "wte.weight"},
         autocast_dtype="float16",
         notes=("the forward was recorded up to h.3",),

@@ -48,6 +48,7 @@ class Gpu:
         tensor_core_tflops: peak by dtype; empty if unknown.
         cuda_core_tflops: peak without Tensor Cores by dtype ("float32", "float16"); empty if unknown.
         bandwidth_gb_s: peak memory bandwidth; None if unknown.
+        sms: number of streaming multiprocessors; None if unknown.
         vendor: "NVIDIA", "AMD" or "".
     """
 
@@ -58,6 +59,7 @@ class Gpu:
     cuda_core_tflops: dict[str, float] = field(default_factory=dict, hash=False)
     bandwidth_gb_s: float | None = None
     vendor: str = "NVIDIA"
+    sms: int | None = None
 
     def multiplies(self, dtype: str) -> bool | None:
         """Return whether its Tensor Cores multiply a dtype (TF32 for "float32"); None if unknown."""
@@ -99,41 +101,97 @@ class _Card:
     int8: float | None = None
     fp64: float | None = None
     four_bit: float | None = None
+    sms: int | None = None
 
 
 #: Patterns are searched in the device's name after ``_words``; the first match wins: special cards come first.
 _CARDS = (
     # Volta: V100 data sheet (2020); Titan V and GV100 product pages.
-    _Card("V100 PCIe", r"v100 pcie|v100s", "volta", 112, 14.0, 28.0, 900),
-    _Card("V100 SXM2", r"v100", "volta", 125, 15.7, 31.4, 900),
+    _Card("V100 PCIe", r"v100 pcie|v100s", "volta", 112, 14.0, 28.0, 900, sms=80),
+    _Card("V100 SXM2", r"v100", "volta", 125, 15.7, 31.4, 900, sms=80),
     # Turing: T4 data sheet; Turing white paper (FP16 with FP32 accumulation, reference clocks).
-    _Card("T4", r"\bt4\b", "turing", 65, 8.1, 16.2, 300, int8=130),
-    _Card("RTX 2080 Ti", r"rtx 2080 ti", "turing", 53.8, 13.4, 26.9, 616, int8=215.2),
+    _Card("T4", r"\bt4\b", "turing", 65, 8.1, 16.2, 300, int8=130, sms=40),
+    _Card("RTX 2080 Ti", r"rtx 2080 ti", "turing", 53.8, 13.4, 26.9, 616, int8=215.2, sms=68),
     # Ampere: A100, A30, A10, A40 data sheets; GA102 white paper.
-    _Card("A100 80GB PCIe", r"a100 80gb pcie", "ampere", 312, 19.5, 78, 1935, 156, int8=624, fp64=19.5),
-    _Card("A100 80GB", r"a100.*80gb", "ampere", 312, 19.5, 78, 2039, 156, int8=624, fp64=19.5),
-    _Card("A100", r"a100", "ampere", 312, 19.5, 78, 1555, 156, int8=624, fp64=19.5),
-    _Card("A30", r"\ba30\b", "ampere", 165, 10.3, 41.2, 933, 82, int8=330, fp64=10.3),
-    _Card("A40", r"\ba40\b", "ampere", 149.7, 37.4, 37.4, 696, 74.8, int8=299.3),
-    _Card("A10", r"\ba10\b", "ampere", 125, 31.2, 31.2, 600, 62.5, int8=250),
-    _Card("RTX A6000", r"rtx a6000", "ampere", 154.8, 38.7, 38.7, 768, 77.4, int8=309.7),
-    _Card("RTX 3090", r"rtx 3090(?! ti)", "ampere", 71, 35.6, 35.6, 936, 35.6, int8=284),
+    _Card("A100 80GB PCIe", r"a100 80gb pcie", "ampere", 312, 19.5, 78, 1935, 156, int8=624, fp64=19.5, sms=108),
+    _Card("A100 80GB", r"a100.*80gb", "ampere", 312, 19.5, 78, 2039, 156, int8=624, fp64=19.5, sms=108),
+    _Card("A100", r"a100", "ampere", 312, 19.5, 78, 1555, 156, int8=624, fp64=19.5, sms=108),
+    # A800: A100's rates with a slower NVLink (NVIDIA A800 data sheets).
+    _Card("A800 80GB PCIe", r"a800 80gb pcie", "ampere", 312, 19.5, 78, 1935, 156, int8=624, fp64=19.5, sms=108),
+    _Card("A800 80GB", r"a800.*80gb", "ampere", 312, 19.5, 78, 2039, 156, int8=624, fp64=19.5, sms=108),
+    _Card("A800", r"a800", "ampere", 312, 19.5, 78, 1555, 156, int8=624, fp64=19.5, sms=108),
+    # A10G: NVIDIA's data sheet for AWS (2022).
+    _Card("A10G", r"a10g", "ampere", 70, 35, 35, 600, 35, int8=140, sms=80),
+    _Card("A30", r"\ba30\b", "ampere", 165, 10.3, 41.2, 933, 82, int8=330, fp64=10.3, sms=56),
+    _Card("A40", r"\ba40\b", "ampere", 149.7, 37.4, 37.4, 696, 74.8, int8=299.3, sms=84),
+    _Card("A10", r"\ba10\b", "ampere", 125, 31.2, 31.2, 600, 62.5, int8=250, sms=72),
+    _Card("RTX A6000", r"rtx a6000", "ampere", 154.8, 38.7, 38.7, 768, 77.4, int8=309.7, sms=84),
+    _Card("RTX 3090", r"rtx 3090(?! ti)", "ampere", 71, 35.6, 35.6, 936, 35.6, int8=284, sms=82),
     # Ada: L4, L40, L40S data sheets; Ada white paper.
-    _Card("L40S", r"l40s", "ada", 362, 91.6, 91.6, 864, 183, eight_bit=733, int8=733),
-    _Card("L40", r"\bl40\b", "ada", 181, 90.5, 90.5, 864, 90.5, eight_bit=362, int8=362),
-    _Card("L4", r"\bl4\b", "ada", 121, 30.3, 30.3, 300, 60, eight_bit=242, int8=242),
-    _Card("RTX 4090", r"rtx 4090(?! d| l)", "ada", 165.2, 82.6, 82.6, 1008, 82.6, eight_bit=330.3, int8=660.6),
-    # Hopper: H100, H200, GH200 (HBM3e) data sheets; Hopper white paper.
-    _Card("GH200", r"gh200", "hopper", 989.4, 66.9, 133.8, 4900, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9),
-    _Card("H200", r"h200", "hopper", 989.4, 66.9, 133.8, 4800, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9),
-    _Card("H100 PCIe", r"h100 pcie", "hopper", 756, 51.2, 102.4, 2000, 378, eight_bit=1513, int8=1513, fp64=51.2),
-    _Card("H100 NVL", r"h100 nvl", "hopper", 835, 60, 120, 3900, 417.5, eight_bit=1671, int8=1671, fp64=60),
-    _Card("H100", r"h100", "hopper", 989.4, 66.9, 133.8, 3350, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9),
+    _Card("L40S", r"l40s", "ada", 362, 91.6, 91.6, 864, 183, eight_bit=733, int8=733, sms=142),
+    _Card("L40", r"\bl40\b", "ada", 181, 90.5, 90.5, 864, 90.5, eight_bit=362, int8=362, sms=142),
+    _Card("L4", r"\bl4\b", "ada", 121, 30.3, 30.3, 300, 60, eight_bit=242, int8=242, sms=58),
+    # L20: NVIDIA's product brief, without sparsity.
+    _Card("L20", r"\bl20\b", "ada", 119.5, 59.8, 59.8, 864, 59.8, eight_bit=239, int8=239, sms=92),
+    _Card("RTX 4090", r"rtx 4090(?! d| l)", "ada", 165.2, 82.6, 82.6, 1008, 82.6, eight_bit=330.3, int8=660.6, sms=128),
+    # Hopper: H100, H200 and GH200 (96 GB of HBM3, or 144 GB of HBM3e) data sheets; Hopper white paper.
+    _Card(
+        "GH200 144GB",
+        r"gh200 144gb?|gh200.* hbm3e",
+        "hopper",
+        989.4,
+        66.9,
+        133.8,
+        4900,
+        494.7,
+        eight_bit=1978.9,
+        int8=1978.9,
+        fp64=66.9,
+        sms=132,
+    ),
+    _Card(
+        "GH200", r"gh200", "hopper", 989.4, 66.9, 133.8, 4000, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9, sms=132
+    ),
+    # H800: H100's Tensor Cores without most of FP64. H20: its product brief, without sparsity (78 SMs).
+    _Card(
+        "H800 PCIe", r"h800 pcie", "hopper", 756, 51.2, 102.4, 2000, 378, eight_bit=1513, int8=1513, fp64=0.8, sms=114
+    ),
+    _Card("H800", r"h800", "hopper", 989.4, 66.9, 133.8, 3350, 494.7, eight_bit=1978.9, int8=1978.9, fp64=1, sms=132),
+    _Card("H20", r"h20(?! 3e)", "hopper", 148, 44, 88, 4000, 74, eight_bit=296, int8=296, fp64=1, sms=78),
+    _Card(
+        "H200", r"h200", "hopper", 989.4, 66.9, 133.8, 4800, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9, sms=132
+    ),
+    _Card(
+        "H100 PCIe", r"h100 pcie", "hopper", 756, 51.2, 102.4, 2000, 378, eight_bit=1513, int8=1513, fp64=51.2, sms=114
+    ),
+    _Card("H100 NVL", r"h100 nvl", "hopper", 835, 60, 120, 3900, 417.5, eight_bit=1671, int8=1671, fp64=60, sms=132),
+    _Card(
+        "H100", r"h100", "hopper", 989.4, 66.9, 133.8, 3350, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9, sms=132
+    ),
     # Blackwell: HGX B200 and GB200 data sheets, a GPU's share, without sparsity; RTX Blackwell white paper.
     _Card(
         "GB200", r"gb200", "blackwell", 2500, 80, 160, 8000, 1250, eight_bit=5000, int8=5000, fp64=40, four_bit=10000
     ),
-    _Card("B200", r"b200", "blackwell", 2250, 75, 150, 8000, 1125, eight_bit=4500, int8=4500, fp64=37, four_bit=9000),
+    _Card(
+        "B200",
+        r"b200",
+        "blackwell",
+        2250,
+        75,
+        150,
+        8000,
+        1125,
+        eight_bit=4500,
+        int8=4500,
+        fp64=37,
+        four_bit=9000,
+        sms=148,
+    ),
+    # Blackwell Ultra: HGX B300 and GB300 data sheets, a GPU's share, without sparsity; INT8 and FP64 are a fraction of B200's.
+    _Card(
+        "GB300", r"gb300", "blackwell", 2500, 80, 160, 8000, 1250, eight_bit=5000, int8=165, fp64=1.3, four_bit=15000
+    ),
+    _Card("B300", r"b300", "blackwell", 2250, 75, 150, 8000, 1125, eight_bit=4500, int8=150, fp64=1.25, four_bit=14000),
     _Card(
         "RTX 5090",
         r"rtx 5090(?! d| l)",
@@ -146,6 +204,7 @@ _CARDS = (
         eight_bit=419,
         int8=838,
         four_bit=1676,
+        sms=170,
     ),
 )
 
@@ -299,4 +358,5 @@ def _gpu(card: _Card, name: str) -> Gpu:
         tensor_core_tflops={dtype: rate for dtype, rate in rates.items() if rate is not None},
         cuda_core_tflops={"float32": card.fp32, "float16": card.half_cores},
         bandwidth_gb_s=card.bandwidth,
+        sms=card.sms,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 from mpinspect.runtime.decoding import Between, OneOf
@@ -161,6 +162,7 @@ class Matmul:
             was off around the call or does not cast its dtype); None without autocast.
         recomputed: whether this is a forward that activation checkpointing repeats in the backward.
         raises: torch's error message if torch refuses this product's operands, else "".
+        block: how many values along K share a scale in a block-scaled format (MX 32, NVFP4 16, FP8 in blocks 128); 0 if none do.
         math_path: one of MATH_PATHS if the product is part of torch's unfused attention ("math") in
             scaled_dot_product_attention; else "".
     """
@@ -188,6 +190,7 @@ class Matmul:
     recomputed: bool = False
     raises: str = ""
     math_path: str = ""
+    block: Size = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +214,7 @@ class MatmulRecording:
         backward: whether a backward was recorded.
         autocast_dtype: dtype of the autocast around the model; None without autocast.
         tf32: whether torch allows TF32 for FP32 products ("matmul" and "convolution" -> bool).
-        sizes: names of the model's sizes that a user can change, by value: {30522: ("config.vocab_size",), ...}.
+        sizes: names of the sizes that a user can change, by module and value: {"lm_head": {30522: ("config.vocab_size",)}, ...}.
         embeddings: weights of other modules that are tied to an embedding's weight: {"lm_head.weight": "wte.weight"}.
         compiled: whether the model is compiled (torch.compile), so that Inductor may pad by itself.
         notes: sentences on what was not recorded, and why.
@@ -224,11 +227,22 @@ class MatmulRecording:
     backward: bool
     autocast_dtype: str | None
     tf32: dict[str, bool]
-    sizes: dict[int, tuple[str, ...]]
+    sizes: dict[str, dict[int, tuple[str, ...]]]
     embeddings: dict[str, str]
     compiled: bool = False
     notes: tuple[str, ...] = ()
     stopped: str = ""
+
+    @cached_property
+    def size_values(self) -> frozenset[int]:
+        """Return the values of all modules' sizes."""
+        return frozenset(value for sizes in self.sizes.values() for value in sizes)
+
+    def names_of(self, size: int, module: str, parameter: str = "") -> tuple[str, ...]:
+        """Return the names of a size in a product's module and in the module that owns the product's parameter."""
+        owners = dict.fromkeys((parameter.rpartition(".")[0], module) if parameter else (module,))
+        found = (name for owner in owners for name in self.sizes.get(owner, {}).get(size, ()))
+        return tuple(dict.fromkeys(found))
 
     @property
     def complete(self) -> bool:

@@ -2013,6 +2013,32 @@ def test_a_term_that_cannot_cancel_is_no_warning(term):
     assert [finding.severity for finding in report.findings if finding.id == "loss-in-16-bits"] == ["info"]
 
 
+ON_CUDA = {
+    "likelihood": (lambda made, y: -made.log_softmax(-1).gather(1, y[:, None]).mean(), True),
+    "squares": (lambda made, y: made.sub(1).square().mean(), True),
+    "term": (lambda made, y: made.log_softmax(-1).mean() + made[0, 0].float().square(), True),
+    "margin": (lambda made, y: made.sub(1).relu().mean(), False),
+    "cast": (lambda made, y: made.float().exp().bfloat16().mean(), False),
+}
+
+
+@pytest.mark.parametrize("case", ON_CUDA.values(), ids=ON_CUDA.keys())
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_loss_that_cudas_autocast_would_widen_is_said_to_be_narrow_on_a_cpu_only(case, autocast):
+    loss_of, is_wide_on_cuda = case
+    model = mlp(torch.float32 if autocast else torch.bfloat16)
+    report = train(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        steps=2,
+        dtype=torch.float32 if autocast else torch.bfloat16,
+        autocast=torch.bfloat16 if autocast else None,
+        loss_of=lambda model, x, y, step: loss_of(model(x), y),
+    )
+    (said,) = [finding for finding in report.findings if finding.id == "loss-in-16-bits"]
+    assert ("on a CPU only" in said.message) == (is_wide_on_cuda and autocast)
+
+
 CHOICES = {
     "given": lambda scores: scores.gather(-1, torch.randint(0, 64, (32, 4))),
     "lowest": lambda scores: scores.gather(-1, scores.topk(4, largest=False).indices),

@@ -73,6 +73,67 @@ def test_the_products_are_those_that_the_lint_of_the_model_records(tmp_path):
     assert str(analyse_shapes(found, named("hopper"), model="Attending"))
 
 
+class Dropping(nn.Module):
+    """Attention with dropout, which a CPU computes by the math path, and which the GPUs' kernels fuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, None])
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_attention_on_a_cpu_is_recorded_as_a_gpu_computes_it(autocast, checkpointed, tmp_path):
+    def trained() -> nn.Module:
+        torch.manual_seed(3)
+        model = Dropping()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            x = torch.randn(2, 64, 64)
+            with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+                y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+            optimizer.zero_grad()
+            y.float().square().mean().backward()
+            optimizer.step()
+        return model
+
+    bare = trained()
+    with watched(tmp_path, lint=True) as run:
+        model = trained()
+    assert all(torch.equal(one, other) for one, other in zip(bare.parameters(), model.parameters(), strict=True))
+    found = run.parts.matmuls
+    fused = sorted((one.op, one.role, one.recomputed) for one in found.matmuls if one.kind == "attention")
+    name = f"aten::_scaled_dot_product_{'flash' if autocast else 'efficient'}_attention"
+    again = [(name, "forward", True)] if checkpointed else []
+    assert fused == [(name, "forward", False), *again, (f"{name}_backward", "backward", False)]
+    assert not [one.op for one in found.matmuls if one.batch > 1 and one.kind != "attention"]
+    assert {one.dtype for one in found.matmuls} == {"bfloat16" if autocast else "float32"}
+    report = analyse_shapes(found, named("ampere"), model="Dropping")
+    assert not {"unfused-attention", "float32-beside-autocast"} & {finding.id for finding in report.findings}
+    assert "on A100 (ampere), recorded on a CPU:" in str(report)
+    # The lint of the model records the same, on the meta device and on the CPU.
+    for device in ("meta", "real"):
+        linted = record_matmuls(model, torch.randn(2, 64, 64), dtype=autocast, device=device)
+        kinds = sorted((one.op, one.role) for one in linted.matmuls if one.kind == "attention" or one.batch > 1)
+        assert kinds == [(name, "forward"), (f"{name}_backward", "backward")]
+
+
+def test_attention_on_a_cpu_that_no_gpu_would_fuse_is_told(tmp_path):
+    with watched(tmp_path, lint=True) as run:
+        layer = nn.Linear(16, 16)
+        optimizer = torch.optim.SGD(layer.parameters())
+        for _ in range(4):
+            x = layer(torch.randn(4, 8, 16))
+            nn.functional.scaled_dot_product_attention(x, x, x).square().mean().backward()
+            optimizer.step()
+    assert {one.math_path for one in run.parts.matmuls.matmuls if not one.parameter} == {"dimensions"}
+
+
 def test_the_autocast_of_the_script_is_seen(tmp_path):
     with watched(tmp_path, lint=True) as run:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))

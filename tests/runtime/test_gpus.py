@@ -119,9 +119,9 @@ def test_fp64_is_the_data_centre_chips():
         ("NVIDIA A100-PCIE-40GB", "ampere", 312),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "ampere", None),
         ("GRID A100D-80C", "ampere", None),
-        ("NVIDIA A800-SXM4-80GB", "ampere", None),
+        ("NVIDIA A800-SXM4-80GB", "ampere", 312),
         ("NVIDIA A10", "ampere", 125),
-        ("A10G", "ampere", None),
+        ("A10G", "ampere", 70),
         ("RTX 3060", "ampere", None),
         ("NVIDIA GeForce RTX 3080 Laptop GPU", "ampere", None),
         ("NVIDIA GeForce RTX 2050", "ampere", None),
@@ -129,7 +129,7 @@ def test_fp64_is_the_data_centre_chips():
         ("NVIDIA RTX A2000 12GB", "ampere", None),
         ("Orin", "ampere", None),
         ("NVIDIA L4", "ada", 121),
-        ("NVIDIA L20", "ada", None),
+        ("NVIDIA L20", "ada", 119.5),
         ("NVIDIA GeForce RTX 4090", "ada", 165.2),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "ada", None),
         ("NVIDIA RTX 6000 Ada Generation", "ada", None),
@@ -137,11 +137,12 @@ def test_fp64_is_the_data_centre_chips():
         ("NVIDIA H100 80GB HBM3", "hopper", 989.4),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "hopper", None),
         ("NVIDIA GH200 480GB", "hopper", 989.4),
-        ("H800", "hopper", None),
+        ("H800", "hopper", 989.4),
+        ("NVIDIA H20", "hopper", 148),
         ("NVIDIA H20-3e", "hopper", None),
         ("NVIDIA B200", "blackwell", 2250),
-        ("B300", "blackwell", None),
-        ("NVIDIA GB300", "blackwell", None),
+        ("B300", "blackwell", 2250),
+        ("NVIDIA GB300", "blackwell", 2500),
         ("NVIDIA GB10", "blackwell", None),
         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "blackwell", None),
         ("NVIDIA Thor", "blackwell", None),
@@ -195,3 +196,27 @@ def test_a_misspelt_name_gets_near_ones(text, near):
 def test_an_unknown_name_lists_what_there_is():
     with pytest.raises(ValueError, match=r"'pascal' is no GPU known here.*volta.*H100 PCIe"):
         gpus.named("pascal")
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth"),
+    [
+        ("NVIDIA GH200 480GB", 4000),
+        ("NVIDIA GH200 120GB", 4000),
+        ("NVIDIA GH200 144G HBM3e", 4900),
+        ("NVIDIA H800 PCIe", 2000),
+        ("NVIDIA H800", 3350),
+        ("NVIDIA H20", 4000),
+        ("NVIDIA A800 80GB PCIe", 1935),
+        ("NVIDIA A800-SXM4-80GB", 2039),
+        ("NVIDIA A800 40GB Active", 1555),
+    ],
+)
+def test_variants_of_a_card_differ_in_bandwidth(name, bandwidth):
+    assert gpus.of_device(name, None).bandwidth_gb_s == bandwidth
+
+
+def test_a_b300_multiplies_fp4_faster_and_int8_slower_than_a_b200():
+    older, newer = (gpus.named(name).tensor_core_tflops for name in ("B200", "B300"))
+    assert newer["float4"] > older["float4"]
+    assert newer["int8"] < older["int8"] / 10

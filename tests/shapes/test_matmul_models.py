@@ -105,7 +105,7 @@ def test_vocabularies_and_their_names():
         ("dgrad", 64, 64, 50257),
         ("wgrad", 50257, 64, 64),
     }
-    assert recording.sizes[50257][0] == "config.vocab_size"
+    assert recording.sizes["lm_head"][50257][0] == "config.vocab_size"
     assert recording.embeddings == {"lm_head.weight": "transformer.wte.weight"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from string import Formatter
@@ -9,13 +10,14 @@ from string import Formatter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shape_records import attention, convolution, eager_attention, gemm, linear, recording, row_major
+from shape_records import attention, convolution, eager_attention, gemm, linear, recording, row_major, transposed
 
 from mpinspect.runtime.gpus import Gpu, named, of_device
 from mpinspect.shapes.analysis import FINDING_IDS, analyse_shapes
 from mpinspect.shapes.analysis.group import Group
-from mpinspect.shapes.analysis.roofline import Gain, gain_words, is_worth_it
+from mpinspect.shapes.analysis.roofline import Gain, gain_words, is_worth_it, partial_tiles
 from mpinspect.shapes.analysis.rules import BY_ID
+from mpinspect.shapes.operators import matmuls_of
 from mpinspect.shapes.records import LayoutCopy, Operand
 
 HOPPER = named("hopper")
@@ -43,7 +45,7 @@ def test_every_name_in_a_rules_sentence_is_a_groups_attribute():
 
 
 def test_rules_have_ids_of_their_own():
-    assert len(set(FINDING_IDS)) == len(FINDING_IDS) == 25
+    assert len(set(FINDING_IDS)) == len(FINDING_IDS) == 26
 
 
 def test_a_clean_layer_has_no_finding():
@@ -51,7 +53,7 @@ def test_a_clean_layer_has_no_finding():
 
 
 def test_1023_inputs_are_one_finding_with_the_sizes_name_and_the_fix():
-    record = recording(*linear(4096, 1023, 1024), sizes={1023: ("fc.in_features",)})
+    record = recording(*linear(4096, 1023, 1024), sizes={"fc": {1023: ("fc.in_features",)}})
     report = analyse_shapes(record, HOPPER)
     (finding,) = report.findings
     assert (finding.id, finding.severity, finding.layer) == ("odd-size", "warning", "fc")
@@ -85,7 +87,7 @@ def test_equal_layers_are_one_finding():
 def test_known_vocabularies(size, gpu, advised, least):
     record = recording(
         *linear(1024, 768, size, name="lm_head"),
-        sizes={size: ("lm_head.out_features", "config.vocab_size")},
+        sizes={"lm_head": {size: ("lm_head.out_features", "config.vocab_size")}},
         embeddings={"lm_head.weight": "wte.weight"},
     )
     report = analyse_shapes(record, named(gpu))
@@ -103,14 +105,14 @@ def test_the_width_of_a_tied_embedding_is_no_vocabulary():
     record = recording(
         *linear(4096, 100, 100, name="h"),
         *linear(4096, 100, 512, name="o"),
-        sizes={100: ("e.embedding_dim", "h.in_features"), 512: ("e.num_embeddings", "o.out_features")},
+        sizes={"h": {100: ("h.in_features", "h.out_features")}, "o": {512: ("e.num_embeddings", "o.out_features")}},
         embeddings={"o.weight": "e.weight"},
     )
     report = analyse_shapes(record, HOPPER)
     (finding,) = report.findings
     assert (finding.id, finding.evidence["size"], finding.evidence["calls"]) == ("odd-size", 100, 6)
     assert "vocabulary" not in finding.message + finding.fix
-    assert "pad e.embedding_dim, h.in_features 100 -> 104" in finding.fix
+    assert "pad h.in_features, h.out_features 100 -> 104" in finding.fix
     assert [padding.size for padding in report.padding] == [100]
 
 
@@ -127,7 +129,9 @@ def test_both_sizes_of_a_tied_head_are_told_apart():
 
 def test_a_fused_projection_follows_from_the_hidden_size():
     record = recording(
-        *linear(4096, 100, 300, name="c_attn"), *linear(4096, 100, 512, name="fc"), sizes={100: ("config.n_embd",)}
+        *linear(4096, 100, 300, name="c_attn"),
+        *linear(4096, 100, 512, name="fc"),
+        sizes={"fc": {100: ("config.n_embd",)}},
     )
     report = analyse_shapes(record, HOPPER)
     (finding,) = report.findings
@@ -144,7 +148,7 @@ def test_a_fused_projection_follows_from_the_hidden_size():
 
 def test_heads_are_padded_with_the_hidden_size_that_they_make_up():
     """12 heads of 25 are 300: 304 would leave heads of 25.3."""
-    record = recording(*linear(4096, 300, 512, name="o"), attention(25), sizes={300: ("config.n_embd",)})
+    record = recording(*linear(4096, 300, 512, name="o"), attention(25), sizes={"o": {300: ("config.n_embd",)}})
     report = analyse_shapes(record, HOPPER)
     (finding,) = (one for one in report.findings if one.severity != "info")
     assert (finding.id, finding.evidence["consequent_sizes"]) == ("odd-size", [25])
@@ -204,7 +208,9 @@ def test_halves_that_a_name_tells_are_padded_each():
 
 
 def test_a_third_that_is_a_named_size_is_padded():
-    record = recording(*linear(4096, 256, 300), sizes={300: ("fc.out_features",), 100: ("config.hidden_size",)})
+    record = recording(
+        *linear(4096, 256, 300), sizes={"fc": {300: ("fc.out_features",)}, "e": {100: ("config.hidden_size",)}}
+    )
     assert "pad fc.out_features 300 -> 312" in found(record)["odd-size"].fix
 
 
@@ -225,7 +231,7 @@ def test_parts_that_a_view_shows_are_padded_each():
     record = recording(
         gemm(part, row_major((100, 64)), module="o"),
         *linear(4096, 256, 300, name="l"),
-        sizes={300: ("l.out_features",)},
+        sizes={"l": {300: ("l.out_features",)}},
     )
     fix = found(record)["odd-size"].fix
     assert "300 -> 312" in fix
@@ -493,9 +499,9 @@ def test_few_scores_are_no_reason_to_fuse_attention(queries, keys, head, is_told
 def test_what_runs_in_fp32_beside_autocast_is_mended_by_autocast_unless_it_is_attention(is_attention):
     products = eager_attention(96, 64, 64, 64, "float32") if is_attention else linear(64, 64, 64, "float32")
     record = recording(*(replace(one, autocast=False) for one in products), autocast_dtype="bfloat16")
-    fix = found(record)["float32-beside-autocast"].fix
-    first, second = (fix.index("4 dimensions"), fix.index("without enabled=False"))
-    assert (first < second) is is_attention
+    ways = found(record)["float32-beside-autocast"].fix.split("; ")
+    assert ["4 dimensions" in way for way in ways] == [is_attention, False, False][-len(ways) :]
+    assert "without enabled=False" in ways[-2]
 
 
 def test_products_without_a_module_or_a_weight_are_not_said_to_be_the_models():
@@ -509,7 +515,7 @@ def test_an_images_channels_are_no_other_layers_size():
     record = recording(
         convolution(channels=(3, 64), kernel=7, size=112, module="0"),
         *linear(4096, 64, 3, name="3"),
-        sizes={3: ("0.in_channels", "3.out_features")},
+        sizes={"0": {3: ("0.in_channels",)}, "3": {3: ("3.out_features",)}},
     )
     told = found(record)
     assert "pad 3.out_features 3 -> " in told["odd-size"].fix
@@ -568,7 +574,7 @@ def test_nchw_is_a_finding_and_its_stem_is_not():
 
 
 def test_odd_channels_of_one_group():
-    finding = found(recording(convolution(channels=(512, 21), kernel=1), sizes={21: ("head.out_channels",)}))[
+    finding = found(recording(convolution(channels=(512, 21), kernel=1), sizes={"conv": {21: ("head.out_channels",)}}))[
         "odd-channels"
     ]
     assert "pad the channels 21 -> 24" in finding.fix
@@ -576,7 +582,9 @@ def test_odd_channels_of_one_group():
 
 
 def test_odd_channels_of_a_group_have_no_name_of_the_groups():
-    finding = found(recording(convolution(channels=(16, 32), groups=4), sizes={4: ("conv.groups",)}))["odd-channels"]
+    finding = found(recording(convolution(channels=(16, 32), groups=4), sizes={"conv": {4: ("conv.groups",)}}))[
+        "odd-channels"
+    ]
     assert "4 channels of a group" in finding.message
     assert "conv.groups" not in finding.message
 
@@ -603,7 +611,8 @@ def test_heads_side_by_side_are_blamed_on_the_heads_size():
     """Rows of 240 elements, heads of 60 of them: only the step from head to head is odd."""
     q = Operand((4, 64, 60), (60, 240, 1), "float16")
     record = recording(
-        gemm(q, row_major((4, 60, 64)), module="heads"), sizes={60: ("config.num_attention_heads", "head_dim")}
+        gemm(q, row_major((4, 60, 64)), module="heads"),
+        sizes={"heads": {60: ("config.num_attention_heads", "head_dim")}},
     )
     by_id = found(record)
     assert set(by_id) == {"odd-size"}
@@ -617,7 +626,9 @@ def test_a_chunk_that_starts_at_an_odd_multiple_of_its_size():
 
 def test_the_row_of_a_fused_projection_is_its_named_size():
     view = Operand((4096, 1023), (3069, 1), "float16")
-    record = recording(gemm(view, row_major((1023, 1024)), module="chunk"), sizes={3069: ("qkv.out_features",)})
+    record = recording(
+        gemm(view, row_major((1023, 1024)), module="chunk"), sizes={"qkv": {3069: ("qkv.out_features",)}}
+    )
     assert found(record)["odd-size"].evidence["size"] == 3069
 
 
@@ -629,9 +640,10 @@ def copied(*matmuls, module, share=0.5):
 
 
 def test_channels_last_is_advised_for_copies_of_convolutions_only():
-    assert "channels_last throughout" in copied(convolution(), module="stage").fix
+    assert "channels_last throughout" in copied(convolution(channels_last=False), module="stage").fix
     most = linear(65536, 4096, 4096)
-    assert "channels_last" not in copied(convolution(channels=(8, 8), size=8), *most, module="fc").fix
+    small = convolution(channels=(8, 8), size=8, channels_last=False)
+    assert "channels_last" not in copied(small, *most, module="fc").fix
     assert "reshape" in copied(*most, module="fc").fix
 
 
@@ -705,3 +717,134 @@ def test_repeated_calls_weigh_as_often():
     assert report.calls == 4
     assert report.flops == once.flops + 3 * often.flops
     assert report.matmuls[1].share == pytest.approx(3 * often.flops / report.flops)
+
+
+# -- fixes of what is so already, findings that change nothing, order ----------------------------------------------------
+
+
+def test_four_input_channels_are_not_padded_to_four():
+    report = analyse_shapes(recording(convolution(channels=(4, 64), size=112, kernel=7)), HOPPER)
+    assert "pad" not in next(finding for finding in report.findings if finding.id == "few-input-channels").fix
+    assert report.padding == ()
+    assert [padding.to for padding in analyse_shapes(recording(convolution(channels=(3, 64))), HOPPER).padding] == [4]
+
+
+def test_value_heads_of_an_odd_size_are_padded_and_no_others():
+    report = analyse_shapes(recording(attention(64, value=60)), HOPPER)
+    assert [(padding.size, padding.to) for padding in report.padding] == [(60, 64)]
+
+
+def test_channels_last_is_not_advised_where_it_is_set():
+    copies = (LayoutCopy("stem", "layout", 10**9, 4),)
+    for channels_last in (True, False):
+        (finding,) = (
+            one
+            for one in analyse_shapes(
+                recording(convolution(channels_last=channels_last), copies=copies), HOPPER
+            ).findings
+            if one.id == "layout-copies"
+        )
+        assert ("channels_last" in finding.fix) != channels_last
+
+
+def test_tf32_is_not_advised_on_a_gpu_without_it():
+    products = [replace(one, autocast=False) for one in linear(4096, 1024, 1024, "float32")]
+    record = recording(*products, *linear(4096, 1024, 1024), autocast_dtype="float16")
+    for gpu, has_tf32 in (("turing", False), ("hopper", True)):
+        assert ("set_float32_matmul_precision" in found(record, named(gpu))["float32-beside-autocast"].fix) == has_tf32
+
+
+def test_findings_that_change_nothing_are_counted_and_not_listed():
+    record = recording(
+        *linear(4096, 4096, 4096, name="a"),
+        *linear(4096, 4096, 3, name="tiny"),
+        gemm(row_major((4096, 4096)), row_major((4096, 1)), module="vector"),
+        copies=(LayoutCopy("a", "layout", 10**8, 4),),
+    )
+    report = analyse_shapes(record, HOPPER)
+    assert [finding.id for finding in report.listed] == ["layout-copies"]
+    assert sorted(finding.id for finding in report.unchanging) == ["matrix-vector", "odd-size"]
+    assert report.findings == (*report.listed, *report.unchanging)
+    text = str(report)
+    assert "2 more findings would change nothing measurable: " in text
+    assert "pad the size 3" not in text
+    assert "Sizes to pad" not in text
+    assert "Nothing to mend" not in text
+    stored = json.loads(report.to_json())
+    assert [one["id"] for one in stored["findings"] if one["evidence"].get("changes_nothing")] == [
+        finding.id for finding in report.unchanging
+    ]
+    assert [(one["from"], one["worth_it"]) for one in stored["padding"]] == [(3, False)]
+
+
+def test_findings_are_ordered_by_the_time_that_is_lost():
+    record = recording(
+        *linear(8192, 1023, 4096, name="fast"),
+        *eager_attention(96, 2048, 2048, 64),
+        *linear(8192, 4096, 4095, name="slow"),
+    )
+    lost = [finding.evidence["estimated_saved_fraction_high"] for finding in analyse_shapes(record, HOPPER).listed]
+    assert len(lost) > 2
+    assert lost == sorted(lost, reverse=True)
+
+
+# -- tiles, waves, blocks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "batch", "sms", "least", "most"),
+    [
+        (4096, 4096, 64, 1, None, 1.0, 1.0),
+        (130, 130, 64, 1, None, (192 / 130) ** 2, (192 / 130) ** 2),
+        # 130 x 130 tiles of 128 fill 128 waves and a bit: less than a hundredth is lost.
+        (130 * 128, 130 * 128, 64, 1, 132, 1.0, 129 * 132 / 130**2),
+        # 11 x 12 tiles are one wave.
+        (11 * 128, 12 * 128, 64, 1, 132, 1.0, 1.0),
+        (64, 64, 64, 133, 132, 264 / 133, 264 / 133),
+        # A long sum is split: 16 parts of 133 tiles fill 16.1 waves.
+        (64, 64, 16 * 512, 133, 132, 17 * 132 / 16 / 133, 17 * 132 / 16 / 133),
+    ],
+)
+def test_tiles_and_waves_that_are_not_full(m, n, k, batch, sms, least, most):
+    assert least * 0.9999 <= partial_tiles(m, n, k, batch, sms) <= most * 1.0001
+
+
+def test_partial_waves_are_part_of_the_estimate_and_no_finding():
+    full = analyse_shapes(recording(*linear(11 * 128 * 8, 4096, 12 * 128)), HOPPER)
+    assert full.estimated_partial_tiles_fraction is not None
+    small = analyse_shapes(recording(*linear(11 * 128 + 1, 960, 12 * 128, backward=False)), HOPPER)
+    assert small.estimated_partial_tiles_fraction > 0.1
+    assert [finding.id for finding in small.findings] == ["multiples-of-8-only"]
+    assert "tiles and waves that are not full add up to" in " ".join(str(small).split())
+    assert (
+        analyse_shapes(recording(*linear(4096, 4096, 4096)), Gpu("?", "hopper", True)).estimated_partial_tiles_fraction
+        is None
+    )
+
+
+def test_padding_that_adds_much_work_may_be_slower():
+    """12 heads of 25 become 12 heads of 32: 300 -> 384, more than a quarter of work more."""
+    record = recording(*linear(65536, 300, 4096, name="o"), attention(25), sizes={"o": {300: ("config.n_embd",)}})
+    finding = found(record)["odd-size"]
+    assert finding.evidence["estimated_speedup_low"] < 0.9
+    assert "padding may be slower" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("scale", "packed", "block", "padded"),
+    [
+        (row_major((64, 33), "float8_e8m0fnu"), False, 32, 1056),
+        (row_major((64, 65), "float8_e4m3fn"), True, 16, None),
+        (row_major((64, 9), "float32"), False, 128, 1152),
+        (row_major((64, 1), "float32"), False, 0, None),
+        (row_major((), "float32"), False, 0, None),
+    ],
+)
+def test_rows_that_no_blocks_fill_are_padded_to_whole_blocks(scale, packed, block, padded):
+    dtype = "float4_e2m1fn_x2" if packed else "float8_e4m3fn"
+    k = 520 if packed else 1040
+    a, b = row_major((64, k), dtype), transposed(row_major((256, k), dtype))
+    records = matmuls_of("aten::_scaled_mm", [a, b, scale, scale], output=row_major((64, 256), "bfloat16"))
+    assert [record.block for record in records] == [block]
+    fixes = {id: finding.fix for id, finding in found(recording(*records), named("blackwell")).items()}
+    assert fixes.get("partial-blocks") == (f"pad the summed size 1040 -> {padded}" if padded else None)

@@ -228,3 +228,64 @@ def test_a_chunked_projection_is_padded_in_thirds():
     assert [(finding.id, finding.evidence["size"]) for finding in report.findings if finding.severity != "info"] == [
         ("odd-size", 100)
     ]
+
+
+def names_of(report, id="odd-size"):
+    return {finding.evidence["size"]: finding.evidence["size_names"] for finding in report.findings if finding.id == id}
+
+
+def test_a_setting_of_equal_number_is_not_named():
+    with torch.device("meta"):
+        text = {"input_ids": torch.empty(2, 64, dtype=torch.int64)}
+        small = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+        llama = transformers.Llama4ForCausalLM(
+            transformers.Llama4TextConfig(
+                **small, num_key_value_heads=4, head_dim=16, num_local_experts=4, vocab_size=96
+            )
+        )
+        mistral = transformers.MistralForCausalLM(
+            transformers.MistralConfig(
+                num_hidden_layers=2,
+                hidden_size=108,
+                intermediate_size=128,
+                num_attention_heads=6,
+                num_key_value_heads=3,
+                head_dim=18,
+                sliding_window=108,
+                vocab_size=96,
+            )
+        )
+        mamba = transformers.Mamba2ForCausalLM(
+            transformers.Mamba2Config(
+                num_hidden_layers=2, hidden_size=60, expand=2, num_heads=8, head_dim=15, state_size=2, vocab_size=97
+            )
+        )
+    # The experts are 4, as is the interval of layers without rotary positions.
+    assert names_of(lint_shapes(llama, (), text, "bfloat16", "hopper")) == {
+        4: ["model.layers.{0..3}.feed_forward.router.out_features"]
+    }
+    # Keys have fewer heads, of the same size: what pads the heads pads them.
+    report = lint_shapes(mistral, (), text, "bfloat16", "hopper")
+    (size,) = (finding for finding in report.findings if finding.id == "odd-size")
+    assert size.evidence["size_names"][0] == "config.hidden_size"
+    assert not [name for name in size.evidence["size_names"] if "window" in name]
+    assert "pad config.hidden_size 108 -> 144" in size.fix
+    assert {padding.size: padding.to for padding in report.padding} == {108: 144, 54: 72, 18: 24}
+    found = lint_shapes(mamba, (), text, "bfloat16", "hopper")
+    assert names_of(found, "odd-vocabulary")[97][0] == "config.vocab_size"
+    assert not [name for names in names_of(found).values() for name in names if "expand" in name]
+
+
+def test_experts_that_autocast_does_not_cast_are_not_sent_under_autocast():
+    with torch.device("meta"):
+        config = transformers.MixtralConfig(
+            num_hidden_layers=1, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4
+        )
+        model = transformers.MixtralForCausalLM(config)
+        text = {"input_ids": torch.empty(2, 64, dtype=torch.int64)}
+    found = by_id(lint_shapes(model, (), text, "bfloat16", "hopper")).get("float32-beside-autocast")
+    if found is None:
+        pytest.skip("this version of Transformers casts the experts' operands")
+    assert "autocast does not cast" in found.message
+    assert "under autocast" not in found.fix
+    assert "scaled_dot_product_attention" not in found.fix

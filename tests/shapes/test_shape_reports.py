@@ -26,7 +26,7 @@ def empty():
 
 
 def hostile():
-    record = recording(*linear(64, 1023, 64, name=HOSTILE), sizes={1023: (HOSTILE,)}, notes=(HOSTILE,))
+    record = recording(*linear(64, 1023, 64, name=HOSTILE), sizes={HOSTILE: {1023: (HOSTILE,)}}, notes=(HOSTILE,))
     return analyse_shapes(record, Gpu(HOSTILE, "hopper", True), model=HOSTILE)
 
 

@@ -76,8 +76,8 @@ class RunReport(RendersItself):
     @property
     def speed_findings(self) -> tuple[Finding, ...]:
         """The findings on shapes (unless ``is_shape_detail``) and kernels, which the verdicts on ranges leave out."""
-        reports = (None if self.is_shape_detail else self.shapes, self.kernels)
-        return tuple(finding for report in reports if report is not None for finding in report.findings)
+        of_shapes = () if self.is_shape_detail or self.shapes is None else self.shapes.listed
+        return (*of_shapes, *(() if self.kernels is None else self.kernels.findings))
 
     @property
     def holds_more_than_its_verdict(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mpinspect.reporting.finding import SEVERITIES, Finding
@@ -12,8 +12,8 @@ from mpinspect.shapes.analysis.causes import Cause, Symptom, in_16_bits, symptom
 from mpinspect.shapes.analysis.group import Group
 from mpinspect.shapes.analysis.judging import judge
 from mpinspect.shapes.analysis.padding import consequences_of, following_padding, padding_of, parts_in
-from mpinspect.shapes.analysis.report import CallTime, ShapeReport, ShapeRow
-from mpinspect.shapes.analysis.roofline import call_time, gain, is_worth_it
+from mpinspect.shapes.analysis.report import CHANGES_NOTHING, CallTime, Padding, ShapeReport, ShapeRow
+from mpinspect.shapes.analysis.roofline import call_time, gain, is_worth_it, padded_time, partial_us
 from mpinspect.shapes.analysis.rules import BY_ID, FINDING_IDS, RULES, RecordingRule, cause_of
 from mpinspect.shapes.analysis.todays_rule import taken_on
 from mpinspect.shapes.analysis.verdict import VERDICTS
@@ -51,11 +51,20 @@ def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", not
         calls=sum(row.calls for row in rows),
         calls_by_talk=_calls_by_talk(rows),
         estimated_us=total_us,
+        estimated_partial_tiles_fraction=_partial_fraction(rows, gpu, total_us),
         layout_copy_bytes=sum(copy.bytes for copy in recording.copies if copy.kind == "layout"),
         dtype_copy_bytes=sum(copy.bytes for copy in recording.copies if copy.kind == "dtype"),
-        notes=(*notes, *recording.notes),
+        notes=(*notes, *_of_device(recording), *recording.notes),
         complete=recording.complete,
     )
+
+
+def _of_device(recording: MatmulRecording) -> Iterator[str]:
+    """Yield a sentence on what is judged of a recording that was made on a CPU."""
+    if recording.device == "cpu" and recording.matmuls:
+        fused = any(matmul.kind == "attention" for matmul in recording.matmuls)
+        attention = ", and scaled_dot_product_attention by the kernel that CUDA would choose" if fused else ""
+        yield f"recorded on a CPU: products are judged in the dtypes that the CPU computed in{attention}"
 
 
 def runs_in_fp32(row: ShapeRow) -> bool:
@@ -143,10 +152,12 @@ def _groups_of(
         concerned = tuple(rows[index] for index in indices)
         following = {one: alone[one] for one, base in follow.items() if base == cause}
         parts = parts_in(cause, tuple(following), concerned, recording)
-        times = ((_mended(cause, row, gpu, recording.autocast_dtype), row.calls) for row in concerned)
+        padding = padding_of(cause, concerned, gpu, recording, parts.number)
+        times = ((_mended(cause, row, gpu, recording.autocast_dtype, padding), row.calls) for row in concerned)
         worth = gain(times, total_us)
         share = sum(row.share for row in concerned)
-        padding = padding_of(cause, concerned, gpu, recording, is_worth_it(worth, share), parts.number)
+        if padding is not None and padding.is_worth_it:
+            padding = replace(padding, is_worth_it=is_worth_it(worth, share))
         also = following_padding(following, padding, gpu, recording)
         found[cause] = (Group(cause, concerned, worth, padding, gpu, recording, also, parts), tuple(indices))
     return found
@@ -173,14 +184,35 @@ def _causes_of(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> l
     return list(dict.fromkeys(cause for cause in causes if cause is not None))
 
 
-def _mended(cause: Cause, row: ShapeRow, gpu: Gpu, autocast_dtype: str | None) -> CallTime | None:
-    """Return the call's times, counting only the cost of this cause."""
+def _mended(
+    cause: Cause, row: ShapeRow, gpu: Gpu, autocast_dtype: str | None, padding: Padding | None
+) -> CallTime | None:
+    """Return the call's times, counting only the cost of this cause, and the work that padding adds."""
     if row.time is None or gpu.bandwidth_gb_s is None:
         return row.time
-    return BY_ID[cause.id].time(row, row.time, gpu, autocast_dtype)
+    time = BY_ID[cause.id].time(row, row.time, gpu, autocast_dtype)
+    return time if time is None or padding is None else padded_time(row, time, padding.size, padding.advised)
+
+
+def _partial_fraction(rows: Sequence[ShapeRow], gpu: Gpu, total_us: float | None) -> float | None:
+    """Return the estimated time that tiles and waves which are not full add, as a share of ``total_us``; None if unknown."""
+    if not total_us or not gpu.sms:
+        return None
+    on_tensor_cores = ((row, row.time) for row in rows if row.verdict in ("native", "degraded"))
+    added = sum(partial_us(row.matmul, time, gpu) * row.calls for row, time in on_tensor_cores if time is not None)
+    return added / total_us
 
 
 def _rank(finding: Finding) -> tuple[float, ...]:
-    """Return the sort key: severity, share of the FLOPs (1 for errors about the whole recording), root causes first."""
-    share = finding.evidence.get("flops_fraction", 1.0 if finding.severity == "error" else 0.0)
-    return (-SEVERITIES.index(finding.severity), -round(share, 6), FINDING_IDS.index(finding.id))
+    """Return the sort key: severity, the estimated time lost (the share of the FLOPs where no time is known), root causes
+    first; findings that change nothing last."""
+    evidence = finding.evidence
+    share = evidence.get("flops_fraction", 1.0 if finding.severity == "error" else 0.0)
+    lost = 0.0 if CHANGES_NOTHING in evidence else evidence.get("estimated_saved_fraction_high", share)
+    return (
+        -SEVERITIES.index(finding.severity),
+        CHANGES_NOTHING in evidence,
+        -round(lost, 6),
+        -round(share, 6),
+        FINDING_IDS.index(finding.id),
+    )

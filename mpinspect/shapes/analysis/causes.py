@@ -65,7 +65,7 @@ class Symptom:
         """Return whether the size is a vocabulary's: by its name, or because it is the number of outputs of a weight that is
         tied to an embedding."""
         row, recording = self.row, self.recording
-        names = " ".join(recording.sizes.get(self.size or 0, ())).lower()
+        names = " ".join(recording.names_of(self.size or 0, row.module, row.parameter)).lower()
         if "vocab" in names or "num_embeddings" in names:
             return True
         if row.parameter not in recording.embeddings:
@@ -94,6 +94,8 @@ def symptoms_of(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> 
         yield Symptom(word, row, recording, _size_of(row))
     if is_unfused:
         yield Symptom("unfused", row, recording)
+    if row.matmul.block and row.k % row.matmul.block and word not in _EVEN_UNFUSED:
+        yield Symptom("block", row, recording, row.k)
     if _is_converted(row):
         yield Symptom("nchw", row, recording)
     if word == "alignment" or (is_latent(row) and row.matmul.attention is None):
@@ -104,7 +106,9 @@ def _size_of(row: ShapeRow) -> int | None:
     """Return the size behind the verdict (a head's, or a first layer's input channels); None for other causes."""
     attention, convolution = row.matmul.attention, row.matmul.convolution
     if row.judged.cause == "head-dim" and attention is not None:
-        return attention.head_dim
+        # Values may have heads of their own size.
+        odd = attention.head_dim * ITEM_SIZES.get(row.dtype, 2) % FULL_ALIGNMENT
+        return attention.head_dim if odd else attention.value_dim
     return convolution.in_channels if row.judged.cause == "stem" and convolution is not None else None
 
 
@@ -143,7 +147,11 @@ def _binding_size(layout: Layout, recording: MatmulRecording) -> int | None:
     """Return the size of the model that misaligns an operand; None for a view whose misalignment no size explains."""
     for stride in (layout.row_stride, *layout.batch_strides):
         # Heads side by side are one head's size apart; rows of a fused projection are the whole projection's size apart.
-        if stride is not None and _is_odd(stride, layout) and (stride == layout.row_size or stride in recording.sizes):
+        if (
+            stride is not None
+            and _is_odd(stride, layout)
+            and (stride == layout.row_size or stride in recording.size_values)
+        ):
             return stride
     offset = (layout.offset_bytes or 0) // layout.item_size
     is_chunk = layout.row_size > 1 and offset % layout.row_size == 0 and _is_odd(layout.row_size, layout)

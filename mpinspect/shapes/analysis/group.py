@@ -173,6 +173,11 @@ class Group:
         return self.cause.size or 0
 
     @property
+    def block(self) -> int:
+        """Return the largest number of values that share a scale in these products; 0 if none do."""
+        return max((row.matmul.block for row in self.rows), default=0)
+
+    @property
     def next_multiple_of_8(self) -> int:
         return up_to(self.size, 8)
 
@@ -242,6 +247,8 @@ class Group:
             name = f" ({padding.names[0]})" if padding.names else ""
             if padding.what == "head":
                 words.append(f"{self.parts.number} heads of {padding.size} make it up")
+            elif padding.size < self.size:
+                words.append(f"{padding.size:,}{name} is made up of fewer such heads")
             else:
                 words.append(f"{padding.size:,}{name} is {padding.size // (self.size or 1)} x {self.size}")
         return f"; {' and '.join(words)}" if words else ""

@@ -16,6 +16,7 @@ from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.alignment import FULL_ALIGNMENT, PREFERRED_ALIGNMENT, PREFERRING_ARCHITECTURES, up_to
 from mpinspect.shapes.analysis.causes import Cause, once_mended
 from mpinspect.shapes.analysis.report import Padding, ShapeRow
+from mpinspect.shapes.analysis.wording import grouped
 from mpinspect.shapes.records import ITEM_SIZES, Matmul, MatmulRecording
 
 #: Names of counts, which may equal a size by chance.
@@ -45,9 +46,12 @@ class Parts:
 
 
 def padding_of(
-    cause: Cause, rows: Sequence[ShapeRow], gpu: Gpu, recording: MatmulRecording, worth_it: bool, parts: int = 1
+    cause: Cause, rows: Sequence[ShapeRow], gpu: Gpu, recording: MatmulRecording, parts: int = 1
 ) -> Padding | None:
-    """Return how to pad a cause's size, with all its equal ``parts`` alike; None if padding does not help."""
+    """Return how to pad a cause's size, with all its equal ``parts`` alike; None if padding does not help.
+
+    Only padding of a first layer's input counts as not worth it: the gain of others is not estimated yet.
+    """
     if not cause.what or cause.size is None:
         return None
     dtype = once_mended(rows[0], recording.autocast_dtype).dtype
@@ -56,18 +60,22 @@ def padding_of(
     if is_stem:
         # cuDNN's first-layer kernels need 4 channels (8 bytes in FP16): NVIDIA's guide.
         to = to_preferred = up_to(cause.size, 4)
+    elif cause.what == "summed size":
+        to = to_preferred = up_to(cause.size, max(row.matmul.block for row in rows))
     elif cause.what == "head":
         to_preferred = to
+    if to == cause.size:
+        return None
     return Padding(
         finding=cause.id,
         what=cause.what,
-        names=_names_of(cause.size, rows, recording, is_stem),
+        names=_names_of(cause.size, rows, recording),
         size=cause.size,
         to=to,
         to_preferred=to_preferred,
         modules=tuple(dict.fromkeys(row.module for row in rows)),
         share=sum(row.share for row in rows),
-        is_worth_it=worth_it and not is_stem,
+        is_worth_it=not is_stem,
     )
 
 
@@ -82,16 +90,15 @@ def _padded(size: int, dtype: str, gpu: Gpu, parts: int = 1) -> tuple[int, int]:
     return up_to(size, parts * least), up_to(size, math.lcm(parts * least, wanted))
 
 
-def _names_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording, is_stem: bool) -> tuple[str, ...]:
-    """Return the names of a size, the config's first; without any, the names of the multiplied parameters."""
-    sizes = [name for name in recording.sizes.get(size, ()) if not _COUNTS.search(name)]
-    # An image's channels are no other layer's size, though they may equal one.
-    modules = {row.module for row in rows}
-    own = [
-        name for name in sizes if name.rpartition(".")[0] in modules or not (is_stem or name.endswith(".in_channels"))
-    ]
-    named = sorted(own, key=lambda name: not name.startswith("config."))
-    return tuple(named) or tuple(dict.fromkeys(row.parameter for row in rows if row.parameter))
+def _names_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -> tuple[str, ...]:
+    """Return the names of a size in the products' modules, the config's first; without any, the multiplied parameters' names.
+
+    Names that differ only in layer numbers are merged.
+    """
+    found = [name for row in rows for name in recording.names_of(size, row.module, row.parameter)]
+    sizes = [name for name in dict.fromkeys(found) if not _COUNTS.search(name)]
+    parameters = [row.parameter for row in rows if row.parameter]
+    return tuple(grouped(sorted(sizes, key=lambda name: not name.startswith("config.")) or parameters))
 
 
 def following_padding(
@@ -100,11 +107,11 @@ def following_padding(
     """Return the paddings of the sizes that follow from a padded size."""
     found = []
     for cause, rows in following.items():
-        own = None if base is None else padding_of(cause, rows, gpu, recording, base.is_worth_it)
+        own = None if base is None else padding_of(cause, rows, gpu, recording)
         if own is None or base is None:
             continue
         to, preferred = (own.size * size // base.size for size in (base.to, base.to_preferred))
-        found.append(replace(own, to=to, to_preferred=preferred))
+        found.append(replace(own, to=to, to_preferred=preferred, is_worth_it=base.is_worth_it))
     return tuple(found)
 
 
@@ -119,6 +126,8 @@ def consequences_of(causes: Iterable[Cause], rows: Sequence[ShapeRow]) -> dict[C
             whole = next((size for size in sorted(odd) if _heads_in(size, cause.size, rows)), None)
             if whole is not None:
                 found[cause] = odd[whole]
+                grouped_heads = (size for size in odd if size != whole and _heads_in(size, cause.size, rows, keys=True))
+                found |= {odd[size]: odd[whole] for size in grouped_heads}
     # A size made up of heads is padded by heads, even if it is also a multiple of another odd size.
     of_heads = {base.size for base in found.values()}
     for size in sorted(odd.keys() - of_heads):
@@ -143,13 +152,12 @@ def parts_in(cause: Cause, following: Sequence[Cause], rows: Sequence[ShapeRow],
     return Parts(number, is_shown=shown, may_be=number == 1 and _may_be_split(cause.size, recording))
 
 
-def _heads_in(size: int, head: int, rows: Sequence[ShapeRow]) -> int:
-    """Return how many heads make up a size (query heads, or query, key and value heads); 0 if heads do not make it up."""
-    heads = {
-        row.matmul.attention.heads
-        for row in rows
-        if row.matmul.attention is not None and row.matmul.attention.head_dim == head
-    }
+def _heads_in(size: int, head: int, rows: Sequence[ShapeRow], keys: bool = False) -> int:
+    """Return how many heads make up a size (query heads, or query, key and value heads; ``keys``: key heads alone, where
+    they are fewer than query heads); 0 if heads do not make it up."""
+    attentions = [row.matmul.attention for row in rows if row.matmul.attention is not None]
+    fitting = [one for one in attentions if one.head_dim == head]
+    heads = {one.kv_heads for one in fitting if one.kv_heads < one.heads} if keys else {one.heads for one in fitting}
     return next((count * times for count in sorted(heads) for times in (1, 3) if count * times * head == size), 0)
 
 
@@ -165,7 +173,7 @@ def _parts_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -
     for pattern, parts in ((_THREE, 3), (_TWO, 2)):
         if size % parts == 0 and any(pattern.search(name) for name in names):
             return parts, False
-    return (3, False) if size % 3 == 0 and size // 3 in recording.sizes else (1, False)
+    return (3, False) if size % 3 == 0 and size // 3 in recording.size_values else (1, False)
 
 
 def _may_be_split(size: int, recording: MatmulRecording) -> bool:

@@ -12,6 +12,9 @@ from mpinspect.runtime.gpus import ASSUMED, Gpu
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
 from mpinspect.shapes.records import Matmul, Size
 
+#: The evidence of a finding whose fix changes nothing measurable: a report counts such findings and does not list them.
+CHANGES_NOTHING = "changes_nothing"
+
 
 @dataclass(frozen=True, slots=True)
 class CallTime:
@@ -21,12 +24,14 @@ class CallTime:
         best_us: the roofline of the call on Tensor Cores, once the call is fixed.
         low_us, high_us: the bounds of the call's current time.
         bound: "math" or "memory": what limits the call at ``best_us``.
+        fixed_us: the slowest estimate of the call once it is fixed, if it is above ``best_us``.
     """
 
     best_us: float
     low_us: float
     high_us: float
     bound: str
+    fixed_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +184,15 @@ class ShapeReport(RendersItself):
         device: where the model ran: "meta", "cpu", "cuda".
         backward: whether a backward was recorded.
         matmuls: a row for each product of each module, in the order of their first call.
-        findings: one for each cause, the most severe first, then by share.
+        findings: one for each cause, the most severe first, then by the estimated time that is lost.
         padding: the sizes to pad, by share.
         flops: floating-point operations of everything recorded.
         flops_by_verdict: "native", "degraded", "off", "unknown" -> FLOPs.
         calls: number of products.
         calls_by_talk: how many products keep the talk's rule (True), break it (False), or are outside its scope (None).
         estimated_us: lower bound of all products' current time on the GPU; None if the GPU's rates are not known.
+        estimated_partial_tiles_fraction: time that output tiles and waves of tiles which are not full add to
+            ``estimated_us``, as a share of it; None if unknown.
         layout_copy_bytes, dtype_copy_bytes: bytes moved by copies that only change layout or dtype.
         notes: sentences on what could not be recorded and what was assumed.
         complete: whether the model ran to its end, so that the figures cover the whole model.
@@ -211,8 +218,20 @@ class ShapeReport(RendersItself):
     dtype_copy_bytes: int
     notes: tuple[str, ...] = ()
     complete: bool = True
+    estimated_partial_tiles_fraction: float | None = None
 
     @property
     def is_gpu_assumed(self) -> bool:
         """Whether no GPU was named and none was there, so that the shapes are judged for an A100."""
         return any(note.startswith(ASSUMED) for note in self.notes)
+
+    @property
+    def unchanging(self) -> tuple[Finding, ...]:
+        """Return the findings whose fix changes nothing measurable."""
+        return tuple(finding for finding in self.findings if finding.evidence.get(CHANGES_NOTHING) is True)
+
+    @property
+    def listed(self) -> tuple[Finding, ...]:
+        """Return the findings that a report lists: all but the unchanging ones."""
+        unchanging = self.unchanging
+        return tuple(finding for finding in self.findings if finding not in unchanging)

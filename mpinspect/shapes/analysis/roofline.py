@@ -14,6 +14,7 @@ from math import prod
 
 from mpinspect.reporting.words import percent
 from mpinspect.runtime.gpus import Gpu, rate_key
+from mpinspect.shapes.analysis.alignment import up_to
 from mpinspect.shapes.analysis.causes import is_latent, once_mended
 from mpinspect.shapes.analysis.report import CallTime, ShapeRow
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
@@ -71,6 +72,50 @@ def _degraded_us(matmul: Matmul, verdict: ShapeVerdict, math: float, memory: flo
 def math_us(flops: int, tflops: float | None) -> float | None:
     """Return microseconds at a peak rate in TFLOP/s; None where the rate is not known."""
     return None if not tflops else flops / (tflops * 1e6)
+
+
+#: Rows and columns of the output tiles of usual Tensor Core kernels (NVIDIA's Matrix Multiplication Background guide).
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+
+
+#: Kernels are taken to split the summed dimension into as many as 16 parts of at least this many values, where that fills waves.
+LEAST_PART = 512
+
+
+def partial_tiles(m: int, n: int, k: int, batch: int, sms: int | None) -> float:
+    """Return how many times more output the tiles compute than the product has, at the best of the usual tile sizes.
+
+    Tiles at the edges are not full, and with ``sms`` known neither is the last wave of tiles. An estimate: small tiles
+    compute more slowly, and how a library splits the summed dimension is not known.
+    """
+    best = float("inf")
+    splits = [parts for parts in (1, 2, 4, 8, 16) if parts == 1 or k >= parts * LEAST_PART]
+    for rows, columns in TILES:
+        tiles = batch * -(-m // rows) * -(-n // columns)
+        waves = min(up_to(tiles * parts, sms) / parts for parts in splits) if sms else tiles
+        best = min(best, waves * rows * columns / max(batch * m * n, 1))
+    return best
+
+
+def partial_us(matmul: Matmul, time: CallTime, gpu: Gpu) -> float:
+    """Return the estimated microseconds that tiles and waves which are not full add to a call on Tensor Cores."""
+    math = math_us(matmul.flops, gpu.tensor_core_tflops.get(rate_key(matmul.dtype)))
+    if matmul.kind not in ("gemm", "convolution") or not gpu.sms or math is None or 0 in (matmul.m, matmul.n):
+        return 0.0
+    return max(math * partial_tiles(matmul.m, matmul.n, matmul.k, matmul.batch, gpu.sms) - time.low_us, 0.0)
+
+
+def padded_time(row: ShapeRow, time: CallTime, size: int, to: int) -> CallTime:
+    """Return the times with the work that padding adds; tiles that were full before may not be once padded.
+
+    Fused attention is returned unchanged: its kernels work on padded heads already.
+    """
+    if row.matmul.attention is not None:
+        return time
+    m, n, k = (to if one == size else one for one in (row.m, row.n, row.k))
+    growth = m * n * k / max(row.m * row.n * row.k, 1)
+    tiles = partial_tiles(m, n, k, row.batch, None) / partial_tiles(row.m, row.n, row.k, row.batch, None)
+    return replace(time, best_us=time.best_us * growth, fixed_us=time.best_us * growth * max(tiles, 1.0))
 
 
 def nhwc_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime:
@@ -137,12 +182,13 @@ def gain(times: Iterable[tuple[CallTime | None, int]], total_us: float | None) -
         return None
     best = sum(time.best_us * calls for time, calls in known)
     low = sum(time.low_us * calls for time, calls in known)
+    fixed = sum(max(time.fixed_us, time.best_us) * calls for time, calls in known)
     high = sum(time.high_us * calls for time, calls in known)
     memory = sum(time.best_us * calls for time, calls in known if time.bound == "memory")
     if best <= 0:
         return None
     return Gain(
-        speedup_low=1.0,
+        speedup_low=min(low / fixed, 1.0),
         speedup_high=high / best,
         saved_fraction_high=max(0.0, (high - best) / max(total_us - low + high, high)),
         bound="memory" if memory > best / 2 else "math",
@@ -167,7 +213,11 @@ def gain_words(gain: Gain | None, *, by_padding: bool) -> str:
         saved = percent(gain.saved_fraction_high)
         slower = "; it may be slower" if by_padding else ""
         return f"no change expected (estimated: at most {saved} of the products' time{slower})"
-    doubt = "; memory-bound, so padding may be slower" if by_padding and gain.bound == "memory" else ""
+    doubt = ""
+    if by_padding and gain.bound == "memory":
+        doubt = "; memory-bound, so padding may be slower"
+    elif by_padding and float(f"{gain.speedup_low:.1f}") < 1:
+        doubt = "; it adds work, so padding may be slower"
     return (
         f"estimated gain: x{gain.speedup_low:.1f} to x{gain.speedup_high:.2g} on these products, at most "
         f"{percent(gain.saved_fraction_high)} of the time of all{doubt}"

@@ -16,9 +16,9 @@ from mpinspect.reporting.words import percent
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.causes import Cause, Symptom, unfused_attention
 from mpinspect.shapes.analysis.group import Group, plus_one
-from mpinspect.shapes.analysis.report import CallTime, ShapeRow
+from mpinspect.shapes.analysis.report import CHANGES_NOTHING, CallTime, ShapeRow
 from mpinspect.shapes.analysis.roofline import fused_time, lowered_time, nhwc_time, size_time
-from mpinspect.shapes.analysis.todays_rule import has_flash_attention
+from mpinspect.shapes.analysis.todays_rule import STEM_CHANNELS, has_flash_attention, is_nchw
 from mpinspect.shapes.analysis.verdict import binding_sizes
 from mpinspect.shapes.analysis.whole_recording import layout_copies, nothing_recorded, recording_incomplete
 from mpinspect.shapes.analysis.wording import count, some_modules
@@ -45,6 +45,7 @@ class Rule:
         time: returns a call's current time and its time once fixed; by default the roofline's estimates.
         evidence: figures in addition to those that every group has.
         least_share: the share of the FLOPs, 0..1, below which there is no finding.
+        changes_nothing: whether the fix changes nothing measurable; None: by the estimated gain, if there is one.
     """
 
     id: str
@@ -57,11 +58,15 @@ class Rule:
     time: TimeOf = lambda row, time, gpu, autocast_dtype: time
     evidence: Callable[[Group], dict[str, Any]] = lambda group: {}
     least_share: float = 0.0
+    changes_nothing: bool | None = None
 
     def finding(self, group: Group) -> Finding:
         """Return the finding about a group of products."""
         severity = _said(self.severity, group) or ("warning" if group.is_worth_it else "info")
         evidence = group.evidence() | self.evidence(group)
+        by_gain = severity == "info" and group.gain is not None and not group.is_worth_it
+        if by_gain if self.changes_nothing is None else self.changes_nothing:
+            evidence[CHANGES_NOTHING] = True
         return Finding(self.id, severity, group.layer, _said(self.message, group), evidence, _said(self.fix, group))
 
 
@@ -124,6 +129,9 @@ def _float64(group: Group) -> str:
     return f"{group.products} in {group.where} {group.are} FP64, {where}"
 
 
+#: Beginnings of operators' names that no list of CUDA's autocast holds (ATen/autocast_mode.h).
+NOT_AUTOCAST = ("grouped_mm", "scaled_", "int_mm", "sparse_", "weight_int", "mixed_dtypes_linear")
+
 #: By the recording's word: why scaled_dot_product_attention takes its math path, and the fix (torch's
 #: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 _MATH_PATH = {
@@ -176,27 +184,56 @@ def _unfused(group: Group) -> str:
     )
 
 
+def _has_attention(group: Group) -> bool:
+    attention = {id(group.recording.matmuls[index]) for index in unfused_attention(group.recording)}
+    return any(id(row.matmul) in attention for row in group.rows)
+
+
+def _not_cast(group: Group) -> list[str]:
+    """Return the products' operators if autocast casts none of them, wherever it is on; else []."""
+    names = dict.fromkeys(row.op.partition("::")[2] for row in group.rows)
+    return list(names) if all(name.lstrip("_").startswith(NOT_AUTOCAST) for name in names) else []
+
+
+def _beside_autocast(group: Group) -> str:
+    found = f"{group.products} in {group.where} run{group.s} in FP32 beside {group.autocast} autocast, on CUDA cores"
+    if operators := _not_cast(group):
+        return f"{found}: autocast does not cast {' and '.join(operators)}; {group.gain_words}"
+    attention = " (torch's own math attention computes in FP32 too)" if _has_attention(group) else ""
+    return (
+        f"{found}: autocast is off around them, or their operands are made in FP32 by an operation that autocast leaves "
+        f"alone{attention}; {group.gain_words}"
+    )
+
+
 def _lower(group: Group) -> str:
     """Return how products in FP32 beside autocast get to 16 bits; torch's math attention does not by autocast."""
-    recording = group.recording
-    attention = {id(recording.matmuls[index]) for index in unfused_attention(recording)}
-    is_attention = any(id(row.matmul) in attention for row in group.rows)
-    ways = [
-        f"run {group.where} under autocast too (without enabled=False) or cast the operands to {group.autocast}",
-        "where it is attention, give scaled_dot_product_attention operands of 4 dimensions, which a fused kernel takes",
-    ]
-    if is_attention:
-        ways.reverse()
-    return f"{'; '.join(ways)}; where FP32's range is needed: {group.tf32_switch}"
+    if _not_cast(group):
+        ways = [f"cast the operands, weights included, to {group.autocast}"]
+    else:
+        ways = [
+            f"run {group.where} under autocast too (without enabled=False) or cast the operands to {group.autocast}"
+        ]
+    if _has_attention(group):
+        ways.insert(0, "give scaled_dot_product_attention operands of 4 dimensions, which a fused kernel takes")
+    if group.gpu.multiplies("float32"):
+        ways.append(f"where FP32's range is needed: {group.tf32_switch}")
+    return "; ".join(ways)
 
 
 def _fuse(group: Group) -> str:
     if paths := _math_paths(group):
         return "; ".join(_MATH_PATH.get(path, ("", "see why"))[1] for path in paths)
-    return (
+    fix = (
         'torch.nn.functional.scaled_dot_product_attention, or attn_implementation="sdpa" for a Transformers model: '
-        "any number of tokens is fine in fused kernels. If the module calls it already, torch took its math path: make the "
-        "head's size a multiple of 8 and drop the arguments that fused kernels don't take"
+        "any number of tokens is fine in fused kernels"
+    )
+    if group.recording.device in ("meta", "cpu"):
+        return fix
+    # On a GPU the recorder sees the products of the math path, and not the call.
+    return (
+        f"{fix}. If the module calls it already, torch took its math path: make the head's size a multiple of 8 and drop the "
+        "arguments that fused kernels don't take"
     )
 
 
@@ -207,7 +244,9 @@ def _channels_last(group: Group) -> str:
 
 
 def _grow_vocabulary(group: Group) -> str:
-    name = group.to_pad.names[0].rsplit(".", 1)[-1] if group.to_pad.names else "vocab_size"
+    names = group.to_pad.names
+    settings = [name.rpartition(".")[2] for name in names if name.startswith("config.")]
+    name = settings[0] if settings else some_modules(names) or "the vocabulary"
     tables = group.recording.embeddings
     tied = {row.parameter: tables[row.parameter] for row in group.rows if row.parameter in tables}
     together = "".join(f"; {head} is tied to {table}, both grow" for head, table in tied.items() if head != table)
@@ -228,6 +267,21 @@ def _stem(group: Group) -> str:
         f"{some_modules(row.module for row in group.rows)} reads {count(group.size, 'input channel')}, no multiple of 8: "
         f"{share}{saved}, and cuDNN has kernels made for first layers; usually no change ({group.talk_words})"
     )
+
+
+def _pad_stem(group: Group) -> str:
+    if group.padding is None:
+        return f"nothing, with today's libraries: first-layer kernels take {STEM_CHANNELS} channels"
+    return (
+        f"if a profile shows it: pad the input to {group.padding.to} channels with zeros (the weight likewise), or 8 for the "
+        "rule of multiples of 8"
+    )
+
+
+def _speed_up_depthwise(group: Group) -> str:
+    ways = ["channels_last"] if any(is_nchw(row.matmul) for row in group.rows) else []
+    ways += [] if group.recording.compiled else ["torch.compile, which fuses them with their neighbours"]
+    return " and ".join(ways)
 
 
 def _head_size(group: Group) -> str:
@@ -292,6 +346,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         message="{gpu.name} has no Tensor Cores: shapes make no difference there",
         fix="give another GPU if the model is meant for one: volta, turing, ampere, ada, hopper, blackwell",
         severity="info",
+        changes_nothing=False,
     ),
     Rule(
         "gpu-unknown",
@@ -305,9 +360,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         "float32-beside-autocast",
         on=("tf32-off", "float32"),
         when=lambda symptom: symptom.recording.autocast_dtype is not None,
-        message="{products} in {where} run{s} in FP32 beside {autocast} autocast, on CUDA cores: autocast is off around "
-        "them, or their operands are made in FP32 by an operation that autocast leaves alone (torch's own math attention "
-        "computes in FP32 too); {gain_words}",
+        message=_beside_autocast,
         fix=_lower,
         # Products outside of every module that use none of its weights are of the script: its data, its loss, a teacher.
         severity=lambda group: "" if any(row.module or row.parameter for row in group.rows) else "info",
@@ -351,6 +404,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         "expected from padding ({talk_words})",
         fix="where it is the rows that are few, give them more, if the algorithm allows: a larger batch, several tokens at once",
         severity="info",
+        changes_nothing=True,
     ),
     Rule(
         "unfused-attention",
@@ -412,10 +466,20 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         "few-input-channels",
         on=("stem",),
         message=_stem,
-        fix="if a profile shows it: pad the input to {to_pad.to} channels with zeros (the weight likewise), or 8 for the rule of "
-        "multiples of 8",
+        fix=_pad_stem,
         severity="info",
+        changes_nothing=True,
         pads="input channels",
+    ),
+    Rule(
+        "partial-blocks",
+        on=("block",),
+        message="{products} in {where} sum over {size:,} values, no multiple of the {block} that share a scale: torchao and "
+        "Transformer Engine refuse to quantise such rows",
+        fix="pad the summed size {size} -> {to_pad.to}",
+        pads="summed size",
+        severity="info",
+        changes_nothing=False,
     ),
     Rule(
         "misaligned-view",
@@ -445,8 +509,9 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         on=("depthwise",),
         message="{products} in {where} {are} of depthwise convolutions: nothing to multiply for Tensor Cores, memory-bound; no "
         "change expected from any size",
-        fix="channels_last and torch.compile (fusion with what surrounds them) are what helps them",
+        fix=_speed_up_depthwise,
         severity="info",
+        changes_nothing=True,
     ),
     # -- rules that no longer matter
     Rule(
@@ -457,6 +522,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         fix="nothing, with today's libraries; for older ones make batch (and tokens) a multiple of 8",
         severity="info",
         evidence=lambda group: {"sizes": _sizes_of_talk(group)},
+        changes_nothing=True,
     ),
     Rule(
         "prefers-128-bytes",
@@ -467,6 +533,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         fix="where a size is free to choose, take multiples of 64 (FP16, BF16), 32 (TF32), 128 (FP8, INT8)",
         severity="info",
         least_share=0.01,
+        changes_nothing=True,
     ),
 )
 

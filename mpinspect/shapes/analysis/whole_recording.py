@@ -13,13 +13,14 @@ from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import percent
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.causes import unfused_attention
-from mpinspect.shapes.analysis.report import ShapeRow
+from mpinspect.shapes.analysis.report import CHANGES_NOTHING, ShapeRow
+from mpinspect.shapes.analysis.todays_rule import is_nchw
 from mpinspect.shapes.analysis.wording import count, some_modules
 from mpinspect.shapes.records import LayoutCopy, MatmulRecording
 
 #: Least share of the products' estimated time at which copies are mentioned, and at which they are a warning.
 _WORTH_MENTIONING, _WORTH_MENDING = 0.05, 0.2
-#: Least share of FLOPs in convolutions to advise channels_last, and least share of the copied bytes to advise any fix.
+#: Least share of FLOPs in NCHW convolutions to advise channels_last, and least share of the copied bytes to advise any fix.
 _OF_CONVOLUTIONS, _OF_BYTES = 0.2, 0.2
 
 
@@ -76,6 +77,7 @@ def layout_copies(
         "bytes": moved,
         "calls": sum(copy.calls for copy in copies),
         "estimated_time_against_products": fraction,
+        "estimated_saved_fraction_high": fraction / (1 + fraction),
         "modules": [copy.module for copy in copies[:10]],
     }
     fix = _fix(recording, copies, moved)
@@ -85,6 +87,7 @@ def layout_copies(
     )
     if not fix:
         message += "; they split and merge heads around fused attention, no change expected"
+        evidence[CHANGES_NOTHING] = True
     severity = "warning" if fix and fraction >= _WORTH_MENDING else "info"
     return Finding("layout-copies", severity, "", message, evidence, fix)
 
@@ -94,7 +97,7 @@ def _fix(recording: MatmulRecording, copies: list[LayoutCopy], moved: int) -> st
     unfused = {recording.matmuls[index].module for index in unfused_attention(recording)}
     attention = unfused | {matmul.module for matmul in recording.matmuls if matmul.kind == "attention"}
     flops = sum(matmul.flops * matmul.calls for matmul in recording.matmuls)
-    convolved = sum(matmul.flops * matmul.calls for matmul in recording.matmuls if matmul.kind == "convolution")
+    convolved = sum(matmul.flops * matmul.calls for matmul in recording.matmuls if is_nchw(matmul))
     elsewhere = moved - _bytes_within(copies, attention)
     fixes = []
     if _bytes_within(copies, unfused) >= _OF_BYTES * moved:

@@ -86,6 +86,34 @@ def attention(call: Call) -> tuple[Matmul, ...]:
     )
 
 
+def fused_operators(
+    backend: str, operands: tuple[Operand, Operand, Operand], bias: Operand | None, is_causal: bool
+) -> tuple[Matmul, Matmul]:
+    """Return the records of CUDA's fused attention on query, key and value: of the forward and of its backward.
+
+    Args:
+        backend: "flash", "efficient" or "cudnn".
+    """
+    query, _, value = operands
+    out = fresh((*query.shape[:-1], value.shape[-1]), query.dtype)
+    forward = f"_scaled_dot_product_{backend}_attention"
+    calls = [_call(forward, operands, bias, is_causal), _call(f"{forward}_backward", (out, *operands), bias, is_causal)]
+    first, second = (attention(call)[0] for call in calls)
+    return first, second
+
+
+def _call(name: str, operands: tuple[Operand, ...], bias: Operand | None, is_causal: bool) -> Call:
+    """Return a call of an operator with these first arguments."""
+    layout = _LAYOUTS[name]
+    inputs: list[Operand | None] = [*operands, *[None] * 12]
+    scalars: list[object] = [None] * len(inputs)
+    if layout.bias is not None:
+        inputs[layout.bias] = bias
+    if layout.is_causal is not None:
+        scalars[layout.is_causal] = is_causal
+    return Call(f"aten::{name}", inputs, scalars, None)
+
+
 #: By name without the namespace.
 FAMILY: dict[str, Callable[[Call], tuple[Matmul, ...]]] = dict.fromkeys(_LAYOUTS, attention)
 

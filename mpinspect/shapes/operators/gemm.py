@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from mpinspect.shapes.operators.call import (
     Call,
@@ -142,7 +143,21 @@ def scaled_mm(call: Call) -> tuple[Matmul, ...]:
     k = a.shape[1] * (2 if a.dtype == _PACKED else 1)
     if a.shape[1] != b.shape[0]:
         raise UnknownSizesError
-    return gemm(call, a, b, call.output, dtype=dtype, sizes=(a.shape[0], b.shape[1], k, 1))
+    found = gemm(call, a, b, call.output, dtype=dtype, sizes=(a.shape[0], b.shape[1], k, 1))
+    return tuple(replace(record, block=_block(call, a, k)) for record in found)
+
+
+def _block(call: Call, a: Operand, k: int) -> int:
+    """Return how many values along K share a scale, from the scales' dtype or number; 0 for one scale a tensor or row."""
+    scale = call.optional(2) or next(iter(call.tensors(2)), None)
+    if scale is None:
+        return 0
+    if a.dtype == _PACKED:
+        return 16 if scale.dtype.startswith("float8_e4m3") else 32
+    if scale.dtype == "float8_e8m0fnu":
+        return 32
+    by_128 = len(scale.shape) == 2 and k > 128 and -(-k // 128) in scale.shape
+    return 128 if scale.dtype == "float32" and by_128 and 1 not in scale.shape else 0
 
 
 def grouped_mm(call: Call) -> tuple[Matmul, ...]:

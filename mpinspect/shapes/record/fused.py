@@ -1,8 +1,11 @@
-"""Run attention and recurrent layers as one operator, as a GPU does, where the meta device would decompose them.
+"""Run or record attention and recurrent layers as one operator, as a GPU does, where another device decomposes them.
 
 The choice of CUDA's attention kernel follows ``_fused_sdp_choice_cuda`` in ``ATen/native/transformers/cuda/sdp_utils.cpp``:
 flash before memory-efficient before math, each if its conditions hold and its flag in ``torch.backends.cuda`` is set, as
 ``torch.nn.attention.sdpa_kernel`` sets it. The conditions here are those of Ampere and later.
+
+A CPU chooses by other conditions (with dropout it takes the math path, for example). There the call runs unchanged, and the
+recorder replaces its products by the operator that CUDA would choose.
 """
 
 from __future__ import annotations
@@ -10,16 +13,85 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
+from torch._C._autograd import _get_sequence_nr
+
+from mpinspect.runtime.emulation.autocast_policies import ELIGIBLE
+from mpinspect.shapes.operators.attention import fused_operators
+from mpinspect.shapes.records import Matmul, Operand
 
 aten = torch.ops.aten
 
 #: cudnnRNNMode_t (ATen/native/cudnn/RNN.cpp).
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _HALF = (torch.float16, torch.bfloat16)
+_HALF_NAMES = ("float16", "bfloat16")
 _LARGEST_FLASH_HEAD = 256
+
+
+class _Names(dict[torch.dtype, str]):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        name = self[dtype] = str(dtype).removeprefix("torch.")
+        return name
+
+
+_DTYPES = _Names()
+
+
+def operand(tensor: torch.Tensor) -> Operand | None:
+    """Return a tensor's shape, strides, dtype and offset; None for tensors without strides (sparse, nested)."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    return Operand(tuple(tensor.shape), tensor.stride(), _DTYPES[tensor.dtype], int(tensor.storage_offset()))
+
+
+# -- attention -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Attended:
+    """One call of scaled_dot_product_attention as CUDA would compute it.
+
+    Args:
+        why: why CUDA would take its math path: one of MATH_PATHS; "" if it would take a fused operator.
+        operators: the records of the fused operator's forward and backward; () if this device runs what CUDA would run.
+        module: id of the module that made the call.
+        autocast: as in Matmul.
+        first, last: sequence numbers of the first autograd node of the call, and of the first one after it.
+        backwards: the backward passes (ids of torch's graph tasks) that were recorded.
+    """
+
+    why: str = ""
+    operators: tuple[Matmul, ...] = ()
+    module: int = 0
+    autocast: bool | None = None
+    is_recorded: bool = False
+    first: int = 0
+    last: int = 0
+    backwards: set[int] = field(default_factory=set)
+
+
+class _Running(threading.local):
+    """The call of scaled_dot_product_attention that this thread is running; None between calls."""
+
+    call: Attended | None = None
+
+
+_running = _Running()
+
+
+def running_attention() -> Attended | None:
+    """Return the call of scaled_dot_product_attention whose operators this thread is running; None between calls."""
+    return _running.call
+
+
+def math_path() -> str:
+    """Return why the running operator is part of torch's unfused attention: one of MATH_PATHS; "" if it is not part of it."""
+    return "" if _running.call is None else _running.call.why
 
 
 def attention(
@@ -35,13 +107,14 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Run scaled_dot_product_attention: on meta tensors with the operator that CUDA would choose, on others unchanged."""
-    backend = sdpa_backend(query, key, value, attn_mask, enable_gqa)
-    why = why_math(query, key, value, attn_mask, enable_gqa) if backend == "math" else ""
+    operands = [operand(one) for one in (query, key, value)]
+    mask = None if attn_mask is None else operand(attn_mask)
     if not query.is_meta:
-        with _on_math_path(why):
+        with _recorded_as(_on_cuda(operands, mask, is_causal, enable_gqa)):
             return operation(  # type: ignore[no-any-return]
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
+    backend, why = _choice(operands, mask, enable_gqa)
     if backend == "flash":
         attended = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     elif backend in ("efficient", "cudnn"):
@@ -49,21 +122,48 @@ def attention(
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         attended = run(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)
     else:
-        with _on_math_path(why):
+        with _recorded_as(Attended(why)):
             attended = aten._scaled_dot_product_attention_math(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
     return attended[0]  # type: ignore[no-any-return]
 
 
-def sdpa_backend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, grouped: bool
-) -> str:
-    """Return the backend that CUDA chooses for these operands: "flash", "efficient", "cudnn" or "math"."""
+@contextmanager
+def _recorded_as(call: Attended) -> Iterator[None]:
+    before, _running.call = _running.call, call
+    call.first = _get_sequence_nr()
+    try:
+        yield
+    finally:
+        call.last = _get_sequence_nr()
+        _running.call = before
+
+
+def _on_cuda(operands: Sequence[Operand | None], mask: Operand | None, is_causal: bool, grouped: bool) -> Attended:
+    """Return how CUDA would compute attention on these operands."""
+    backend, why = _choice(operands, mask, grouped)
+    query, key, value = operands
+    if backend == "math" or query is None or key is None or value is None:
+        return Attended(why)
+    bias = None if mask is None else _expanded(mask, (*query.shape[:-1], key.shape[-2]), query.dtype)
+    return Attended(operators=fused_operators(backend, (query, key, value), bias, is_causal))
+
+
+def _choice(operands: Sequence[Operand | None], mask: Operand | None, grouped: bool) -> tuple[str, str]:
+    """Return the backend that CUDA chooses ("flash", "efficient", "cudnn" or "math"), and for "math" one of MATH_PATHS."""
+    query, key, value = operands
+    if query is None or key is None or value is None:
+        return "math", "dimensions"
+    backend = _backend(query, key, value, mask, grouped)
+    return backend, _why_math(query, key, value, mask, grouped) if backend == "math" else ""
+
+
+def _backend(query: Operand, key: Operand, value: Operand, mask: Operand | None, grouped: bool) -> str:
     if not _fusible(query, key, value, grouped):
         return "math"
     allowed: Any = torch.backends.cuda
-    half, head = query.dtype in _HALF, query.shape[-1]
+    half, head = query.dtype in _HALF_NAMES, query.shape[-1]
     same_head = head == key.shape[-1] == value.shape[-1]
     if allowed.flash_sdp_enabled() and half and mask is None and same_head and head <= _LARGEST_FLASH_HEAD:
         return "flash"
@@ -71,72 +171,115 @@ def sdpa_backend(
     heads_fit = query.shape[1] == key.shape[1]
     if allowed.mem_efficient_sdp_enabled() and heads_fit:
         aligned = head % alignment == 0 and value.shape[-1] % alignment == 0
-        if aligned and (half or query.dtype == torch.float32):
+        if aligned and (half or query.dtype == "float32"):
             return "efficient"
     if allowed.cudnn_sdp_enabled() and half and head % 8 == 0 and head <= 128 and same_head:
         return "cudnn"
     return "math"
 
 
-def why_math(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, grouped: bool
-) -> str:
-    """Return why CUDA computes attention on these operands by the math path: one of MATH_PATHS."""
-    if not (query.dim() == key.dim() == value.dim() == 4):
+def _why_math(query: Operand, key: Operand, value: Operand, mask: Operand | None, grouped: bool) -> str:
+    if not (len(query.shape) == len(key.shape) == len(value.shape) == 4):
         return "dimensions"
-    if any(one.stride(-1) != 1 for one in (query, key, value)):
+    if any(_last_stride(one) != 1 for one in (query, key, value)):
         return "strides"
     if not _fusible(query, key, value, grouped):
         return "shapes"
-    if query.dtype not in (*_HALF, torch.float32):
+    if query.dtype not in (*_HALF_NAMES, "float32"):
         return "dtype"
     # With every switch on, operands with another head size, or with as many key heads as query heads, would be fused.
-    alignment = 8 if query.dtype in _HALF else 4
+    alignment = 8 if query.dtype in _HALF_NAMES else 4
     heads_fit = query.shape[1] == key.shape[1]
     if heads_fit and (query.shape[-1] % alignment or value.shape[-1] % alignment):
         allowed: Any = torch.backends.cuda
         return "head-size" if allowed.mem_efficient_sdp_enabled() else "disabled"
-    if not heads_fit and (query.dtype == torch.float32 or mask is not None):
+    if not heads_fit and (query.dtype == "float32" or mask is not None):
         return "shapes"
     return "disabled"
 
 
-class _MathPath(threading.local):
-    """The reason why this thread is computing attention by the math path; "" while it is not."""
-
-    why: str = ""
-
-
-_math_path = _MathPath()
-
-
-def math_path() -> str:
-    """Return why the running operator is part of torch's unfused attention: one of MATH_PATHS; "" if it is not part of it."""
-    return _math_path.why
-
-
-@contextmanager
-def _on_math_path(why: str) -> Iterator[None]:
-    before, _math_path.why = _math_path.why, why
-    try:
-        yield
-    finally:
-        _math_path.why = before
-
-
-def _fusible(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, grouped: bool) -> bool:
-    if not (query.dim() == key.dim() == value.dim() == 4) or not (query.dtype == key.dtype == value.dtype):
+def _fusible(query: Operand, key: Operand, value: Operand, grouped: bool) -> bool:
+    if not (len(query.shape) == len(key.shape) == len(value.shape) == 4):
         return False
-    if 0 in (query.shape[2], key.shape[2]) or any(one.stride(-1) != 1 for one in (query, key, value)):
+    if not (query.dtype == key.dtype == value.dtype):
+        return False
+    if 0 in (query.shape[2], key.shape[2]) or any(_last_stride(one) != 1 for one in (query, key, value)):
         return False
     heads = query.shape[1] == key.shape[1] or (grouped and key.shape[1] and query.shape[1] % key.shape[1] == 0)
     return bool(heads) and query.shape[0] == key.shape[0] == value.shape[0] and key.shape[1] == value.shape[1]
+
+
+def _last_stride(one: Operand) -> int:
+    return one.strides[-1] if one.strides else 1
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Return the mask as it is added to the scores: a bool mask is cast to the query's dtype."""
     added = mask.to(query.dtype) if mask.dtype == torch.bool else mask
     return added.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _expanded(mask: Operand, shape: tuple[int, ...], dtype: str) -> Operand:
+    """Return a mask's memory layout as it is added to scores of this shape."""
+    missing = len(shape) - len(mask.shape)
+    kept = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.strides or (), strict=True)]
+    return Operand(shape, (*[0] * missing, *kept), dtype, mask.offset)
+
+
+# -- attention of a training step on a CPU ---------------------------------------------------------------------------------
+
+#: Habana's key: torch has neither kernels nor a fallback for it.
+_KEY = torch._C.DispatchKey.AutocastHPU  # type: ignore[attr-defined]
+_THIS = torch._C.DispatchKeySet(_KEY)
+
+
+def observe_attention(wanted: bool) -> None:
+    """Begin or end describing this thread's calls of scaled_dot_product_attention, which run unchanged."""
+    if wanted:
+        _register()
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, not wanted)
+    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, wanted)
+
+
+@cache
+def _register() -> tuple[torch.library.Library, ...]:
+    """Register the kernel once in a process, at the first call. The cache keeps the libraries alive."""
+    rest, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    rest.fallback(torch.library.fallthrough_kernel, _KEY.name)  # type: ignore[no-untyped-call]
+    library.impl("scaled_dot_product_attention", _observed, _KEY.name, with_keyset=True)  # type: ignore[no-untyped-call]
+    return rest, library
+
+
+def _observed(keys: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        call = _described(*args, **kwargs)
+    except Exception:  # the operator itself raises for arguments that do not fit, and must run in any case
+        call = Attended()
+    with torch._C._ExcludeDispatchKeyGuard(_THIS), _recorded_as(call):
+        return aten.scaled_dot_product_attention.default(*args, **kwargs)
+
+
+def _described(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Attended:
+    """Return how CUDA would compute a call that autocast has not cast yet."""
+    mask = None if attn_mask is None else _cast(attn_mask)
+    return _on_cuda([_cast(query), _cast(key), _cast(value)], mask, is_causal, enable_gqa)
+
+
+def _cast(tensor: torch.Tensor) -> Operand | None:
+    found = operand(tensor)
+    if found is None or tensor.dtype not in ELIGIBLE or not torch.is_autocast_enabled("cpu"):
+        return found
+    return replace(found, dtype=_DTYPES[torch.get_autocast_dtype("cpu")])
 
 
 # -- recurrent layers ----------------------------------------------------------------------------------------------------

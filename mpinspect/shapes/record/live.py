@@ -21,6 +21,7 @@ from mpinspect.runtime import own_code
 from mpinspect.runtime.hooks import HandleList, ModelHook
 from mpinspect.runtime.wrappers import compiled_functions
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
+from mpinspect.shapes.record.fused import observe_attention
 from mpinspect.shapes.record.mode import MatmulMode
 from mpinspect.shapes.record.sizes import allowed_tf32, named_sizes, tied_embeddings
 from mpinspect.shapes.records import Matmul, MatmulRecording
@@ -66,6 +67,7 @@ class LiveMatmuls:
         self._calls = _LiveCalls(self._model)
         parameters = Parameters(self._model, {id(parameter): parameter for parameter in self._model.parameters()})
         self._mode = _LiveMode(self._calls, parameters, watchers or {})
+        self._device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
         self._left = False
         self._thread = threading.get_ident()
 
@@ -82,6 +84,8 @@ class LiveMatmuls:
         """Enter the mode and register hooks on the modules."""
         self._thread = threading.get_ident()
         self._calls.follow()
+        if self._device == "cpu":
+            observe_attention(True)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._mode.recording = True
 
@@ -100,7 +104,7 @@ class LiveMatmuls:
         return MatmulRecording(
             matmuls=matmuls,
             copies=mode.copies(),
-            device=next((parameter.device.type for parameter in model.parameters()), "cpu"),
+            device=self._device,
             backward=any(record.role != "forward" for record in matmuls),
             autocast_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
             tf32=allowed_tf32(),
@@ -114,6 +118,8 @@ class LiveMatmuls:
         """Stop recording, and exit the mode if that is possible now."""
         self._mode.recording = False
         self._calls.unfollow()
+        if self._device == "cpu" and self._thread == threading.get_ident():
+            observe_attention(False)
         # Modes belong to a thread and end with the thread.
         if not self.leave() and self._thread == threading.get_ident():
             self._mode.notes.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from mpinspect.runtime.emulation.products import is_composite
 from mpinspect.shapes.operators import matmuls_of, product_name
 from mpinspect.shapes.record.attribution import Forward, Forwards, ModuleCalls, Parameters, role_and_parameter
 from mpinspect.shapes.record.failures import first_line, mixed_dtypes, result_of_refused
-from mpinspect.shapes.record.fused import math_path, sdpa_backend
+from mpinspect.shapes.record.fused import Attended, math_path, operand, running_attention
 from mpinspect.shapes.record.meta import MISSING_META, Pointwise, all_on_meta, is_pointwise
 from mpinspect.shapes.record.values import Values, targets
 from mpinspect.shapes.records import ITEM_SIZES, LayoutCopy, Matmul, Operand
@@ -71,6 +72,8 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kinds: dict[Any, int] = {}
         self._pointwise = Pointwise()
         self._forwards = Forwards()
+        #: Calls of attention that are recorded as CUDA's fused operator, in the order of their autograd nodes.
+        self._attended: list[Attended] = []
 
     # -- the recording -----------------------------------------------------------------------------------------------
 
@@ -163,6 +166,11 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return matmuls_of(func._schema.name, inputs, scalars=scalars, output=output)
 
     def _product(self, func: Any, args: tuple[Any, ...], result: Any, refused: str) -> None:
+        node = self._backward_node()
+        attended = self._attention_of(node)
+        if attended is not None:
+            self._as_on_cuda(attended, node)
+            return
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         output = operand(first) if isinstance(first, torch.Tensor) else None
         records = self._records(func, args, output)
@@ -172,22 +180,55 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raises = refused or (mixed_dtypes(records[0]) if self.meta else "")
         if raises:
             records = tuple(replace(record, raises=raises) for record in records)
-        node = torch._C._current_autograd_node()
-        # The engine's own operators run with grad mode off; a forward within the backward runs with grad mode on.
-        if node is None or (self.in_backward and torch.is_grad_enabled()):
+        if node is None:
             self._of_forward(args, records)
         else:
             self._of_backward(node, args, records)
 
-    def _of_forward(self, args: tuple[Any, ...], records: tuple[Matmul, ...]) -> None:
+    def _backward_node(self) -> Any:
+        """Return the autograd node whose backward is running; None in a forward, also in one within the backward."""
+        node = torch._C._current_autograd_node()
+        # The engine's own operators run with grad mode off; a forward within the backward runs with grad mode on.
+        return None if node is not None and self.in_backward and torch.is_grad_enabled() else node
+
+    def _attention_of(self, node: Any) -> Attended | None:
+        """Return the call of attention that the running operator is part of, if CUDA would fuse it; else None."""
+        if node is None:
+            call = running_attention()
+            return call if call is not None and call.operators else None
+        number = node._sequence_nr()
+        place = bisect_right(self._attended, number, key=lambda call: call.first) - 1
+        return self._attended[place] if place >= 0 and number < self._attended[place].last else None
+
+    def _as_on_cuda(self, call: Attended, node: Any) -> None:
+        """Record CUDA's fused operator once in place of the products of a call, or of the call's backward."""
+        if node is not None:
+            task = torch._C._current_graph_task_id()
+            if task not in call.backwards:
+                call.backwards.add(task)
+                self._add(call.module, replace(call.operators[1], autocast=call.autocast))
+        elif not call.is_recorded:
+            record = call.operators[0]
+            call.is_recorded, call.module = True, self._module_of_forward()
+            call.autocast = self._is_cast(record)
+            self._attended.append(call)
+            self._add(call.module, replace(record, autocast=call.autocast, recomputed=self.in_backward))
+
+    def _module_of_forward(self) -> int:
         node = torch._C._current_autograd_node()
         running = self.calls.any_running or node is None
-        module = self.calls.current if running else self.calls.of_node(node._sequence_nr())
+        return self.calls.current if running else self.calls.of_node(node._sequence_nr())
+
+    def _is_cast(self, record: Matmul) -> bool | None:
+        return (self.lowers() and record.dtype in _SIXTEEN_BIT) if self.autocast else None
+
+    def _of_forward(self, args: tuple[Any, ...], records: tuple[Matmul, ...]) -> None:
+        module = self._module_of_forward()
         first, second = _factors(records[0], args)
-        applied = (self.lowers() and records[0].dtype in _SIXTEEN_BIT) if self.autocast else None
+        applied = self._is_cast(records[0])
         a_name, b_name = self.parameters.name(first, module), self.parameters.name(second, module)
         record = records[0]
-        unfused = math_path() if record.kind == "gemm" else ""
+        unfused = math_path() if record.kind in ("gemm", "attention") else ""
         forward = Forward(module, (record.m, record.n, record.k), a_name, b_name, applied, unfused)
         differentiable = torch.is_grad_enabled() and any(_requires_grad(value) for value in args)
         # Autograd has already made and numbered the operator's node.
@@ -197,11 +238,10 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         for record in records:
             known = replace(
-                _with_backend(record, args),
+                _on_math_path(record, unfused),
                 parameter=b_name or a_name,
                 autocast=applied,
                 recomputed=self.in_backward,
-                math_path=unfused,
             )
             self._add(module, self._in_cell(module, known))
 
@@ -223,13 +263,8 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 convolved = args[2] if record.kind == "convolution" else None
                 role, parameter = record.role, self.parameters.name(convolved, module)
-            known = replace(
-                _with_backend(record, args),
-                role=role,
-                parameter=parameter,
-                autocast=applied,
-                math_path="" if forward is None else forward.math_path,
-            )
+            unfused = _on_math_path(record, "" if forward is None else forward.math_path)
+            known = replace(unfused, role=role, parameter=parameter, autocast=applied)
             self._add(module, self._in_cell(module, known))
 
     def _backward_autocast(self, forward: Forward | None, record: Matmul) -> bool | None:
@@ -274,29 +309,14 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = _copy_kind(source, result)
         if not kind:
             return
-        node = torch._C._current_autograd_node()
-        backward = node is not None and not (self.in_backward and torch.is_grad_enabled())
-        module = self.calls.of_node(node._sequence_nr()) if backward else self.calls.current
+        node = self._backward_node()
+        if self._attention_of(node) is not None:
+            return
+        module = self.calls.current if node is None else self.calls.of_node(node._sequence_nr())
         moved = source.numel() * source.element_size() + result.numel() * result.element_size()
         entry = self._copies.setdefault((module, kind), [0, 0])
         entry[0] += moved
         entry[1] += 1
-
-
-def operand(tensor: torch.Tensor) -> Operand | None:
-    """Return a tensor's shape, strides, dtype and offset; None for tensors without strides (sparse, nested)."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return None
-    return Operand(tuple(tensor.shape), tensor.stride(), _DTYPES[tensor.dtype], int(tensor.storage_offset()))
-
-
-class _Names(dict[torch.dtype, str]):
-    def __missing__(self, dtype: torch.dtype) -> str:
-        name = self[dtype] = str(dtype).removeprefix("torch.")
-        return name
-
-
-_DTYPES = _Names()
 
 
 def _kind(func: Any) -> int:
@@ -364,18 +384,12 @@ def _within_line(one: Operand | None) -> Operand | None:
     return replace(one, offset=one.offset % max(_LINE // ITEM_SIZES.get(one.dtype, 1), 1))
 
 
-def _with_backend(record: Matmul, args: tuple[Any, ...]) -> Matmul:
-    """Return the record with the backend that a GPU would choose, if the record is of a CPU attention kernel."""
-    if record.attention is None or not record.op.partition("::")[2].startswith(
-        "_scaled_dot_product_flash_attention_for_cpu"
-    ):
+def _on_math_path(record: Matmul, why: str) -> Matmul:
+    """Return the record as part of torch's unfused attention, also where a CPU has a fused kernel; unchanged without ``why``."""
+    if not why:
         return record
-    first = 1 if record.role == "backward" else 0
-    query, key, value = args[first : first + 3]
-    grouped = query.shape[1] != key.shape[1]
-    mask = None if record.attention.bias is None else query
-    backend = sdpa_backend(query, key, value, mask, grouped)
-    return replace(record, attention=replace(record.attention, backend=backend))
+    attention = record.attention and replace(record.attention, backend="math")
+    return replace(record, math_path=why, attention=attention)
 
 
 def _copy_kind(source: torch.Tensor, result: torch.Tensor) -> str:

@@ -30,7 +30,7 @@ from mpinspect.shapes.record.values import (
     stand_in,
     values_of,
 )
-from mpinspect.shapes.records import MatmulRecording
+from mpinspect.shapes.records import Matmul, MatmulRecording
 
 DEVICES = ("meta", "real")
 #: The formats that ``dtype`` may name; float32 means no autocast.
@@ -91,14 +91,15 @@ def record_matmuls(
             f"the model's forward raised {first_line(attempt.error)}. Nothing was recorded: check args and kwargs, they are "
             "passed to the model as model(*args, **kwargs)"
         ) from attempt.error
+    matmuls = attempt.mode.matmuls()
     return MatmulRecording(
-        matmuls=attempt.mode.matmuls(),
+        matmuls=matmuls,
         copies=attempt.mode.copies(),
         device=run.device,
         backward=attempt.backward,
         autocast_dtype=None if lower is None else str(lower).removeprefix("torch."),
         tf32=allowed_tf32(),
-        sizes=named_sizes(inner),
+        sizes=named_sizes(inner, _odd(matmuls)),
         embeddings=tied_embeddings(inner),
         compiled=_is_compiled(model),
         notes=(*notes, *attempt.notes, *_unreadable(attempt.mode)),
@@ -238,6 +239,18 @@ class _Run:
         values = attempt.mode.values
         lack = values.lacked[1] if values and values.lacked and values.lacked[0] is error else None
         attempt.stopped = reason(error, phase, where, operator, self.device, lack)
+
+
+def _odd(matmuls: Sequence[Matmul]) -> set[int]:
+    """Return the sizes of products that can misalign a row in any dtype: those that are no multiple of 16."""
+    found: set[int] = set()
+    for matmul in matmuls:
+        found |= {matmul.m, matmul.n, matmul.k}
+        if matmul.convolution is not None:
+            found |= {matmul.convolution.in_channels, matmul.convolution.out_channels}
+        if matmul.attention is not None:
+            found |= {matmul.attention.head_dim, matmul.attention.value_dim}
+    return {size for size in found if size % 16}
 
 
 # -- what is given ---------------------------------------------------------------------------------------------------------

@@ -1,16 +1,28 @@
-"""Collect the sizes of a model that a user can change, with the user's names; tied embeddings; and torch's TF32 switches."""
+"""Collect the sizes of a model that a user can change, with the user's names; tied embeddings; and torch's TF32 switches.
+
+Equal numbers are no evidence: a setting names a module's size only if the size follows when the setting changes. This is
+tried on copies of the configuration, with which the model's class is built again on the meta device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from mpinspect.runtime.untouched import RandomState
 from mpinspect.shapes.record.attribution import plain_path
 
-#: The maximum number of names kept for one value.
-_MOST_NAMES = 6
+#: The most settings of a configuration that are tried, each by building the model's class once.
+_MOST_TRIED = 16
 #: Names of sizes in torch's layers and Transformers' models.
 _ATTRIBUTES = (
     "in_features",
@@ -23,25 +35,170 @@ _ATTRIBUTES = (
     "hidden_size",
     "proj_size",
     "embed_dim",
-    "num_heads",
     "head_dim",
     "kdim",
     "vdim",
+    "nf",
+    "nx",
     "d_model",
     "intermediate_size",
     "vocab_size",
-    "groups",
 )
+#: A size of a module: the module's path, the name of the attribute or parameter, and the dimension of a parameter (else 0).
+_Place = tuple[str, str, int]
 
 
-def named_sizes(model: torch.nn.Module) -> dict[int, tuple[str, ...]]:
-    """Return the names of a model's sizes above 1 by value, the configuration's first: {30522: ("config.vocab_size",)}."""
-    names: dict[int, list[str]] = {}
-    for name, value in (*_of_config(model), *_of_modules(model)):
-        known = names.setdefault(value, [])
-        if len(known) < _MOST_NAMES and name not in known:
-            known.append(name)
-    return {value: tuple(found) for value, found in names.items()}
+def named_sizes(model: torch.nn.Module, odd: Collection[int] = ()) -> dict[str, dict[int, tuple[str, ...]]]:
+    """Return the names of each module's sizes above 1: {"lm_head": {30522: ("config.vocab_size", "lm_head.out_features")}}.
+
+    A setting of the model's configuration is first among the names of a size that it determines; a module's attributes
+    follow, or the names of its parameters where no attribute has the size.
+
+    Args:
+        odd: the sizes for which settings are searched, by building the model's class again; none are searched by default.
+    """
+    places = dict(_places(model))
+    names: dict[str, dict[int, list[str]]] = {}
+    for (path, name), value in _determined(model, places, odd):
+        names.setdefault(path, {}).setdefault(value, []).append(name)
+    for (path, name, _), value in places.items():
+        names.setdefault(path, {}).setdefault(value, []).append(_joined(path, name))
+    _name_heads(model, names)
+    return {
+        path: {value: tuple(dict.fromkeys(found)) for value, found in sizes.items()} for path, sizes in names.items()
+    }
+
+
+def _places(model: torch.nn.Module) -> Iterator[tuple[_Place, int]]:
+    """Yield the sizes of modules, each with its place."""
+    for path, module in model.named_modules():
+        path = plain_path(path)
+        own = module.__dict__
+        attributes = {name: own[name] for name in _ATTRIBUTES if _is_size(own.get(name))}
+        yield from (((path, name, 0), value) for name, value in attributes.items())
+        for name, parameter in module._parameters.items():
+            if parameter is None or is_lazy(parameter):
+                continue
+            for dimension, size in enumerate(parameter.shape):
+                if size > 1 and size not in attributes.values():
+                    yield (path, name, dimension), size
+
+
+def _name_heads(model: torch.nn.Module, names: dict[str, dict[int, list[str]]]) -> None:
+    """Add the embedding's name to the outputs of a layer whose weight has the shape of the embedding's table."""
+    tables = {
+        tuple(module.weight.shape): _joined(path, "num_embeddings")
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+    }
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, torch.nn.Embedding) or not isinstance(weight, torch.Tensor) or is_lazy(weight):
+            continue
+        table = tables.get(tuple(weight.shape))
+        if table is not None and weight.shape[0] > 1:
+            names.setdefault(plain_path(path), {}).setdefault(weight.shape[0], []).append(table)
+
+
+# -- the configuration -----------------------------------------------------------------------------------------------------
+
+
+def _determined(
+    model: torch.nn.Module, places: dict[_Place, int], odd: Collection[int]
+) -> Iterator[tuple[tuple[str, str], int]]:
+    """Yield (a module's path, a setting's name) and the module's size that follows the setting."""
+    config = getattr(model, "config", None)
+    wanted = {value for value in places.values() if value in odd}
+    settings = [(name, keys, value) for name, keys, value in _integers(config, "config", (), 0) if value in wanted]
+    if not settings or not _takes_its_config(type(model)):
+        return
+    before = _places_with(model, config)
+    # A model that was changed after it was built, or whose class takes more than its configuration, tells nothing.
+    if before != places:
+        return
+    for name, keys, value in settings[:_MOST_TRIED]:
+        changed = _changed(config, keys, 2 * value)
+        # Twice the size keeps what divides it: heads, groups.
+        after = _places_with(model, changed) if changed is not None else None
+        for (path, own, dimension), size in places.items() if after else ():
+            if size == value and after and after.get((path, own, dimension)) == 2 * value:
+                yield (path, name), value
+
+
+def _takes_its_config(kind: type) -> bool:
+    """Return whether a model's class is built of one argument."""
+    try:
+        parameters = list(inspect.signature(kind).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    return (
+        bool(parameters)
+        and needed in ([], parameters[:1])
+        and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )
+
+
+def _places_with(model: torch.nn.Module, config: Any) -> dict[_Place, int] | None:
+    """Return the sizes of a model of the same class with another configuration; None if the class refuses it."""
+    try:
+        with _unnoticed(), torch.device("meta"):
+            return dict(_places(type(model)(copy.deepcopy(config))))
+    except Exception:
+        return None
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Run a constructor without its messages, and restore the random states."""
+    state, level = RandomState.now(), logging.root.manager.disable
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            logging.disable(logging.CRITICAL)
+            yield
+    finally:
+        logging.disable(level)
+        state.restore()
+
+
+def _changed(config: Any, keys: tuple[str, ...], value: int) -> Any:
+    """Return a copy of a configuration with another value; None if it cannot be copied or changed."""
+    try:
+        changed = inner = copy.deepcopy(config)
+        for key in keys[:-1]:
+            inner = inner[key] if isinstance(inner, dict) else getattr(inner, key)
+        if isinstance(inner, dict):
+            inner[keys[-1]] = value
+        else:
+            setattr(inner, keys[-1], value)
+    except Exception:
+        return None
+    return changed
+
+
+def _integers(config: Any, path: str, keys: tuple[str, ...], depth: int) -> Iterator[tuple[str, tuple[str, ...], int]]:
+    """Yield a configuration's sizes, then those of nested configurations: the name, the keys that lead to it, the value."""
+    entries = config if isinstance(config, dict) else getattr(config, "__dict__", {})
+    public = [(name, value) for name, value in entries.items() if isinstance(name, str) and not name.startswith("_")]
+    for name, value in public:
+        if _is_size(value) and not name.endswith("_id"):
+            yield f"{path}.{name}", (*keys, name), value
+    if depth < 2:
+        for name, value in public:
+            if name.endswith("config"):
+                yield from _integers(value, f"{path}.{name}", (*keys, name), depth + 1)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+
+def _joined(path: str, name: str) -> str:
+    return plain_path(f"{path}.{name}" if path else name)
+
+
+# -- ties and switches -----------------------------------------------------------------------------------------------------
 
 
 def tied_embeddings(model: torch.nn.Module) -> dict[str, str]:
@@ -66,37 +223,3 @@ def allowed_tf32() -> dict[str, bool]:
         matmul, convolution = backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
         return {"matmul": matmul == "tf32", "convolution": convolution == "tf32"}
     return {"matmul": bool(backends.cuda.matmul.allow_tf32), "convolution": bool(backends.cudnn.allow_tf32)}
-
-
-def _of_config(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
-    config = getattr(model, "config", None)
-    if config is not None:
-        yield from _integers(config, "config", 0)
-
-
-def _integers(config: Any, path: str, depth: int) -> Iterator[tuple[str, int]]:
-    """Yield a configuration's sizes, then those of nested configurations (text_config, vision_config)."""
-    entries = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-    public = [(name, value) for name, value in entries.items() if isinstance(name, str) and not name.startswith("_")]
-    yield from ((f"{path}.{name}", value) for name, value in public if _is_size(value) and not name.endswith("_id"))
-    if depth < 2:
-        for name, value in public:
-            if name.endswith("config"):
-                yield from _integers(value, f"{path}.{name}", depth + 1)
-
-
-def _of_modules(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
-    for path, module in model.named_modules():
-        own = module.__dict__
-        for name in _ATTRIBUTES:
-            value = own.get(name)
-            if _is_size(value):
-                yield _joined(path, name), value
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 1
-
-
-def _joined(path: str, name: str) -> str:
-    return plain_path(f"{path}.{name}" if path else name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from mpinspect.reporting.document import (
     Tables,
     Tone,
     bullets,
+    is_empty,
     lines,
     most,
     section,
@@ -34,6 +36,8 @@ _RANK = {"off": 0, "degraded": 1, "unknown": 2, "native": 3}
 _TONES: dict[str, Tone] = {"off": "error", "degraded": "warning", "unknown": "unknown", "native": "good"}
 #: Share of the FLOPs that counts as nearly all: a ResNet's stem is 3%.
 _NEARLY_ALL = 0.95
+#: Share of the estimated time from which tiles and waves that are not full are mentioned.
+_WORTH_MENTIONING = 0.05
 _SHORT_OF_NATIVE = {
     "off": "are not on Tensor Cores",
     "degraded": "are on Tensor Cores behind narrower loads or copies",
@@ -49,7 +53,7 @@ def document(report: ShapeReport) -> Document:
         (
             *lines(totals(report)),
             *_clean(report),
-            *section("Findings", Findings(report.findings)),
+            *section("Findings", Findings(report.listed), *_unchanging(report)),
             *section("Sizes to pad", _padding(report.padding)),
             *section("Products, worst first", _products(product_rows(report))),
             *section("Notes", bullets(report.notes, NOTES)),
@@ -57,9 +61,20 @@ def document(report: ShapeReport) -> Document:
     )
 
 
+def _unchanging(report: ShapeReport) -> Iterator[Line]:
+    """Yield a sentence that counts the findings whose fix changes nothing."""
+    ids = Counter(finding.id for finding in report.unchanging)
+    if ids:
+        more = " more" if report.listed else ""
+        noun = "finding" if ids.total() == 1 else "findings"
+        named = ", ".join(id if number == 1 else f"{id} ({number} times)" for id, number in ids.items())
+        yield Line(f"{ids.total()}{more} {noun} would change nothing measurable: {named}. JSON has all.", "dim")
+
+
 def padding_document(report: ShapeReport) -> Document:
-    """Return the table of sizes to pad on its own, or a sentence if there are none."""
-    return Document("", (_padding(report.padding),) if report.padding else lines(["No size needs padding."]))
+    """Return the table of sizes that are worth padding on its own, or a sentence if there are none."""
+    table = _padding(report.padding)
+    return Document("", lines(["No size needs padding."]) if is_empty(table) else (table,))
 
 
 # -- the verdict ----------------------------------------------------------------------------------------------------
@@ -71,7 +86,8 @@ def headline(report: ShapeReport) -> str:
     cast = f" under {dtype_name(report.autocast_dtype)} autocast" if report.autocast_dtype else ""
     what = "forward and backward" if report.backward else "forward only"
     gpu = report.gpu.name + (f" ({report.gpu.architecture})" if report.gpu.architecture else "")
-    return f"{report.model or 'A model'} on {gpu}: {dtype}{cast}, {what}"
+    where = ", recorded on a CPU" if report.device == "cpu" else ""
+    return f"{report.model or 'A model'} on {gpu}{where}: {dtype}{cast}, {what}"
 
 
 def totals(report: ShapeReport) -> list[str]:
@@ -90,9 +106,16 @@ def totals(report: ShapeReport) -> list[str]:
     ]
     if report.estimated_us is not None:
         lines.append(
-            f"at least {duration(report.estimated_us)} for the products on this GPU (estimated: roofline of its peak rates)"
+            f"at least {duration(report.estimated_us)} for the products on this GPU (estimated: roofline of its peak rates"
+            f"{_partial(report)})"
         )
     return lines
+
+
+def _partial(report: ShapeReport) -> str:
+    """Return a clause on tiles and waves that are not full, if they add a share of the time that is worth mentioning."""
+    added = report.estimated_partial_tiles_fraction or 0.0
+    return f"; tiles and waves that are not full add up to {percent(added)}" if added >= _WORTH_MENTIONING else ""
 
 
 def _with_verb(kept: int, total: int) -> str:
@@ -115,7 +138,8 @@ def clean_sentence(report: ShapeReport) -> str:
     if is_clean(report):
         native = report.flops_by_verdict.get("native", 0) / report.flops
         what = "the shapes suit" if native == 1 else f"{percent(native)} of the FLOPs suit"
-        return f"Nothing to mend: {what} the Tensor Cores of {report.gpu.name}."
+        words = what[0].upper() + what[1:] if report.listed else f"Nothing to mend: {what}"
+        return f"{words} the Tensor Cores of {report.gpu.name}."
     shares = [
         f"{percent(report.flops_by_verdict[verdict] / report.flops)} of the FLOPs {words}"
         for verdict, words in _SHORT_OF_NATIVE.items()
@@ -145,9 +169,8 @@ def _padding(paddings: Iterable[Padding]) -> Tables:
         Column("least", priority=1, meaning="a multiple of 8 with rows of whole 16 bytes (input channels: of 4)"),
         Column("128 bytes", priority=1, meaning="with rows of whole 128 bytes, where the GPU prefers them"),
         Column("share"),
-        Column("expected"),
     )
-    return table(columns, map(_padding_cells, paddings))
+    return table(columns, (_padding_cells(padding) for padding in paddings if padding.is_worth_it))
 
 
 def _padding_cells(padding: Padding) -> list[str]:
@@ -161,7 +184,6 @@ def _padding_cells(padding: Padding) -> list[str]:
         str(padding.to),
         str(padding.to_preferred),
         percent(min(padding.share, 1.0)),
-        "a gain" if padding.is_worth_it else "no change",
     ]
 
 

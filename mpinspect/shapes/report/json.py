@@ -36,6 +36,7 @@ def to_plain(report: ShapeReport) -> dict[str, Any]:
         "calls_multiples_of_8": report.calls_by_talk.get(True, 0),
         "calls_not_multiples_of_8": report.calls_by_talk.get(False, 0),
         "estimated_us": report.estimated_us,
+        "estimated_partial_tiles_fraction": report.estimated_partial_tiles_fraction,
         "layout_copy_bytes": report.layout_copy_bytes,
         "dtype_copy_bytes": report.dtype_copy_bytes,
         "findings": report.findings,
@@ -75,6 +76,7 @@ def _row(row: ShapeRow) -> dict[str, Any]:
         "roofline_us": None if time is None else time.best_us,
         "roofline_bound": None if time is None else time.bound,
         "finding": row.finding,
+        "block": row.matmul.block,
         "convolution": row.matmul.convolution,
         "attention": row.matmul.attention,
     }
@@ -150,6 +152,7 @@ class _Stored:
     dtype_copy_bytes: Work
     notes: tuple[str, ...]
     complete: bool
+    estimated_partial_tiles_fraction: Annotated[float, Between(0, 1e30)] | None = None
     schema_version: Size = 1
 
 

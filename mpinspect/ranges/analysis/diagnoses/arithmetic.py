@@ -90,7 +90,7 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
         each for each in case.measured("loss") if not (terms and terms[0].figures["cancels"] and _is_rounded_once(each))
     ]
     for found in terms[:1] if not whole else ():
-        yield _narrow_term(found)
+        yield _narrow_term(found, case)
     for found in whole:
         value, name, bits = found.figures["value"], format_name(found.text), SIGNIFICAND_BITS[found.text]
         overflowed = bool(found.figures["is_known"]) and not math.isfinite(value)
@@ -111,7 +111,8 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
                 f"(a relative 2^-{bits}), so that where they nearly cancel only rounding error is left."
                 if cancels
                 else f": its value and first gradient have {bits} bits."
-            ),
+            )
+            + _on_a_cpu_only(found, case),
             {
                 "value": value if found.figures["is_known"] else None,
                 "dtype": found.text,
@@ -136,7 +137,14 @@ def _is_rounded_once(loss: Measurement) -> bool:
     return "NllLoss" in loss.names or not any(operator in _CANCELLING for operator in loss.names)
 
 
-def _narrow_term(found: Measurement) -> Finding:
+def _on_a_cpu_only(found: Measurement, case: Case) -> str:
+    """Return a sentence on a loss that CUDA's autocast, unlike a CPU's, would compute in FP32; else ""."""
+    if not any(case.precision.autocast) or not found.figures.get("is_wide_on_cuda"):
+        return ""
+    return " Within autocast this is so on a CPU only: CUDA's autocast computes it in FP32."
+
+
+def _narrow_term(found: Measurement, case: Case) -> Finding:
     """Return the finding of a term of the loss that is computed in 16 bits."""
     name, bits, cancels = format_name(found.text), SIGNIFICAND_BITS[found.text], bool(found.figures["cancels"])
     return Finding(
@@ -149,7 +157,8 @@ def _narrow_term(found: Measurement) -> Finding:
             "rounding error is left, whatever the dtype of the loss that it is added to."
             if cancels
             else f"its value and first gradient have {bits} bits."
-        ),
+        )
+        + _on_a_cpu_only(found, case),
         {"dtype": found.text, "operators": list(found.names)},
         "Compute every term of the loss in FP32: cast the logits, and a reference's, before the log-softmax, and keep the "
         "log-probabilities, and sums of them, in FP32."

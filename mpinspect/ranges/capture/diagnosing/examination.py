@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.loss_terms import narrow_term, operations
+from mpinspect.ranges.capture.diagnosing.loss_terms import is_wide_on_cuda, narrow_term, operations
 from mpinspect.ranges.capture.diagnosing.singularities import (
     Rows,
     Singular,
@@ -299,6 +299,7 @@ class Examination(Observer):
                 operators = [node.name().partition("Backward")[0] for node in graph([loss.grad_fn], 12)]
                 value = float(loss.detach()) if self._on_cpu else float("nan")
                 figures = {"value": value, "is_known": float(self._on_cpu)}
+                figures["is_wide_on_cuda"] = float(self._on_cpu and is_wide_on_cuda(loss.grad_fn))
                 self._told_loss = True
                 self._recording.measured(
                     Measurement("loss", "", self._clock.step, figures, tuple(operators), dtype_name(loss.dtype))
@@ -310,6 +311,7 @@ class Examination(Observer):
         if term is not None:
             self._told_term = True
             figures = {"cancels": float(term.cancels)}
+            figures["is_wide_on_cuda"] = float(self._on_cpu and term.is_wide_on_cuda)
             self._recording.measured(
                 Measurement("loss-term", "", self._clock.step, figures, term.operators, dtype_name(term.dtype))
             )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+
+from mpinspect.runtime.emulation.autocast_lists import FLOAT32, FLOAT32_BY_DEFAULT
 
 #: The most nodes of the loss's own code that are read, and of one term.
 _MOST_NODES, _MOST_OF_A_TERM = 512, 24
@@ -15,11 +18,15 @@ _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Term(NamedTuple):
-    """A term of a loss: its 16-bit dtype, its operators in that dtype, the last one first, and whether they may cancel."""
+    """A term of a loss: its 16-bit dtype, its operators in that dtype, the last one first, and whether they may cancel.
+
+    ``is_wide_on_cuda``: see the function of this name.
+    """
 
     dtype: torch.dtype
     operators: tuple[str, ...]
     cancels: bool
+    is_wide_on_cuda: bool = False
 
 
 def narrow_term(starts: Iterable[Any], ends: Collection[int]) -> Term | None:
@@ -66,6 +73,29 @@ def operations(starts: Iterable[Any], ends: Collection[int], products: Collectio
     return Operations(names, _dtype(named[0]) if named else None, in_half)
 
 
+def is_wide_on_cuda(start: Any) -> bool:
+    """Return whether CUDA's autocast would compute a 16-bit result in FP32.
+
+    It would where a 16-bit operator in front of the result, after the last matrix product and the last cast, is on CUDA's
+    list of FP32 operators. A CPU's list is shorter: log_softmax, pow, exp and sum stay in 16 bits there.
+    """
+    queue = [start] if start is not None else []
+    for node in queue:
+        if _dtype(node) not in _DTYPES or _operator(node) in _NARROWING:
+            continue
+        if _operator(node).lower() in _wide_operators():
+            return True
+        queue += [each for each, _ in node.next_functions if each not in (None, *queue)][: _MOST_OF_A_TERM - len(queue)]
+    return False
+
+
+@cache
+def _wide_operators() -> frozenset[str]:
+    """Return the operators on CUDA's FP32 lists, in lower case without underscores, as autograd's nodes are named."""
+    names = [name.partition(".")[0] for name in (FLOAT32 + FLOAT32_BY_DEFAULT).split()]
+    return frozenset(name.replace("_", "") for name in names)
+
+
 def _summed(starts: list[Any]) -> Iterator[Any]:
     """Yield the 16-bit reductions whose results, all scalars, the loss is added up from."""
     queue = list(dict.fromkeys(starts))
@@ -91,7 +121,8 @@ def _summed(starts: list[Any]) -> Iterator[Any]:
 
 def _term(node: Any, ends: Collection[int]) -> Term:
     operators = _operators(node, ends)
-    return Term(_dtype(node), operators, "NllLoss" not in operators and not _CANCELLING.isdisjoint(operators))
+    cancels = "NllLoss" not in operators and not _CANCELLING.isdisjoint(operators)
+    return Term(_dtype(node), operators, cancels, is_wide_on_cuda(node))
 
 
 def _operators(node: Any, ends: Collection[int]) -> tuple[str, ...]:
@@ -126,7 +157,8 @@ def _log_ratio(node: Any) -> Term | None:
         if _operator(way[-1]) != "LogSoftmax" or not narrow:
             return None
         rounded.append(narrow[-1])
-    return Term(rounded[0], (name, "LogSoftmax"), True) if rounded else None
+    # Both sides are log-softmaxes, which are on CUDA's list.
+    return Term(rounded[0], (name, "LogSoftmax"), True, True) if rounded else None
 
 
 def _way_to_source(node: Any) -> list[Any]:
@@ -160,6 +192,8 @@ def _numel(node: Any) -> int:
         return 0
 
 
+#: Operators after which CUDA's autocast has 16-bit values, whatever came before: matrix products and casts.
+_NARROWING = frozenset({"ToCopy", "Addmm", "Mm", "Addbmm", "Baddbmm", "Bmm", "Addmv", "Mv", "Linear", "Convolution"})
 #: Operators whose scalar results are sums of others' scalars.
 _ARITHMETIC = frozenset({"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "NanToNum", "Where"})
 #: Those that give way to others where a loss is named.
