@@ -123,7 +123,7 @@ def test_attention_on_a_cpu_is_recorded_as_a_gpu_computes_it(autocast, checkpoin
         assert kinds == [(name, "forward"), (f"{name}_backward", "backward")]
 
 
-def test_attention_on_a_cpu_that_no_gpu_would_fuse_is_told(tmp_path):
+def test_attention_on_a_cpu_that_no_gpu_would_fuse_has_a_math_path(tmp_path):
     with watched(tmp_path, lint=True) as run:
         layer = nn.Linear(16, 16)
         optimizer = torch.optim.SGD(layer.parameters())

@@ -113,16 +113,15 @@ def _determined(
     if not settings or not _takes_its_config(type(model)):
         return
     before = _places_with(model, config)
-    # A model that was changed after it was built, or whose class takes more than its configuration, tells nothing.
+    # The model was changed after it was built, or needs more than its configuration: no setting is named.
     if before != places:
         return
     for name, keys, value in settings[:_MOST_TRIED]:
+        # Heads and groups divide twice the size, too.
         changed = _changed(config, keys, 2 * value)
-        # Twice the size keeps what divides it: heads, groups.
-        after = _places_with(model, changed) if changed is not None else None
-        for (path, own, dimension), size in places.items() if after else ():
-            if size == value and after and after.get((path, own, dimension)) == 2 * value:
-                yield (path, name), value
+        after = None if changed is None else _places_with(model, changed)
+        followed = [place for place, size in places.items() if size == value and (after or {}).get(place) == 2 * value]
+        yield from (((path, name), value) for path, _, _ in followed)
 
 
 def _takes_its_config(kind: type) -> bool:

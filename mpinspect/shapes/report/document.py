@@ -106,16 +106,17 @@ def totals(report: ShapeReport) -> list[str]:
     ]
     if report.estimated_us is not None:
         lines.append(
-            f"at least {duration(report.estimated_us)} for the products on this GPU (estimated: roofline of its peak rates"
-            f"{_partial(report)})"
+            f"at least {duration(report.estimated_us)} for the products on this GPU{_partial(report, report.estimated_us)} "
+            "(estimated: roofline of its peak rates)"
         )
     return lines
 
 
-def _partial(report: ShapeReport) -> str:
+def _partial(report: ShapeReport, estimated_us: float) -> str:
     """Return a clause on tiles and waves that are not full, if they add a share of the time that is worth mentioning."""
     added = report.estimated_partial_tiles_fraction or 0.0
-    return f"; tiles and waves that are not full add up to {percent(added)}" if added >= _WORTH_MENTIONING else ""
+    longer = duration(estimated_us * (1 + added))
+    return f", {longer} with tiles and waves that are not full" if added >= _WORTH_MENTIONING else ""
 
 
 def _with_verb(kept: int, total: int) -> str:
