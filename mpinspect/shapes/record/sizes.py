@@ -86,18 +86,25 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[_Place, int]]:
 
 def _name_heads(model: torch.nn.Module, names: dict[str, dict[int, list[str]]]) -> None:
     """Add the embedding's name to the outputs of a layer whose weight has the shape of the embedding's table."""
+    weights = [
+        (path, module, weight) for path, module in model.named_modules() if (weight := _weight(module)) is not None
+    ]
     tables = {
-        tuple(module.weight.shape): _joined(path, "num_embeddings")
-        for path, module in model.named_modules()
+        tuple(weight.shape): _joined(path, "num_embeddings")
+        for path, module, weight in weights
         if isinstance(module, torch.nn.Embedding)
     }
-    for path, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, torch.nn.Embedding) or not isinstance(weight, torch.Tensor) or is_lazy(weight):
-            continue
+    for path, module, weight in weights:
         table = tables.get(tuple(weight.shape))
-        if table is not None and weight.shape[0] > 1:
+        if table is not None and weight.shape[0] > 1 and not isinstance(module, torch.nn.Embedding):
             names.setdefault(plain_path(path), {}).setdefault(weight.shape[0], []).append(table)
+
+
+def _weight(module: torch.nn.Module) -> torch.Tensor | None:
+    """Return a module's own weight; None if it has none. Reading the attribute would compute a parametrised weight."""
+    # TorchScript's mapping lacks get().
+    weight = dict(module._parameters.items()).get("weight")
+    return None if weight is None or is_lazy(weight) else weight
 
 
 # -- the configuration -----------------------------------------------------------------------------------------------------
@@ -204,8 +211,8 @@ def tied_embeddings(model: torch.nn.Module) -> dict[str, str]:
     """Return the weights of other modules that are tied to an embedding's weight: {"lm_head.weight": "wte.weight"}."""
     tables: dict[int, str] = {}
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Embedding):
-            tables.setdefault(id(module.weight), _joined(path, "weight"))
+        if isinstance(module, torch.nn.Embedding) and (weight := _weight(module)) is not None:
+            tables.setdefault(id(weight), _joined(path, "weight"))
     return {
         _joined(path, name): tables[id(parameter)]
         for path, module in model.named_modules()
