@@ -6,7 +6,6 @@ either may be anything: its verdict is "unknown", never "other".
 To support a new kind of kernel, add a rule here, with its source and an example that no earlier rule matches.
 Sources: "traces": names in public torch.profiler traces (tests/data/traces, TraceLens, HolisticTraceAnalysis); "labelled":
 tests/data/kernel_names.tsv; else the library whose source or documentation has the name.
-tests/data/kernel_names.tsv; else the library whose source or documentation has the name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from mpinspect.kernels.names.spelling import Spelling
 
 #: Version of the rules, included in every report; change it with every change to the rules.
-RULES_VERSION = "2026.12"
+RULES_VERSION = "2026.13"
 
 VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
 
@@ -81,48 +80,53 @@ PRODUCT_WORDS = (
     r"(?<!fb)gemm|gmm|mat_?mul|mul_?mat|matrix_?mul|tensordot|einsum|conv(?:\d?d|olution|olve|_)|(?<!relu_)(?<!moid_)(?<!add_)fprop|dgrad"
     r"|wgrad|blockscaled|attend|attention|attn|fmha|prefill|flash_?(?:fwd|bwd|decod|packed|kda)|mhsa|mqa_?logits|lightning_?indexer|kernel_stage1|marlin"
     r"|__myl_\w*(?:fc|gemm|matmul|mha)|moe_?(?:kernel|mlp|fwd|bwd|gemm|forward|fused)|delta_?rule|chunk_(?:scan|state)_|chunk(?:wise)?_(?:\w+_)?(?:fwd|bwd)_\w*kernel"
-    r"|intra_sub|solve_tril|recompute_w|wy_repr|householder|\d+x\d+_inverse|delta_product|deltaformer|[bs]gmv"
-    rf"|{_B}b?mm|dot|att|mha|mla|mqa|gqa|sdpa|xqa|moe|mlp|(?<!upsample_)linear|decode|kkt|[aw]\d+_?[aw](?:\w?fp)?\d+|experts?|proj|projection|lm_head|lora|kda|gla|gdn{_E}"
+    r"|intra_sub|delta_?net|indexer|block_?scores?|hadamard|_rht_|solve_tril|recompute_w|wy_repr|householder|\d+x\d+_inverse|delta_product|deltaformer|[bs]gmv"
+    rf"|{_B}b?mm|dot|att|mha|mla|mqa|gqa|sdpa|xqa|moe|mlp|(?<!upsample_)linear|decode|kkt|[aw]\d+_?[aw](?:\w?fp)?\d+|experts?|nsa|fc\d*|proj|projection|lm_head|lora|kda|gla|gdn{_E}"
 )
 
 #: Words for work that accompanies a product: a kernel with one of these in its name computes no product itself ...
 HELPER_WORDS = (
-    r"reduc(?!escatter)|combine(?!d)|per_token_group_quant|finali[sz]e|pre_?process|post_?process|prep_|metadata|repack|prepack|_to_marlin|workspace|fixup|align_?block"
-    r"|_align\d?_|permut|routing|router|indices|_ids|histogram|prefix_?sum|cumsum(?!_\w*kkt|_house)|offset|count|sort|top_?k|scatter"
-    r"|gather(?!_kv_b|_gemm)|merge_?(?:states?|attn|kernel|vec|q(?![a-z]))|kernel_stage2|decode_stage2|vsm_stage2|_args|convert|cast_"
-    r"|(?:store|append|write|copy|update|concat|quant|and|cat)\w*cache|cache_(?:copy|store|update)|(?<!conv_)(?<!conv\dd_)transpose(?!d_bmm)|_trans_"
-    r"|transform|attentionsum|advance_step|smooth|gate_kernel|gating"
-    r"|mask_to|mask_kernel|softmax(?!_gemm)|dequant|layout|(?<!pre)shuffle|rope|rotary|aux_loss|norm_kernel|_helper|schedul|position"
-    r"|moe_sum|expand_?(?:input|to)|strides|expert_?map|qkvzba|_cat_kernel|_info|per_tensor_(?:amax|quant|scale)|padding|states_fwd"
-    r"|varlen_states|gate_(?:fwd|bwd|chunk|cumsum)|save_|init_"
+    r"(?<!all)(?<!all_)reduc(?!e_?scatter)|per_token_group_quant|finali[sz]e|(?<!chunk_)pre_?process|post_?process|prep_|metadata|repack|prepack"
+    r"|_to_marlin|workspace|fixup|align_?block|permut|indices|_ids|histogram|prefix_?sum|sort|top_?k|merge_?(?:states?|attn|vec|q(?![a-z]))"
+    r"|kernel_stage2|decode_stage2|vsm_stage2|_args|convert|(?<!broad)cast_|(?:store|append|write|copy|update|concat|quant|and|cat)\w*cache"
+    r"|cache_(?:copy|store|update)|_trans_|attentionsum|advance_step|smooth|mask_to|mask_kernel|softmax(?!_gemm)|dequant|layout|(?<!pre)shuffle"
+    r"|rope|rotary|aux_loss|norm_kernel|_helper|moe_sum|expand_?(?:input|to)|strides|expert_?map|qkvzba|_cat_kernel|_info"
+    r"|per_tensor_(?:amax|quant|scale)|states_fwd|varlen_states|gate_(?:fwd|bwd)|save_|init_|fused_recurrent|src2dst|(?:re|out|in)puts_kernel"
+    r"|^\W*_?(?:kernel_cutlass_kernel::)?(?:prepare(?!_\w*wy)|build|set|get|store|stage|alloc|compact|commit|update|assign|insert|count|plan|(?:pre|post)_reorder)_"
 )
 #: ... unless the product is the name's verb.
 _PRODUCT_VERB = (
     r"(?:gemm|matmul|moe)_kernel|moe_gemm|decode_stage1|fused_\w*(?:(?<!fb)gemm|bmm)"
-    r"|gemm_\w*_(?:quant_kernel|split_cat)|dequant\w*gemm|kernel_stage1"
+    r"|gemm_\w*_(?:quant_kernel|split_cat)|gemm_\w*fusion|dequant\w*gemm|kernel_stage1"
 )
+
+#: Words for products of few rows, which CUDA cores compute as dot products.
+_FEW_ROWS = r"gemv|skinny|decode|dot_?prod"
+#: Words for what prepares, plans or inspects a product, in the names of classes.
+_PLANS = r"(?<![a-z])(?:prepare|schedule|plan|build|inspect|reset|gather|scatter|routes?|sparsity|convert|sum|combine)(?![a-z])"
 
 #: Words for elementwise kernels, reductions, normalisations, sorting, copies, random numbers, optimizers, losses, bookkeeping.
 OTHER_WORDS = (
     r"element_?wise|pointwise|element_|reduc|softm|soft_?(?:max|cap)|sparsemax|norm|welford|memset|memcpy|copy|copies|quant|transpos|permut"
-    r"|sort|top_?[kp]|scan|scatter|gather|index|indices|embed|rope|rotary|rotate|silu|gelu|swish|swiglu|geglu|relu|sigmoid|activat|act_and"
-    r"|gating|gated|tanh|dropout|adam|optimi|multi_tensor|entropy|kl_?div|loss|distance|sinkhorn|sampl|penalt|argm(?:ax|in)|amax|abs_?max"
+    r"|sort|top_?[kp]|scan|indices|indexing|index_(?:select|put|add|fill|copy)|merge_?states?|embed|rope|rotary|rotate|silu|gelu|swish|relu|sigmoid|activat|act_and"
+    r"|tanh|dropout|adam|optimi|multi_tensor|entropy|kl_?div|loss|distance|sinkhorn|sampl|penalt|argm(?:ax|in)|amax|abs_?max"
     r"|hist|bincount|unique|pool|interp|upsampl|upscale|bicubic|bilinear|nms|roi_?(?:align|pool)|rand|philox|seed|fft|hadamard|thrust"
-    r"|rocprim|hipcub|barrier|pack|convert|upcast|downcast|concat|clamp|arange|linspace|triu|(?<!solve_)tril|residual|page_table|routing"
-    r"|router|align|offset|metadata|token_id|token_shift|count|cumsum|cumprod|prefix|compar|radix|segments|segment_(?:sum|reduce|mean|max)"
+    r"|rocprim|hipcub|barrier|pack(?!ed)|convert|upcast|downcast|concat|clamp|arange|linspace|triu|(?<!solve_)tril|residual|page_table|metadata"
+    r"|token_id|token_shift|count|cumsum|cumprod|prefix|compar|radix|segments|segment_(?:sum|reduce|mean|max)"
     r"|segsum|fillfunctor|fill_|memory|delay|noop|dummy|init_|initial|signal|wait|unary|binary_op|op_?tensor|tensor_?op|bias|scaling|scale_"
-    r"|_scale|grid_sampler|logits|jagged|padded|padding|bucketize|linearize|cache(?<!prompt_cache)(?<!_k_cache)|functor|permutation|window"
-    r"|shuffle|masked|broadcast|flush|bounds_check|merge(?!_\d+x|d|_fwd)|eigenmetakernel|spmv|trsm|trsv|getrf|potrf|larft|geqr|gesvd|syev"
+    r"|_scale|grid_sampler|logits|bucketize|linearize|cache(?<!prompt_cache)(?<!_k_cache)|functor|permutation|window"
+    r"|shuffle|broadcast|flush|bounds_check|eigenmetakernel|spmv|trsm|trsv|getrf|potrf|larft|geqr|gesvd|syev"
     r"|addcmul|addcdiv|state_passing|_lens|mapping|_map_|_info|csr|marker|restore|_trans_|preprocess|position|kernel_stage2|smooth"
     r"|rowwise_to|float_to|fp\d+_to|_to_(?:fp|float|mxfp|q_)|(?:get|set)_rows|bcast|dcpy|(?:cuda|fake)cast|exponent|divide|check_|assert|clean"
-    r"|clear|set_value|vector_set|finali[sz]e|numerics|nonfinite|_stats|publish|tensormaps|reorder|rearrange|remap|selective_state|ssm_"
+    r"|clear|set_value|vector_set|finali[sz]e|numerics|nonfinite|_stats|publish|tensormaps|reorder|rearrange|remap|selective_state"
     r"|state_update|populate|qparam|prun|glu(?:fwd|bwd)|prelu|kthvalue|getitem|gradgamma|gradinput|submean|meanscale|combine|decompress|fwht"
     r"|reconstruct|make_sequential|thd_|stochastic_round|sparse24_|kernel_args|descriptors|transform(?:4d)?_0|to_dense_|compute_cuda_kernel|gen_seq"
     r"|batched_ptrs|pointers|strides|expand_?input|dispatch_(?:kernel|token)|fillgaps|curand|cudnn::(?:ops|bn)|timestep|mse"
     r"|(?:exact|approx)_(?:forward|backward)|(?:loop|input|wrapped)_\w*(?:fusion|add|mul|reduce)"
-    rf"|{_B}add|mul|sub(?!_chunk)|div|max|min|sum|mean|exp|log|sqrt|pow|cos|sin|erf|abs|neg|fma|cat|pad|act|cast|fill|mask|scale|slice|where|roll"
-    rf"|flip|repeat|stack|ln|rms|bn|gn|lamb|sgd|lars|lion|ce|jsd|zeros?|empty|cub|axpy|scal|nrm2|iamax|asum|swap|clip|unfold|fold|cpy|diag"
-    rf"|tri|acc{_E}"
+    rf"|{_B}add|mul|sub(?!_chunk)|div|max|min|sum|mean|exp|log|sqrt|pow|cos|sin|erf|abs|neg|cat|pad|act|cast|fill|mask|scale|slice|where|roll"
+    rf"|flip|repeat|stack|ln|rms|bn|gn|lamb|sgd|lars|lion|ce|jsd|zeros?|empty|cub|axpy|scal|nrm2|iamax|asum|swap|clip|unfold|fold|cpy"
+    rf"|tri|acc|any|all|ones|isin|nonzero|multinomial|prod|uniform|eye|logspace|trace|std|var|vstack|bitmask|log_?probs?|logsumexp|lookup"
+    rf"|hash|select|rejection|accept(?:ance)?|fused_recurrent|plan|replay{_E}"
 )
 
 FAMILIES = (
@@ -253,7 +257,7 @@ FAMILIES = (
         "preparation, conversion or combination beside attention",
         "labelled; flash-attention, FlashMLA, ggml, TensorRT-LLM",
         "void flash::prepare_varlen_num_blocks_kernel<false>(int, int)",
-        r"flashattn(?:bwdpreprocess|bwdpostprocess|fwdcombine)|flashattention\w*(?:preprocess|postprocess|combine)|prepare_varlen|fmhareduction|dot_do_o"
+        r"flash_?att(?:n|ention)\w*(?:preprocess|postprocess|combine)|prepare_varlen|fmhareduction|dot_do_o"
         r"|flash_bwd_(?:convert|clear)|splitkv_combine|flash_fwd_\w*combine|flash_attn_(?:combine|mask_to|stream_k_fixup)",
     ),
     # -- CUDA cores, though the name sounds like more -----------------------------------------------------------------
@@ -265,6 +269,7 @@ FAMILIES = (
         "a product of a very small dimension: CUDA cores",
         "traces; cuBLAS; TensorRT-LLM, FBGEMM cudaCoreGemm",
         "void tensorrt_llm::kernels::cuda_core_gemm::cudaCoreGemm<__nv_fp8_e4m3, __nv_bfloat16, 2, 4, 128>(P)",
+        none_of=("kernel_cutlass_",),
     ),
     Rule(
         "quantised-gemv",
@@ -475,7 +480,7 @@ FAMILIES = (
         "void marlin_24::Marlin_24<4, 256, 4, 2, 2, 4, -1>(int4 const*, int4 const*, int4 const*)",
         r"(?:marlin\w*(?:::|<|$)|(?<![a-z])marlin(?:moe|_24|_qqq|_moe\w*)?(?![a-z])|machete::|gemm(?:v2)?_forward_4bit_cuda|turbomind::gemm|quant_gemm_kernel|exl3_gemm|gemm_w4a16_t\d|gemm_w4a4|gemm_w8a8)"
         r"(?!.*(?:repack|permute|prepack|transpose|quantize|dequant_|awq_to|gptq_to))",
-        none_of=("_to_marlin", "dequant_marlin", "repack"),
+        none_of=("_to_marlin", "dequant_marlin", "repack", "retile"),
     ),
     Rule(
         "llama-cpp",
@@ -515,7 +520,7 @@ FAMILIES = (
         "a CuTe product of FP32 multiply-adds: CUDA cores",
         "CUTLASS, examples/python/CuTeDSL/ampere/sgemm.py",
         "kernel_cutlass_kernel___main__SGemm_object_at__tensorptrf32gmem_o1_tensorptrf32gmem_o1",
-        r"(?<![a-z])sgemm",
+        r"(?<![a-z])s_?gemm",
     ),
     Rule(
         "cute-dsl",
@@ -525,8 +530,11 @@ FAMILIES = (
         "a product that the CuTe DSL built for Tensor Cores",
         "CUTLASS, examples/python/CuTeDSL; FlashInfer; flash-attention",
         "kernel_cutlass_kernel_flashinfergemmkernelsSm100BlockScaledPersistentDenseGemmKernel_object_at__TiledMMA_ThrLayoutVMNK",
-        r"gemm|attention|mla|conv(?:2d|3d|olution|_)|blockscaled|grouped|fmha|wgmma",
-        none_of=("preprocess", "postprocess", "combine", "reduction", "layernorm", "rmsnorm"),
+        # An mma instruction in the name decides. A product's word does so if no other word says more: a preparation, a reduction,
+        # or a product of few rows, which may be dot products on CUDA cores.
+        rf"(?<!ga)mma(?!r)|^(?!.*(?:{HELPER_WORDS}|{_FEW_ROWS}|{_PLANS}))"
+        r".*(?:gemm|attention|mla|conv(?:2d|3d|olution|_)|block_?scaled|fmha|fc\d|delta_?(?:rule|net))",
+        own=True,
     ),
     Rule(
         "cutlass-simt",
@@ -547,6 +555,7 @@ FAMILIES = (
         "CUTLASS 3; traces of SGLang; TransformerEngine",
         "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>>>(P)",
         r"device_kernel.*(?:gemm|fmha|attention|mla|attn|conv(?:universal|olution))|rht_gemm_device",
+        none_of=("kernel_cutlass_",),
     ),
     Rule(
         "cutlass-attention",
@@ -566,6 +575,7 @@ FAMILIES = (
         "a CUTLASS kernel whose template argument hides what it computes",
         "labelled; CUTLASS 3",
         "void cutlass::device_kernel<MyKernel>",
+        none_of=("kernel_cutlass_",),
     ),
     # -- CUDA cores -------------------------------------------------------------------------------------------------
     Rule(
@@ -576,7 +586,7 @@ FAMILIES = (
         "a product on CUDA cores: no mma instruction in its name",
         "labelled; traces; cuBLAS",
         "volta_sgemm_128x64_nn",
-        none_of=("cublasdgemm",),
+        none_of=("cublasdgemm", "lora"),
         any_architecture=True,
     ),
     Rule(
@@ -587,6 +597,7 @@ FAMILIES = (
         "cuDNN's convolution on CUDA cores",
         "labelled; traces; cuDNN",
         "volta_scudnn_128x64_relu_interior_nn_v1",
+        none_of=("batched_gemm",),
         any_architecture=True,
     ),
     Rule(
@@ -650,7 +661,7 @@ WORDS = (
         "work beside a product, by its name",
         "vLLM, SGLang, FlashInfer, AITER: reductions, routing, caches and layouts of products",
         "moe_align_block_size_kernel",
-        rf"^(?=.*(?:{PRODUCT_WORDS}))(?:(?=.*(?:{HELPER_WORDS}))(?!.*(?:{_PRODUCT_VERB}))|.*_reduce(?:_kernel)?$|\W*interleave)",
+        rf"^(?=.*(?:{PRODUCT_WORDS}))(?:(?=.*(?:{HELPER_WORDS}))(?!.*(?:{_PRODUCT_VERB}))|.*(?<!all)_reduce(?:_kernel)?$|\W*interleave)",
     ),
     Rule(
         "product-word",

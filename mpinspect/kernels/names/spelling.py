@@ -12,6 +12,12 @@ _MANGLED = re.compile(r"L[a-z]n?\d*E|DF\d+[b_x]?|[ST][0-9A-Z]*_|(\d+)(?=[A-Za-z_
 
 #: The CuTe DSL writes this between a Python function's name and the types of its arguments.
 _ARGUMENTS_OF_PYTHON = "_object_at_"
+#: Before that stand a method, its module's path without dots, and its class. The path says only where the file lies.
+_METHOD_OF_CLASS = re.compile(
+    r"kernel_cutlass_(\w+?(?=___main__)|(?:[a-z0-9_]*?_)?kernel(?:_impl)?|)[a-z0-9_]*?_*([A-Z]\w*?)_object_at_"
+)
+#: Where a word begins within a class's name: SparseMLADecode, Sm100Gemm.
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _OPEN = "<({["
 
 #: Maximum number of letters read. A name's start says what the kernel is, and some patterns take quadratic time in the length.
@@ -38,6 +44,9 @@ class Spelling:
         """Parse a name as a profiler wrote it."""
         name = name[:_MOST_READ]
         is_mangled = name.startswith("_Z")
+        if method := _METHOD_OF_CLASS.match(name):
+            function = f"kernel_cutlass_{method[1]}::{_WORD.sub('_', method[2])}".lower()
+            return cls(function, "", function)
         readable = (_demangled(name) if is_mangled else name).lower().replace("(anonymous namespace)::", "")
         function, arguments = _function_and_arguments(readable)
         whole = f"{function}<{arguments}" if function else readable
