@@ -105,6 +105,7 @@ class KernelTrace:
         external_id_is_correlation: whether the kernels' External ids are correlations, as some torch versions write them.
         notes: sentences on what is missing from the trace or could not be read, and the consequences.
         cut_short: whether the file ends before its events do; the first of ``notes`` says where.
+        accelerator: words for the accelerator on which torch ran, if it is not a GPU; else "".
     """
 
     source: str
@@ -124,3 +125,4 @@ class KernelTrace:
     external_id_is_correlation: bool = False
     notes: tuple[str, ...] = ()
     cut_short: bool = False
+    accelerator: str = ""

@@ -243,6 +243,65 @@ def test_communication():
     assert findings(trace(kernel(made.NCCL, 5, mm(1, 1, 1)), kernel(made.NATIVE, 95, mm(64, 64, 64)))) == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "compressed"),
+    [(made.NCCL, False), (made.NCCL.replace("bf16", "f16"), False), (made.NCCL.replace("bf16", "f32"), True)],
+)
+def test_gradients_sent_in_16_bits_are_not_to_be_compressed(name, compressed):
+    found = findings(trace(kernel(name, 20), kernel(made.NATIVE, 80, mm(64, 64, 64))))["communication"]
+    assert ("bf16_compress_hook" in found.fix) == compressed
+
+
+def test_findings_are_in_the_order_of_the_time_that_they_cost():
+    runs = [kernel(made.DEGRADED, 40, mm(128, 30522, 512)), kernel(made.LAYOUT, 10)]
+    found = analyse_kernels([trace(*runs, idle_us=5)]).findings
+    assert [finding.id for finding in found] == ["used-but-degraded", "layout-conversions"]
+    found = analyse_kernels([trace(*runs, idle_us=450)]).findings
+    assert next((each.id, each.severity) for each in found) == ("gpu-idle", "warning")
+
+
+def test_the_same_product_of_several_ranks_is_one():
+    ranks = [trace(kernel(made.DEGRADED, 40, mm(128, 30522, 512)), rank=rank, world_size=8) for rank in range(8)]
+    report = analyse_kernels(ranks)
+    (loss,) = report.losses
+    assert (loss.calls, loss.time_us) == (8, 320)
+    (finding,) = (f for f in report.findings if f.id == "used-but-degraded")
+    assert (finding.evidence["products"], finding.evidence["calls"]) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("layout", "padded"),
+    [
+        ("tn", ["1003 -> 1008", "1023 -> 1024"]),
+        ("nn", ["1003 -> 1008", "1023 -> 1024"]),
+        ("nt", ["1003 -> 1008", "1001 -> 1008"]),
+    ],
+)
+def test_without_strides_the_layout_in_the_name_says_which_sizes_bind(layout, padded):
+    op = dataclasses.replace(mm(1001, 1003, 1023), strides=None)
+    fix = findings(trace(kernel(made.DEGRADED.replace("_tn_", f"_{layout}_"), 40, op)))["used-but-degraded"].fix
+    assert fix.startswith(f"Pad {', '.join(padded)}:")
+
+
+def test_a_fix_asks_for_no_recording_that_is_there():
+    """The shapes are in the trace, so recording them again would settle nothing."""
+    known = findings(trace(kernel(made.TRITON, 10, mm(64, 64, 64)), device=made.NAMELESS))["unknown-kernels"]
+    assert "record_shapes" not in known.fix
+    blind = dataclasses.replace(mm(64, 64, 64), shapes=None, strides=None)
+    assert "record_shapes=True" in findings(trace(kernel(made.TRITON, 10, blind)))["unknown-kernels"].fix
+    assert "ProfilerActivity.CPU" in findings(trace(kernel(made.TRITON, 10)))["unknown-kernels"].fix
+    assert "ProfilerActivity" not in findings(trace(launches=270))["no-kernels"].fix
+
+
+def test_a_bound_above_any_gpus_ratio_is_none():
+    """A product off Tensor Cores without FLOPs counts as saved wholly: 99.9% of the time gave 1000 times."""
+    runs = [kernel(made.HGEMM, 999), kernel(made.NATIVE, 1, mm(64, 64, 64))]
+    assert analyse_kernels([trace(*runs)]).limits.speedup_at_most is None
+    assert analyse_kernels(
+        [trace(kernel(made.HGEMM, 50), kernel(made.NATIVE, 50, mm(64, 64, 64)))]
+    ).limits.speedup_at_most
+
+
 def test_idle():
     run = kernel(made.NATIVE, 80, mm(64, 64, 64))
     assert findings(trace(run, idle_us=5)) == {}
@@ -254,8 +313,8 @@ def test_idle():
     [
         ("before the window", "Start the window with torch.cuda.synchronize()"),
         ("CUDA graph", "Profile once without CUDA graphs"),
-        ("no launch", "Record with ProfilerActivity.CPU too"),
-        ("no op", "Record with ProfilerActivity.CPU too"),
+        ("no launch", "Other launches are in the trace."),
+        ("no op", "Code outside operators launched these kernels"),
     ],
 )
 def test_low_attribution(reason, fix):
@@ -263,6 +322,9 @@ def test_low_attribution(reason, fix):
     assert set(found) == {"low-attribution"}
     assert f"60% {reason}" in found["low-attribution"].message
     assert found["low-attribution"].fix.startswith(fix)
+    blind = trace(kernel(made.NATIVE, 60, unattributed=reason), operators=0, launches=0)
+    asks_for_cpu = "ProfilerActivity.CPU" in findings(blind)["low-attribution"].fix
+    assert asks_for_cpu == (reason in ("no launch", "no op"))
     mostly = trace(kernel(made.NATIVE, 40, unattributed=reason), kernel(made.NATIVE, 60, mm(64, 64, 64)))
     assert findings(mostly) == {}
 

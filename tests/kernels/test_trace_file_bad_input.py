@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from mpinspect import read_trace
 from mpinspect.kernels.trace import TraceError, read_trace_file
 from mpinspect.kernels.trace.events import EventStream
 from mpinspect.kernels.trace.recording import Recording
@@ -277,6 +278,90 @@ def test_a_byte_order_mark(tmp_path):
 def test_another_tools_trace_says_that_nothing_of_torch_is_in_it(tmp_path):
     event = {"ph": "X", "cat": "toplevel", "name": "RunTask", "ts": 1, "dur": 1, "pid": 1, "tid": 1}
     assert "another tool wrote it" in notes(tmp_path, json.dumps({"traceEvents": [event]}))
+
+
+# -- traces of other profilers ------------------------------------------------------------------------------------------
+
+
+def process(name: str, pid: int = 1) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+
+
+def thread(name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": 1, "tid": 2, "name": "thread_name", "args": {"name": name}}
+
+
+def span(name: str, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "pid": 1, "tid": 2, "ts": 10.5, "dur": 3.0, "name": name, "args": args}
+
+
+XLA = {"displayTimeUnit": "ns", "metadata": {"highres-ticks": True}}
+JAX = [
+    process("/device:GPU:0"),
+    thread("Stream #20(Compute)"),
+    process("/host:CPU", 701),
+    span("PjitFunction(train_step)"),
+    span("loop_add_fusion", hlo_module="jit_train_step", hlo_op="loop_add_fusion", correlation_id=1),
+    {},
+]
+TENSORFLOW = [
+    process("/device:GPU:0"),
+    thread("TensorFlow Ops"),
+    span("MatMul", group_id="1", tf_op="dense/MatMul:MatMul", long_name="MatMul"),
+]
+TIMELINE = [process("/job:localhost/replica:0/task:0/device:GPU:0 Compute"), span("MatMul", op="MatMul")]
+ASCEND = [
+    process("Python"),
+    process("CANN", 2),
+    process("Ascend Hardware", 3),
+    {**span("aclnnMatmul_MatMulCommon_MatMulV2"), "dur": "12.3", "ts": "1699.1", "pid": 3},
+]
+ROCPROF = {"rocprofiler-sdk-tool": [{"metadata": {"pid": 7}, "agents": [], "buffer_records": {"kernel_dispatch": []}}]}
+XPLANE = b"\n\xd9\x03\x08\x01\x12\r/device:GPU:0\x1a\x10\x08\x14\x12\x0cStream #20"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.trace.json", {**XLA, "traceEvents": JAX}, "a trace of JAX's profiler"),
+        ("a.trace.json", {**XLA, "traceEvents": TENSORFLOW}, "a trace of TensorFlow's profiler"),
+        ("timeline.json", {"traceEvents": TIMELINE}, "a trace of TensorFlow's profiler"),
+        ("trace_view.json", ASCEND, "a trace of Ascend's profiler"),
+        ("out_results.json", ROCPROF, "a trace of rocprofv3"),
+        ("cut.json", json.dumps(ROCPROF)[:40] + "\x01 no JSON" + " " * 100, "a trace of rocprofv3"),
+        ("host.xplane.pb", XPLANE, "a trace of XLA's profiler"),
+        ("op_statistic.csv", "Device_id,Model Name,OP Type,Core Type,Count,Total Time(us)\n", "a trace of Ascend's"),
+        ("kernel_trace.csv", '"Kind","Agent_Id","Queue_Id","Kernel_Name"\n"KERNEL_DISPATCH",1,1,"gemm"\n', "rocprofv3"),
+        ("out_results.pftrace", b"\n\x12\x12\x10\x08\x01rocprofv3", "in Perfetto's binary format"),
+    ],
+)
+def test_traces_of_other_profilers_are_named(tmp_path, name, content, says):
+    path = tmp_path / name
+    text = content if isinstance(content, (str, bytes)) else json.dumps(content)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(TraceError, match=says) as caught:
+        read_trace_file(path)
+    assert "read" in str(caught.value)
+
+
+@pytest.mark.parametrize(("category", "accelerator"), [("mtia_ccp_events", "MTIA"), ("hpu_op", "Gaudi")])
+def test_torchs_own_trace_of_another_accelerator_is_named(tmp_path, category, accelerator):
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2, "args": {"Ev Idx": 0}},
+        {"ph": "X", "cat": category, "name": "fba_mm", "pid": 0, "tid": 7, "ts": 2, "dur": 1, "args": {"device": 0}},
+    ]
+    report = read_trace(written(tmp_path, json.dumps({"traceEvents": events})))
+    (finding,) = report.findings
+    assert finding.id == "no-gpu-activity"
+    assert accelerator in finding.message
+    assert "there is no GPU" not in finding.message
+    assert report.ranks[0].operators == 1
+
+
+def test_a_name_of_a_torch_trace_is_no_mark_of_another_profiler(tmp_path):
+    """Only traces without GPU kernels are examined: a torch trace may name jax or TensorFlow anywhere."""
+    events = [kernel("jax_jit_fusion"), process("/device:GPU:0"), thread("TensorFlow Ops")]
+    assert len(read_trace_file(written(tmp_path, json.dumps({"traceEvents": events}))).kernels) == 1
 
 
 def test_interrupting_passes_through_and_garbage_collection_is_back(tmp_path, monkeypatch):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
-from mpinspect.kernels.analysis.limits import is_layout_conversion
+from mpinspect.kernels.analysis.limits import is_layout_conversion, is_wide
 from mpinspect.kernels.analysis.product_findings import product_findings
 from mpinspect.kernels.analysis.ranks import RankReport
 from mpinspect.kernels.analysis.report import KernelReport
@@ -19,6 +20,8 @@ _WORTH_A_LINE, _WORTH_A_WARNING = 0.01, 0.05
 _MUCH_COMMUNICATION = 0.1
 #: Share of the GPU's span from which idle time is reported; short gaps between kernels are normal.
 _MUCH_IDLE = 0.1
+#: Share from which idle time is a warning: no change to a kernel can gain as much.
+_MOSTLY_IDLE = 0.5
 #: If the operator is known for a smaller share of the kernel time, tables by operator and module say little.
 _LOW_ATTRIBUTION = 0.5
 #: Ranks differ if their shares of Tensor Core time differ by at least this much (0..1).
@@ -26,7 +29,7 @@ _FAR_APART = 0.05
 
 
 def findings(report: KernelReport, differences: Sequence[str]) -> tuple[Finding, ...]:
-    """Return all findings by severity (error, warning, info), within one severity in the order of this list.
+    """Return all findings by severity (error, warning, info), within one severity by the time that they cost.
 
     ``differences``: reasons why the traces are not ranks of one job (``ranks.differences``).
     """
@@ -42,7 +45,16 @@ def findings(report: KernelReport, differences: Sequence[str]) -> tuple[Finding,
         *_communication(report),
         *_idle(report),
     ]
-    return tuple(gravest_first(found))
+    return tuple(gravest_first(sorted(found, key=_cost, reverse=True)))
+
+
+def _cost(finding: Finding) -> float:
+    """Return the time in us that a finding's cause costs. Warnings without a time question the figures, so they come first."""
+    idle, saved = finding.evidence.get("idle_us"), finding.evidence.get("saved_us")
+    if isinstance(saved, dict) and saved:
+        return float(max(saved.values()))
+    time = idle if idle is not None else finding.evidence.get("time_us")
+    return float(time) if isinstance(time, (int, float)) else 0.0 if finding.severity == "info" else math.inf
 
 
 def _layout_conversions(report: KernelReport) -> Iterator[Finding]:
@@ -75,8 +87,20 @@ def _communication(report: KernelReport) -> Iterator[Finding]:
         f"Communication takes {percent(fraction)} of all kernel time, waiting for other ranks included; no precision of "
         "products changes it.",
         {"time_us": report.shares.communication_time_us, "fraction": fraction},
-        "Gradients in 16 bits (torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook) halve what is sent.",
+        _communication_fix(report),
     )
+
+
+def _communication_fix(report: KernelReport) -> str:
+    """Return the fix by the dtype of most communication, as kernels' names and operators give it."""
+    time: dict[bool | None, float] = dict.fromkeys((True, False, None), 0.0)
+    for row in report.kernels:
+        if row.is_communication:
+            time[is_wide(row)] += row.time_us
+    if time[False] > max(time[True], time[None]):
+        return "It is sent in 16 bits already: synchronise less often (no_sync() while gradients accumulate), or overlap more."
+    found = "" if time[True] else "If gradients are sent in FP32: "
+    return f"{found}DDP's bf16_compress_hook (torch.distributed.algorithms.ddp_comm_hooks.default_hooks) halves the bytes sent."
 
 
 def _idle(report: KernelReport) -> Iterator[Finding]:
@@ -86,7 +110,7 @@ def _idle(report: KernelReport) -> Iterator[Finding]:
     fraction = limits.idle_us / limits.span_us
     yield Finding(
         "gpu-idle",
-        "info",
+        "warning" if fraction >= _MOSTLY_IDLE else "info",
         "",
         f"The GPU was idle {percent(fraction)} of the time from its first to its last kernel (a profiler's own overhead "
         "adds to that): faster kernels alone only make it wait longer.",
@@ -134,14 +158,16 @@ def _empty(report: KernelReport) -> Iterator[Finding]:
                 f"{rank.label}: {rank.launches:,} launches were recorded but no kernel: the profiler could not trace the GPU "
                 "(missing permission for its counters, another profiler attached, or a window that was too short).",
                 {"launches": rank.launches, "operators": rank.operators},
-                "Record again with ProfilerActivity.CUDA, after a warm-up step; end the window with torch.cuda.synchronize().",
+                "Record again after a warm-up step, and end the window with torch.cuda.synchronize().",
             )
         else:
+            elsewhere = f"it ran {rank.accelerator}, whose kernels are not judged here"
+            where = elsewhere if rank.accelerator else "there is no GPU in this trace"
             yield Finding(
                 "no-gpu-activity",
                 "error",
                 "",
-                f"{rank.label}: there is no GPU in this trace: {rank.operators:,} operators, no kernel and no launch.",
+                f"{rank.label}: {where}: {rank.operators:,} operators, no GPU kernel and no launch.",
                 {"operators": rank.operators},
                 "Run on a GPU and record with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA].",
             )
@@ -198,16 +224,26 @@ def _attribution(report: KernelReport) -> Iterator[Finding]:
         "",
         f"The operator is known for {percent(fraction)} of kernel time only ({words}).",
         {"attributed_fraction": fraction, "unattributed_fractions": reasons},
-        _ATTRIBUTION_FIXES[worst],
+        _attribution_fix(worst, report),
     )
 
 
 _ATTRIBUTION_FIXES = {
     "before the window": "Start the window with torch.cuda.synchronize(): its first kernels were launched before it.",
     "CUDA graph": "Profile once without CUDA graphs (torch.compile without mode='reduce-overhead', vLLM's enforce_eager=True).",
-    "no launch": "Record with ProfilerActivity.CPU too: launches are CPU events. Of a merged trace, read each rank's own.",
-    "no op": "Record with ProfilerActivity.CPU too: operators are CPU events.",
+    "no launch": "Other launches are in the trace. Of a merged trace, read each rank's own; else record a longer window.",
+    "no op": "Code outside operators launched these kernels: wrap it in torch.library.triton_op or custom_op.",
 }
+
+
+def _attribution_fix(reason: str, report: KernelReport) -> str:
+    has_events = {
+        "no launch": any(rank.launches for rank in report.ranks),
+        "no op": any(rank.operators for rank in report.ranks),
+    }
+    if has_events.get(reason, True):
+        return _ATTRIBUTION_FIXES[reason]
+    return "Record with ProfilerActivity.CPU too: operators and launches are events of the CPU."
 
 
 def _between_ranks(report: KernelReport, differences: Sequence[str]) -> Iterator[Finding]:

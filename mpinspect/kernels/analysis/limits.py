@@ -48,12 +48,14 @@ class Limits:
     assumptions: tuple[str, ...]
 
 
-_NARROW_NAMES = re.compile(r"bfloat16|half|__nv_bf|fp16|bf16|float8|fp8|e4m3|e5m2", re.IGNORECASE)
+_NARROW_NAMES = re.compile(r"bfloat16|half|__nv_bf|fp16|bf16|(?<![a-z0-9])f16_|float8|fp8|e4m3|e5m2", re.IGNORECASE)
 _WIDE_NAMES = re.compile(r"(?<![a-z0-9_])(?:float|double)(?![a-z0-9_])|fp32|_f32|f32_", re.IGNORECASE)
 #: Template arguments of torch's functors for integer arithmetic. Elsewhere in a name, int, long and bool are indices and flags.
 _WHOLE_NUMBERS = re.compile(
     r"(?:Functor\w*|ReduceOp|func_wrapper_t)<(?:bool|(?:(?:un)?signed )?(?:char|short|int|long(?: long)?))[,> ]"
 )
+#: Tensor Cores in 16 bits are at most so many times as fast as CUDA cores in FP32 (B200: 2,250 and 80 TFLOP/s).
+_MOST_SPEEDUP = 28.0
 _LAYOUT = re.compile(r"nchwtonhwc|nhwctonchw|nchw2nhwc|nhwc2nchw", re.IGNORECASE)
 
 
@@ -165,8 +167,8 @@ def outlooks(rows: Iterable[KernelRow]) -> Iterator[tuple[KernelRow, Outlook]]:
 
 
 def _speedup(span: float, saved: float) -> float | None:
-    """Return the bound; None without a span, or if the summed savings of simultaneous kernels reach the span."""
-    return span / (span - saved) if span > saved else None
+    """Return the bound; None without a span, or if it is above any GPU's ratio: the savings then rest on unknown FLOPs."""
+    return span / (span - saved) if span > saved and span <= _MOST_SPEEDUP * (span - saved) else None
 
 
 def _outlook(row: KernelRow) -> Outlook:

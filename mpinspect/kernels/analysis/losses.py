@@ -149,10 +149,11 @@ def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]
     """Return the losses among the rows, most time first. ``linted``: the shape lint's verdicts on the modules."""
     total = sum(row.time_us for row in rows)
     groups: dict[tuple[object, ...], list[KernelRow]] = defaultdict(list)
+    causes = Causes(rows)
     for row in rows:
         if row.verdict == "degraded" or (row.verdict == "off" and is_eligible(row)):
-            groups[_key(row)].append(row)
-    siblings, causes = SiblingRates(rows), Causes(rows)
+            groups[(*_key(row), causes.of(row).id)].append(row)
+    siblings = SiblingRates(rows)
     found = [_loss(group, total, siblings, causes.of(group[0]), linted.cause(group[0])) for group in groups.values()]
     return tuple(sorted(found, key=lambda loss: -loss.time_us))
 
@@ -168,7 +169,8 @@ def is_eligible(row: KernelRow) -> bool:
 def _key(row: KernelRow) -> tuple[object, ...]:
     product = row.matmul
     size = None if product is None else (product.m, product.n, product.k, product.batch, product.role)
-    return row.verdict, row.basis, row.name, row.op, row.phase, row.dtype, row.gpu.name, row.trace, size
+    # Equal products of several ranks are one.
+    return row.verdict, row.basis, row.name, row.op, row.phase, row.dtype, row.gpu.name, size
 
 
 def _loss(rows: list[KernelRow], total: float, siblings: SiblingRates, cause: Cause, linted: str) -> Loss:

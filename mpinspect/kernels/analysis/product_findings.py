@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -83,9 +84,7 @@ def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
     return (
         severity,
         f"; none is known to be eligible ({_dtypes(products)})",
-        "Compute in FP16 what need not be wider."
-        if is_known
-        else "Record with record_shapes=True, to learn their dtypes.",
+        "Compute in FP16 what need not be wider." if is_known else _to_know_more(products, "to learn their dtypes"),
     )
 
 
@@ -138,7 +137,7 @@ def _alignment_fix(loss: Loss) -> str:
     if loss.kind == "convolution":
         return f"Make the channels multiples of {step} (16 bytes); mpinspect lint names the sizes."
     # Without strides, either size may be the stride between rows.
-    rows = loss.uneven_rows if loss.uneven_rows is not None else (loss.n, loss.k)
+    rows = loss.uneven_rows if loss.uneven_rows is not None else _row_sizes(loss)
     sizes = dict.fromkeys(size for size in rows if loss.kind == "gemm" and size and size % step)
     if not sizes:
         return f"Make every row stride and slice's start a multiple of 16 bytes ({step} elements); mpinspect lint names them."
@@ -146,6 +145,17 @@ def _alignment_fix(loss: Loss) -> str:
     return (
         f"Pad {padded}: a row stride that is a multiple of 16 bytes ({step} elements). mpinspect lint names the sizes."
     )
+
+
+#: cuBLAS's layout in a name: of torch's second operand, then of its first, since cuBLAS computes the transposed product.
+_LAYOUT = re.compile(r"(?<![a-z])([nt])([nt])(?![a-z])")
+
+
+def _row_sizes(loss: Loss) -> tuple[int | None, ...]:
+    """Return the sizes that are row strides of result and operands by the layout in the name, else those that may be."""
+    found = _LAYOUT.search(loss.kernel)
+    second, first = found.groups() if found is not None else ("n", "n")
+    return loss.n, loss.k if (second, first) != ("n", "t") else None, loss.m if first == "t" else None
 
 
 def _kernels(calls: int) -> str:
@@ -236,5 +246,17 @@ def _unknown(report: KernelReport) -> Iterator[Finding]:
         f"{percent(fraction)} of the products' time is in kernels of which no name can tell whether they used Tensor Cores "
         f"({some(names, 2)}): {first.reason}.",
         {"fraction": fraction, "time_us": report.shares.verdict_time_us["unknown"], "kernels": names[:_MOST_LISTED]},
-        "Record with record_shapes=True: rates can tell what names can't.",
+        _to_know_more([row for row in report.kernels if row.verdict == "unknown"], "to judge them by their rates"),
     )
+
+
+def _to_know_more(rows: Sequence[KernelRow], why: str) -> str:
+    """Return what a further recording must have: whatever these kernels lack in this one."""
+    operators = [op for row in rows if (op := row.kernel.matmul_op or row.kernel.op) is not None]
+    if any(op.shapes is None for op in operators):
+        return f"Record with record_shapes=True, {why}."
+    if operators:
+        return "The shapes do not settle it: ncu --metrics sm__inst_executed_pipe_tensor.sum counts their mma instructions."
+    if any(row.kernel.unattributed == "CUDA graph" for row in rows):
+        return f"Record once without CUDA graphs, {why}."
+    return f"Record with ProfilerActivity.CPU and record_shapes=True, {why}."

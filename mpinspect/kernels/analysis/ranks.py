@@ -33,7 +33,7 @@ class RankReport:
 
     Args:
         label: the trace's name in reports: "rank 3", or its file if ranks are unknown or not unique.
-        source, rank, world_size, job, operators, launches, copies_us, notes, cut_short: as in KernelTrace.
+        source, rank, world_size, job, operators, launches, copies_us, notes, cut_short, accelerator: as in KernelTrace.
         shares, coverage: figures over the trace's kernels.
         devices: the trace's GPUs, by id.
     """
@@ -51,6 +51,7 @@ class RankReport:
     devices: tuple[DeviceTime, ...]
     notes: tuple[str, ...] = ()
     cut_short: bool = False
+    accelerator: str = ""
 
     @property
     def has_gpu_work(self) -> bool:
@@ -125,6 +126,7 @@ def _rank_report(trace: KernelTrace, rows: Sequence[KernelRow], label: str) -> R
         devices=tuple(_device(trace, rows, number) for number in _numbers(trace)),
         notes=trace.notes,
         cut_short=trace.cut_short,
+        accelerator=trace.accelerator,
     )
 
 

@@ -279,7 +279,7 @@ def _limits(limits: Limits) -> Iterator[str]:
     )
     yield f"from first to last kernel {duration(limits.span_us)}: {_times(parts)}"
     if limits.speedup_at_most is None:
-        yield "No bound of what mixed precision can bring: the GPU has no Tensor Cores, is unknown, or kernels overlap."
+        yield "No bound of what mixed precision can bring: no Tensor Cores are known, kernels overlap, or FLOPs are unknown."
         return
     alone = limits.kernel_speedup_at_most
     kernels = f" (~{alone:.2f}x if only kernel time counted)" if alone is not None and limits.idle_us > 0 else ""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpinspect.kernels.trace import notes
+from mpinspect.kernels.trace.producers import producer
 from mpinspect.kernels.trace.text import (
     JSON,
     LONGEST_VALUE,
@@ -48,6 +49,8 @@ _NOT_NEEDED = re.compile(
 not_needed = _NOT_NEEDED.match
 
 
+#: Number of a file's first characters that are searched for marks of other profilers.
+_FIRST = 4096
 #: Maximum number of characters of top-level values that are kept: enough for the process groups of ten thousand ranks.
 _LARGEST_TOP_LEVEL = 4 << 20
 _SEPARATOR = re.compile(r"[ \t\r\n,]*")
@@ -87,6 +90,7 @@ class EventStream:
         self._separator = ""
         self._seen_events = False
         self._kept = 0
+        self._keys: list[str] = []
 
     def batches(self) -> Iterator[list[Any]]:
         """Yield lists of events in the file's order: the values of the array, which are dicts in any valid trace.
@@ -101,9 +105,9 @@ class EventStream:
         elif first == "{":
             yield from self._finished(self._object())
         else:
-            raise TraceError(notes.no_json(self._source, self._text.text[self._text.at :][:20]))
+            raise TraceError(notes.no_json(self._source, self._text.text[self._text.at :][:_FIRST]))
         if not self._seen_events:
-            raise TraceError(notes.no_trace(self._source, list(self.top_level)))
+            raise TraceError(notes.no_trace(self._source, self._keys))
 
     def _finished(self, events: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """Yield the events; then set ``problem`` and ``is_cut`` according to the end of the file."""
@@ -117,7 +121,9 @@ class EventStream:
             self.is_cut, self.problem = True, notes.cut_short(self._source, self.events)
         except MalformedError as error:
             if not self._seen_events:
-                raise TraceError(f"{self._source.path} is not valid JSON: {error}. Export it again.") from None
+                found = producer(self._keys)
+                why = f"{self._source.path} is not valid JSON: {error}. Export it again."
+                raise TraceError(notes.of_another(self._source, found) if found else why) from None
             self.problem = f"The file is damaged after the events ({error}): what follows them is left out."
         if self._source.problem and not self.problem:
             self.problem = notes.damaged_at_the_end(self._source)
@@ -135,6 +141,7 @@ class EventStream:
                 if not isinstance(key, str) or colon != ":":
                     raise MalformedError(f"a key and a value were expected at byte {text.byte():,}")
                 text.at += 1
+                self._keys.append(key)
                 if text.peek() == "[" and key == "traceEvents":
                     yield from self._array()
                 else:

@@ -5,21 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpinspect.kernels.trace.producers import producer
+
 if TYPE_CHECKING:
     from mpinspect.kernels.records import Device
     from mpinspect.kernels.trace.attribution import Launches
     from mpinspect.kernels.trace.events import EventStream
+    from mpinspect.kernels.trace.producers import Producer
     from mpinspect.kernels.trace.recording import Recording
     from mpinspect.kernels.trace.text import TextChunks
 
 _EXPORTED = "the .json or .json.gz that torch.profiler's export_chrome_trace or tensorboard_trace_handler wrote"
 
+#: Maximum number of a file's first characters that a sentence quotes.
+_MOST_QUOTED = 20
+
 #: The first characters of other kinds of files.
 _KINDS = {"PK\x03\x04": "a ZIP archive", "SQLite": "an SQLite database (Nsight's?)", "<": "HTML or XML"}
 
 
+def of_another(source: TextChunks, found: Producer) -> str:
+    """Return the sentence for a trace of another profiler."""
+    return f"{source.path} is a trace {found.name}: {found.can_be_read}. Give {_EXPORTED}."
+
+
 def no_json(source: TextChunks, beginning: str) -> str:
     """Return the sentence for a file that is not JSON. ``beginning``: its first characters after white space."""
+    if found := producer([beginning, source.path.name]):
+        return of_another(source, found)
+    beginning = beginning[:_MOST_QUOTED]
     if not beginning:
         if source.problem:
             return f"{source.path} can't be read: {source.problem}. Copy or export it again."
@@ -32,6 +46,8 @@ def no_json(source: TextChunks, beginning: str) -> str:
 
 def no_trace(source: TextChunks, keys: list[str]) -> str:
     """Return the sentence for JSON without events. ``keys``: the keys of the top level."""
+    if found := producer(keys):
+        return of_another(source, found)
     has = f" (it has {', '.join(keys[:5])})" if keys else ""
     return f"{source.path} is JSON, but no trace: it has no traceEvents{has}. Give {_EXPORTED}."
 
@@ -93,6 +109,8 @@ def _of_kernels(
     stream: EventStream, recording: Recording, launches: Launches, devices: tuple[Device, ...], wrong_ids: bool
 ) -> Iterator[str]:
     if not len(recording.kernels):
+        if recording.producer() is not None:
+            return
         yield _NOT_THAT_FAR if stream.is_cut else _no_kernels(recording)
         return
     if not len(recording.operators):

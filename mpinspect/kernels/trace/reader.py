@@ -14,7 +14,7 @@ import numpy as np
 from mpinspect.kernels.records import KernelTrace
 from mpinspect.kernels.trace.attribution import attributed, external_id_is_correlation, find_launches
 from mpinspect.kernels.trace.events import EventStream
-from mpinspect.kernels.trace.notes import no_phases, notes
+from mpinspect.kernels.trace.notes import no_phases, notes, of_another
 from mpinspect.kernels.trace.provenance import busy_and_span, devices, job, rank_and_size
 from mpinspect.kernels.trace.recording import Recording
 from mpinspect.kernels.trace.text import TextChunks, TraceError, cannot_read
@@ -42,6 +42,9 @@ def _read(path: Path) -> KernelTrace:
     stream, recording = EventStream(chunks), Recording()
     for batch in stream.batches():
         recording.add(batch)
+    other = None if len(recording.kernels) else recording.producer()
+    if other is not None and not other.is_torch:
+        raise TraceError(of_another(chunks, other))
     if stream.events and recording.without_phase == stream.events:
         raise TraceError(no_phases(chunks))
     launches = find_launches(recording)
@@ -67,6 +70,7 @@ def _read(path: Path) -> KernelTrace:
         external_id_is_correlation=wrong_ids,
         notes=notes(stream, recording, launches, gpus, wrong_ids),
         cut_short=stream.is_cut,
+        accelerator=other.name if other is not None else "",
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import marshal
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any
 
 from mpinspect.kernels.records import BACKWARD_RANGE, MODULE_RANGE
 from mpinspect.kernels.trace.columns import LONGEST, Columns, Numbering, integer, number, word
+from mpinspect.kernels.trace.producers import Producer, producer
 
 #: Name prefixes of Python stack frames, and of ranges that torch marks.
 MODULE_FRAME = "nn.Module: "
@@ -21,6 +22,9 @@ _MARSHAL = 2
 #: The keys that every operator event has.
 _USUAL = itemgetter("ts", "dur", "name", "pid", "tid", "args", "ph")
 _ARGUMENTS = ("Input Dims", "Input Strides", "Input type", "Concrete Inputs")
+
+#: Number of marks of the producer that are kept; other profilers leave theirs in a trace's first events.
+_MOST_MARKS = 1 << 12
 
 _Handler = Callable[[dict[str, Any]], None]
 
@@ -80,6 +84,7 @@ class Recording:
         self.unreadable = self.without_duration = self.pairs = self.without_phase = 0
         self.has_shapes = self.has_strides = False
         self._operator_names: dict[object, int] = {}
+        self._marks: set[str] = set()
         runtimes = (
             "cudaruntime",
             "cudadriver",
@@ -230,6 +235,13 @@ class Recording:
                 self.window = (min(self.window[0], time), max(self.window[1], time))
         elif "ph" not in event:
             self.without_phase += 1
+        elif len(self._marks) < _MOST_MARKS:
+            self._marks.update(_marks(event))
+
+    def producer(self) -> Producer | None:
+        """Return the other profiler or accelerator that the events come from; None for torch.profiler on a GPU or CPU."""
+        ignored = (word(category) for category, handler in self._handlers.items() if handler is _ignore)
+        return producer([*sorted(self._marks), *ignored])
 
     def _span(self, event: dict[str, Any]) -> tuple[float, float] | None:
         """Return start and duration; None if the event has no start or is not of phase X."""
@@ -249,6 +261,16 @@ class Recording:
             self.without_duration += 1
             duration = 0.0
         return start, duration
+
+
+def _marks(event: dict[str, Any]) -> Iterator[str]:
+    """Yield the names by which an event without a category shows its profiler: its own, its arguments', a process's."""
+    args = event.get("args")
+    yield word(event.get("name"))
+    if isinstance(args, dict):
+        yield from map(word, args)
+        yield word(args.get("name"))
+        yield f"hlo_module={word(args.get('hlo_module'))}"
 
 
 def _is_span(start: Any, duration: Any) -> bool:
