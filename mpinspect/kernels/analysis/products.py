@@ -143,6 +143,8 @@ def call_key(row: KernelRow, op: TraceOp) -> tuple[int, bool, int]:
 
 def _assigned(rows: list[KernelRow], products: tuple[Matmul, ...], judged: _ShapeVerdicts) -> list[KernelRow]:
     """Return the rows of one call, each with its product."""
+    if len(rows) == len(products) == 1:
+        return [_with(rows[0], products[0], rows, judged)]
     by_product: dict[int, list[KernelRow]] = defaultdict(list)
     chosen = [_product_of(row.name, products) for row in rows]
     for row, product in zip(rows, chosen, strict=True):

@@ -6,11 +6,12 @@ results are *estimates*: FLOPs follow from the operator's shapes, and peaks from
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mpinspect.kernels.analysis.rows import ON_TENSOR_CORES, KernelRow
 from mpinspect.runtime.gpus import Gpu, rate_key
@@ -131,7 +132,8 @@ class SiblingRates:
         for row in rows:
             if row.verdict == "native" and row.flops is not None and (rate := row.tflops) is not None:
                 found[_family(row)].append((row.flops, rate))
-        self._known = {key: sorted(pairs) for key, pairs in found.items()}
+        # By family the siblings' FLOPs in order, and their rates: one family may have every kernel of a trace.
+        self._known = {key: np.array(sorted(pairs)).T for key, pairs in found.items()}
         self._cache: dict[tuple[object, ...], float | None] = {}
 
     def of(self, row: KernelRow) -> float | None:
@@ -140,13 +142,16 @@ class SiblingRates:
             return None
         key = (*_family(row), row.flops)
         if key not in self._cache:
-            self._cache[key] = self._median(self._known.get(_family(row), []), row.flops)
+            self._cache[key] = self._median(self._known.get(_family(row)), row.flops)
         return self._cache[key]
 
     @staticmethod
-    def _median(pairs: list[tuple[float, float]], flops: float) -> float | None:
-        first, last = bisect_left(pairs, (flops / SIMILAR,)), bisect_right(pairs, (flops * SIMILAR, float("inf")))
-        return median(rate for _, rate in pairs[first:last]) if last - first >= FEWEST_SIBLINGS else None
+    def _median(known: NDArray[np.float64] | None, flops: float) -> float | None:
+        if known is None:
+            return None
+        first = np.searchsorted(known[0], flops / SIMILAR)
+        last = np.searchsorted(known[0], flops * SIMILAR, "right")
+        return float(np.median(known[1, first:last])) if last - first >= FEWEST_SIBLINGS else None
 
 
 def _family(row: KernelRow) -> tuple[object, ...]:
