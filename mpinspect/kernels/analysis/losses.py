@@ -152,7 +152,7 @@ def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]
     causes = Causes(rows)
     for row in rows:
         if row.verdict == "degraded" or (row.verdict == "off" and is_eligible(row)):
-            groups[(*_key(row), causes.of(row).id)].append(row)
+            groups[_key(row, causes.of(row))].append(row)
     siblings = SiblingRates(rows)
     found = [_loss(group, total, siblings, causes.of(group[0]), linted.cause(group[0])) for group in groups.values()]
     return tuple(sorted(found, key=lambda loss: -loss.time_us))
@@ -166,11 +166,11 @@ def is_eligible(row: KernelRow) -> bool:
     return can_gain(row) and any(True for _ in ways(row))
 
 
-def _key(row: KernelRow) -> tuple[object, ...]:
+def _key(row: KernelRow, cause: Cause) -> tuple[object, ...]:
     product = row.matmul
     size = None if product is None else (product.m, product.n, product.k, product.batch, product.role)
     # Equal products of several ranks are one.
-    return row.verdict, row.basis, row.name, row.op, row.phase, row.dtype, row.gpu.name, size
+    return row.verdict, row.basis, row.name, row.op, row.phase, row.dtype, row.gpu.name, size, cause.id
 
 
 def _loss(rows: list[KernelRow], total: float, siblings: SiblingRates, cause: Cause, linted: str) -> Loss:
