@@ -30,7 +30,8 @@ from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
 from mpinspect.runtime.distributed import rank_and_world
-from mpinspect.runtime.guard import unseen, until_finalized
+from mpinspect.runtime.finalizing import until_finalized
+from mpinspect.runtime.guard import unseen
 from mpinspect.runtime.wrappers import class_of
 
 __all__ = ["Inspector", "MpinspectWarning"]

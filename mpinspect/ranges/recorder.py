@@ -23,7 +23,7 @@ from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.kinds import KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks
-from mpinspect.runtime.guard import until_finalized
+from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.version import __version__
 
 __all__ = ["Recorder"]

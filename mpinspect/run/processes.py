@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpinspect.run.import_hook import when_imported
 from mpinspect.run.options import LaunchOptions, Rank
 from mpinspect.run.outcome import Outcome, outcome_of
-from mpinspect.runtime.guard import until_finalized
+from mpinspect.runtime.finalizing import until_finalized
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess

@@ -8,7 +8,6 @@ An exception of ours is noted, and only the work that failed is lost. A mode tha
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -30,22 +29,6 @@ class Nameable:
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Key = TypeVar("Key")
-
-
-def until_finalized(callback: Method) -> Method:
-    """Wrap a callback that others can call as long as they live: once the interpreter is finalized it returns None at once.
-
-    Needed by weakref callbacks, ``__del__``, functions patched into other modules and callbacks of ``os.register_at_fork``. The
-    interpreter clears the globals of modules while it ends, ours and torch's in any order, and drops objects last that any
-    module refers to: so a callback may find None in place of what its module has imported.
-    """
-    is_finalizing = sys.is_finalizing
-
-    @functools.wraps(callback)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return None if is_finalizing() else callback(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
 
 
 class Guarded:

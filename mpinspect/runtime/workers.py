@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from mpinspect.runtime.guard import until_finalized
+from mpinspect.runtime.finalizing import until_finalized
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -31,7 +31,7 @@ from mpinspect.ranges.store.frames import FILE_NAME, HEADER, frame
 from mpinspect.ranges.store.save import cannot_write, claim
 from mpinspect.runtime.appending import AppendedFile, replace_whole
 from mpinspect.runtime.decoding import DecodingError
-from mpinspect.runtime.guard import until_finalized
+from mpinspect.runtime.finalizing import until_finalized
 
 #: Most records kept of each kind (events, notes, measurements): more than anyone reads, and 0.5 MB of each at most.
 RECORD_LIMIT = 1000

@@ -19,7 +19,7 @@ from mpinspect.run.models.naming import Label, free_name
 from mpinspect.run.models.owners import parameter_ids
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import RecordedModel, Seen
-from mpinspect.runtime.guard import until_finalized
+from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.wrappers import submodules
 
 #: Most models that are recorded: if a script trains hundreds (a sweep, federated clients), the first ones suffice.

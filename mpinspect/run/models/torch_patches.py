@@ -20,7 +20,7 @@ from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.run.models import owners
 from mpinspect.runtime import backward_calls
-from mpinspect.runtime.guard import until_finalized
+from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.hooks import ModelHook
 from mpinspect.runtime.wrappers import submodules
 
