@@ -68,13 +68,13 @@ def test_the_corpus_is_there():
 
 
 def test_names_with_a_truth_from_source_get_no_wrong_verdict():
-    """Measures the rules: at most 5 of 1,000 names are wrong, and unknown is stated for fewer than half."""
+    """Measures the rules: at most 4 of 1,000 names are wrong, and one in six that compute no product is unknown."""
     assert len({row["name"] for row in FROM_SOURCE}) == 1000
     verdicts = {row["name"]: classify_kernel(row["name"]).verdict for row in FROM_SOURCE}
     wrong = [row["name"] for row in FROM_SOURCE if verdicts[row["name"]] not in ALLOWED[row["truth"]]]
-    assert len(wrong) <= 5, wrong
+    assert len(wrong) <= 4, wrong
     unknown = Counter(row["truth"] for row in FROM_SOURCE if verdicts[row["name"]] == "unknown")
-    assert unknown["none"] <= 145
+    assert unknown["none"] <= 100
     assert unknown["product"] <= 310
 
 
@@ -98,7 +98,27 @@ def test_names_with_a_truth_from_source_get_no_wrong_verdict():
         ("fused_moe_gating_gemm_kernel", "unknown"),
         ("gemm_reduce_scatter_kernel", "unknown"),
         ("schedule_grouped_gemm_kernel", "unknown"),
-        # Strong ones prove that there is none.
+        ("_fwd_none_diag_kernel", "unknown"),
+        ("_fwd_kernel_split_kv", "unknown"),
+        ("_rotate_quantize_q_kernel", "unknown"),
+        ("kernel_cutlass_kernel_flashinfermoe_epkernel_fp8Sm90MegaMoESwapABFp8Kernel_object_at__t", "unknown"),
+        # They prove that there is none where all words of a name are known, and a verb stands beside its noun.
+        ("_gather_tokens_kernel", "other"),
+        ("_shift_input_ids_kernel", "other"),
+        ("calc_gather_index_from_scatter_index_kernel", "other"),
+        ("_gather_acme_tokens_kernel", "unknown"),
+        ("_gather_tokens_gemm_kernel", "unknown"),
+        ("_eq_kernel", "other"),
+        ("_tile_eq_kernel", "unknown"),
+        ("kernel_cutlass_kernel_flash_attncutecu_blocks_kernelCuSeqlensToBlocksKernel_object_at__t", "other"),
+        # Strong ones prove it alone.
+        ("kernel_cutlass_saxpy_kernel_tensorptrbf16gmem_o1_0", "other"),
+        ("_temperature_kernel", "other"),
+        ("_nan_to_num_kernel", "other"),
+        ("_silu_and_mul_moe_ep_kernel", "helper"),
+        ("void aiter::concat_and_cache_mla_kernel<float>(float*)", "helper"),
+        ("void aiter::mla_decode_kernel<float>(float*)", "unknown"),
+        ("kernel_inter_node_p2p_for_same_local_rank", "other"),
         ("nonzero_kernel", "other"),
         ("multinomial_with_replacement", "other"),
         ("prepare_prefill_inputs_kernel", "helper"),

@@ -1,8 +1,9 @@
 """Define the rules on kernel names and Tensor Cores as data: the first rule that matches decides.
 
 Families come first: libraries whose kernels are known by name. A name of no family is judged by its words: a word for
-products makes it a product on an unknown unit; a word for elementwise or similar work makes it not a product. A name without
-either may be anything: its verdict is "unknown", never "other".
+products makes it a product on an unknown unit; a word for elementwise or similar work makes it not a product, and so do words
+that move data or find its place, if the name has no word that is unknown here. Any other name may be anything: its verdict
+is "unknown", never "other".
 To support a new kind of kernel, add a rule here, with its source and an example that no earlier rule matches.
 Sources: "traces": names in public torch.profiler traces (tests/data/traces, TraceLens, HolisticTraceAnalysis); "labelled":
 tests/data/kernel_names.tsv; else the library whose source or documentation has the name.
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from mpinspect.kernels.names.spelling import Spelling
 
 #: Version of the rules, included in every report; change it with every change to the rules.
-RULES_VERSION = "2026.13"
+RULES_VERSION = "2026.14"
 
 VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
 
@@ -80,24 +81,54 @@ PRODUCT_WORDS = (
     r"(?<!fb)gemm|gmm|mat_?mul|mul_?mat|matrix_?mul|tensordot|einsum|conv(?:\d?d|olution|olve|_)|(?<!relu_)(?<!moid_)(?<!add_)fprop|dgrad"
     r"|wgrad|blockscaled|attend|attention|attn|fmha|prefill|flash_?(?:fwd|bwd|decod|packed|kda)|mhsa|mqa_?logits|lightning_?indexer|kernel_stage1|marlin"
     r"|__myl_\w*(?:fc|gemm|matmul|mha)|moe_?(?:kernel|mlp|fwd|bwd|gemm|forward|fused)|delta_?rule|chunk_(?:scan|state)_|chunk(?:wise)?_(?:\w+_)?(?:fwd|bwd)_\w*kernel"
-    r"|intra_sub|delta_?net|indexer|block_?scores?|hadamard|_rht_|solve_tril|recompute_w|wy_repr|householder|\d+x\d+_inverse|delta_product|deltaformer|[bs]gmv"
-    rf"|{_B}b?mm|dot|att|mha|mla|mqa|gqa|sdpa|xqa|moe|mlp|(?<!upsample_)linear|decode|kkt|[aw]\d+_?[aw](?:\w?fp)?\d+|experts?|nsa|fc\d*|proj|projection|lm_head|lora|kda|gla|gdn{_E}"
+    r"|intra_sub|delta_?net|indexer|block_?scores?|hadamard|_rht_|solve_tril|rotate_quant|recompute_w|wy_repr|householder|\d+x\d+_inverse|delta_product|deltaformer|[bs]gmv"
+    rf"|{_B}b?mm|dot|att|mha|mla|mqa|gqa|sdpa|xqa|moe|mlp|(?<!upsample_)(?<!quantize_)linear|decode|kkt|[aw]\d+_?[aw](?:\w?fp)?\d+|experts?|nsa|fc\d*|proj|projection|lm_head|lora|sdd|dsd|dds|kda|gla|gdn{_E}"
 )
 
 #: Words for work that accompanies a product: a kernel with one of these in its name computes no product itself ...
 HELPER_WORDS = (
     r"(?<!all)(?<!all_)reduc(?!e_?scatter)|per_token_group_quant|finali[sz]e|(?<!chunk_)pre_?process|post_?process|prep_|metadata|repack|prepack"
-    r"|_to_marlin|workspace|fixup|align_?block|permut|indices|_ids|histogram|prefix_?sum|sort|top_?k|merge_?(?:states?|attn|vec|q(?![a-z]))"
+    r"|_to_marlin|workspace|fixup|align_?block|permut|indices|_ids|expert_id_|histogram|prefix_?sum|sort|top_?k|merge_?(?:states?|attn|vec|q(?![a-z]))"
     r"|kernel_stage2|decode_stage2|vsm_stage2|_args|convert|(?<!broad)cast_|(?:store|append|write|copy|update|concat|quant|and|cat)\w*cache"
     r"|cache_(?:copy|store|update)|_trans_|attentionsum|advance_step|smooth|mask_to|mask_kernel|softmax(?!_gemm)|dequant|layout|(?<!pre)shuffle"
     r"|rope|rotary|aux_loss|norm_kernel|_helper|moe_sum|expand_?(?:input|to)|strides|expert_?map|qkvzba|_cat_kernel|_info"
+    r"|(?:pre|post)_attn|(?<!gemm_)(?:moe|experts?)_combine|memcpy|memset|(?<![a-z])cop(?:y|ies)(?![a-z])|prefill_cache"
     r"|per_tensor_(?:amax|quant|scale)|states_fwd|varlen_states|gate_(?:fwd|bwd)|save_|init_|fused_recurrent|src2dst|(?:re|out|in)puts_kernel"
-    r"|^\W*_?(?:kernel_cutlass_kernel::)?(?:prepare(?!_\w*wy)|build|set|get|store|stage|alloc|compact|commit|update|assign|insert|count|plan|(?:pre|post)_reorder)_"
+    r"|^\W*_?(?:kernel_cutlass_kernel::)?(?:prepare(?!_\w*wy)|build|set|get|store|stage|alloc|compact|commit|update|assign|insert|count|plan|gen|generate|calc|(?:silu|gelu|act)_(?:and_)?mul|(?:pre|post)_reorder)_"
 )
 #: ... unless the product is the name's verb.
 _PRODUCT_VERB = (
     r"(?:gemm|matmul|moe)_kernel|moe_gemm|decode_stage1|fused_\w*(?:(?<!fb)gemm|bmm)"
     r"|gemm_\w*_(?:quant_kernel|split_cat)|gemm_\w*fusion|dequant\w*gemm|kernel_stage1"
+)
+
+#: Verbs that move data without arithmetic, and data. Neither proves anything alone: a product gathers its rows too.
+_MOVES = (
+    r"gather|scatter|shift|move|store|save|load|write|read|get|set|put|insert|append|push|pop|pull|dispatch|extract|expand|evict"
+    r"|drop|verify|collect|offload|assign|flatten"
+)
+_DATA = r"tokens?|ep|inputs?|rows?|ranks?|buffers?|entry|entries|elements?|samples?|reqs?|slots?|drafts?|pages?|halos?|tables?"
+#: Verbs that find out where data lies, and such places and numbers.
+_FINDS = rf"to|calc(?:ulate)?|compute|find|gen(?:erate)?|make|create|advance|filter|mark|record|prepare|build|update|{_MOVES}"
+_PLACES = (
+    r"index|idx|addr(?:s|ess|esses)?|offsets?|locs?|locations?|ids?|lens?|lengths?|seqlens?|masks?|ranks?|ptrs?|tables?|flags?"
+    r"|bounds|boundaries|ranges?|buckets?|mapping|capacity|owners?|inputs|cu_blocks"
+)
+#: Torch's pointwise operators whose names are also words for tiles and modes.
+_POINTWISE = r"eq|ne|ge|gt|le|lt|round|sign|square|threshold|tan|angle|not|and|or|xor|rsub|copysign|addr|diff|swap"
+#: Words that name no operation: the kernel's form, its dtypes and its data.
+_NEUTRAL = (
+    r"[a-z]|kernel|ker|impl|triton|cuda|jit|func|function|fwd|bwd|forward|backward|fw|bw|fused|fast|simple|naive|vec|vectorized?|bf|fp|half"
+    r"|float|double|int|uint|from|by|of|in|on|for|with|the|per|last|first|next|prev|current|new|old|cur|num|total|local|global|same|batch"
+    r"|batched|flat|dim|along|col|device|host|gpu|cpu|output|src|dst|source|target|out|grad|seq|sequence|requests?|spec|speculative|single|multi|static"
+    r"|dynamic|large|small|opt|optimized|strided|contiguous|varlen|paged|ragged|jagged|padded|binned|masked|kv|blocks?|inplace|tensor"
+    r"|scalar|op|one|two|step|cu|cutlass"
+)
+#: A function that moves data or finds out where it lies, and whose last name has no word that is not listed above.
+_MOVES_ONLY = (
+    rf"(?:^|::)(?=(?=\w*{_B}{_MOVES}{_E})\w*{_B}{_DATA}{_E}|(?=\w*{_B}{_FINDS}{_E})\w*{_B}{_PLACES}{_E}"
+    rf"|\w*{_B}{_POINTWISE}{_E})"
+    rf"(?!\w*(?<![a-z])(?!{_B}{'|'.join((_MOVES, _DATA, _FINDS, _PLACES, _POINTWISE, _NEUTRAL))}{_E})[a-z])\w+$"
 )
 
 #: Words for products of few rows, which CUDA cores compute as dot products.
@@ -115,7 +146,7 @@ OTHER_WORDS = (
     r"|token_id|token_shift|count|cumsum|cumprod|prefix|compar|radix|segments|segment_(?:sum|reduce|mean|max)"
     r"|segsum|fillfunctor|fill_|memory|delay|noop|dummy|init_|initial|signal|wait|unary|binary_op|op_?tensor|tensor_?op|bias|scaling|scale_"
     r"|_scale|grid_sampler|logits|bucketize|linearize|cache(?<!prompt_cache)(?<!_k_cache)|functor|permutation|window"
-    r"|shuffle|broadcast|flush|bounds_check|eigenmetakernel|spmv|trsm|trsv|getrf|potrf|larft|geqr|gesvd|syev"
+    r"|shuffle|broadcast|flush|bounds_check|log_?prob|split_?qkv|eigenmetakernel|spmv|trsm|trsv|getrf|potrf|larft|geqr|gesvd|syev"
     r"|addcmul|addcdiv|state_passing|_lens|mapping|_map_|_info|csr|marker|restore|_trans_|preprocess|position|kernel_stage2|smooth"
     r"|rowwise_to|float_to|fp\d+_to|_to_(?:fp|float|mxfp|q_)|(?:get|set)_rows|bcast|dcpy|(?:cuda|fake)cast|exponent|divide|check_|assert|clean"
     r"|clear|set_value|vector_set|finali[sz]e|numerics|nonfinite|_stats|publish|tensormaps|reorder|rearrange|remap|selective_state"
@@ -123,10 +154,15 @@ OTHER_WORDS = (
     r"|reconstruct|make_sequential|thd_|stochastic_round|sparse24_|kernel_args|descriptors|transform(?:4d)?_0|to_dense_|compute_cuda_kernel|gen_seq"
     r"|batched_ptrs|pointers|strides|expand_?input|dispatch_(?:kernel|token)|fillgaps|curand|cudnn::(?:ops|bn)|timestep|mse"
     r"|(?:exact|approx)_(?:forward|backward)|(?:loop|input|wrapped)_\w*(?:fusion|add|mul|reduce)"
-    rf"|{_B}add|mul|sub(?!_chunk)|div|max|min|sum|mean|exp|log|sqrt|pow|cos|sin|erf|abs|neg|cat|pad|act|cast|fill|mask|scale|slice|where|roll"
-    rf"|flip|repeat|stack|ln|rms|bn|gn|lamb|sgd|lars|lion|ce|jsd|zeros?|empty|cub|axpy|scal|nrm2|iamax|asum|swap|clip|unfold|fold|cpy"
+    rf"|{_B}add|addition|mul|sub(?!_chunk)|div|max|min|sum|mean|exp|log|sqrt|pow|cos|sin|erf|abs|neg|cat|pad|act|cast|fill|mask|scale|slice|where|roll"
+    rf"|flip|repeat|stack|ln|rms|bn|gn|lamb|sgd|lars|lion|ce|jsd|zeros?|empty|cub|[sdcz]?axpy|scal|nrm2|iamax|asum|clip|unfold|fold|cpy"
     rf"|tri|acc|any|all|ones|isin|nonzero|multinomial|prod|uniform|eye|logspace|trace|std|var|vstack|bitmask|log_?probs?|logsumexp|lookup"
-    rf"|hash|select|rejection|accept(?:ance)?|fused_recurrent|plan|replay{_E}"
+    rf"|hash|select|rejection|accept(?:ance)?|fused_recurrent|plan|replay"
+    rf"|rsqrt|expm1|log1p|log2|log10|atan\d?|asin|acos|[sc]inh|is_?(?:nan|inf|finite|close)|nan_to_num|lerp|hypot|logaddexp\d?|softplus|mish|[cs]?elu"
+    rf"|hard(?:tanh|swish|shrink)|soft(?:sign|shrink)|bitwise|logical|reciprocal|maximum|minimum|cum(?:max|min)|searchsorted|one_?hot|trunc|floor|ceil"
+    rf"|fmod|remainder|masked_(?:fill|select|scatter)|quantile|median|minmax|lgamma|digamma|gumbel|noise|bernoulli|ema|foreach|adagrad"
+    rf"|rmsprop|adadelta|adafactor|nll|tvd|dyt|grpo|huber|hinge|triplet|iota|meshgrid|sync|notify|sleep|spin|checksum|bbox|boxes|iou|resize|crop|voxel"
+    rf"|bad_?words|min_p|temperature|gather_?backward|scatter_?add|slice_scatter|select_scatter{_E}"
 )
 
 FAMILIES = (
@@ -146,11 +182,12 @@ FAMILIES = (
         "communication",
         "other",
         "communication",
-        "ccl nvshmem shmem reduce gather cross_device multimem userbuffers deep_ep alltoall all_to_all fusion_kernel",
+        "ccl nvshmem shmem reduce gather cross_device multimem userbuffers deep_ep alltoall all_to_all fusion_kernel p2p "
+        "inter_node intra_node",
         "communication between GPUs",
         "traces; NCCL, RCCL, NVSHMEM, DeepEP, TransformerEngine",
         "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevComm*)",
-        r"(?<![a-z])(?:n|r|ms|one|h)ccl|shmem|all_?reduce|reduce_?scatter|all_?gather|cross_device|multimem|userbuffers|deep_ep|all_?to_?all",
+        r"(?<![a-z])(?:n|r|ms|one|h)ccl|shmem|all_?reduce|reduce_?scatter|all_?gather|cross_device|multimem|userbuffers|deep_ep|all_?to_?all|p2p|int(?:er|ra)_node",
         none_of=("gemm", "matmul"),
         own=True,
     ),
@@ -185,7 +222,8 @@ FAMILIES = (
         "an AMD product: matrix cores are not Tensor Cores",
         "traces; Tensile, MIOpen, composable_kernel, AITER",
         "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT32x32x256_MI16x16x1_SN",
-        r"cijk_|igemm_\w*gtcx|xdl|mfma|(?:gemm|conv|contraction)\w*_cshuffle|wmma_gfx|(?:ck|ck_tile|aiter)::.*(?:gemm|fmha|conv|attention|contraction|moe|mla|matmul)"
+        r"cijk_|igemm_\w*gtcx|xdl|mfma|(?:gemm|conv|contraction)\w*_cshuffle|wmma_gfx"
+        rf"|(?:(?:ck|ck_tile)::|aiter::(?![^<]*(?:{HELPER_WORDS}))).*(?:gemm|fmha|conv|attention|contraction|moe|mla|matmul)"
         r"|miopen\w*conv|gridwise_\w*(?:conv|gemm)|naive_conv_|gemm_\w*_gfx\d|ll4mi_qkv|wvsplitk",
         none_of=("generic_reduce",),
     ),
@@ -682,6 +720,16 @@ WORDS = (
         "traces; Triton and CUDA kernels of vLLM, Liger, apex, TransformerEngine, FBGEMM, ggml",
         "_rms_norm_forward_kernel",
         OTHER_WORDS,
+    ),
+    Rule(
+        "moves-only",
+        "other",
+        "",
+        "",
+        "by all words of its name a move of data, or the bookkeeping of where it lies: no matrix product",
+        "Triton and CUDA kernels of Megatron, SGLang, vLLM, DeepSpeed",
+        "_gather_tokens_kernel",
+        _MOVES_ONLY,
     ),
 )
 

@@ -11,13 +11,13 @@ from functools import lru_cache
 _MANGLED = re.compile(r"L[a-z]n?\d*E|DF\d+[b_x]?|[ST][0-9A-Z]*_|(\d+)(?=[A-Za-z_])|([IJ])|.", re.DOTALL)
 
 #: The CuTe DSL writes this between a Python function's name and the types of its arguments.
-_ARGUMENTS_OF_PYTHON = "_object_at_"
+_ARGUMENTS_OF_PYTHON = re.compile(r"_object_at_|(?<=kernel)_tensorptr")
 #: Before that stand a method, its module's path without dots, and its class. The path says only where the file lies.
 _METHOD_OF_CLASS = re.compile(
-    r"kernel_cutlass_(\w+?(?=___main__)|(?:[a-z0-9_]*?_)?kernel(?:_impl)?|)[a-z0-9_]*?_*([A-Z]\w*?)_object_at_"
+    r"kernel_cutlass_(\w+?(?=___main__)|(?:[a-z0-9_]*?_)??kernel(?:_impl)?|)[a-z0-9_]*?_*([A-Z]\w*?)_object_at_"
 )
-#: Where a word begins within a class's name: SparseMLADecode, Sm100Gemm.
-_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+#: Where a word begins within a class's name: SparseMLADecode, Sm100Gemm, MoESwap.
+_WORD = re.compile(r"(?<=[a-z0-9])(?!(?<=Mo)E)(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _OPEN = "<({["
 
 #: Maximum number of letters read. A name's start says what the kernel is, and some patterns take quadratic time in the length.
@@ -81,7 +81,7 @@ def _function_and_arguments(name: str) -> tuple[str, str]:
     path: list[str] = []
     arguments: list[str] = []
     brackets: list[str] = []
-    for letter in name.partition(_ARGUMENTS_OF_PYTHON)[0]:
+    for letter in _ARGUMENTS_OF_PYTHON.split(name, maxsplit=1)[0]:
         if letter == "(" and path and not brackets:
             break
         if brackets:
