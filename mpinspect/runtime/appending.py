@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
+from mpinspect.runtime.finalizing import until_finalized
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -42,6 +44,7 @@ class AppendedFile:
         self.size = size
         self._torn = False
 
+    @until_finalized
     def __del__(self) -> None:
         # A file that was dropped after an error is closed without a warning.
         with contextlib.suppress(OSError):

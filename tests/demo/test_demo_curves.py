@@ -16,6 +16,7 @@ from mpinspect.demo.loss_curves import Curve
 from mpinspect.demo.runs import FP32, Setting, Text, Way
 from mpinspect.ranges.session import Session
 from mpinspect.run.diff import diff
+from mpinspect.runtime import appending
 from mpinspect.training.mixed_precision import MixedPrecision
 
 TINY = Setting(steps=5, batch_tokens=64, tokens=20_000, vocabulary=64, validate_every=2)
@@ -391,12 +392,11 @@ def test_a_chart_is_written_in_full_or_not_at_all(tmp_path, monkeypatch):
     assert plot_curves.save([curve("FP32")], path, "title") == path
     before = path.read_bytes()
     assert before.startswith(b"\x89PNG")
-    from pathlib import Path
 
-    def full(self, data):
+    def full(file, data):
         raise OSError("disk full")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(appending, "write_all", full)
     with pytest.raises(OSError, match="disk full"):
         plot_curves.save([curve("FP32"), curve("FP16")], path, "title")
     assert [file.name for file in tmp_path.iterdir()] == ["curves.png"]

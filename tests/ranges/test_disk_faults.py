@@ -471,7 +471,7 @@ def test_a_moved_run_does_not_overwrite_the_run_that_has_its_name_now(tmp_path: 
 
 
 def test_paths_that_are_used_later_do_not_follow_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
     here.mkdir()
@@ -487,8 +487,10 @@ def test_paths_that_are_used_later_do_not_follow_the_working_directory(
     callback.detach()
     assert (here / "runs" / "b" / FILE_NAME).exists()
     ending.finish()
+    assert (here / "runs" / "a" / "report.html").exists()
+    assert not (tmp_path / "runs").exists()
     # As the user writes it in the shell that the launch came from.
-    assert capfd.readouterr().err.endswith("to explore in a browser: runs/a/report.html\n")
+    assert ending._shown(ending.directory / "report.html") == "runs/a/report.html"
 
 
 @pytest.mark.parametrize("name", [f"{FILE_NAME}.rewriting", f"{FILE_NAME}.rewriting.0"])

@@ -324,7 +324,7 @@ def test_a_rank_that_failed_is_named_and_reports_for_all(tmp_path):
     # The launcher would have stopped the first before its own end.
     assert cause in first
     assert cause in second
-    assert "to explore in a browser: " in second
+    assert "mpinspect: the whole report: " in second
 
 
 def test_a_second_rank_that_fails_leaves_the_report_to_the_first(tmp_path):
