@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import threading
 import time
@@ -199,7 +200,7 @@ class Ending:
         else:
             if self.speaks and report.holds_more_than_its_verdict:
                 page, whole = self._shown(self.directory / PAGE), self._shown(self._whole)
-                say(f"the whole report: {page} (mpinspect report {whole} prints it)")
+                say(f"the whole report: {page} (mpinspect report {shlex.quote(str(whole))} prints it)")
 
     @property
     def _is_rank(self) -> bool:
