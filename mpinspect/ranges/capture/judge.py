@@ -17,9 +17,10 @@ import torch
 from mpinspect.ranges.capture import culprit
 from mpinspect.ranges.capture.calls import StepCalls
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, SCALED_LOSS, Seen
+from mpinspect.ranges.capture.device_magnitudes import StepMagnitudes
 from mpinspect.ranges.capture.host_rows import HostCopy, copy_groups
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
-from mpinspect.ranges.capture.largest import Value, from_stacked, is_broken, on_host, stacked
+from mpinspect.ranges.capture.largest import NOT_READ, Value, from_stacked, is_broken, on_host, stacked
 from mpinspect.ranges.capture.loss_scale import BackwardScale
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
@@ -62,8 +63,8 @@ class StepLog:
     is_later_stage: bool = False
     #: Whether calls of modules that are called often in one forward were not observed.
     is_partial: bool = False
-    #: Whether an output whose value is already known is not finite.
-    broken: bool = False
+    #: Whether an output is not finite, or is on a device, so that this is not known yet.
+    may_be_broken: bool = False
     #: Modules that can't have made the first infinity or NaN; None unless determined before the optimizer's step.
     innocent: frozenset[str] | None = None
     scale: BackwardScale | None = None
@@ -73,6 +74,8 @@ class StepLog:
     #: The last micro-batch whose backward began when the loop had cleared all gradients of those before.
     dropped_before: int | None = None
     found_inf: list[torch.Tensor] = field(default_factory=list)
+    #: What holds the values of the readings that are slots.
+    magnitudes: list[StepMagnitudes] = field(default_factory=list)
     #: Whether ``backward_broke`` has found such a gradient, and how many readings it has searched.
     _broke: bool = False
     _searched: int = 0
@@ -93,7 +96,7 @@ class _Travelling:
 
     def ready(self) -> bool:
         copies = [copy for _, copy in self.copies] + ([self.found_inf] if self.found_inf is not None else [])
-        return all(copy.ready() for copy in copies)
+        return all(copy.ready() for copy in copies) and all(each.ready() for each in self.log.magnitudes)
 
 
 class Judge:
@@ -164,7 +167,7 @@ class Judge:
 
     def _judge(self, arrived: _Travelling) -> Event | None:
         log = arrived.log
-        largest = _largest(log.readings, arrived.copies)
+        largest = _largest(log, arrived.copies)
         if arrived.found_inf is not None:
             log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
             self._skips_on_device += log.skipped
@@ -201,7 +204,7 @@ class Judge:
 
     def _remember(self, log: StepLog, largest: list[float]) -> None:
         for reading, value in zip(log.readings, largest, strict=True):
-            if not reading.is_input:
+            if not reading.is_input and value != NOT_READ:
                 self._history.remember((reading.name, reading.what), value)
 
     def _event(self, found: culprit.Culprit, seen: list[Seen], log: StepLog) -> Event:
@@ -250,10 +253,19 @@ def _seen(readings: Iterable[Reading], largest: Iterable[float]) -> list[Seen]:
     ]
 
 
-def _largest(readings: list[Reading], copies: list[tuple[list[int], HostCopy]]) -> list[float]:
-    """Return the largest magnitude of each reading, which may be inf or NaN."""
-    largest = [reading.value if isinstance(reading.value, float) else 0.0 for reading in readings]
+def _largest(log: StepLog, copies: list[tuple[list[int], HostCopy]]) -> list[float]:
+    """Return the largest magnitude of each reading, which may be inf, NaN or NOT_READ; leave lost readings out of the log."""
+    largest = [_known(reading.value) for reading in log.readings]
     for indices, copy in copies:
         for index, value in zip(indices, from_stacked(copy.values()), strict=True):
             largest[index] = value
-    return largest
+    if None in largest:
+        log.readings = [reading for reading, value in zip(log.readings, largest, strict=True) if value is not None]
+    return [value for value in largest if value is not None]
+
+
+def _known(value: Value) -> float | None:
+    """Return what a value is by itself; 0 where a copy of its tensors tells."""
+    if isinstance(value, float):
+        return value
+    return 0.0 if isinstance(value, tuple) else value.largest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,21 @@ from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.counting.pieces import detached_values
 from mpinspect.runtime.distributed import local_part
 
-#: The largest magnitude (may be inf or NaN), or tensors to derive it from: (minimum, maximum) or (row of counts,).
-Value = float | tuple[torch.Tensor, ...]
+#: In place of a largest magnitude: a device was not to read the tensor, since everything was finite that was read after it.
+NOT_READ = -1.0
+
+
+class Slot(Protocol):
+    """A place on a device that will have a tensor's largest magnitude."""
+
+    def largest(self) -> float | None:
+        """Return the largest magnitude, once its step has been sent to the host: NOT_READ if the device was not to read the
+        tensor, None if it could not. Waits for the device if the copy is not complete."""
+
+
+#: The largest magnitude (may be inf or NaN), a slot that will have it, or tensors to derive it from: (minimum, maximum) or
+#: (row of counts,).
+Value = float | Slot | tuple[torch.Tensor, ...]
 #: What an observer found in a tensor: its largest magnitude, or its row of counts.
 Found = torch.Tensor | Value
 
@@ -79,7 +92,7 @@ def on_host(value: Value) -> float | None:
     """Return the largest magnitude as a number, reading CPU tensors if needed; None if it is still on a device."""
     if isinstance(value, float):
         return value
-    if value[0].device.type != "cpu":
+    if not isinstance(value, tuple) or value[0].device.type != "cpu":
         return None
     if len(value) == 1:
         return from_row(value[0].numpy())
@@ -88,7 +101,7 @@ def on_host(value: Value) -> float | None:
 
 def is_broken(value: Value) -> bool | None:
     """Return whether a tensor is not finite; None if its largest magnitude is still on a device."""
-    if not isinstance(value, float) and len(value) == 1 and value[0].device.type == "cpu":
+    if isinstance(value, tuple) and len(value) == 1 and value[0].device.type == "cpu":
         heads = value[0].numpy()
         return bool(heads[layout.INFS] or heads[layout.NANS])
     largest = on_host(value)

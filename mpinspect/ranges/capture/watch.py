@@ -14,7 +14,10 @@ from dataclasses import replace
 
 import torch
 
+from mpinspect.counting.cuda import available
+from mpinspect.ranges.capture import device_magnitudes
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS
+from mpinspect.ranges.capture.device_magnitudes import LEARNING_STEPS, DeviceMagnitudes
 from mpinspect.ranges.capture.judge import Judge, Reading, StepLog
 from mpinspect.ranges.capture.largest import Found, Value, extremes, largest_of
 from mpinspect.ranges.capture.observations import (
@@ -34,8 +37,8 @@ from mpinspect.ranges.session import Event, TensorKey
 from mpinspect.runtime.distributed import is_distributed, is_from_stage_before, local_part, world_size
 from mpinspect.runtime.guard import Unread
 
-#: Number of steps in which the watch learns which outputs containers return.
-_LEARNING_STEPS = 3
+#: Kinds of tensor that other tensors are made of: an infinity or NaN in one is mostly seen in those, too.
+_PASSED_ON = (ACTIVATION, ACTIVATION_GRADIENT)
 
 
 class Watch(Observer):
@@ -71,10 +74,14 @@ class Watch(Observer):
         self._choice = choice
         self._judge = Judge(modules, self.unread)
         self._log = StepLog()
+        self._containers = {path for path, module in modules.items() if next(module.children(), None) is not None}
+        self._on_devices: dict[torch.device, DeviceMagnitudes] = {}
+        #: Whether every tensor of this step is read, also where it lies on a device and everything is finite.
+        self._reads_all = True
         #: The last watched steps that follow an unwatched step; eight suffice, since events are at most a few steps late.
         self._after_pause: deque[int] = deque(maxlen=8)
         #: The previous output and its largest magnitude.
-        self._last_output: LastValues[float] = LastValues()
+        self._last_output: LastValues[Value] = LastValues()
         self._last_module = ""
         #: Modules whose output a container has been seen to return.
         self._handed_on: set[str] = set()
@@ -108,7 +115,7 @@ class Watch(Observer):
                 if not is_input:
                     row = None if rows is None else rows.get(id(tensor))
                     finite = self._output(path, tensor, number, call.micro_batch, row) and finite
-        if not finite or self._log.broken:
+        if not finite or self._log.may_be_broken:
             self._read_inputs(path, inputs, call.micro_batch)
 
     def _output(
@@ -129,18 +136,16 @@ class Watch(Observer):
         self._log.last_output = reading
         if reading is None:
             return True
-        if not isinstance(reading.value, float):
-            return False
-        if self._steps < _LEARNING_STEPS or module in self._handed_on:
-            # A container may return this output: after the first steps the watch knows which outputs those are.
-            self._last_output.keep(tensor, reading.value)
-            self._last_module = module
-        else:
-            self._last_output.forget()
-        if math.isfinite(reading.value):
-            return True
-        self._log.broken = True
-        return False
+        broken = reading.is_broken
+        self._log.may_be_broken |= broken is not False
+        if not isinstance(reading.value, tuple):
+            if self._steps < LEARNING_STEPS or module in self._handed_on:
+                # A container may return this output: after the first steps the watch knows which outputs those are.
+                self._last_output.keep(tensor, reading.value)
+                self._last_module = module
+            else:
+                self._last_output.forget()
+        return broken is False
 
     def _read_inputs(self, module: str, inputs: Iterable[torch.Tensor], micro_batch: int) -> None:
         """Read the inputs that no observed module produced, because an output may be non-finite."""
@@ -301,6 +306,7 @@ class Watch(Observer):
             self._after_pause.append(self._clock.step)
         self.at_work = watched
         self._broken_weights.begin_step()
+        self._reads_all = sampled or self._clock.measured
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Start copying the step's values to the host; record events of steps whose values have arrived. Does not wait."""
@@ -308,6 +314,13 @@ class Watch(Observer):
         log.calls.forget_tensors()
         self._last_output.forget()
         log.step, log.is_partial = step, self._choice.any_left_out
+        for magnitudes in self._on_devices.values():
+            try:
+                sent = magnitudes.send()
+            except Exception as error:
+                self._kernels_failed(error)
+            else:
+                log.magnitudes += [] if sent is None else [sent]
         if log.readings or log.found_inf:
             self._steps += 1
             self._judge.send(log)
@@ -348,7 +361,7 @@ class Watch(Observer):
         found: Found | None,
         is_input: bool = False,
     ) -> Reading | None:
-        value = self._read(name, what, tensor, found, phase == FORWARD, signed=is_input and phase == FORWARD)
+        value = self._read(name, what, tensor, found, phase == FORWARD, is_input=is_input and phase == FORWARD)
         if value is None:
             return None
         reading = Reading(phase, what, name, module, number, micro_batch, value, is_input, tensor.dtype)
@@ -363,14 +376,35 @@ class Watch(Observer):
         found: Found | None,
         at_once: bool,
         *,
-        signed: bool = False,
+        is_input: bool = False,
     ) -> Value | None:
         """Return a tensor's largest magnitude; None if the tensor has no values or can't be read.
 
-        ``signed``: read both extremes, which tell a mask's -inf from other infinities.
+        ``is_input``: of an input both extremes are read, which tell a mask's -inf from other infinities.
         """
         try:
-            return extremes(local_part(tensor)) if signed else largest_of(tensor, found, at_once)
+            if found is None and device_magnitudes.is_on_device(tensor):
+                value = self._on_device(name, what, local_part(tensor), is_input)
+                if value is not None:
+                    return value
+            return extremes(local_part(tensor)) if is_input else largest_of(tensor, found, at_once)
         except Exception as error:
             self.unread.failed(TensorKey(name, what), error)
             return None
+
+    def _on_device(self, name: str, what: str, tensor: torch.Tensor, is_input: bool) -> Value | None:
+        """Return the slot of a tensor on a CUDA device; None if it must be read alone."""
+        magnitudes = self._on_devices.get(tensor.device)
+        if magnitudes is None:
+            magnitudes = self._on_devices[tensor.device] = DeviceMagnitudes(tensor.device)
+        always = not is_input and (self._reads_all or what not in _PASSED_ON or name in self._containers)
+        try:
+            return magnitudes.read(tensor, f"{what} {name}{' in' * is_input}", always=always)
+        except Exception as error:
+            self._kernels_failed(error)
+            return None
+
+    def _kernels_failed(self, error: Exception) -> None:
+        """Go on without the kernels; what was to be read by the launch that failed is lost."""
+        available.gave_up(error)
+        self._recording.note(available.trouble())

@@ -1,0 +1,245 @@
+"""The largest magnitudes of tensors on a CUDA device, found by one kernel for many tensors and sent to the host in one copy.
+
+Reading every output and gradient costs a training step on a GPU twice: the memory is read once more, and each launch takes the
+host as long as a small layer. So tensors are held and read in groups. In a step that is not sampled, most of a group is read
+only if something in the step is not finite: the kernel is given those tensors too, but each of its blocks first looks at one
+word on the device, which a non-finite value sets. What is always read is what later tensors are made of: the outputs of
+containers, the gradients at them, and the last of each group. An infinity that vanishes within a group (in a ReLU, say) is
+therefore seen at sampled steps alone.
+
+A held tensor is an alias of its memory. One that was changed in place before its group was read is lost; the tensors of its
+name are read at once from then on. The first steps read at once, to learn these names.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mpinspect.counting.cuda import available
+from mpinspect.counting.pieces import fills_its_memory
+from mpinspect.ranges.capture.host_rows import HostCopy
+from mpinspect.ranges.capture.largest import NOT_READ, Slot
+
+#: Steps in which tensors are read at once, to learn which are changed in place afterwards.
+LEARNING_STEPS = 3
+#: Bytes that are held, at most: this, or this part of the device's memory if that is more.
+_HELD_BYTES, _HELD_PART = 64 << 20, 256
+#: Initial number of slots. A buffer that was too small is followed by one of twice the size.
+_FIRST_CAPACITY = 1024
+#: The slot that is set to 1 by any value that is not finite.
+_BROKEN = 0
+
+
+class Kernels(Protocol):
+    """What reads tensors on the device."""
+
+    DTYPES: Any
+
+    def largest_many(
+        self, tensors: list[torch.Tensor], slots: torch.Tensor, places: list[int], only_if_broken: bool
+    ) -> None: ...
+
+    def largest_of_slots(self, slots: npt.NDArray[np.uint64], is_double: bool) -> list[float]: ...
+
+
+class StepMagnitudes:
+    """The slots of one step on one device, int64 of shape (slots,), and their copy on the host once it was sent."""
+
+    def __init__(self, slots: torch.Tensor, kernels: Kernels, stream: Any) -> None:
+        self.slots: torch.Tensor | None = slots
+        self.stream = stream
+        self.used = _BROKEN + 1
+        #: Slots of tensors that could not be read, or that were changed before.
+        self.lost: set[int] = set()
+        self._kernels = kernels
+        self._copy: HostCopy | None = None
+        self._found: dict[bool, list[float]] = {}
+
+    def send(self) -> None:
+        """Copy the slots to the host. Does not wait."""
+        assert self.slots is not None
+        with _on(self.stream):
+            self._copy = HostCopy(self.slots[: self.used])
+        self.slots = None
+
+    def ready(self) -> bool:
+        """Return whether the copy is complete; does not wait."""
+        return self._copy is None or self._copy.ready()
+
+    def largest(self, slot: int, is_double: bool) -> float | None:
+        """Return the magnitude in a slot, as ``Slot.largest`` does."""
+        if slot in self.lost or self._copy is None:
+            return None
+        if is_double not in self._found:
+            values = self._copy.values().view(np.uint64)
+            found = self._kernels.largest_of_slots(values, is_double)
+            self._found[is_double] = [
+                value if filled else NOT_READ for value, filled in zip(found, (values != 0).tolist(), strict=True)
+            ]
+        return self._found[is_double][slot]
+
+
+class StepSlot:
+    """The largest magnitude of one tensor, on the device until its step has been sent and has arrived."""
+
+    __slots__ = ("_is_double", "_slot", "_step")
+
+    def __init__(self, step: StepMagnitudes, slot: int, is_double: bool) -> None:
+        self._step, self._slot, self._is_double = step, slot, is_double
+
+    def largest(self) -> float | None:
+        """Return the largest magnitude, as ``Slot.largest`` says."""
+        return self._step.largest(self._slot, self._is_double)
+
+
+class _Held(NamedTuple):
+    values: torch.Tensor
+    version: int
+    #: None: already read, and held to see whether it is changed.
+    slot: int | None
+    always: bool
+    name: str
+
+
+class DeviceMagnitudes:
+    """Finds the largest magnitudes of the tensors of one capture on one CUDA device.
+
+    Args:
+        device: with an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._capacity = _FIRST_CAPACITY
+        self._open: StepMagnitudes | None = None
+        self._held: list[_Held] = []
+        self._bytes = 0
+        self._most = max(_HELD_BYTES, _memory_of(device) // _HELD_PART)
+        self._steps = 0
+        #: Names of tensors that are changed in place soon after they were made.
+        self._changed: set[str] = set()
+
+    def read(self, tensor: torch.Tensor, name: str, *, always: bool, at_once: bool = False) -> Slot | None:
+        """Read a tensor, now or with those that follow. Never waits for the GPU.
+
+        Args:
+            name: the same for the same tensor of every step.
+            always: whether to read it although everything is finite.
+            at_once: whether it may change before those that follow have arrived.
+
+        Returns:
+            None if these kernels can't read it: another layout or dtype, another stream than the step's first, no kernels.
+        """
+        kernels: Any = available.counter()
+        values = tensor.detach()
+        if kernels is None or not _is_readable(values, kernels):
+            return None
+        step = self._open or self._begin(kernels)
+        assert step.slots is not None
+        if step.used == len(step.slots) or (step.stream is not None and step.stream != _stream(self._device)):
+            self._capacity = max(self._capacity, 2 * step.used)
+            return None
+        slot, step.used = step.used, step.used + 1
+        is_learning = self._steps < LEARNING_STEPS
+        if at_once or is_learning or name in self._changed:
+            kernels.largest_many([values], step.slots, [slot], False)
+        if not at_once and name not in self._changed:
+            self._hold(_Held(values, _version(values), None if is_learning else slot, always, name))
+        return StepSlot(step, slot, values.dtype is torch.float64)
+
+    def flush(self) -> None:
+        """Read what is held. Does not wait.
+
+        Raises:
+            Exception: the kernels failed; what was held is lost.
+        """
+        held, self._held, self._bytes = self._held, [], 0
+        step = self._open
+        if step is None or step.slots is None:
+            return
+        intact: list[_Held] = []
+        for each in held:
+            if _version(each.values) == each.version and each.values.data_ptr():
+                intact.append(each)
+            else:
+                self._changed.add(each.name)
+                step.lost.update(() if each.slot is None else (each.slot,))
+        intact = [each for each in intact if each.slot is not None]
+        if not intact:
+            return
+        last = intact[-1]
+        groups = (
+            [each for each in intact if each.always or each is last],
+            [each for each in intact if not each.always and each is not last],
+        )
+        try:
+            kernels: Any = available.counter()
+            with _on(step.stream):
+                for group, only_if_broken in zip(groups, (False, True), strict=True):
+                    if group:
+                        places = [each.slot for each in group]
+                        kernels.largest_many([each.values for each in group], step.slots, places, only_if_broken)
+        except Exception:
+            step.lost.update(each.slot for each in intact if each.slot is not None)
+            raise
+
+    def send(self) -> StepMagnitudes | None:
+        """Read what is held, copy the step's magnitudes to the host and begin the next step. Does not wait."""
+        try:
+            self.flush()
+        finally:
+            step, self._open = self._open, None
+            self._steps += step is not None
+            if step is not None:
+                step.send()
+        return step
+
+    def _begin(self, kernels: Kernels) -> StepMagnitudes:
+        with torch.inference_mode(False):
+            slots = torch.zeros(self._capacity, dtype=torch.int64, device=self._device)
+        self._open = StepMagnitudes(slots, kernels, _stream(self._device))
+        return self._open
+
+    def _hold(self, held: _Held) -> None:
+        self._held.append(held)
+        self._bytes += held.values.nbytes
+        if self._bytes > self._most:
+            self.flush()
+
+
+def is_on_device(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies where kernels can read it while the host goes on."""
+    return tensor.is_cuda
+
+
+def _is_readable(values: torch.Tensor, kernels: Kernels) -> bool:
+    return (
+        type(values) is torch.Tensor
+        and values.layout is torch.strided
+        and values.dtype in kernels.DTYPES
+        and values.numel() > 0
+        and (values.is_contiguous() or fills_its_memory(values))
+        and not values.is_neg()
+        and values.data_ptr() != 0
+    )
+
+
+def _version(values: torch.Tensor) -> int:
+    return -1 if values.is_inference() else values._version
+
+
+def _memory_of(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
+
+
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _on(stream: Any) -> Any:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
