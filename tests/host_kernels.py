@@ -1,17 +1,24 @@
-"""In place of the kernels of a CUDA device: the same results, of CPU tensors, so that what reads a device's tensors late is tested here.
+"""In place of the kernels of a CUDA device: the same results of CPU tensors, to test here what reads tensors late.
+
 
 ``pytest -p host_kernels`` runs any tests so.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import sys
+from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
+from mpinspect.counting import reference
+from mpinspect.counting.bits import merge_rows
 from mpinspect.counting.cuda import available
 from mpinspect.counting.pieces import COUNTABLE
 from mpinspect.ranges.capture import device_magnitudes
@@ -19,27 +26,50 @@ from mpinspect.ranges.capture import device_magnitudes
 DTYPES = COUNTABLE
 
 
-def largest_many(tensors: list[torch.Tensor], slots: torch.Tensor, places: list[int], only_if_broken: bool) -> None:
-    if only_if_broken and not slots[0]:
+#: How many tensors were read, and how many were not, since nothing was broken.
+READ, SPARED = "read", "spared"
+calls: Counter[str] = Counter()
+
+
+def largest_many(tensors: list[torch.Tensor], slots: list[int], broken: torch.Tensor, only_if_broken: bool) -> None:
+    if only_if_broken and not broken:
+        calls[SPARED] += len(tensors)
         return
-    for tensor, place in zip(tensors, places, strict=True):
-        values = tensor.double().abs().reshape(-1)
-        key = int(values.max().view(torch.int64)) if not values.isnan().any() else int(torch.tensor(math.nan).double().view(torch.int64))
-        is_positive = bool((tensor == math.inf).any()) and not values.isnan().any()
-        slots.numpy().view(np.uint64)[place] = 1 + 2 * (key & 0x7FFF_FFFF_FFFF_FFFF) + is_positive
+    calls[READ] += len(tensors)
+    for tensor, slot in zip(tensors, slots, strict=True):
+        wide = tensor if tensor.dtype is torch.float64 else tensor.float()
+        bits = wide.reshape(-1).numpy().view(f"u{wide.itemsize}").astype(np.uint64)
+        sign = np.uint64(1 << (8 * wide.itemsize - 1))
+        infinity = np.uint64(0x7FF << 52 if wide.itemsize == 8 else 0xFF << 23)
+        keys = (bits & ~sign) * np.uint64(2) + (bits == infinity)
+        ctypes.c_uint64.from_address(slot).value = 1 + int(keys.max())
         if not tensor.isfinite().all():
-            slots[0] = 1
+            broken.fill_(1)
 
 
-def largest_of_slots(slots: npt.NDArray[np.uint64], is_double: bool) -> list[float]:
-    found = ((slots - np.uint64(1)) >> np.uint64(1)).view(np.float64)
-    negative = ((slots - np.uint64(1)) & np.uint64(1)) == 0
-    return [-value if value == math.inf and minus else value for value, minus in zip(found.tolist(), negative.tolist(), strict=True)]
+def largest_of_slots(slots: npt.NDArray[np.uint64], is_double: bool) -> list[float | None]:
+    keys = slots - np.uint64(1)
+    magnitudes = keys >> np.uint64(1)
+    found = magnitudes.view(np.float64) if is_double else magnitudes.astype(np.uint32).view(np.float32).astype(float)
+    found = np.where((found == math.inf) & ((keys & np.uint64(1)) == 0), -math.inf, found)
+    return [value if slot else None for value, slot in zip(found.tolist(), slots.tolist(), strict=True)]
+
+
+def add_many(counted: list[Counted]) -> None:
+    for each in counted:
+        add(*each)
+
+
+def add(values: torch.Tensor, row: torch.Tensor) -> None:
+    row.copy_(merge_rows([row, reference.count(values)]))
+
+
+class Counted(NamedTuple):
+    values: torch.Tensor
+    row: torch.Tensor
 
 
 @pytest.fixture(autouse=True)
 def _reading_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.setattr(available, "counter", lambda: sys.modules[__name__])
     monkeypatch.setattr(device_magnitudes, "is_on_device", lambda tensor: True)

@@ -186,7 +186,7 @@ class Counting(Observer):
             self._counted_ahead.add(self._last_path)
         elif gradient.counted and self._last_path:
             self._counted_ahead.discard(self._last_path)
-        return self._tally.count(gradient.layer.gradient_key, gradient.values)
+        return self._tally.count(gradient.layer.gradient_key, gradient.values, later=True)
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Count a parameter's gradient."""

@@ -36,15 +36,15 @@ _BROKEN = 0
 
 
 class Kernels(Protocol):
-    """What reads tensors on the device."""
+    """What reads tensors on the device (``mpinspect.counting.cuda.counter``)."""
 
     DTYPES: Any
 
     def largest_many(
-        self, tensors: list[torch.Tensor], slots: torch.Tensor, places: list[int], only_if_broken: bool
+        self, tensors: list[torch.Tensor], slots: list[int], broken: torch.Tensor, only_if_broken: bool
     ) -> None: ...
 
-    def largest_of_slots(self, slots: npt.NDArray[np.uint64], is_double: bool) -> list[float]: ...
+    def largest_of_slots(self, slots: npt.NDArray[np.uint64], is_double: bool) -> list[float | None]: ...
 
 
 class StepMagnitudes:
@@ -52,18 +52,20 @@ class StepMagnitudes:
 
     def __init__(self, slots: torch.Tensor, kernels: Kernels, stream: Any) -> None:
         self.slots: torch.Tensor | None = slots
+        self.address = slots.data_ptr()
+        self._broken = slots[_BROKEN : _BROKEN + 1]
         self.stream = stream
         self.used = _BROKEN + 1
         #: Slots of tensors that could not be read, or that were changed before.
         self.lost: set[int] = set()
         self._kernels = kernels
         self._copy: HostCopy | None = None
-        self._found: dict[bool, list[float]] = {}
+        self._found: dict[bool, list[float | None]] = {}
 
     def send(self) -> None:
         """Copy the slots to the host. Does not wait."""
         assert self.slots is not None
-        with _on(self.stream):
+        with on_stream(self.stream):
             self._copy = HostCopy(self.slots[: self.used])
         self.slots = None
 
@@ -76,12 +78,14 @@ class StepMagnitudes:
         if slot in self.lost or self._copy is None:
             return None
         if is_double not in self._found:
-            values = self._copy.values().view(np.uint64)
-            found = self._kernels.largest_of_slots(values, is_double)
-            self._found[is_double] = [
-                value if filled else NOT_READ for value, filled in zip(found, (values != 0).tolist(), strict=True)
-            ]
-        return self._found[is_double][slot]
+            self._found[is_double] = self._kernels.largest_of_slots(self._copy.values().view(np.uint64), is_double)
+        found = self._found[is_double][slot]
+        return NOT_READ if found is None else found
+
+    def read(self, tensors: list[torch.Tensor], slots: list[int], only_if_broken: bool) -> None:
+        """Start reading tensors into slots. Does not wait."""
+        places = [self.address + 8 * slot for slot in slots]
+        self._kernels.largest_many(tensors, places, self._broken, only_if_broken)
 
 
 class StepSlot:
@@ -119,7 +123,7 @@ class DeviceMagnitudes:
         self._open: StepMagnitudes | None = None
         self._held: list[_Held] = []
         self._bytes = 0
-        self._most = max(_HELD_BYTES, _memory_of(device) // _HELD_PART)
+        self._most = held_bytes(device)
         self._steps = 0
         #: Names of tensors that are changed in place soon after they were made.
         self._changed: set[str] = set()
@@ -141,15 +145,15 @@ class DeviceMagnitudes:
             return None
         step = self._open or self._begin(kernels)
         assert step.slots is not None
-        if step.used == len(step.slots) or (step.stream is not None and step.stream != _stream(self._device)):
+        if step.used == len(step.slots) or (step.stream is not None and step.stream != current_stream(self._device)):
             self._capacity = max(self._capacity, 2 * step.used)
             return None
         slot, step.used = step.used, step.used + 1
         is_learning = self._steps < LEARNING_STEPS
         if at_once or is_learning or name in self._changed:
-            kernels.largest_many([values], step.slots, [slot], False)
+            step.read([values], [slot], False)
         if not at_once and name not in self._changed:
-            self._hold(_Held(values, _version(values), None if is_learning else slot, always, name))
+            self._hold(_Held(values, version_of(values), None if is_learning else slot, always, name))
         return StepSlot(step, slot, values.dtype is torch.float64)
 
     def flush(self) -> None:
@@ -162,30 +166,25 @@ class DeviceMagnitudes:
         step = self._open
         if step is None or step.slots is None:
             return
-        intact: list[_Held] = []
+        intact: list[tuple[torch.Tensor, int, bool]] = []
         for each in held:
-            if _version(each.values) == each.version and each.values.data_ptr():
-                intact.append(each)
-            else:
+            if version_of(each.values) != each.version or not each.values.data_ptr():
                 self._changed.add(each.name)
                 step.lost.update(() if each.slot is None else (each.slot,))
-        intact = [each for each in intact if each.slot is not None]
+            elif each.slot is not None:
+                intact.append((each.values, each.slot, each.always))
         if not intact:
             return
-        last = intact[-1]
-        groups = (
-            [each for each in intact if each.always or each is last],
-            [each for each in intact if not each.always and each is not last],
-        )
+        # Of a group's last tensor what follows is made.
+        intact[-1] = (*intact[-1][:2], True)
         try:
-            kernels: Any = available.counter()
-            with _on(step.stream):
-                for group, only_if_broken in zip(groups, (False, True), strict=True):
+            with on_stream(step.stream):
+                for always in (True, False):
+                    group = [each for each in intact if each[2] is always]
                     if group:
-                        places = [each.slot for each in group]
-                        kernels.largest_many([each.values for each in group], step.slots, places, only_if_broken)
+                        step.read([values for values, _, _ in group], [slot for _, slot, _ in group], not always)
         except Exception:
-            step.lost.update(each.slot for each in intact if each.slot is not None)
+            step.lost.update(slot for _, slot, _ in intact)
             raise
 
     def send(self) -> StepMagnitudes | None:
@@ -202,7 +201,7 @@ class DeviceMagnitudes:
     def _begin(self, kernels: Kernels) -> StepMagnitudes:
         with torch.inference_mode(False):
             slots = torch.zeros(self._capacity, dtype=torch.int64, device=self._device)
-        self._open = StepMagnitudes(slots, kernels, _stream(self._device))
+        self._open = StepMagnitudes(slots, kernels, current_stream(self._device))
         return self._open
 
     def _hold(self, held: _Held) -> None:
@@ -229,17 +228,22 @@ def _is_readable(values: torch.Tensor, kernels: Kernels) -> bool:
     )
 
 
-def _version(values: torch.Tensor) -> int:
+def version_of(values: torch.Tensor) -> int:
+    """Return how often a tensor's memory was changed in place; -1 for inference tensors, which do not count changes."""
     return -1 if values.is_inference() else values._version
 
 
-def _memory_of(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
+def held_bytes(device: torch.device) -> int:
+    """Return how many bytes of a device's tensors may be held: so little of its memory that no training misses it."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return max(_HELD_BYTES, int(memory) // _HELD_PART)
 
 
-def _stream(device: torch.device) -> Any:
+def current_stream(device: torch.device) -> Any:
+    """Return the current stream of a CUDA device; None for others."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def _on(stream: Any) -> Any:
+def on_stream(stream: Any) -> Any:
+    """Return a context in which this stream is the current one; None: nothing changes."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)

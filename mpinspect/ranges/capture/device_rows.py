@@ -4,7 +4,8 @@ Two buffers alternate from step to step. At the end of a step a separate stream 
 the training goes on. Before a buffer is used again, the device, but never the host, waits for that copy. Memory is
 allocated in the first two sampled steps and stays in torch's caches.
 
-Most weight gradients are held until the end of their backward (``waiting``), to be counted in one launch.
+Most weight gradients are held until the end of their backward (``waiting``), to be counted in one launch; the gradients of
+outputs until there are enough of them, or the step ends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +23,21 @@ from mpinspect.counting import fastest
 from mpinspect.counting.cuda import available
 from mpinspect.counting.layout import MIN_BITS, NARROW, NO_MINIMUM
 from mpinspect.counting.pieces import plain_values
+from mpinspect.ranges.capture.device_magnitudes import current_stream, held_bytes, on_stream, version_of
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.observations import ParameterGradient
 
 #: Initial number of rows of a buffer: 3.4 MB. A buffer that was too small is replaced by one with twice the rows needed.
 _FIRST_CAPACITY = 512
+
+
+class _Held(NamedTuple):
+    """A tensor to be counted into a row, on this stream; its version tells whether it was changed in the meantime."""
+
+    values: torch.Tensor
+    version: int
+    row: torch.Tensor
+    stream: Any
 
 
 @dataclass
@@ -59,12 +70,22 @@ class DeviceRows:
         self._slot_of: dict[int, int] = {}
         self._ready: Any = None
         self._copy_stream: Any = None
+        self._held: list[_Held] = []
+        self._held_bytes = 0
+        self._most_held = held_bytes(device)
+        #: By id, the rows of this step that count nothing: what was held for them was changed before it was counted.
+        self.lost: set[int] = set()
 
     # -- counting -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def count(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's row of counts, like ``counting.count``; overwritten two steps later. Never waits for the GPU."""
+    def count(self, tensor: torch.Tensor, later: bool = False) -> torch.Tensor:
+        """Return a tensor's row of counts, like ``counting.count``; overwritten two steps later. Never waits for the GPU.
+
+        Args:
+            later: nobody is expected to change the tensor in this step, so it may be counted together with others. Its row is
+                filled when the step's rows are sent, and in ``lost`` if the tensor was changed.
+        """
         counter: Any = available.counter()
         values, implicit_zeros = plain_values(tensor)
         if counter is None or implicit_zeros or values.dtype == torch.float64 or values.dtype not in counter.DTYPES:
@@ -72,6 +93,12 @@ class DeviceRows:
         slot = self._take()
         if slot is None:
             return fastest.count(tensor)
+        if later and _is_dense(values, counter):
+            self._held.append(_Held(values, version_of(values), self._row(slot), current_stream(self._device)))
+            self._held_bytes += values.nbytes
+            if self._held_bytes > self._most_held:
+                self.count_held()
+            return self._given(slot)
         try:
             counter.add(values, self._row(slot))
         except Exception as error:
@@ -80,13 +107,32 @@ class DeviceRows:
         return self._given(slot)
 
     @torch.no_grad()
+    def count_held(self) -> None:
+        """Count the tensors that are held, each on the stream on which it arrived. Never waits for the GPU."""
+        held, self._held, self._held_bytes = self._held, [], 0
+        by_stream: dict[Any, list[_Held]] = {}
+        for each in held:
+            if version_of(each.values) == each.version:
+                by_stream.setdefault(each.stream, []).append(each)
+            else:
+                self.lost.add(id(each.row))
+        for stream, group in by_stream.items():
+            try:
+                counter: Any = available.counter()
+                with on_stream(stream):
+                    counter.add_many([counter.Counted(each.values, each.row) for each in group])
+            except Exception as error:
+                self.lost.update(id(each.row) for each in group)
+                self._gave_up(error)
+
+    @torch.no_grad()
     def count_together(self, waiting: list[ParameterGradient]) -> None:
         """Count gradients at the end of their backward, each on the stream on which it arrived."""
         by_stream: dict[Any, list[ParameterGradient]] = {}
         for each in waiting:
             by_stream.setdefault(each.stream, []).append(each)
         for stream, group in by_stream.items():
-            with torch.cuda.stream(stream):
+            with on_stream(stream):
                 self._count_on_stream(group)
 
     def _count_on_stream(self, group: list[ParameterGradient]) -> None:
@@ -118,6 +164,7 @@ class DeviceRows:
 
     def send(self, rows: list[torch.Tensor]) -> list[tuple[list[int], HostCopy]]:
         """Copy the step's rows that lie in the buffer to the host, and return their indices with the copy. Never waits."""
+        self.count_held()
         counted = {index: self._slot_of[id(row)] for index, row in enumerate(rows) if id(row) in self._slot_of}
         copies: list[tuple[list[int], HostCopy]] = []
         if self._open is not None and counted:
@@ -129,6 +176,7 @@ class DeviceRows:
 
     def drop(self) -> None:
         """Drop the step's rows; they keep their counts until the step after the next one."""
+        self.count_held()
         self._close()
 
     def _close(self) -> None:
@@ -138,10 +186,11 @@ class DeviceRows:
             self._capacity = 2 * self._asked
         self._open, self._asked = None, 0
         self._slot_of = {}
+        self.lost = set()
 
     def _take(self) -> int | None:
         """Return the next free slot, with its row cleared; None if the buffer is full."""
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        stream = current_stream(self._device)
         if self._open is None:
             self._open = self._begin(stream)
         elif stream is not None and stream not in self._open.streams:

@@ -118,23 +118,28 @@ class Tally:
         self._device_rows: dict[torch.device, DeviceRows] = {}
 
     def count(
-        self, key: TensorKey, tensor: torch.Tensor, divisor: float | torch.Tensor | None = None
+        self,
+        key: TensorKey,
+        tensor: torch.Tensor,
+        divisor: float | torch.Tensor | None = None,
+        later: bool = False,
     ) -> torch.Tensor | None:
         """Return a tensor's row of counts for the current step's sample, like ``counting.count``; never waits for a GPU.
 
         The row may be part of a buffer that is reused from the next step on. None if the tensor can't be counted.
+        ``later``: a device may count the tensor when the step ends, since nobody is expected to change it.
         """
         try:
-            return self._row(tensor, divisor)
+            return self._row(tensor, divisor, later)
         except Exception as error:
             self.unread.failed(key, error)
             return None
 
-    def _row(self, tensor: torch.Tensor, divisor: float | torch.Tensor | None) -> torch.Tensor:
+    def _row(self, tensor: torch.Tensor, divisor: float | torch.Tensor | None, later: bool) -> torch.Tensor:
         if divisor is None and tensor.is_cpu:
             return self._host_rows.count(tensor)
         if divisor is None and tensor.is_cuda:
-            return self._rows_on(tensor.device).count(tensor)
+            return self._rows_on(tensor.device).count(tensor, later)
         return fastest.count(tensor, divisor)
 
     def count_together(self, waiting: list[ParameterGradient]) -> None:
@@ -206,7 +211,9 @@ class Tally:
     # -- to the host ------------------------------------------------------------------------------------------
 
     def _send(self, step: int) -> None:
-        samples, self._pending = self._pending, []
+        for rows in self._device_rows.values():
+            rows.count_held()
+        samples, self._pending = self._without_lost(self._pending), []
         lost, self._pending_lost = self._pending_lost, []
         copies = self._send_rows(samples)
         numbers: dict[int, int] = {}
@@ -228,6 +235,14 @@ class Tally:
                 _copy_alike([counts for *_, counts in lost], lambda i, error: self.unread.failed(lost[i][0], error)),
             )
         )
+
+    def _without_lost(self, samples: list[Sample]) -> list[Sample]:
+        """Return the samples without those of tensors that were changed while they were held, which are noted as unread."""
+        lost = {row for rows in self._device_rows.values() for row in rows.lost}
+        for sample in samples if lost else ():
+            if id(sample.row) in lost:
+                self.unread.failed(sample.key, RuntimeError("changed in place after it arrived, before it was counted"))
+        return [sample for sample in samples if id(sample.row) not in lost]
 
     def _send_rows(self, samples: list[Sample]) -> list[tuple[list[int], HostCopy]]:
         """Start copying rows to the host: a buffer's rows in one copy, others (or if that fails) grouped by shape and dtype."""

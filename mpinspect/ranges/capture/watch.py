@@ -7,7 +7,6 @@ recent maxima are derived from these values.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
@@ -100,6 +99,10 @@ class Watch(Observer):
         last = self._log.last_output
         return None if last is None else last.is_broken
 
+    def backward_ends(self) -> None:
+        """Read the gradients that are held: unscaling or clipping may change them next."""
+        self._read_held()
+
     # -- the forward ------------------------------------------------------------------------------------------------
 
     def called(self, call: Call) -> None:
@@ -167,6 +170,8 @@ class Watch(Observer):
 
     def backward_begins(self, backward: Backward) -> None:
         """Record the loss scale of the backward, and whether the loop has dropped the gradients of earlier ones of the step."""
+        # What the forward made would otherwise be held while the backward frees it.
+        self._read_held()
         log = self._log
         if log.scale is None or not backward.scale.is_aside:
             log.scale = backward.scale
@@ -226,6 +231,7 @@ class Watch(Observer):
             dtype = each.values.dtype
             merged.append(Reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, backward.micro_batch, value, dtype=dtype))
         readings[:] = merged + readings[done:]
+        self._read_held()
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Record the outputs at which a backward begins: their gradients are given to it. Read the losses not read so far.
@@ -397,12 +403,21 @@ class Watch(Observer):
         magnitudes = self._on_devices.get(tensor.device)
         if magnitudes is None:
             magnitudes = self._on_devices[tensor.device] = DeviceMagnitudes(tensor.device)
+            self.wants_backward_end = True
         always = not is_input and (self._reads_all or what not in _PASSED_ON or name in self._containers)
         try:
             return magnitudes.read(tensor, f"{what} {name}{' in' * is_input}", always=always)
         except Exception as error:
             self._kernels_failed(error)
             return None
+
+    def _read_held(self) -> None:
+        """Read the tensors on devices that are held until others have arrived. Does not wait."""
+        for magnitudes in self._on_devices.values():
+            try:
+                magnitudes.flush()
+            except Exception as error:
+                self._kernels_failed(error)
 
     def _kernels_failed(self, error: Exception) -> None:
         """Go on without the kernels; what was to be read by the launch that failed is lost."""
