@@ -24,6 +24,7 @@ from mpinspect.counting.layout import MIN_BITS, NARROW, NO_MINIMUM
 from mpinspect.counting.pieces import plain_values
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.observations import ParameterGradient
+from mpinspect.runtime.device import current_stream, new_stream, on_stream
 
 #: Initial number of rows of a buffer: 3.4 MB. A buffer that was too small is replaced by one with twice the rows needed.
 _FIRST_CAPACITY = 512
@@ -86,7 +87,7 @@ class DeviceRows:
         for each in waiting:
             by_stream.setdefault(each.stream, []).append(each)
         for stream, group in by_stream.items():
-            with torch.cuda.stream(stream):
+            with on_stream(stream):
                 self._count_on_stream(group)
 
     def _count_on_stream(self, group: list[ParameterGradient]) -> None:
@@ -141,7 +142,7 @@ class DeviceRows:
 
     def _take(self) -> int | None:
         """Return the next free slot, with its row cleared; None if the buffer is full."""
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        stream = current_stream(self._device)
         if self._open is None:
             self._open = self._begin(stream)
         elif stream is not None and stream not in self._open.streams:
@@ -172,8 +173,8 @@ class DeviceRows:
     def _new_buffer(self) -> _Buffer:
         with torch.inference_mode(False):
             memory = torch.empty((self._capacity, NARROW.length), dtype=torch.int64, device=self._device)
-        if self._device.type == "cuda":
-            self._copy_stream = self._copy_stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._copy_stream = self._copy_stream or new_stream(self._device)
+        if self._copy_stream is not None:
             # If the buffer is freed during a copy, the caching allocator keeps its memory until the copy is done.
             memory.record_stream(self._copy_stream)
         return _Buffer(memory, memory.unbind(0))
@@ -201,7 +202,7 @@ class _SlotsCopy(HostCopy):
         used = rows[: max(slots) + 1]
         for stream in streams:
             copy_stream.wait_stream(stream)
-        with torch.cuda.stream(copy_stream):
+        with on_stream(copy_stream):
             super().__init__(used)
 
     def values(self) -> npt.NDArray[Any]:
