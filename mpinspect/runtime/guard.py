@@ -16,9 +16,13 @@ import torch
 from torch.utils._device import DeviceContext
 
 from mpinspect.runtime.briefly import brief
+from mpinspect.runtime.device import is_capturing
 
 if TYPE_CHECKING:
     from mpinspect.runtime.meter import Meter
+
+
+_GRAPHED = "steps run as CUDA graphs are not seen: nothing can be counted inside one"
 
 
 class Nameable:
@@ -51,6 +55,10 @@ class Guarded:
         self.meter: Meter | None = None
         #: Whether an ``entrance`` was ever called while the user had a mode active.
         self.met_modes = False
+
+    def captured(self, *args: Any) -> None:
+        """Note that an ``entrance`` was called with these arguments while a graph was captured, and did nothing."""
+        self._note(_GRAPHED)
 
     def attempt(self, what: str, function: Callable[..., object], *args: Any) -> None:
         """Call a function; if it raises an Exception, note that mpinspect failed in ``what``, so that only this call is lost."""
@@ -174,10 +182,17 @@ def guarded(method: Method) -> Method:
 
 
 def entrance(method: Method) -> Method:
-    """Wrap a method called by the training like ``guarded`` and ``unseen``; time the outermost such call if there is a meter."""
+    """Wrap a method called by the training like ``guarded`` and ``unseen``; time the outermost such call if there is a meter.
+
+    While a graph is captured the method is not called: what it launches would become part of the graph, and each replay would
+    write to memory that we have freed.
+    """
 
     @functools.wraps(method)
     def run(self: Guarded, *args: Any) -> Any:
+        if is_capturing():
+            self.captured(*args)
+            return None
         meter = self.meter if self.meter is not None and not self.meter.running else None
         if meter is not None:
             meter.begin()

@@ -29,7 +29,7 @@ from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
 from mpinspect.ranges.session import CALLS_LEFT_OUT, CLOSURES_LEFT_OUT, UNEVEN_INPUTS, Event, Measurement
-from mpinspect.runtime.cuda_stopwatch import CudaStopwatch
+from mpinspect.runtime.device_stopwatch import EventStopwatch
 from mpinspect.runtime.distributed import allows_uneven_inputs
 from mpinspect.runtime.guard import guarded, unseen
 from mpinspect.runtime.meter import Meter
@@ -87,8 +87,7 @@ class Capture(Dispatcher):
             eager_samples=eager_samples and (watch or bool(self._kinds & {ACTIVATION, ACTIVATION_GRADIENT})),
         )
         if budget is not None:
-            on_cuda = any(watched.parameter.is_cuda for watched in self._parameters)
-            self.meter = Meter(time.perf_counter, CudaStopwatch() if on_cuda else None)
+            self.meter = Meter(time.perf_counter, EventStopwatch())
         self._model_parameters = ModelParameters(self._layers, self._parameters)
         #: Exists while attached.
         self.listener: Listener | None = None
@@ -117,7 +116,6 @@ class Capture(Dispatcher):
     def attach(self) -> None:
         """Add the hooks and begin the first step."""
         self.attached = True
-        self._may_capture_graphs = torch.cuda.is_available()
         self._replace_parameters()
         self._warm_up()
         self.attempt("remember weights", self._weight_changes.remember)

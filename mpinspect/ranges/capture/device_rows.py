@@ -26,6 +26,7 @@ from mpinspect.counting.pieces import plain_values
 from mpinspect.ranges.capture.device_magnitudes import current_stream, held_bytes, on_stream, version_of
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.observations import ParameterGradient
+from mpinspect.runtime.device import current_stream, new_stream, on_stream
 
 #: Initial number of rows of a buffer: 3.4 MB. A buffer that was too small is replaced by one with twice the rows needed.
 _FIRST_CAPACITY = 512
@@ -221,8 +222,8 @@ class DeviceRows:
     def _new_buffer(self) -> _Buffer:
         with torch.inference_mode(False):
             memory = torch.empty((self._capacity, NARROW.length), dtype=torch.int64, device=self._device)
-        if self._device.type == "cuda":
-            self._copy_stream = self._copy_stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._copy_stream = self._copy_stream or new_stream(self._device)
+        if self._copy_stream is not None:
             # If the buffer is freed during a copy, the caching allocator keeps its memory until the copy is done.
             memory.record_stream(self._copy_stream)
         return _Buffer(memory, memory.unbind(0))
@@ -250,7 +251,7 @@ class _SlotsCopy(HostCopy):
         used = rows[: max(slots) + 1]
         for stream in streams:
             copy_stream.wait_stream(stream)
-        with torch.cuda.stream(copy_stream):
+        with on_stream(copy_stream):
             super().__init__(used)
 
     def values(self) -> npt.NDArray[Any]:

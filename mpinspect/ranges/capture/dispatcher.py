@@ -93,8 +93,6 @@ class Dispatcher(Guarded):
         #: The previous output gradient, with its row of counts or largest magnitude.
         self._last_gradient: LastValues[Found] = LastValues()
         self.attached = False
-        #: Whether there is a GPU whose streams could be capturing a graph.
-        self._may_capture_graphs = False
         #: Whether nothing is observed in this step; every hook checks this first.
         self.quiet = False
 
@@ -109,7 +107,7 @@ class Dispatcher(Guarded):
     @entrance
     def forward_ran(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
         """Observe a module whose forward has run, and request the gradients of its outputs."""
-        if (transforms() is not None or tracing() is not None or self._may_capture_graphs) and self._is_out_of_reach():
+        if (transforms() is not None or tracing() is not None) and self._is_out_of_reach():
             return
         outputs = tensor_list(output)
         for each in outputs:
@@ -235,7 +233,7 @@ class Dispatcher(Guarded):
 
     def _is_out_of_reach(self, gradient: torch.Tensor | None = None) -> bool:
         """Return whether observing is impossible at the moment, and note the reason."""
-        reason = out_of_reach(self._may_capture_graphs, gradient)
+        reason = out_of_reach(gradient)
         if reason is not None:
             self._recording.note(reason)
         return reason is not None

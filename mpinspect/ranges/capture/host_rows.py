@@ -12,24 +12,16 @@ import torch
 from mpinspect.counting import fastest
 from mpinspect.counting.layout import NARROW
 from mpinspect.ranges.capture.observations import ParameterGradient
+from mpinspect.runtime import device
 
 
 class HostCopy:
-    """A copy of a tensor to the host: immediate from a CPU, asynchronous and on the current stream from a GPU.
-
-    The page-locked memory comes from torch's cache, which reuses its blocks: after the first steps nothing is allocated.
-    """
+    """A copy of a tensor to the host: immediate from a CPU, asynchronous and on the current stream from a GPU."""
 
     def __init__(self, stacked: torch.Tensor) -> None:
-        #: The CUDA event recorded after the copy; None if the copy was immediate.
-        self.event: Any = None
-        if stacked.device.type == "cuda":
-            self._host = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu", pin_memory=True)
-            self._host.copy_(stacked, non_blocking=True)
-            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.event.record(torch.cuda.current_stream(stacked.device))
-        else:
-            self._host = stacked.to("cpu")
+        #: The event recorded after the copy; None if the copy was immediate.
+        self.event: Any
+        self._host, self.event = device.copied(stacked)
 
     def ready(self) -> bool:
         """Return whether the copy is complete; does not wait."""

@@ -48,6 +48,11 @@ class Listener(Guarded):
         scaler_watch.unlisten(self)
         optimizer_steps.unlisten(self)
 
+    def captured(self, *args: Any) -> None:
+        """Note that a graph is captured of a step of this model's optimizers; others' graphs are not its concern."""
+        if any(isinstance(each, torch.optim.Optimizer) and self._optimizers.owns(each) for each in args):
+            super().captured(*args)
+
     # -- the losses -----------------------------------------------------------------------------------------------
 
     @entrance

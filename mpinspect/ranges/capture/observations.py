@@ -142,7 +142,7 @@ class ParameterGradient:
         values: a tensor that shares the gradient's memory.
         version: the version counter of ``values`` when the gradient arrived.
         place: how many tensors the watch had already read in this step.
-        stream: the CUDA stream on which the gradient arrived.
+        stream: the stream on which the gradient arrived.
         found: the gradient's row of counts; None before it is counted, and if it can't be counted.
     """
 
@@ -285,7 +285,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 _TRANSFORMED = "calls inside torch.func transforms (grad, vmap, ...) are not seen: their tensors hold no values"
 _BATCHED = "gradients of is_grads_batched=True are not seen: each is many in one, and holds no values"
 _TRACED = "calls inside torch.jit.trace are not seen: what counts them would become part of the graph"
-_GRAPHED = "steps run as CUDA graphs are not seen: nothing can be counted inside one"
 
 #: Functions that return None unless a torch.func transform, or torch.jit.trace, is active.
 transforms: Any = torch._C._functorch.peek_interpreter_stack
@@ -294,11 +293,10 @@ tracing: Any = torch._C._get_tracing_state
 is_many: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 
-def out_of_reach(may_capture_graphs: bool, gradient: torch.Tensor | None = None) -> str | None:
+def out_of_reach(gradient: torch.Tensor | None = None) -> str | None:
     """Return a sentence on why tensors can't be observed now, or None if they can; never waits for a GPU.
 
     Args:
-        may_capture_graphs: whether there is a GPU whose streams could be capturing a graph.
         gradient: the gradient that arrived, if the call is for a gradient.
     """
     if transforms() is not None:
@@ -307,7 +305,4 @@ def out_of_reach(may_capture_graphs: bool, gradient: torch.Tensor | None = None)
         return _BATCHED
     if tracing() is not None:
         return _TRACED
-    # Our kernels would become part of the graph, and each replay would write to memory that we have freed.
-    if may_capture_graphs and torch.cuda.is_current_stream_capturing():
-        return _GRAPHED
     return None

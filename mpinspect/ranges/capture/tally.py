@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from mpinspect.ranges.capture.observations import ParameterGradient
 from mpinspect.ranges.capture.window_rows import WindowRows, never_in_float16
 from mpinspect.ranges.kinds import GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import LostUpdates, TensorKey, Window
+from mpinspect.runtime.device import on_stream
 from mpinspect.runtime.guard import Unread
 
 #: The formats of narrow dtypes, to which values have been rounded before they are counted.
@@ -159,7 +159,7 @@ class Tally:
                     )
             for each in group:
                 if each.found is None:
-                    with nullcontext() if each.stream is None else torch.cuda.stream(each.stream):
+                    with on_stream(each.stream):
                         each.found = self.count(each.watched.gradient_key, each.values)
 
     def _buffers(self) -> list[HostRows | DeviceRows]:

@@ -17,6 +17,7 @@ import torch
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
 from mpinspect.ranges.capture.observations import ParameterGradient
+from mpinspect.runtime.device import current_stream
 from mpinspect.runtime.distributed import has_process_group
 
 #: Libraries that reduce gradients over processes without torch.distributed, from hooks on autograd nodes we can't detect.
@@ -105,7 +106,7 @@ class WaitingGradients(Generic[Context]):
             return False
         # A detached alias: autograd can still move the gradient itself to .grad, but would copy it if it had another reference.
         values = gradient.detach()
-        stream = torch.cuda.current_stream(gradient.device) if gradient.is_cuda else None
+        stream = current_stream(gradient.device)
         waiting = ParameterGradient(watched, values, values._version, len(self._readings), stream)
         with self._lock:
             if self.task != torch._C._current_graph_task_id():

@@ -57,7 +57,7 @@ class Compensation:
         if looked >= _MOST_STEPS or self.of(optimizer):
             return
         weight = max(_sixteen_bit_weights(optimizer), key=lambda each: local_part(each).numel(), default=None)
-        if weight is None or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if weight is None:
             return
         self._looked[optimizer] = looked + 1
         part = local_part(weight)

@@ -18,6 +18,7 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.session import OptimizerRecord, Precision, ScalerRecord
+from mpinspect.runtime.device import random_state
 from mpinspect.runtime.distributed import local_part, sharded_sum_in, summed_in
 
 #: Settings of an optimizer's group that are recorded, where they are numbers.
@@ -174,9 +175,10 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _generators(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the states of the CPU's generator and of those of the GPUs that hold the parameters; waits for no GPU."""
-    gpus = {parameter.device for parameter in _stepped_by(optimizer) if parameter.is_cuda}
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in sorted(gpus, key=str))]
+    """Return the states of the CPU's generator and of those of the devices that hold the parameters; waits for no device."""
+    devices = {parameter.device for parameter in _stepped_by(optimizer) if not parameter.is_cpu}
+    states = (torch.get_rng_state(), *map(random_state, sorted(devices, key=str)))
+    return [state for state in states if state is not None]
 
 
 def _elements(tensors: Iterable[torch.Tensor]) -> Counter[str]:

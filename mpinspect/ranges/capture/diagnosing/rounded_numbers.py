@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpinspect.ranges.capture.largest import has_memory
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.session import Measurement
+from mpinspect.runtime.device import is_capturing
 
 aten = torch.ops.aten
 
@@ -146,7 +147,7 @@ class RoundedNumbers:
             return False
         if source.is_cuda:
             self._left_on_gpu -= 1
-            if self._left_on_gpu < 0 or torch.cuda.is_current_stream_capturing():
+            if self._left_on_gpu < 0 or is_capturing():
                 return False
         self._left -= min(source.numel(), _MOST_ELEMENTS if not source.is_floating_point() else _FEW)
         return self._left >= 0

@@ -1,18 +1,18 @@
-"""Times a CUDA device's work for callbacks, with events in its stream that are read later without waiting."""
+"""Times a device's work for callbacks, with events in its stream that are read later without waiting."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Any
 
-import torch
+from mpinspect.runtime.device import timing_event
 
 
-class CudaStopwatch:
-    """Records a pair of CUDA events around each callback, on the current device and stream (Meter's DeviceStopwatch).
+class EventStopwatch:
+    """Records a pair of events around each callback, on the current device and stream (Meter's DeviceStopwatch).
 
     A pair encloses our kernels and the gaps between them where the host is slower; both keep the device from the
-    training's own work.
+    training's own work. Nothing is recorded until the process uses an accelerator: a model may be moved there during the run.
     """
 
     def __init__(self) -> None:
@@ -23,8 +23,8 @@ class CudaStopwatch:
         self._free: list[Any] = []
 
     def begin(self) -> None:
-        """Record the begin of a callback, unless the stream is capturing a graph, which would include the event."""
-        self._begun = None if torch.cuda.is_current_stream_capturing() else self._recorded()
+        """Record the begin of a callback."""
+        self._begun = self._recorded()
 
     def end(self) -> None:
         """Record the end of the callback."""
@@ -48,6 +48,7 @@ class CudaStopwatch:
         return seconds
 
     def _recorded(self) -> Any:
-        event: Any = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event: Any = self._free.pop() if self._free else timing_event()
+        if event is not None:
+            event.record()
         return event
