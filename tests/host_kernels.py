@@ -1,6 +1,5 @@
 """In place of the kernels of a CUDA device: the same results of CPU tensors, to test here what reads tensors late.
 
-
 ``pytest -p host_kernels`` runs any tests so.
 """
 
@@ -69,7 +68,14 @@ class Counted(NamedTuple):
     row: torch.Tensor
 
 
-@pytest.fixture(autouse=True)
-def _reading_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat the CPU as a device whose tensors kernels read while the host goes on."""
     monkeypatch.setattr(available, "counter", lambda: sys.modules[__name__])
     monkeypatch.setattr(device_magnitudes, "is_on_device", lambda tensor: True)
+    calls.clear()
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this module is a plugin."""
+    install(monkeypatch)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import host_kernels
 import pytest
 import torch
 from models import SUBJECTS, Subject
@@ -16,7 +17,6 @@ import mpinspect
 from mpinspect import Inspector
 
 PLANTED_AT = 2
-STEPS = 4
 
 
 class _SpoilGradient(torch.autograd.Function):
@@ -100,11 +100,11 @@ def _first_replaced(output: Any, replace: Callable[[torch.Tensor], torch.Tensor]
     return output
 
 
-def _train(subject: Subject, plant: Plant) -> None:
+def _train(subject: Subject, plant: Plant, planted_at: int = PLANTED_AT) -> None:
     optimizer = torch.optim.SGD(subject.model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    for step in range(STEPS):
-        plant.armed = step == PLANTED_AT
+    for step in range(planted_at + 2):
+        plant.armed = step == planted_at
         loss = subject.loss(subject.model, subject.batch())
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -122,6 +122,23 @@ BACKWARD_PLANTS = ("gradient_going_in", "gradient_coming_out", "full_backward_ho
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_names_module_step_and_phase(name: str, place: str, value: float) -> None:
     """Every module in turn: exactly the planted module, step and phase are named, at a step that is not sampled."""
+    _check_every_module(name, place, value, PLANTED_AT)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:For backward hooks to be called")
+@pytest.mark.parametrize(
+    ("place", "value"), [("forward_hook", math.inf), ("output", math.nan), ("gradient_coming_out", math.inf)]
+)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_names_it_where_a_device_reads_tensors_in_groups_and_few_while_all_is_finite(
+    name: str, place: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_kernels.install(monkeypatch)
+    # Neither sampled nor measured, and after the steps in which all is read to learn.
+    _check_every_module(name, place, value, planted_at=6)
+
+
+def _check_every_module(name: str, place: str, value: float, planted_at: int) -> None:
     paths = [path for path, _ in SUBJECTS[name]().model.named_modules()]
     in_place = {"norm", "relu"} if name == "cnn" and place == "full_backward_hook" else set()
     told = {}
@@ -133,7 +150,7 @@ def test_names_module_step_and_phase(name: str, place: str, value: float) -> Non
         plant = Plant(subject.model.get_submodule(path), value)
         with Inspector(subject.model, every=50) as inspector:
             getattr(plant, place)()
-            _train(subject, plant)
+            _train(subject, plant, planted_at)
         if plant.fired:
             told[path] = inspector.session()
     expected_phase = "forward" if place in FORWARD_PLANTS else "backward"
@@ -143,7 +160,7 @@ def test_names_module_step_and_phase(name: str, place: str, value: float) -> Non
         events = session.events
         assert events, path
         first = events[0]
-        assert (first.step, first.phase, first.module) == (PLANTED_AT, expected_phase, path), first
+        assert (first.step, first.phase, first.module) == (planted_at, expected_phase, path), first
         assert first.value in (("inf", "nan") if value == math.inf else ("nan",))
         assert first.loss_scale == 16.0
         assert not session.notes
@@ -155,7 +172,7 @@ def test_a_clean_run_has_no_events(name: str) -> None:
     with Inspector(subject.model) as inspector:
         _train(subject, Plant(nn.Identity(), math.inf))
     assert inspector.session().events == ()
-    assert inspector.session().progress.steps == STEPS
+    assert inspector.session().progress.steps == PLANTED_AT + 2
 
 
 def test_skipped_step_keeps_the_last_maxima() -> None:

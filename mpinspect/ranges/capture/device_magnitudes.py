@@ -13,7 +13,6 @@ name are read at once from then on. The first steps read at once, to learn these
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,6 +23,7 @@ from mpinspect.counting.cuda import available
 from mpinspect.counting.pieces import fills_its_memory
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import NOT_READ, Slot
+from mpinspect.runtime.device import current_stream, memory_of, on_stream, stream_key
 
 #: Steps in which tensors are read at once, to learn which are changed in place afterwards.
 LEARNING_STEPS = 3
@@ -54,7 +54,7 @@ class StepMagnitudes:
         self.slots: torch.Tensor | None = slots
         self.address = slots.data_ptr()
         self._broken = slots[_BROKEN : _BROKEN + 1]
-        self.stream = stream
+        self.stream, self.stream_key = stream, stream_key(slots.device)
         self.used = _BROKEN + 1
         #: Slots of tensors that could not be read, or that were changed before.
         self.lost: set[int] = set()
@@ -145,7 +145,7 @@ class DeviceMagnitudes:
             return None
         step = self._open or self._begin(kernels)
         assert step.slots is not None
-        if step.used == len(step.slots) or (step.stream is not None and step.stream != current_stream(self._device)):
+        if step.used == len(step.slots) or step.stream_key != stream_key(self._device):
             self._capacity = max(self._capacity, 2 * step.used)
             return None
         slot, step.used = step.used, step.used + 1
@@ -235,15 +235,4 @@ def version_of(values: torch.Tensor) -> int:
 
 def held_bytes(device: torch.device) -> int:
     """Return how many bytes of a device's tensors may be held: so little of its memory that no training misses it."""
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    return max(_HELD_BYTES, int(memory) // _HELD_PART)
-
-
-def current_stream(device: torch.device) -> Any:
-    """Return the current stream of a CUDA device; None for others."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def on_stream(stream: Any) -> Any:
-    """Return a context in which this stream is the current one; None: nothing changes."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+    return max(_HELD_BYTES, memory_of(device) // _HELD_PART)

@@ -1,0 +1,191 @@
+"""What is read of a device's tensors: in groups, most of it only where something is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import host_kernels
+import pytest
+import torch
+from host_kernels import READ, SPARED
+from torch import nn
+
+from mpinspect import Inspector
+from mpinspect.ranges.capture import device_magnitudes
+from mpinspect.ranges.capture.device_magnitudes import DeviceMagnitudes, StepMagnitudes
+from mpinspect.ranges.capture.device_rows import DeviceRows
+from mpinspect.ranges.capture.largest import NOT_READ
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_kernels.install(monkeypatch)
+
+
+def _blocks(activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), activation(), nn.Linear(8, 8)) for _ in range(3)))
+
+
+def _train(
+    model: nn.Module, steps: int, spoil: Callable[[int, torch.Tensor], torch.Tensor] = lambda step, x: x
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(spoil(step, torch.randn(4, 8))).square().mean().backward()
+        optimizer.step()
+
+
+def test_between_samples_only_what_others_are_made_of_is_read() -> None:
+    model = _blocks()
+    with Inspector(model, every=100) as inspector:
+        _train(model, 5)
+        host_kernels.calls.clear()
+        _train(model, 3)
+        # Steps 5 to 7: the outputs of four containers (the last of them one tensor with the model's own), the loss, the twelve
+        # weight gradients, the gradients at those outputs. Of the rest nothing: two outputs inside of each block, their
+        # gradients, and the batch.
+        in_a_step = {what: number / 3 for what, number in host_kernels.calls.items()}
+    assert in_a_step[READ] <= 3 + 1 + 12 + 3 + 1
+    assert in_a_step[SPARED] >= 2 * 3 * 2
+    assert inspector.session().notes == ()
+
+
+@pytest.mark.parametrize(
+    ("activation", "phase"),
+    # tanh makes 1 of an infinity: the forward goes on finite, and the gradient that meets the infinity does not.
+    [(nn.ReLU, "forward"), (nn.Tanh, "backward")],
+)
+def test_the_module_is_found_among_those_that_were_spared_until_then(
+    activation: Callable[[], nn.Module], phase: str
+) -> None:
+    model = _blocks(activation)
+    spoiled = False
+    model[1][0].register_forward_hook(lambda module, args, y: y.abs() * math.inf if spoiled else None)
+
+    def count(step: int, x: torch.Tensor) -> torch.Tensor:
+        nonlocal spoiled
+        spoiled = step == 6
+        return x
+
+    with Inspector(model, every=100) as inspector:
+        _train(model, 8, count)
+    first = inspector.session().events[0]
+    assert (first.step, first.phase, first.module) == (6, phase, "1.0")
+
+
+def test_a_group_ends_where_it_holds_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_magnitudes, "_HELD_BYTES", 100)
+    magnitudes = DeviceMagnitudes(torch.device("cpu"))
+    magnitudes._steps = 100
+    held = [torch.full((8,), float(i)) for i in range(1, 8)]
+    slots = [magnitudes.read(tensor, str(i), always=False) for i, tensor in enumerate(held)]
+    sent = magnitudes.send()
+    assert isinstance(sent, StepMagnitudes)
+    # Groups of four, for four are the first to have more than 100 bytes: the last of each is read.
+    assert [slot and slot.largest() for slot in slots] == [NOT_READ] * 3 + [4.0] + [NOT_READ] * 2 + [7.0]
+
+
+def test_a_tensor_changed_before_its_group_is_read_is_lost_and_read_at_once_the_next_time() -> None:
+    magnitudes = DeviceMagnitudes(torch.device("cpu"))
+    magnitudes._steps = 100
+    for expected in (None, 3.0):
+        tensor = torch.full((4,), 3.0)
+        slot = magnitudes.read(tensor, "a", always=True)
+        tensor.add_(1)
+        magnitudes.send()
+        assert slot is not None
+        assert slot.largest() == expected
+
+
+def test_the_first_steps_learn_what_is_changed() -> None:
+    magnitudes = DeviceMagnitudes(torch.device("cpu"))
+    for _ in range(5):
+        tensor = torch.full((4,), -2.0)
+        slot = magnitudes.read(tensor, "a", always=True)
+        tensor.zero_()
+        magnitudes.send()
+        assert slot is not None
+        assert slot.largest() == 2.0
+
+
+def test_in_place_activations_lose_nothing() -> None:
+    model = _blocks(lambda: nn.ReLU(inplace=True))
+    with Inspector(model, every=100) as inspector:
+        _train(model, 8, lambda step, x: x * math.nan if step == 6 else x)
+    assert {(event.step, event.phase) for event in inspector.session().events} == {(6, "forward"), (7, "forward")}
+    assert inspector.session().events[0].given
+
+
+@pytest.mark.parametrize(
+    ("values", "largest"),
+    [
+        ([1.0, -3.0], 3.0),
+        ([1.0, -math.inf], -math.inf),
+        ([math.inf, -math.inf], math.inf),
+        ([math.nan, math.inf], math.nan),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_magnitudes_tell_signs_of_infinities_and_nans(values: list[float], largest: float, dtype: torch.dtype) -> None:
+    magnitudes = DeviceMagnitudes(torch.device("cpu"))
+    slot = magnitudes.read(torch.tensor(values, dtype=dtype), "a", always=True)
+    magnitudes.send()
+    assert slot is not None
+    assert slot.largest() == pytest.approx(largest, nan_ok=True)
+
+
+def test_what_the_kernels_can_not_read_is_left_to_others() -> None:
+    magnitudes = DeviceMagnitudes(torch.device("cpu"))
+    for tensor in (
+        torch.ones(4, 4)[:, ::2],
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(0),
+        torch.ones(3).to_sparse(),
+        torch.ones(()).expand(4),
+    ):
+        assert magnitudes.read(tensor, "a", always=True) is None
+
+
+def test_a_failed_launch_loses_its_tensors_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _blocks()
+    work = host_kernels.largest_many
+
+    def fails(*args: object) -> None:
+        monkeypatch.setattr(host_kernels, "largest_many", work)
+        raise RuntimeError("the device has vanished")
+
+    notes = []
+    monkeypatch.setattr(device_magnitudes.available, "gave_up", notes.append)
+    monkeypatch.setattr(device_magnitudes.available, "trouble", lambda: "the kernels failed")
+    with Inspector(model, every=100) as inspector:
+        _train(model, 4)
+        monkeypatch.setattr(host_kernels, "largest_many", fails)
+        with pytest.warns(UserWarning, match="the kernels failed"):
+            _train(model, 4)
+    assert [str(error) for error in notes] == ["the device has vanished"]
+    assert inspector.session().events == ()
+    assert inspector.session().progress.steps == 8
+
+
+def test_gradients_counted_later_have_the_same_rows() -> None:
+    rows = DeviceRows(torch.device("cpu"), lambda note: None)
+    tensors = [torch.randn(100), torch.randn(7, 3).to(torch.bfloat16)]
+    late = [rows.count(tensor, later=True) for tensor in tensors]
+    at_once = [rows.count(tensor).clone() for tensor in tensors]
+    assert not any(int(row[5:].sum()) for row in late)
+    rows.count_held()
+    assert all(map(torch.equal, late, at_once))
+    assert rows.lost == set()
+
+
+def test_a_gradient_changed_before_it_is_counted_is_told_and_never_counted_wrong() -> None:
+    rows = DeviceRows(torch.device("cpu"), lambda note: None)
+    tensor = torch.randn(100)
+    row = rows.count(tensor, later=True)
+    tensor.mul_(2)
+    rows.count_held()
+    assert rows.lost == {id(row)}
+    assert not int(row[5:].sum())
