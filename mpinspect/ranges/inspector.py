@@ -44,6 +44,10 @@ NEVER_ATTACHED = (
 )
 
 
+#: Which steps are sampled of a model on a device, where nothing else is asked for.
+_ON_DEVICES = Schedule(every=10, dense=10)
+
+
 class Inspector:
     """Watches the number range of a model's gradients while it trains.
 
@@ -64,7 +68,9 @@ class Inspector:
             (Accelerate's, Lightning's) is replaced by the optimizer inside.
         scalers: one or several loss scalers. Optional: every torch.amp.GradScaler that scales a loss is found
             automatically.
-        every: sample every n-th step (the non-finite watch covers all steps), or a Schedule that selects the steps.
+        every: sample every n-th step (the non-finite watch covers all steps), or a Schedule that selects the steps. By default
+            every step if the model is on the CPU; if it is on a device, where counting costs a good part of a step, the first
+            ten and then every tenth.
         capture: kinds to count: "weight_gradient", "activation_gradient", "activation", "weight", "update". "update" is
             added automatically if parameters are stored in FP16 or BF16.
         include, exclude: shell patterns over dotted paths of modules and parameters. Activations are captured for
@@ -108,7 +114,7 @@ class Inspector:
         *,
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         scalers: Any | Iterable[Any] | None = None,
-        every: int | Schedule = 1,
+        every: int | Schedule | None = None,
         capture: Iterable[str] = DEFAULT_KINDS,
         include: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] | None = None,
@@ -121,7 +127,8 @@ class Inspector:
     ) -> None:
         if max_overhead is not None:
             max_overhead = check_max_overhead(max_overhead)
-        self._schedule = every if isinstance(every, Schedule) else Schedule(every)
+        if every is not None and not isinstance(every, Schedule):
+            every = Schedule(every)
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"Inspector needs a torch.nn.Module, not {type(model).__name__}")
         for name, switch in (("watch", watch), ("eager_samples", eager_samples)):
@@ -131,6 +138,8 @@ class Inspector:
         selection = model_layers.Selection(include, exclude)
         found = model_layers.find_layers(model, selection)
         parameters = model_layers.find_parameters(model, selection)
+        on_device = any(watched.parameter.device.type not in ("cpu", "meta") for watched in parameters)
+        self._schedule = every or (_ON_DEVICES if on_device else Schedule())
         kinds = _kinds(capture, parameters)
         info = RunInfo(
             *(class_of(model).__name__, now(), kinds, self._schedule.every, watch, _versions(), max_overhead),
