@@ -403,7 +403,8 @@ class Watch(Observer):
         magnitudes = self._on_devices.get(tensor.device)
         if magnitudes is None:
             magnitudes = self._on_devices[tensor.device] = DeviceMagnitudes(tensor.device)
-            self.wants_backward_end = True
+            # Weight gradients are read together too.
+            self.wants_backward_end = self.lets_gradients_wait = True
         always = not is_input and (self._reads_all or what not in _PASSED_ON or name in self._containers)
         try:
             return magnitudes.read(tensor, f"{what} {name}{' in' * is_input}", always=always)
