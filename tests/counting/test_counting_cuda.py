@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -345,6 +346,48 @@ def test_more_than_two_to_the_31_values() -> None:
     histogram = decode(gpu.count(values).cpu().numpy())
     assert histogram.total == numel
     assert histogram.counts.tolist() == [numel - 1, 1]
+
+
+@pytest.mark.gpu
+def test_largest_magnitudes_on_a_gpu_without_a_wait() -> None:
+    """Of many tensors of every dtype, on two streams; only where something is broken, if that is asked for."""
+    from mpinspect.counting.cuda import counter as gpu
+
+    tensors = [_messy(dtype, numel) for dtype in sorted(COUNTABLE, key=str) for numel in (2, 513, 100_003)]
+    tensors += [
+        torch.full((300,), -math.inf),
+        torch.tensor([1.0, -math.inf, math.inf]),
+        torch.zeros(5),
+        torch.randn(70_000),
+    ]
+    there = [tensor.cuda() for tensor in tensors]
+    slots = torch.zeros(4, len(tensors) + 1, dtype=torch.int64, device="cuda")
+    addresses = [range(row.data_ptr(), row.data_ptr() + 8 * len(tensors), 8) for row in slots]
+    words = [row[-1:] for row in slots]
+    gpu.largest_many(there, addresses[3], words[3])
+    slots.zero_()
+    other = torch.cuda.Stream()
+    with _no_synchronisation():
+        gpu.largest_many(there, addresses[0], words[0])
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            gpu.largest_many(there, addresses[1], words[0], only_if_broken=True)
+        torch.cuda.current_stream().wait_stream(other)
+        gpu.largest_many(there, addresses[2], words[2], only_if_broken=True)
+        gpu.largest_many(there[-2:], addresses[3][:2], words[3])
+    is_double = np.array([tensor.dtype == torch.float64 for tensor in tensors])
+    first, second, third, fourth = (
+        gpu.largest_of_slots(row[:-1].cpu().numpy(), is_double) for row in slots.cpu().unbind(0)
+    )
+    assert slots[:, -1].tolist() == [1, 0, 0, 0]
+    assert third == [None] * len(tensors)
+    assert fourth[:2] == [0.0, float(tensors[-1].abs().max())]
+    for found in (first, second):
+        for tensor, value in zip(tensors, found, strict=True):
+            wide = tensor.double()
+            infinite = wide.max() if wide.max() == math.inf else wide.min()
+            true = wide.abs().max() if wide.isnan().any() or not wide.isinf().any() else infinite
+            assert value == float(true) or (math.isnan(float(true)) and value is not None and math.isnan(value))
 
 
 def _model() -> nn.Module:
