@@ -12,7 +12,7 @@ Runs by any Python >= 3.10 and looks for one whose torch reaches a GPU (--python
 taken from the wheels in gpu-wheels/, which ``make gpu-wheels`` downloads where there is a network. Nothing is installed, and
 caches go to a temporary folder.
 
---rehearse does the same on a CPU: every part runs its smallest sizes, Triton's kernels by its interpreter. The files say
+--rehearse does the same on a CPU: every part runs its smallest sizes, torch in the place of the counting kernels. The files say
 "rehearsal", and go to a temporary folder.
 """
 
@@ -44,7 +44,7 @@ WEIGHTS = {"gpu_tests": 150, "gpu_counting": 65, "gpu_overhead": 140, "training_
 _RESERVE = 10.0
 #: Set by some containers: they change which kernels run, or make the host wait.
 _UNSET = (
-    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUDA_LAUNCH_BLOCKING", "TRITON_INTERPRET"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUDA_LAUNCH_BLOCKING"),
     *("PYTHONWARNINGS", "PYTHONHOME", "PYTEST_ADDOPTS"),
 )
 
@@ -125,11 +125,11 @@ class Summary:
 
 
 def what_compiling_lacks(interpreter: gpu_python.Interpreter) -> list[str]:
-    """Triton and torch.compile build a piece of C for each kernel."""
+    """torch.compile builds a piece of C for each kernel."""
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
     lacking = [] if compiler else ["no C compiler is on PATH (gcc, clang or cc; CC names another)"]
     lacking += [] if interpreter.headers else [f"Python.h of {interpreter.path} is missing"]
-    return [f"{what}: Triton and torch.compile may not work" for what in lacking]
+    return [f"{what}: torch.compile may not work" for what in lacking]
 
 
 def keep_traces(scratch: Path, out: Path) -> None:
@@ -171,7 +171,7 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, stop_at)
     brought = gpu_python.wheels(WHEELS)
-    shown = dict.fromkeys(("triton", "numba", *brought))
+    shown = dict.fromkeys(("numba", *brought))
     interpreter, others = gpu_python.find(options.python, shown, gpu=not options.rehearse)
     if interpreter is None:
         print("No Python was found here whose torch reaches a CUDA GPU (--python PATH names one).", *others, sep="\n")

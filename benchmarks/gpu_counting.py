@@ -6,13 +6,12 @@ Times are medians of device events around one call, after a warm-up. Before each
 calls take several tensors of fresh data in turn. A copy reads and writes, so the time of reading is taken as half of
 its time. Launching a kernel from Python costs the host some microseconds, which count where the GPU waits for them: for
 the gradients of ResNet-50 that is part of what is measured, hence the 10 us that the limit leaves. Without a CUDA
-GPU the script says so and does nothing, but for --tiny: toy sizes, by Triton's interpreter where there is no GPU, to see that
+GPU the script says so and does nothing, but for --tiny: toy sizes, counted by the reference where there is no GPU, to see that
 the script works.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from machine import ResultsFile, arguments
 from targets import checked, verdicts
 
 from mpinspect.counting import reference
+from mpinspect.counting.bits import merge_rows
 from mpinspect.counting.cuda import available
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64)
@@ -113,22 +113,34 @@ def one_tensor(stopwatch: Stopwatch, size: int, dtype: torch.dtype, make_up: str
     from mpinspect.counting.cuda import counter
 
     tensors = [values(size // dtype.itemsize, dtype, stopwatch.device, make_up) for _ in range(3)]
+    slots = torch.zeros(2, dtype=torch.int64, device=stopwatch.device)
     read_us = stopwatch.read_us(tensors)
     row = {
         "case": f"{size / 2**20:.3g} MiB {str(dtype).removeprefix('torch.')}, {make_up}",
         "read_us": read_us,
         "read_gb_s": size / read_us / 1e3,
         "count_us": stopwatch.each(tensors, counter.count),
+        "largest_us": stopwatch.us([lambda tensor=tensor: largest([tensor], slots) for tensor in tensors]),
     }
     if make_up == "normal":
         row["reference_us"] = stopwatch.each(tensors[:1], reference.count)
         if dtype in (torch.float32, torch.float64):
             row["histc_us"] = stopwatch.each(tensors, lambda tensor: torch.histc(tensor, 256, -8.0, 8.0))
             row["frexp_us"] = stopwatch.each(tensors[:1], torch.frexp)
+            row["aminmax_us"] = stopwatch.each(tensors, torch.aminmax)
         if dtype.itemsize > 1:
             row["sum_us"] = stopwatch.each(tensors, torch.sum)
     row["count_over_read"] = row["count_us"] / read_us
+    row["largest_over_read"] = row["largest_us"] / read_us
     return row
+
+
+def largest(tensors: list[torch.Tensor], slots: torch.Tensor) -> None:
+    """The largest magnitudes of the tensors, one slot each and then the word that is set by infinities and NaNs."""
+    from mpinspect.counting.cuda import counter
+
+    begin = slots.data_ptr()
+    counter.largest_many(tensors, range(begin, begin + 8 * len(tensors), 8), slots[-1:])
 
 
 def many_tensors(stopwatch: Stopwatch, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> dict[str, Any]:
@@ -146,12 +158,17 @@ def many_tensors(stopwatch: Stopwatch, shapes: list[tuple[int, ...]], dtype: tor
     network = "ResNet-50" if shapes == resnet50_shapes() else "a toy"
     read_us = stopwatch.read_us(memory)
     together_us = stopwatch.us([lambda group=group: counter.add_many(group) for group in packed])
+    slots = torch.zeros(len(shapes) + 1, dtype=torch.int64, device=stopwatch.device)
+    largest_us = stopwatch.us([lambda tensors=tensors: largest(tensors, slots) for tensors in sets])
+    aminmax_us = stopwatch.us([lambda tensors=tensors: [torch.aminmax(each) for each in tensors] for tensors in sets])
     single_us = stopwatch.us([lambda group=group: [counter.add(*each) for each in group] for group in packed])
     return {
         "case": f"{network}'s {len(sets[0])} gradients, {str(dtype).removeprefix('torch.')}",
         "read_us": read_us,
         "count_us": together_us,
         "one_by_one_us": single_us,
+        "largest_us": largest_us,
+        "aminmax_us": aminmax_us,
         "count_over_read": together_us / read_us,
         "limit_us": MOST_OF_MANY * read_us + MOST_OF_MANY_US,
     }
@@ -180,7 +197,7 @@ def line(row: dict[str, Any]) -> str:
     others = [
         f"{name.removesuffix('_us')} {us / row['count_us']:.1f}x of counting"
         for name, us in row.items()
-        if name in ("reference_us", "histc_us", "frexp_us", "sum_us", "one_by_one_us")
+        if name in ("reference_us", "histc_us", "frexp_us", "sum_us", "one_by_one_us", "largest_us", "aminmax_us")
     ]
     return (
         f"{row['case']:44} read {row['read_us']:8.1f} us, count {row['count_us']:8.1f} us:"
@@ -189,17 +206,17 @@ def line(row: dict[str, Any]) -> str:
 
 
 def why_not(device: str) -> str:
-    """Why the kernels can't be used; "" if they can. On a CPU they are interpreted."""
+    """Why the kernels can't be used; "" if they can. On a CPU torch takes their place."""
     if device == "cuda":
         return available.warm_up([torch.device("cuda", torch.cuda.current_device())])
-    # Before Triton is imported.
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        from mpinspect.counting.cuda import counter
+    from mpinspect.counting.cuda import counter
 
-        counter.count(torch.ones(1))
-    except Exception as error:
-        return f"Triton's interpreter does not work here: {' '.join(str(error).split())[:200]}"
+    def add_many(counted: list[Any]) -> None:
+        for tensor, row in counted:
+            row.copy_(merge_rows([row, reference.count(tensor)]))
+
+    counter.add_many = add_many
+    counter.largest_many = lambda tensors, slots, broken: [torch.aminmax(tensor.float()) for tensor in tensors]
     return ""
 
 

@@ -62,7 +62,7 @@ class Interpreter:
     Args:
         gpu: the CUDA device that its torch reaches; None if there is none.
         why: what CUDA says where it reaches none.
-        headers: whether Python.h is there, which Triton compiles against.
+        headers: whether Python.h is there, against which torch.compile compiles.
         versions: of each package asked for; None where it is missing.
     """
 

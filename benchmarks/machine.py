@@ -18,7 +18,7 @@ import mpinspect
 
 RESULTS = Path(__file__).parent / "results"
 #: Beside torch: what counting runs on. None where it is not installed.
-_LIBRARIES = ("numpy", "numba", "triton")
+_LIBRARIES = ("numpy", "numba")
 
 
 @cache

@@ -9,7 +9,7 @@ from targets import TARGETS, Target, shown, verdicts
 
 NOT_MEASURED = "not yet measured"
 CUT_SHORT = "Cut short by the time it was given: what is missing above was not measured."
-_MACHINE = ("processor", "cores", "gpu", "python", "torch", "cuda", "numpy", "numba", "triton", "mpinspect")
+_MACHINE = ("processor", "cores", "gpu", "python", "torch", "cuda", "numpy", "numba", "mpinspect")
 
 
 def markdown(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

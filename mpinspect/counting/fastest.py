@@ -1,7 +1,7 @@
 """Counts with the fastest implementation available for a tensor; every implementation fills the same row with the same counts.
 
 ``reference`` needs only torch, and is used if no other implementation is available or applies. Several times faster are the
-loops compiled by numba on a CPU (the extra mpinspect[cpu]), and Triton's kernels on a CUDA device.
+loops compiled by numba on a CPU (the extra mpinspect[cpu]), and the CUDA kernels on a CUDA device.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mpinspect.counting import reference
-from mpinspect.counting.apart import COMPILING, apart
+from mpinspect.counting.apart import apart
 from mpinspect.counting.cpu import available as on_cpu
 from mpinspect.counting.cuda import available as on_gpu
 from mpinspect.counting.layout import ZEROS
@@ -37,7 +37,7 @@ def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> 
 def warm_up(devices: Iterable[torch.device] = (), *, compile_here: bool = False) -> list[str]:
     """Load the counting implementations in advance, so that no training step waits for loading or compiling.
 
-    Triton's kernels take seconds to compile, once per machine. Numba's loops are compiled by another process, and torch counts
+    The CUDA kernels take a second to compile in every process. Numba's loops are compiled by another process, and torch counts
     until they are ready.
 
     Args:
@@ -52,7 +52,7 @@ def warm_up(devices: Iterable[torch.device] = (), *, compile_here: bool = False)
     else:
         on_cpu.loops()
     gpus = [device for device in devices if device.type == "cuda"]
-    said = [on_cpu.AVAILABLE.trouble, apart(lambda: on_gpu.warm_up(gpus), COMPILING) if gpus else ""]
+    said = [on_cpu.AVAILABLE.trouble, apart(lambda: on_gpu.warm_up(gpus)) if gpus else ""]
     return [sentence for sentence in said if sentence]
 
 

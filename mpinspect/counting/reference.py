@@ -131,6 +131,9 @@ def _count_divided(values: torch.Tensor, divisor: float | torch.Tensor) -> torch
         by = abs(float(divisor))
         if by == 0 or not math.isfinite(by):
             raise ValueError(f"cannot divide by {divisor!r}: a loss scale is a finite number other than zero")
+        if values.device.type != "cpu":
+            # Torch multiplies a GPU's tensor by the reciprocal of a number, which rounds differently; by a tensor it divides.
+            by = torch.full((), by, dtype=torch.float64, device=values.device)
     pieces, times = flat_bits(values, HOST_CHUNK if values.device.type == "cpu" else DEVICE_CHUNK)
     counter = count_on_host if values.device.type == "cpu" else count_on_device
     rows = []

@@ -1,19 +1,11 @@
-"""Counting with the Triton kernels: by Triton's interpreter on any machine, compiled where there is a GPU.
-
-TRITON_INTERPRET must be set before triton is imported, and holds for all of a process: torch.compile, in another test of
-the same process, would meet an interpreted Triton. So what needs the interpreter runs in one process of its own
-(``interpreted_kernels.py``), which prints the name of each check that held; each is a test here.
-"""
+"""What uses the GPU's kernels: whether they are available, rows in a buffer; and the kernels themselves where there is a GPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import math
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +17,7 @@ from waiting_gradients import row_of, waited
 from mpinspect import Inspector
 from mpinspect.counting import fastest, reference
 from mpinspect.counting.bits import merge_rows
-from mpinspect.counting.cuda import available
+from mpinspect.counting.cuda import available, driver
 from mpinspect.counting.layout import decode
 from mpinspect.counting.pieces import COUNTABLE, fills_its_memory
 from mpinspect.ranges.capture import device_rows
@@ -33,80 +25,7 @@ from mpinspect.ranges.capture.device_rows import DeviceRows
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.ranges.session import TensorKey
 
-needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
-CHECKS = (
-    *("hypothesis float32", "hypothesis float16", "hypothesis bfloat16", "hypothesis float64", "hypothesis float8"),
-    *("every code", "sizes around a tile", "one kind of value", "window", "strides", "twice", "many", "shares"),
-    "flush-denormals",
-)
-
-
-# -- the kernels, interpreted -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> str:
-    script = Path(__file__).parents[1] / "interpreted_kernels.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=600)
-    return done.stdout + done.stderr
-
-
-@needs_triton
-@pytest.mark.parametrize("check", CHECKS)
-def test_the_kernels_count_what_the_reference_counts(interpreted: str, check: str) -> None:
-    assert f"held: {check}\n" in interpreted, interpreted[-3000:]
-
-
-COMPILING = """
-import inspect, sys, warnings
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-import triton
-from mpinspect.counting.cuda import kernels
-warnings.simplefilter("ignore")
-types = {"values": "*u8", "entries": "*i64", "owners": "*i64", "row": "*i64", "codes": "*i32", "length": "i32", "share": "i32"}
-# Triton 3.2 has another name for them, and writes barriers though there is one warp.
-is_new = "constexprs" in inspect.signature(ASTSource).parameters
-kinds = {"float64": ("*i64", 52), "float32": ("*i32", 23), "float16": ("*i16", 23)}
-for kind, (pointer, mantissa) in kinds.items():
-    kernel = kernels.count_many if kind == "float32" else kernels.count_one
-    constants = {"KIND": kind, "M": mantissa, "LANES": 32}
-    known = {**types, "values": pointer, **dict.fromkeys(constants, "constexpr")}
-    keyword = {"constexprs" if is_new else "constants": constants}
-    source = ASTSource(kernel, {name: known[name] for name in kernel.arg_names}, **keyword)
-    options = {"num_warps": 1, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
-    print(kind, ".ftz" in compiled.asm["ptx"], is_new and "bar.sync" in compiled.asm["ptx"])
-"""
-
-
-@needs_triton
-@pytest.mark.slow
-def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
-    """Triton's compilers need no GPU. No instruction flushes denormals, and no lane waits for another warp."""
-    pytest.importorskip("triton.backends.nvidia")
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILING], capture_output=True, text=True, env=environment)
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[0] for line in lines] == ["float64", "float32", "float16"], done.stderr[-2000:]
-    assert {tuple(line[1:]) for line in lines} == {("False", "False")}
-
-
-# -- where there is no Triton -------------------------------------------------------------------------------------------
-
-
-def test_counting_on_a_cpu_imports_no_triton() -> None:
-    code = (
-        "import sys, torch, mpinspect\n"
-        "from mpinspect.counting import fastest\n"
-        "fastest.warm_up([torch.device('cpu')])\n"
-        "fastest.count(torch.ones(3))\n"
-        "print('triton' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
+# -- where the kernels can't be used -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -120,13 +39,21 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     loaded.cache_clear()
 
 
-def test_without_triton_the_reference_counts_and_it_is_said(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setitem(sys.modules, "triton", None)
-    fresh.delitem(sys.modules, "mpinspect.counting.cuda.counter", raising=False)
-    fresh.delitem(sys.modules, "mpinspect.counting.cuda.kernels", raising=False)
+def test_without_a_compiler_the_reference_counts_and_it_is_said(fresh: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise OSError("NVRTC was not found")
+
+    fresh.setattr(driver, "_libcuda", missing)
+    fresh.setattr(torch.cuda, "current_device", lambda: 0)
     assert available.count(torch.ones(3)) is None
     assert fastest.warm_up([torch.device("cuda", 0)]) == [available.trouble()]
-    assert "Triton is not installed" in available.trouble()
+    assert "NVRTC was not found" in available.trouble()
+
+
+def test_there_are_no_kernels_for_other_vendors_gpus(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setattr(torch.version, "cuda", None)
+    assert available.counter() is None
+    assert "are for CUDA" in available.trouble()
 
 
 def test_kernels_that_fail_are_not_tried_again(fresh: pytest.MonkeyPatch) -> None:
@@ -134,7 +61,7 @@ def test_kernels_that_fail_are_not_tried_again(fresh: pytest.MonkeyPatch) -> Non
 
     def fail(*given: object) -> torch.Tensor:
         calls.append(given)
-        raise RuntimeError("no ptxas\nhere")
+        raise RuntimeError("no compiler\nhere")
 
     ways = types.SimpleNamespace(DTYPES=COUNTABLE, count=fail, warm_up=fail)
     fresh.setattr(available, "_loaded", lambda: ways)
@@ -142,7 +69,7 @@ def test_kernels_that_fail_are_not_tried_again(fresh: pytest.MonkeyPatch) -> Non
     assert available.count(torch.ones(3)) is None
     assert available.warm_up([torch.device("cuda", 0)]) == available.trouble()
     assert len(calls) == 1
-    assert "no ptxas here" in available.trouble()
+    assert "no compiler here" in available.trouble()
 
 
 def test_a_full_gpu_is_no_fault_of_the_kernels(fresh: pytest.MonkeyPatch) -> None:
@@ -305,7 +232,7 @@ def test_kernels_that_fail_when_the_backward_ends(
     """Of none that waited anything is found; what was counted before them is sent."""
 
     def fail(counted: object) -> None:
-        raise RuntimeError("no ptxas")
+        raise RuntimeError("no compiler")
 
     before = torch.randn(4)
     row = rows.count(before)
@@ -315,7 +242,7 @@ def test_kernels_that_fail_when_the_backward_ends(
     assert [each.found for each in waiting] == [None, None]
     assert _sent(rows, [row])[0].tolist() == reference.count(before).tolist()
     assert notes == [available.trouble()]
-    assert "no ptxas" in notes[0]
+    assert "no compiler" in notes[0]
 
 
 @pytest.mark.parametrize("kinds", [KINDS, ("weight_gradient",)])
@@ -419,6 +346,48 @@ def test_more_than_two_to_the_31_values() -> None:
     histogram = decode(gpu.count(values).cpu().numpy())
     assert histogram.total == numel
     assert histogram.counts.tolist() == [numel - 1, 1]
+
+
+@pytest.mark.gpu
+def test_largest_magnitudes_on_a_gpu_without_a_wait() -> None:
+    """Of many tensors of every dtype, on two streams; only where something is broken, if that is asked for."""
+    from mpinspect.counting.cuda import counter as gpu
+
+    tensors = [_messy(dtype, numel) for dtype in sorted(COUNTABLE, key=str) for numel in (2, 513, 100_003)]
+    tensors += [
+        torch.full((300,), -math.inf),
+        torch.tensor([1.0, -math.inf, math.inf]),
+        torch.zeros(5),
+        torch.randn(70_000),
+    ]
+    there = [tensor.cuda() for tensor in tensors]
+    slots = torch.zeros(4, len(tensors) + 1, dtype=torch.int64, device="cuda")
+    addresses = [range(row.data_ptr(), row.data_ptr() + 8 * len(tensors), 8) for row in slots]
+    words = [row[-1:] for row in slots]
+    gpu.largest_many(there, addresses[3], words[3])
+    slots.zero_()
+    other = torch.cuda.Stream()
+    with _no_synchronisation():
+        gpu.largest_many(there, addresses[0], words[0])
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            gpu.largest_many(there, addresses[1], words[0], only_if_broken=True)
+        torch.cuda.current_stream().wait_stream(other)
+        gpu.largest_many(there, addresses[2], words[2], only_if_broken=True)
+        gpu.largest_many(there[-2:], addresses[3][:2], words[3])
+    is_double = np.array([tensor.dtype == torch.float64 for tensor in tensors])
+    first, second, third, fourth = (
+        gpu.largest_of_slots(row[:-1].cpu().numpy(), is_double) for row in slots.cpu().unbind(0)
+    )
+    assert slots[:, -1].tolist() == [1, 0, 0, 0]
+    assert third == [None] * len(tensors)
+    assert fourth[:2] == [0.0, float(tensors[-1].abs().max())]
+    for found in (first, second):
+        for tensor, value in zip(tensors, found, strict=True):
+            wide = tensor.double()
+            infinite = wide.max() if wide.max() == math.inf else wide.min()
+            true = wide.abs().max() if wide.isnan().any() or not wide.isinf().any() else infinite
+            assert value == float(true) or (math.isnan(float(true)) and value is not None and math.isnan(value))
 
 
 def _model() -> nn.Module:

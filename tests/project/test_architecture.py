@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
     "integrations.tensorboard_runs",
 )
 TRACKERS = ("wandb", "mlflow", "trackio")
-HEAVY = {"torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "numba", "triton", *TRACKERS}
+HEAVY = {"torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "numba", *TRACKERS}
 #: Drawing asks for matplotlib, and is imported where a picture is asked for.
 DRAWS = ("plot", "picture")
 CATCH_ALLS = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}

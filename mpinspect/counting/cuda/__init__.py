@@ -1,1 +1,1 @@
-"""Counting on an NVIDIA GPU with Triton. Import ``counter`` only where it is used, since importing it loads Triton."""
+"""Counts tensors, and finds their largest magnitudes, on an NVIDIA GPU, with kernels compiled when they are first used."""

@@ -1,6 +1,6 @@
-"""Decides whether the kernels can be used: loads Triton at the first CUDA tensor; after a failure, never uses it again.
+"""Decides whether the kernels can be used on CUDA tensors; after a failure in this process, never tries again.
 
-Triton's exceptions are not propagated, except out-of-memory errors. Importing this module does not import Triton.
+Their exceptions are not propagated, except out-of-memory errors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _trouble: list[str] = []
 
 
 def counter() -> ModuleType | None:
-    """Return ``mpinspect.counting.cuda.counter``; None if Triton is missing or has failed in this process."""
+    """Return ``mpinspect.counting.cuda.counter``; None without CUDA, or if it failed in this process."""
     return None if _trouble else _loaded()
 
 
@@ -28,7 +28,7 @@ def gave_up(error: Exception) -> None:
     """
     if isinstance(error, torch.OutOfMemoryError):
         raise error
-    _trouble.append(f"Triton does not work here ({' '.join(str(error).split())[:200]})")
+    _trouble.append(f"The counting kernels do not work here ({' '.join(str(error).split())[:200]})")
 
 
 def trouble() -> str:
@@ -64,15 +64,8 @@ def warm_up(devices: Iterable[torch.device]) -> str:
 @cache
 def _loaded() -> ModuleType | None:
     if torch.version.cuda is None:
-        # The kernels have never been run on other vendors' GPUs.
-        _trouble.append("Counting with Triton is for CUDA")
+        _trouble.append("The counting kernels are for CUDA")
         return None
-    try:
-        from mpinspect.counting.cuda import counter as loaded
-    except ModuleNotFoundError as error:
-        _trouble.append("Triton is not installed" if error.name == "triton" else str(error))
-        return None
-    except Exception as error:
-        gave_up(error)
-        return None
+    from mpinspect.counting.cuda import counter as loaded
+
     return loaded

@@ -1,47 +1,36 @@
-"""Counts CUDA tensors into rows with the Triton kernels of ``kernels``. No function here waits for the GPU."""
+"""Counts CUDA tensors into rows, and finds their largest magnitudes, with ``kernels.cu``. Nothing here waits for the GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mpinspect.counting.bits import BINARY32, BINARY64, DEVICE_CHUNK, Encoding, empty_row, merge_rows
-from mpinspect.counting.cuda import kernels
-from mpinspect.counting.layout import HEADER, MIN_BITS
-from mpinspect.counting.pieces import COUNTABLE, flat_bits
-from mpinspect.counting.reference import float32_bits
+from mpinspect.counting.cuda.compiling import CODES
+from mpinspect.counting.cuda.driver import ENTRIES, Gpu
+from mpinspect.counting.layout import HEADER, MIN_BITS, NO_MINIMUM
+from mpinspect.counting.pieces import COUNTABLE, fills_its_memory, flat_bits
 
 #: The real dtypes that the kernels support.
 DTYPES = COUNTABLE
 #: The usual dtypes of gradients, for which ``warm_up`` compiles the kernels.
 _USUAL = (torch.float32, torch.float16, torch.bfloat16)
-
-#: Lanes of a program: one warp, so that summing over lanes needs no shared memory and no barriers between warps.
-_LANES = 32
-# The largest number of values in a program: sums over its lanes have 15 bits.
-_MOST_IN_A_PROGRAM = 0x7FFF
-#: The smallest number of full tiles per program: summing over its lanes costs as much as three tiles.
-_FEWEST_TILES = 8
-#: The intended number of programs per launch: a GPU with 132 multiprocessors runs about 2000 at a time.
-_PROGRAMS = 4096
-#: Tiles per program in a launch shared by many tensors.
-_TILES_OF_MANY = 16
-#: The largest number of elements in one launch: the kernels' offsets have 32 bits.
-_MOST_IN_A_LAUNCH = 1 << 30
-# The kernels have no floating-point arithmetic to fuse; setting the option avoids Triton's warning about its default.
-_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
+#: Bytes in a tile: TILE vectors of 16 bytes in ``kernels.cu``.
+_TILE_BYTES = 256 * 4 * 16
+#: The most values in an entry, for which no 32-bit counter overflows.
+_MOST_IN_AN_ENTRY = 1 << 30
 
 
 class Counted(NamedTuple):
     """Values to count, and the row to which their counts are added.
 
     Args:
-        values: a dense tensor of one of DTYPES.
+        values: a tensor of one of DTYPES, dense in any order of its dimensions (``pieces.fills_its_memory``).
         row: contiguous int64 tensor of the dtype's layout on the same device, holding earlier counts or an ``empty_row``.
     """
 
@@ -49,13 +38,24 @@ class Counted(NamedTuple):
     row: torch.Tensor
 
 
+class _Entry(NamedTuple):
+    """The address and the number of a tensor's values, and the address of its row or slot."""
+
+    values: int
+    numel: int
+    target: int
+
+
 def encoding_of(dtype: torch.dtype) -> Encoding:
     """Return the encoding whose row holds values of this dtype."""
     return BINARY64 if dtype == torch.float64 else BINARY32
 
 
+# -- counting ---------------------------------------------------------------------------------------------------------
+
+
 def count(values: torch.Tensor) -> torch.Tensor:
-    """Return the row of a strided tensor of one of DTYPES, with any size, strides and device; does not wait for the GPU.
+    """Return the row of a strided tensor of one of DTYPES, with any size and strides; does not wait for the GPU.
 
     Returns:
         int64 on the tensor's device, see ``mpinspect.counting.layout``: WIDE for float64, else NARROW.
@@ -68,101 +68,142 @@ def count(values: torch.Tensor) -> torch.Tensor:
 def add(values: torch.Tensor, row: torch.Tensor) -> None:
     """Add the counts of a strided tensor to a row (see ``Counted``). Does not wait for the GPU.
 
-    Non-contiguous memory is copied a few million values at a time; expanded dimensions are counted once and multiplied.
+    Memory with gaps is copied a few million values at a time; expanded dimensions are counted once and multiplied.
     """
-    pieces, times = flat_bits(values, _MOST_IN_A_LAUNCH if values.is_contiguous() else DEVICE_CHUNK)
+    if values.is_contiguous() or fills_its_memory(values):
+        add_many([Counted(values, row)])
+        return
+    pieces, times = flat_bits(values, DEVICE_CHUNK)
     into = row if times == 1 else empty_row(encoding_of(values.dtype), values.device)
-    with _on(row.device):
-        for piece in pieces:
-            if piece.numel():
-                # A one-dimensional piece may still be non-contiguous.
-                _launch_one(piece.contiguous(), into, values.dtype)
+    for piece in pieces:
+        # A one-dimensional piece may still have gaps.
+        add_many([Counted(piece.contiguous().view(values.dtype), into)])
     if times != 1:
         into[:MIN_BITS] *= times
         into[HEADER:] *= times
-        _merge(into, row)
+        row.copy_(merge_rows([row, into]))
 
 
 def add_many(counted: Sequence[Counted]) -> None:
-    """Add the counts of many dense tensors on one device to their rows, with one launch per dtype; does not wait."""
-    by_dtype: dict[torch.dtype, list[Counted]] = {}
-    for each in counted:
-        if each.values.numel():
-            by_dtype.setdefault(each.values.dtype, []).append(each)
-    for dtype, group in by_dtype.items():
-        with _on(group[0].row.device):
-            _launch_many(group, dtype)
+    """Add the counts of many tensors on one device to their rows: a launch per dtype and ENTRIES tensors. Does not wait."""
+    by_dtype: dict[torch.dtype, list[_Entry]] = {}
+    for values, row in counted:
+        numel = values.numel()
+        if numel:
+            by_dtype.setdefault(values.dtype, []).append(_Entry(values.data_ptr(), numel, row.data_ptr()))
+    for dtype, entries in by_dtype.items():
+        _launch("count", dtype, entries, counted[0].row.device)
+
+
+# -- largest magnitudes -----------------------------------------------------------------------------------------------
+
+
+def largest_many(
+    tensors: Sequence[torch.Tensor], slots: Sequence[int], broken: torch.Tensor, only_if_broken: bool = False
+) -> None:
+    """Raise each tensor's slot to its largest magnitude: a launch per dtype and ENTRIES tensors. Does not wait.
+
+    Args:
+        tensors: dense tensors of any of DTYPES on the device of ``broken``; an empty one leaves its slot as it is.
+        slots: for each tensor the address of 8 bytes on the device, 0 at first; read with ``largest_of_slots``.
+        broken: int64 with one element; becomes 1 if any value is infinite or NaN.
+        only_if_broken: do nothing, as the device decides, where ``broken`` is 0.
+    """
+    by_dtype: dict[torch.dtype, list[_Entry]] = {}
+    for tensor, slot in zip(tensors, slots, strict=True):
+        numel = tensor.numel()
+        if numel:
+            by_dtype.setdefault(tensor.dtype, []).append(_Entry(tensor.data_ptr(), numel, slot))
+    for dtype, entries in by_dtype.items():
+        _launch("largest", dtype, entries, broken.device, broken.data_ptr(), only_if_broken)
+
+
+def largest_of_slots(slots: npt.NDArray[Any], is_double: bool | npt.NDArray[np.bool_]) -> list[float | None]:
+    """Return the largest magnitudes that slots hold.
+
+    Args:
+        slots: 64-bit integers copied from the device.
+        is_double: whether the tensors were float64; one answer, or one per slot.
+
+    Returns:
+        None where no value was read; NaN if any value was NaN; infinity if any was positive infinity, minus infinity if all
+        infinite values were negative; else the largest |x|.
+    """
+    slots = np.ascontiguousarray(slots).view(np.uint64)
+    encoded = slots - np.uint64(1)
+    magnitude = encoded >> np.uint64(1)
+    # Subnormals of float32 become normal float64 by integers and an exact product, whatever the flush-denormals mode.
+    normal = (magnitude << np.uint64(29)) + np.uint64((BINARY64.bias - BINARY32.bias) << 52)
+    special = (magnitude << np.uint64(29)) | np.uint64(NO_MINIMUM)
+    bits = np.where(magnitude < BINARY32.infinity, normal, special)
+    single = np.where(magnitude < BINARY32.min_normal, magnitude * 2.0**-149, bits.view(np.float64))
+    values = np.where(is_double, magnitude.view(np.float64), single)
+    is_negative = np.isinf(values) & (encoded & np.uint64(1) == 0)
+    found: list[float] = np.where(is_negative, -values, values).tolist()
+    return [value if slot else None for value, slot in zip(found, slots.tolist(), strict=True)]
+
+
+# -- launching --------------------------------------------------------------------------------------------------------
 
 
 def warm_up(devices: Iterable[torch.device]) -> None:
-    """Compile the kernels for the usual dtypes: some seconds per dtype, once per machine (Triton caches them on disk).
+    """Compile the kernels for the usual dtypes: a third of a second for each, in every process.
 
     Raises:
-        Exception: any exception of Triton or its compilers.
+        Exception: any exception of compiling, loading or launching.
     """
     for device in devices:
         for dtype in _USUAL:
             values = torch.ones(1, dtype=dtype, device=device)
-            row = count(values)
-            add_many([Counted(values, row)])
+            slot = torch.zeros(2, dtype=torch.int64, device=device)
+            count(values)
+            largest_many([values], [slot.data_ptr()], slot[1:])
 
 
-def _launch_one(bits: torch.Tensor, row: torch.Tensor, dtype: torch.dtype) -> None:
-    numel = bits.numel()
-    tile = kernels.VALUES.value * _LANES
-    tiles = min(max(numel // (_PROGRAMS * tile), _FEWEST_TILES), _MOST_IN_A_PROGRAM // tile)
-    share = tiles * tile
-    grid = (-(-numel // share),)
-    kernels.count_one[grid](bits, row, _codes(dtype, row), numel, share, *_constants(dtype), **_OPTIONS)
+def _launch(
+    way: str,
+    dtype: torch.dtype,
+    entries: list[_Entry],
+    device: torch.device,
+    broken: int = 0,
+    only_if_broken: bool = False,
+) -> None:
+    kind, codes, size = _KINDS[dtype]
+    per_tile = _TILE_BYTES // size
+    if any(entry.numel > _MOST_IN_AN_ENTRY for entry in entries):
+        entries = [part for entry in entries for part in _parts(entry, size)]
+    gpu = _gpu(device)
+    for begin in range(0, len(entries), ENTRIES):
+        part = entries[begin : begin + ENTRIES]
+        numbers = [broken, len(part), 0, codes, only_if_broken]
+        tiles = 0
+        for values, numel, target in part:
+            numbers += (values, target, numel, tiles)
+            tiles += -(-numel // per_tile)
+        numbers[2] = tiles
+        gpu.launch(way, kind, tiles, numbers)
 
 
-def _launch_many(group: list[Counted], dtype: torch.dtype) -> None:
-    tile = kernels.VALUES.value * _LANES
-    share = min(_TILES_OF_MANY, _MOST_IN_A_PROGRAM // tile) * tile
-    numels = np.array([each.values.numel() for each in group], np.int64)
-    programs = -(-numels // share)
-    entries = np.empty((len(group), 4), np.int64)
-    entries[:, 0] = [each.values.data_ptr() for each in group]
-    entries[:, 1] = numels
-    entries[:, 2] = [each.row.data_ptr() for each in group]
-    entries[:, 3] = np.cumsum(programs) - programs
-    owners = np.repeat(np.arange(len(group), dtype=np.int64), programs)
-    device = group[0].row.device
-    table = _sent(np.concatenate((entries.reshape(-1), owners)), device)
-    codes = _codes(dtype, group[0].row)
-    kernels.count_many[(len(owners),)](table, table[entries.size :], codes, share, *_constants(dtype), **_OPTIONS)
-
-
-def _sent(numbers: np.ndarray[tuple[int, ...], np.dtype[np.int64]], device: torch.device) -> torch.Tensor:
-    """Copy the numbers to the device asynchronously through pinned memory, which torch reuses after the copy."""
-    host = torch.from_numpy(numbers)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
-
-
-def _on(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that makes ``device`` current, since Triton launches on the current device."""
-    guard: AbstractContextManager[None] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    return guard
-
-
-def _constants(dtype: torch.dtype) -> tuple[str, int, int]:
-    """Return the kernels' constants KIND, M and LANES."""
-    kind = "codes" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
-    return kind, encoding_of(dtype).mantissa_bits, _LANES
-
-
-def _codes(dtype: torch.dtype, row: torch.Tensor) -> torch.Tensor:
-    """Return each code's magnitude bits for an 8-bit dtype; for others ``row``, as a placeholder that is not read."""
-    return _magnitudes_of_codes(dtype, row.device) if dtype.itemsize == 1 else row
+def _parts(entry: _Entry, size: int) -> list[_Entry]:
+    """Split an entry of too many values."""
+    return [
+        _Entry(entry.values + begin * size, min(_MOST_IN_AN_ENTRY, entry.numel - begin), entry.target)
+        for begin in range(0, entry.numel, _MOST_IN_AN_ENTRY)
+    ]
 
 
 @cache
-def _magnitudes_of_codes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        codes = torch.arange(256, dtype=torch.uint8, device=device)
-        return float32_bits(codes, dtype) & BINARY32.magnitude_mask
+def _gpu(device: torch.device) -> Gpu:
+    return Gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _merge(row: torch.Tensor, into: torch.Tensor) -> None:
-    merged = merge_rows([into, row])
-    into.copy_(merged)
+def _kinds() -> dict[torch.dtype, tuple[str, int, int]]:
+    """Return by dtype the end of its kernels' names, its row of the codes' magnitudes, and the size of a value."""
+    found = {}
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        found[dtype] = ("codes", CODES.index(name), 1) if dtype.itemsize == 1 else (name, 0, dtype.itemsize)
+    return found
+
+
+_KINDS = _kinds()
