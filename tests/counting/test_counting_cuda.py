@@ -461,3 +461,40 @@ def test_a_step_captured_as_a_graph_is_left_alone() -> None:
         torch.cuda.synchronize()
     assert any("CUDA graphs" in note for note in inspector.session().notes)
     assert inspector.session().totals() == {}
+
+
+@pytest.mark.gpu
+def test_a_graph_of_a_whole_step_is_that_without_an_inspector() -> None:
+    """The optimizer's step is captured too; nothing of ours becomes part of the graph."""
+
+    def run(is_inspected: bool) -> tuple[list[torch.Tensor], tuple[str, ...]]:
+        model, batch = _model(), torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=True)
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+        inspector = Inspector(model)
+        if is_inspected:
+            inspector.attach()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        inspector.detach()
+        return [parameter.detach().clone() for parameter in model.parameters()], inspector.session().notes
+
+    (bare, _), (inspected, notes) = run(False), run(True)
+    assert all(torch.equal(here, there) for here, there in zip(bare, inspected, strict=True))
+    assert len(notes) == 1
+    assert "CUDA graphs are not seen" in notes[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,6 +34,23 @@ class HostCopy:
             self.event.synchronize()
         array: npt.NDArray[Any] = self._host.numpy()
         return array
+
+
+class Arrivals:
+    """Calls functions, in order, once the copies that they read are complete: at once on a CPU, a step later on a device."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[list[HostCopy], Callable[[], object]]] = deque()
+
+    def call(self, copies: Iterable[HostCopy], function: Callable[[], object]) -> None:
+        """Call a function as soon as these copies, and those that earlier functions wait for, are complete."""
+        self._waiting.append((list(copies), function))
+        self.take()
+
+    def take(self, *, wait: bool = False) -> None:
+        """Call the functions whose copies are complete by now; ``wait``: wait for the device, and call all."""
+        while self._waiting and (wait or all(copy.ready() for copy in self._waiting[0][0])):
+            self._waiting.popleft()[1]()
 
 
 def copy_groups(

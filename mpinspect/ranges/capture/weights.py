@@ -11,7 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from mpinspect.counting.pieces import detached_values
 from mpinspect.ranges.capture.culprit import word
-from mpinspect.ranges.capture.largest import read_largest
+from mpinspect.ranges.capture.host_rows import HostCopy
+from mpinspect.ranges.capture.largest import extremes, from_stacked, read_largest, stacked
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.kinds import WEIGHT
 from mpinspect.ranges.session import END, Event, TensorKey
@@ -190,12 +191,24 @@ class BrokenWeights:
         return Event(step, 0, END, first.owner, WEIGHT, first.name, word(largest[first.name]), explanation=how_many)
 
     def _magnitudes(self) -> dict[str, float]:
-        """Return the largest magnitude of each weight that can be read, by name. Waits for a GPU."""
-        magnitudes = {}
+        """Return the largest magnitude of each weight that can be read, by name. Waits for a GPU once."""
+        magnitudes: dict[str, float] = {}
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[tuple[torch.Tensor, ...]]]] = {}
         for watched in self._parameters:
             with self.unread.left_out(TensorKey(watched.name, WEIGHT)):
-                magnitudes[watched.name] = _magnitude(watched.parameter)
-        return magnitudes
+                values = _values(watched.parameter)
+                found = None if values is None or values.is_cpu else extremes(values)
+                if found is None:
+                    magnitudes[watched.name] = 0.0 if values is None else read_largest(values)
+                else:
+                    names, pairs = groups.setdefault((found[0].device, found[0].dtype), ([], []))
+                    names.append(watched.name)
+                    pairs.append(found)
+        # All are on their way before the first is waited for.
+        copies = [(names, HostCopy(stacked(pairs))) for names, pairs in groups.values()]
+        for names, copy in copies:
+            magnitudes.update(zip(names, from_stacked(copy.values()), strict=True))
+        return {watched.name: magnitudes[watched.name] for watched in self._parameters if watched.name in magnitudes}
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
@@ -205,9 +218,13 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 def _magnitude(parameter: torch.Tensor) -> float:
     """Return a parameter's largest magnitude, or NaN; 0 if it has no floating-point values to read."""
+    values = _values(parameter)
+    return 0.0 if values is None else read_largest(values)
+
+
+def _values(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return this process's part of a parameter's floating-point values; None if it has none to read."""
     if is_lazy(parameter) or parameter.is_meta:
-        return 0.0
+        return None
     weight = detached_values(local_part(parameter))
-    if not weight.numel() or not (weight.is_floating_point() or weight.is_complex()):
-        return 0.0
-    return read_largest(weight)
+    return weight if weight.numel() and (weight.is_floating_point() or weight.is_complex()) else None

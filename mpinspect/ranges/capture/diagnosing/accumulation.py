@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Backward, Observer, ParameterGradient
 from mpinspect.ranges.capture.recording import Recording
@@ -35,6 +38,7 @@ class Accumulation(Observer):
         #: Numbers of lost and of non-zero elements, still on the device, with the dtype, by name; and their micro-batch.
         self._lost: dict[str, tuple[torch.Tensor, str]] = {}
         self._micro_batch = 0
+        self._arrivals = Arrivals()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
@@ -63,16 +67,29 @@ class Accumulation(Observer):
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the parameters that lost most, with the sums over all."""
+        self._arrivals.take()
         lost, self._lost = self._lost, {}
         self._before.clear()
         if not self.at_work or not lost:
             return
         self._steps += 1
-        counts = torch.stack([each for each, _ in lost.values()]).tolist()
-        rows = [(name, dtype, *pair) for (name, (_, dtype)), pair in zip(lost.items(), counts, strict=True)]
+        by_device: dict[torch.device, list[tuple[str, str, torch.Tensor]]] = {}
+        for name, (counts, dtype) in lost.items():
+            by_device.setdefault(counts.device, []).append((name, dtype, counts))
+        copies = [HostCopy(torch.stack([counts for *_, counts in group])) for group in by_device.values()]
+        named = [(name, dtype) for group in by_device.values() for name, dtype, _ in group]
+        self._arrivals.call(copies, partial(self._record, step, named, copies, self._micro_batch + 1))
+
+    def run_ends(self) -> None:
+        """Record the steps whose counts are still on their way."""
+        self._arrivals.take(wait=True)
+
+    def _record(self, step: int, named: list[tuple[str, str]], copies: list[HostCopy], micro_batches: int) -> None:
+        counts = (pair for copy in copies for pair in copy.values().tolist())
+        rows = [(*each, *pair) for each, pair in zip(named, counts, strict=True)]
         rows.sort(key=lambda row: row[2] / max(row[3], 1), reverse=True)
         of_all = {"all_lost": float(sum(row[2] for row in rows)), "all_nonzero": float(sum(row[3] for row in rows))}
-        of_all["micro_batches"] = float(self._micro_batch + 1)
+        of_all["micro_batches"] = float(micro_batches)
         for name, dtype, missed, added in rows[:_MOST_PARAMETERS]:
             figures = {"lost": float(missed), "nonzero": float(added), **of_all}
             self._recording.measured(Measurement("accumulation", name, step, figures, text=dtype))

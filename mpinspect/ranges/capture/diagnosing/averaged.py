@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
 import torch
 
 from mpinspect.counting.fastest import count
 from mpinspect.counting.layout import decode
 from mpinspect.numeric.exponents import ExponentHistogram, merge
+from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Backward, Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
@@ -38,6 +40,7 @@ class Averaged(Observer):
         self._has_gradients = False
         #: The rows counted in this step, by device and length.
         self._rows: dict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
+        self._arrivals = Arrivals()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in a sampled step that is twice as far as the last one counted."""
@@ -63,12 +66,21 @@ class Averaged(Observer):
                     self._rows[row.device, len(row)].append(row)
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Record the counts. Waits for the device."""
-        rows = [row for group in self._rows.values() for row in torch.stack(group).cpu().numpy()]
-        self._rows.clear()
-        if rows and sampled:
+        """Record the counts of the steps whose counts have arrived."""
+        self._arrivals.take()
+        if self._rows and sampled:
             self._next_step = max(2 * step, 1)
-            self._recording.measured(Measurement(AVERAGED, "", step, _figures(merge(map(decode, rows)))))
+            copies = [HostCopy(torch.stack(group)) for group in self._rows.values()]
+            self._arrivals.call(copies, partial(self._record, step, copies))
+        self._rows.clear()
+
+    def run_ends(self) -> None:
+        """Record the counts that are still on their way."""
+        self._arrivals.take(wait=True)
+
+    def _record(self, step: int, copies: list[HostCopy]) -> None:
+        rows = [row for copy in copies for row in copy.values()]
+        self._recording.measured(Measurement(AVERAGED, "", step, _figures(merge(map(decode, rows)))))
 
 
 def _figures(found: ExponentHistogram) -> dict[str, float]:

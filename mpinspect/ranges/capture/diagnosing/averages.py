@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
+from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Observer
@@ -66,15 +68,18 @@ class Averages(Observer):
         self._parameters, self._optimizers, self._clock, self._recording = parameters, optimizers, clock, recording
         self._copies: dict[int, _Copy] = {}
         self._first_step = 0
+        self._arrivals = Arrivals()
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Search for copies of the weights at the end of certain measured steps."""
+        self._arrivals.take()
         if self._clock.measured and step in _LOOKED_FOR and self._optimizers.any_stepped:
             self._find(step)
 
     @torch.no_grad()
     def run_ends(self) -> None:
         """Record the copies if most of their elements that differ from the weights stayed the same although they were written."""
+        self._arrivals.take(wait=True)
         counts: list[torch.Tensor] = []
         names: set[str] = set()
         writes, dtype = 0, ""
@@ -84,7 +89,7 @@ class Averages(Observer):
                 continue
             if not is_plain(copy.weight.parameter):
                 continue
-            now, weight = _drawn(tensor), _drawn(copy.weight.parameter.detach()).to(tensor.dtype)
+            now, weight = _drawn(tensor), _drawn(copy.weight.parameter.detach()).to(tensor.device, tensor.dtype)
             # An element that equals the weight has no difference to follow.
             lags = now != weight
             counts.append(torch.stack([(lags & (now == copy.values)).sum(), lags.sum()]).cpu())
@@ -119,11 +124,23 @@ class Averages(Observer):
         for each in found:
             if id(each) not in ours and each.numel() > 1 and is_plain(each) and not each.is_inference():
                 values, alike = _drawn(each).clone(), shapes[tuple(each.shape)]
-                distance, _, nearest = min(
-                    (_distance(values, watched), place, watched) for place, watched in enumerate(alike)
-                )
-                if distance <= _FARTHEST:
-                    self._copies[id(each)] = _Copy(weakref.ref(each), each._version, values, nearest)
+                distances = [HostCopy(_distance(values, watched)) for watched in alike]
+                remember = partial(self._remember, weakref.ref(each), each._version, values, alike, distances)
+                self._arrivals.call(distances, remember)
+
+    def _remember(
+        self,
+        tensor: weakref.ref[torch.Tensor],
+        version: int,
+        values: torch.Tensor,
+        alike: Sequence[WatchedParameter],
+        distances: Sequence[HostCopy],
+    ) -> None:
+        """Remember a tensor as a copy of the weight that it is closest to, if it is close."""
+        each = tensor()
+        distance, place = min((float(found.values()), place) for place, found in enumerate(distances))
+        if each is not None and distance <= _FARTHEST:
+            self._copies[id(each)] = _Copy(tensor, version, values, alike[place])
 
 
 def _drawn(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,8 +149,12 @@ def _drawn(tensor: torch.Tensor) -> torch.Tensor:
     return flat[:: max(1, flat.numel() // _ELEMENTS)]
 
 
-def _distance(values: torch.Tensor, watched: WatchedParameter) -> float:
-    """Return the mean distance of a copy from a weight of its shape, in mean magnitudes of the weight; inf for a zero weight."""
-    weight = _drawn(watched.parameter).to(values.device).float()
-    size = float(weight.abs().mean())
-    return float((values.float() - weight).abs().mean()) / size if size > 0 else math.inf
+def _distance(values: torch.Tensor, watched: WatchedParameter) -> torch.Tensor:
+    """Return the mean distance of a copy from a weight of its shape, in mean magnitudes of the weight; inf for a zero weight.
+
+    The result is on the weight's device.
+    """
+    weight = _drawn(watched.parameter).float()
+    size = weight.abs().mean()
+    distance = (values.to(weight.device, torch.float32, non_blocking=True) - weight).abs().mean() / size
+    return distance.masked_fill(~(size > 0), math.inf)

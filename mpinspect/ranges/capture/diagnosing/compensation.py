@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from mpinspect.numeric.formats import FORMATS, FloatFormat
+from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.runtime.distributed import local_part
@@ -39,20 +41,26 @@ class Compensation:
     """Names the state in which each optimizer keeps what rounding cuts off of its 16-bit weights, judged by the state's values.
 
     Reads a few thousand elements of one weight and of its states, in the first measured steps of an optimizer that steps 16-bit
-    weights, until it finds such a state; reading them waits for the device.
+    weights, until it finds such a state; of a device they are judged at a later step.
     """
 
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[_Optimizer, str] = weakref.WeakKeyDictionary()
         self._looked: weakref.WeakKeyDictionary[_Optimizer, int] = weakref.WeakKeyDictionary()
+        self._arrivals = Arrivals()
 
     def of(self, optimizer: _Optimizer) -> str:
         """Return the name of the optimizer's state that keeps what rounding cuts off; "" if none was found."""
         return self._names.get(optimizer, "")
 
+    def settle(self) -> None:
+        """Judge what has been read; waits for the device."""
+        self._arrivals.take(wait=True)
+
     @torch.no_grad()
     def look(self, optimizer: _Optimizer) -> None:
         """Search the optimizer's states after its step, unless the search has ended."""
+        self._arrivals.take()
         looked = self._looked.get(optimizer, 0)
         if looked >= _MOST_STEPS or self.of(optimizer):
             return
@@ -61,11 +69,23 @@ class Compensation:
             return
         self._looked[optimizer] = looked + 1
         part = local_part(weight)
-        values, format = _drawn(part), FORMATS[dtype_name(part.dtype)]
-        for name, state in _states_like(optimizer, weight):
-            if is_compensation(_drawn(state), values, format):
-                self._names[optimizer] = name
-                return
+        values, format = HostCopy(_drawn(part)), FORMATS[dtype_name(part.dtype)]
+        states = [(name, HostCopy(_drawn(state))) for name, state in _states_like(optimizer, weight)]
+        compare = partial(self._compare, weakref.ref(optimizer), states, values, format)
+        self._arrivals.call([values, *(state for _, state in states)], compare)
+
+    def _compare(
+        self,
+        reference: weakref.ref[_Optimizer],
+        states: list[tuple[str, HostCopy]],
+        values: HostCopy,
+        format: FloatFormat,
+    ) -> None:
+        optimizer = reference()
+        found = (name for name, state in states if is_compensation(state.values(), values.values(), format))
+        name = next(found, None)
+        if optimizer is not None and name is not None:
+            self._names.setdefault(optimizer, name)
 
 
 def is_compensation(state: _Values, weight: _Values, format: FloatFormat) -> bool:
@@ -127,10 +147,9 @@ def _states_like(optimizer: _Optimizer, weight: torch.Tensor) -> Iterator[tuple[
                 yield str(name), part
 
 
-def _drawn(tensor: torch.Tensor) -> _Values:
-    """Return evenly spaced elements of a tensor in FP64; waits for its device."""
+def _drawn(tensor: torch.Tensor) -> torch.Tensor:
+    """Return evenly spaced elements of a tensor in FP64."""
     # An odd distance does not keep to one column of a matrix whose rows are powers of two long.
     distance = -(-tensor.numel() // _MOST_ELEMENTS) | 1
     places = torch.arange(0, tensor.numel(), distance, device=tensor.device)
-    values: _Values = tensor.detach().take(places).to("cpu", torch.float64).numpy()
-    return values
+    return tensor.detach().take(places).double()

@@ -45,7 +45,9 @@ _FEWEST_IN_ROW = 8
 
 
 class EqualByRounding(Observer):
-    """Compares, in measured steps, tensors that need no gradient and the scores of each top k. Waits for the device.
+    """Compares, in measured steps, tensors that need no gradient and the scores of each top k.
+
+    Works on the CPU only: comparing would wait for a device, so tables and scores on one are left out.
 
     Args:
         clock: the run's step clock.
@@ -75,7 +77,7 @@ class EqualByRounding(Observer):
     @torch.no_grad()
     def called(self, call: Call) -> None:
         """Compare a call's inputs and outputs that need no gradient; keep what is compared when backward is called."""
-        if call.recomputed:
+        if call.recomputed or not all(tensor.is_cpu for tensor in (*call.outputs, *call.inputs())):
             return
         path = call.layer.path
         where = partial(str, path)
@@ -99,6 +101,8 @@ class EqualByRounding(Observer):
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Search the graph of the losses for constant factors and for choices of the largest scores."""
+        if not all(loss.is_cpu for loss in losses):
+            return
         nodes = graph([loss.grad_fn for loss in losses], _MOST_NODES)
         for node in reversed(nodes):
             name = node.name()

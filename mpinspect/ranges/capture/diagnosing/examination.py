@@ -2,8 +2,8 @@
 
 When backward is called, the graph of the loss still exists. If the loss is not finite, the whole graph is searched for the
 earliest singular operation. If the loss is finite, only the few nodes nearest to it are searched, and the result is recorded only
-if the watch finds a non-finite gradient in this step's backward. On a GPU, where reading would wait, graphs are searched only
-after the first event.
+if the watch finds a non-finite gradient in this step's backward. On a device, where reading would wait, graphs are searched only
+in a step that follows an infinity or NaN of the forward, and in at most three of these.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +25,7 @@ from mpinspect.ranges.capture.diagnosing.singularities import (
     infinite_operand,
     singular,
 )
+from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Call, Observer
@@ -47,6 +50,18 @@ _MOST_COMPARED = 16
 _LOSS_GROWN = 100.0
 
 
+class _Norms(NamedTuple):
+    """Norms of weights on their way to the host: one copy for each device and dtype, in the order of the names."""
+
+    names: list[str]
+    copies: list[HostCopy]
+
+    def read(self) -> dict[str, float]:
+        """Return the norms by name. Waits for the device if the copies are not complete."""
+        found = [value for copy in self.copies for value in copy.values().tolist()]
+        return dict(zip(self.names, found, strict=True))
+
+
 class Examination(Observer):
     """Examines the first few steps in which a loss or gradient is not finite. Must run after the watch.
 
@@ -62,8 +77,12 @@ class Examination(Observer):
     ) -> None:
         self._clock, self._recording = clock, recording
         self._parameters = parameters
-        self._on_cpu = _on_cpu(parameters)
         self._events = self._examined = 0
+        #: Whether no parameter is on a device now, where reading a value waits; and the steps that were read on a device so far.
+        self._on_cpu = True
+        self._waited = 0
+        #: Whether the step that ended had an event of the forward, after which this step may be read on a device.
+        self._forward_broke = self._may_wait = False
         #: The singular operation near this step's finite loss, recorded if the backward turns out to be non-finite.
         self._candidate: Singular | None = None
         #: The product or division by a mask's infinity near this step's finite loss, likewise.
@@ -84,8 +103,8 @@ class Examination(Observer):
         #: The sequence numbers of the graph nodes that made modules' outputs.
         self._ends: set[int] = set()
         #: Norms of the weights and of some of their rows before the first step, and the names of the weights recorded as grown.
-        self._norms: dict[str, float] | None = None
-        self._row_norms: dict[str, float] = {}
+        self._began: tuple[_Norms, _Norms] | None = None
+        self._arrivals = Arrivals()
         self._grown: set[str] = set()
         self._told_loss = self._told_term = False
         self._first_loss: float | None = None
@@ -97,8 +116,11 @@ class Examination(Observer):
         self._compared = 0
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Activate this observer in watched steps (on a GPU: measured ones, or after an event) until enough were examined."""
-        is_wanted = self._on_cpu or bool(self._recording.events) or self._clock.measured
+        """Activate this observer in watched steps (on a device: measured ones, or after an event) until enough were examined."""
+        self._on_cpu = all(watched.parameter.is_cpu for watched in self._parameters)
+        self._may_wait = self._forward_broke and self._waited < _MOST_EXAMINED
+        self._forward_broke = False
+        is_wanted = self._on_cpu or self._may_wait or self._clock.measured
         self.at_work = watched and is_wanted and self._examined < _MOST_EXAMINED
         self._candidate = self._infinite = None
         self._found.clear()
@@ -110,8 +132,8 @@ class Examination(Observer):
         self._alone.clear()
         self._called.clear()
         self._ends.clear()
-        if self._norms is None:
-            self._norms, self._row_norms = self._weight_norms(), self._weight_norms(_MOST_COMPARED)
+        if self._began is None:
+            self._began = self._weight_norms(), self._weight_norms(_MOST_COMPARED)
 
     def called(self, call: Call) -> None:
         """Remember the inputs that no module made, the calls without a graph, and the nodes of the outputs."""
@@ -135,6 +157,8 @@ class Examination(Observer):
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Record the dtype of the losses: their products with a scale are FP32. Remember the products' nodes by their numbers."""
+        # The model may have been moved since the step began.
+        self._on_cpu = self._on_cpu and all(loss.is_cpu for loss in losses)
         bare = [loss.grad_fn for loss in losses]
         made = [loss.grad_fn for loss in scaled]
         self._products.update(node._sequence_nr() for node in made if node is not None and node not in bare)
@@ -144,12 +168,16 @@ class Examination(Observer):
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Search the graph of the losses."""
+        self._on_cpu = self._on_cpu and all(loss.is_cpu for loss in losses)
         if self._clock.measured and not self._told_loss:
             self._look_at_dtype(losses)
         if self._clock.measured and not self._told_term:
             self._look_at_terms(losses)
-        if not self._on_cpu and not self._recording.events:
-            return
+        if not self._on_cpu:
+            if not self._may_wait:
+                return
+            self._waited += 1
+            self._may_wait = False
         starts = [loss.grad_fn for loss in losses]
         if all(bool(loss.isfinite().all()) for loss in losses):
             near = [node for node in graph(starts, _NEAREST_NODES) if _is_small(node)]
@@ -164,7 +192,7 @@ class Examination(Observer):
         step = self._clock.step
         self._name_operations(starts)
         # These are the weights that made this loss: this step's update has not been applied yet.
-        norms = self._weight_norms()
+        norms = self._weight_norms().read()
         if not all(map(math.isfinite, norms.values())):
             # Non-finite weights explain every later infinity or NaN, so nothing more is examined.
             self._examined = _MOST_EXAMINED
@@ -194,8 +222,10 @@ class Examination(Observer):
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the singular operations found, near a finite loss if the backward was not finite; compare the weights' norms."""
+        self._arrivals.take()
         events, self._events = self._events, len(self._recording.events)
         new = self._recording.events[events : self._events]
+        self._forward_broke = any(event.phase == "forward" for event in new)
         candidate, infinite, self._candidate, self._infinite = self._candidate, self._infinite, None, None
         broken = [event for event in new if event.gradients_finite is False]
         # An overflow of the backward may be the loss scale's, and a scaler skips it.
@@ -215,9 +245,11 @@ class Examination(Observer):
         self._found.clear()
         if self._clock.measured and not self._recording.events:
             rows = self._weight_norms(_MOST_COMPARED)
-            ratios = _ratios(rows, self._row_norms)
-            if any(ratio >= _GROWN for name, ratio in ratios.items() if name not in self._grown):
-                self._compare_norms(step, self._weight_norms())
+            self._arrivals.call(rows.copies, partial(self._compare_rows, step, rows))
+
+    def run_ends(self) -> None:
+        """Compare the norms that are still on their way."""
+        self._arrivals.take(wait=True)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -317,20 +349,26 @@ class Examination(Observer):
             )
 
     @torch.no_grad()
-    def _weight_norms(self, most_rows: int | None = None) -> dict[str, float]:
-        """Return the norms of the weights of two dimensions or more, or of evenly spread rows of each. Waits for the device."""
+    def _weight_norms(self, most_rows: int | None = None) -> _Norms:
+        """Return the norms of the weights of two dimensions or more, or of evenly spread rows of each."""
         watched = [each for each in self._parameters if is_plain(each.parameter) and each.parameter.dim() >= 2]
         groups: dict[tuple[torch.device, torch.dtype], list[WatchedParameter]] = {}
         for each in watched:
             dtype = torch.promote_types(each.parameter.dtype, torch.float32)
             groups.setdefault((each.parameter.device, dtype), []).append(each)
-        found: dict[str, float] = {}
+        found = _Norms([], [])
         for (_, dtype), members in groups.items():
             weights = [_spread_rows(each.parameter, most_rows) if most_rows else each.parameter for each in members]
-            norms = torch._foreach_norm(weights, 2, dtype=dtype)
-            values = torch.stack(norms).tolist()
-            found.update(zip((each.name for each in members), values, strict=True))
+            found.names.extend(each.name for each in members)
+            found.copies.append(HostCopy(torch.stack(torch._foreach_norm(weights, 2, dtype=dtype))))
         return found
+
+    def _compare_rows(self, step: int, rows: _Norms) -> None:
+        """Compare the whole weights if the norm of a few rows of any has grown far."""
+        began = {} if self._began is None else self._began[1].read()
+        if any(ratio >= _GROWN for name, ratio in _ratios(rows.read(), began).items() if name not in self._grown):
+            norms = self._weight_norms()
+            self._arrivals.call(norms.copies, lambda: self._compare_norms(step, norms.read()))
 
     def _compare_if_grown(self, losses: list[torch.Tensor]) -> None:
         """Compare the norms of the weights, in a few steps, when the loss has grown far beyond the first one."""
@@ -340,11 +378,11 @@ class Examination(Observer):
         elif loss > _LOSS_GROWN * max(self._first_loss, 1.0) and self._compared < _MOST_EXAMINED:
             self._compared += 1
             grown = loss / self._first_loss if self._first_loss else math.inf
-            self._compare_norms(self._clock.step, self._weight_norms(), grown)
+            self._compare_norms(self._clock.step, self._weight_norms().read(), grown)
 
     def _compare_norms(self, step: int, norms: dict[str, float], loss_ratio: float = 0.0) -> None:
         """Record each weight whose norm has grown far beyond its first one, once."""
-        began = self._norms or {}
+        began = {} if self._began is None else self._began[0].read()
         for name, ratio in _ratios(norms, began).items():
             if name not in self._grown and _GROWN <= ratio < math.inf and len(self._grown) < MOST_ROWS:
                 self._grown.add(name)
@@ -371,11 +409,6 @@ def _ratios(norms: Mapping[str, float], began: Mapping[str, float]) -> dict[str,
 def _spread_rows(weight: torch.Tensor, most: int) -> torch.Tensor:
     """Return at most this many rows of a weight, evenly spread, without a copy."""
     return weight[:: max(1, math.ceil(weight.shape[0] / most))]
-
-
-def _on_cpu(parameters: Sequence[WatchedParameter]) -> bool:
-    """Return whether all parameters are on the CPU, where reading a value never waits for a GPU."""
-    return all(watched.parameter.device.type == "cpu" for watched in parameters)
 
 
 def _is_small(node: object) -> bool:

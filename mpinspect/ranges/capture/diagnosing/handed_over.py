@@ -2,7 +2,7 @@
 
 It records the largest magnitude of every parameter's gradient at four moments of a measured step: when its backward is over,
 before and after a scaler unscales, and when the optimizer steps. Each moment takes one call of torch for all parameters; the
-results stay on their device until the step ends.
+results of a device are judged when they have reached the host, which is a step later.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from mpinspect.ranges.capture.diagnosing.masters import Masters
+from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain, read_largest
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward, Call, Observer, ParameterGradient
@@ -42,26 +45,31 @@ _SAME = 1e-3
 
 
 class Magnitudes(NamedTuple):
-    """The largest magnitude of each gradient, on its device.
+    """The largest magnitude of each gradient, on its way to the host.
 
     Args:
         names: of the parameters.
-        values: the magnitudes, one tensor for each device and dtype, in the order of the names.
-        squares: the 2-norms of the FP16 gradients, computed in FP32, one tensor for each device.
+        values: the magnitudes, one copy for each device and dtype, in the order of the names.
+        squares: the 2-norms of the FP16 gradients, computed in FP32, one copy for each device.
     """
 
     names: list[str]
-    values: list[torch.Tensor]
-    squares: list[torch.Tensor]
+    values: list[HostCopy]
+    squares: list[HostCopy]
+
+    def copies(self) -> list[HostCopy]:
+        """Return the copies that the other methods read."""
+        return self.values + self.squares
 
     def read(self) -> dict[str, float]:
-        """Return the magnitudes by name. Waits for the device."""
-        found = [value for part in self.values for value in part.tolist()]
+        """Return the magnitudes by name. Waits for the device if the copies are not complete."""
+        found = [value for part in self.values for value in part.values().tolist()]
         return dict(zip(self.names, found, strict=True))
 
     def sum_of_squares(self) -> float:
-        """Return the sum of squares of all finite FP16 gradients together. Waits for the device."""
-        return math.fsum(value**2 for part in self.squares for value in part.tolist() if math.isfinite(value))
+        """Return the sum of squares of all finite FP16 gradients together. Waits like ``read``."""
+        found = (value for part in self.squares for value in part.values().tolist())
+        return math.fsum(value**2 for value in found if math.isfinite(value))
 
 
 @torch.no_grad()
@@ -77,16 +85,18 @@ def magnitudes(parameters: Iterable[WatchedParameter]) -> Magnitudes:
     found = Magnitudes([], [], [])
     for (_, dtype), (names, tensors) in groups.items():
         found.names.extend(names)
-        found.values.append(_largest(tensors))
+        found.values.append(HostCopy(_largest(tensors)))
         if dtype is torch.float16:
-            found.squares.append(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
+            found.squares.append(HostCopy(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))))
     return found
 
 
 def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude of each plain tensor: in one kernel on a GPU."""
+    """Return the largest magnitude of each plain tensor, in FP32 or FP64: in one kernel on a GPU."""
     if not tensors[0].is_cpu:
-        return torch.stack(torch._foreach_norm(tensors, math.inf))
+        # NumPy has no BF16.
+        found = torch.stack(torch._foreach_norm(tensors, math.inf))
+        return found.to(torch.promote_types(found.dtype, torch.float32))
     return torch.tensor([abs(read_largest(tensor)) for tensor in tensors], dtype=torch.float64, device="cpu")
 
 
@@ -107,6 +117,53 @@ class Records:
         if told < _MOST_RECORDS:
             self._told[what] = told + 1
             self._recording.measured(Measurement(what, names[0], step, dict(figures), tuple(names[:_MOST_NAMES])))
+
+
+@dataclass
+class _Step:
+    """What one step leaves to be judged when its magnitudes have reached the host.
+
+    Args:
+        moments: the gradients' magnitudes by moment of the step.
+        left: the gradients' magnitudes at the beginning of each of the step's backwards.
+        places, in_place: where the gradients lay when the step's first backward began, and the parameters whose gradients lay
+            there at its end.
+        arrived: the parameters that received a gradient.
+        stepping: the parameters that an optimizer steps.
+        is_scaled: whether a scaler multiplied losses.
+        scaled, still_scaled: the parameters whose gradients came from a scaled backward, and those of them that were stepped
+            before a scaler divided their gradients.
+        aside, never_scaled: the parameters with gradients of a backward that no scaler scaled, and those of them that a scaler
+            then divided.
+        unscaled: how often a scaler has unscaled each parameter's gradient since its optimizer last stepped.
+        kept, again: the gradients left when the last backward began, and these with ``unscaled`` at the last time that a scaler
+            unscaled gradients again.
+    """
+
+    moments: dict[str, Magnitudes] = field(default_factory=dict)
+    left: list[Magnitudes] = field(default_factory=list)
+    places: dict[str, int] = field(default_factory=dict)
+    in_place: set[str] = field(default_factory=set)
+    arrived: set[str] = field(default_factory=set)
+    stepping: set[str] = field(default_factory=set)
+    is_scaled: bool = False
+    scaled: set[str] = field(default_factory=set)
+    still_scaled: set[str] = field(default_factory=set)
+    aside: set[str] = field(default_factory=set)
+    never_scaled: set[str] = field(default_factory=set)
+    unscaled: dict[str, int] = field(default_factory=dict)
+    kept: Magnitudes | None = None
+    again: tuple[Magnitudes, dict[str, int]] | None = None
+
+    def copies(self) -> list[HostCopy]:
+        """Return the copies that judging the step reads."""
+        found = [*self.moments.values(), *self.left, *([self.again[0]] if self.again else [])]
+        return [copy for each in found for copy in each.copies()]
+
+    def read(self, moment: str) -> dict[str, float]:
+        """Return the magnitudes at a moment, by name."""
+        found = self.moments.get(moment)
+        return found.read() if found is not None else {}
 
 
 class HandedOver(Observer):
@@ -132,35 +189,15 @@ class HandedOver(Observer):
         self._masters = masters
         self._records = Records(recording)
         self._events = self._armed = self._armed_in_all = 0
-        #: The gradients' magnitudes by moment of the step.
-        self._moments: dict[str, Magnitudes] = {}
-        #: The gradients' magnitudes at the beginning of each of the step's backwards.
-        self._left: list[Magnitudes] = []
-        #: Where the gradients lay when the step's first backward began, and the parameters whose gradients lay there at its end.
-        self._places: dict[str, int] = {}
-        self._in_place: set[str] = set()
-        #: Parameters that received a gradient in this step, those that ever did, and those that an optimizer steps.
-        self._arrived: set[str] = set()
+        self._now = _Step()
+        #: The steps whose magnitudes have not reached the host.
+        self._arrivals = Arrivals()
+        #: The parameters that ever received a gradient, and those that an optimizer steps.
         self._ever: set[str] = set()
         self._optimized: set[str] = set()
-        #: Parameters that an optimizer steps in this step.
-        self._stepping: set[str] = set()
         self._stepped = False
         #: The modules that were called in measured steps: whether any call built a graph.
         self._called: dict[str, bool] = {}
-        #: Whether a scaler multiplied losses in this step, the parameters whose gradients came from a scaled backward, and those
-        #: of them that were stepped before a scaler divided their gradients.
-        self._is_scaled = False
-        self._scaled: set[str] = set()
-        self._still_scaled: set[str] = set()
-        #: The parameters with gradients of a backward that no scaler scaled, and those of them that a scaler then divided.
-        self._aside: set[str] = set()
-        self._never_scaled: set[str] = set()
-        #: How often a scaler has unscaled each parameter's gradient since its optimizer last stepped, the gradients left when the
-        #: last backward began, and both at the last time that a scaler unscaled gradients again.
-        self._unscaled: dict[str, int] = {}
-        self._kept: Magnitudes | None = None
-        self._again: tuple[Magnitudes, dict[str, int]] | None = None
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps, and in the steps after an event."""
@@ -170,18 +207,7 @@ class HandedOver(Observer):
         self._armed -= self._armed > 0
         self._armed_in_all += is_armed
         self.at_work = self.wants_backward_end = (self._clock.measured or is_armed) and not has_process_group()
-        self._moments.clear()
-        self._left.clear()
-        self._in_place.clear()
-        self._arrived.clear()
-        self._stepping.clear()
-        self._scaled.clear()
-        self._still_scaled.clear()
-        self._aside.clear()
-        self._never_scaled.clear()
-        self._unscaled.clear()
-        self._kept = self._again = None
-        self._is_scaled = False
+        self._now = _Step()
 
     def called(self, call: Call) -> None:
         """Record that a module was called, and whether a graph was built."""
@@ -189,16 +215,16 @@ class HandedOver(Observer):
 
     def backward_begins(self, backward: Backward) -> None:
         """Record the magnitudes that earlier steps have left in the gradients."""
-        if self._stepped and len(self._left) < _MOST_BACKWARDS:
-            if not self._left:
-                self._places = self._gradients_places()
-            self._left.append(magnitudes(self._parameters))
-        if self._unscaled:
-            self._kept = magnitudes(watched for watched in self._parameters if watched.name in self._unscaled)
+        if self._stepped and len(self._now.left) < _MOST_BACKWARDS:
+            if not self._now.left:
+                self._now.places = self._gradients_places()
+            self._now.left.append(magnitudes(self._parameters))
+        if self._now.unscaled:
+            self._now.kept = magnitudes(watched for watched in self._parameters if watched.name in self._now.unscaled)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Record that a scaler is in use."""
-        self._is_scaled = True
+        self._now.is_scaled = True
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Record that a gradient has arrived."""
@@ -207,28 +233,28 @@ class HandedOver(Observer):
     def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Record that gradients have arrived, and whether their backward's loss was scaled."""
         names = [each.watched.name for each in gradients]
-        self._arrived.update(names)
+        self._now.arrived.update(names)
         if backward.scale.value != 1.0:
-            self._scaled.update(names)
+            self._now.scaled.update(names)
         if backward.scale.is_aside:
-            self._aside.update(names)
+            self._now.aside.update(names)
 
     def backward_ends(self) -> None:
         """Record the gradients after a backward, and drop earlier records: a closure may run a backward within the step."""
-        self._moments.clear()
-        self._stepping.clear()
-        self._moments["given"] = magnitudes(self._parameters)
+        self._now.moments.clear()
+        self._now.stepping.clear()
+        self._now.moments["given"] = magnitudes(self._parameters)
 
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients before a scaler unscales them."""
         self._add("scaled", self._optimizers.parameters(optimizer))
         names = {watched.name for watched in self._optimizers.parameters(optimizer)}
-        self._never_scaled |= (names & self._aside) - self._scaled
-        counts = {name: self._unscaled.get(name, 0) + 1 for name in names}
+        self._now.never_scaled |= (names & self._now.aside) - self._now.scaled
+        counts = {name: self._now.unscaled.get(name, 0) + 1 for name in names}
         again = {name: count for name, count in counts.items() if count > 1}
-        if again and self._kept is not None:
-            self._again = self._kept, again
-        self._unscaled |= counts
+        if again and self._now.kept is not None:
+            self._now.again = self._now.kept, again
+        self._now.unscaled |= counts
 
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients after a scaler has unscaled them."""
@@ -239,12 +265,12 @@ class HandedOver(Observer):
         if not self.at_work:
             return
         self._add("handed", self._optimizers.parameters(optimizer))
-        if self._left:
+        if self._now.left:
             # A script may put others in their place, as after torch.autograd.grad, which adds to none.
             here = self._gradients_places()
-            self._in_place |= {name for name, place in self._places.items() if here.get(name) == place}
+            self._now.in_place |= {name for name, place in self._now.places.items() if here.get(name) == place}
         names = {watched.name for watched in self._optimizers.parameters(optimizer)}
-        self._stepping |= names
+        self._now.stepping |= names
         self._optimized |= names
         self._masters.optimizer_steps(optimizer)
         masters = list(self._masters.of(optimizer))
@@ -252,9 +278,9 @@ class HandedOver(Observer):
             self._optimized.update(master.name for master in masters)
             self._add("masters", masters)
         # A fused optimizer receives the scale and divides by it within its step.
-        if self._is_scaled and getattr(optimizer, "grad_scale", None) is None:
-            unscaled = self._moments.get("unscaled")
-            self._still_scaled |= (names & self._scaled).difference(unscaled.names if unscaled else ())
+        if self._now.is_scaled and getattr(optimizer, "grad_scale", None) is None:
+            unscaled = self._now.moments.get("unscaled")
+            self._now.still_scaled |= (names & self._now.scaled).difference(unscaled.names if unscaled else ())
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped: gradients still present at the next backward are left over."""
@@ -263,24 +289,22 @@ class HandedOver(Observer):
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget which of the optimizer's gradients were unscaled: they have served."""
-        if self._unscaled:
+        if self._now.unscaled:
             for watched in self._optimizers.parameters(optimizer):
-                self._unscaled.pop(watched.name, None)
+                self._now.unscaled.pop(watched.name, None)
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Compare the gradients' magnitudes at the step's moments, and record the differences. Waits for the device."""
+        """Compare the gradients' magnitudes at the moments of the steps whose magnitudes have arrived; record the differences."""
+        self._arrivals.take()
         if not self.at_work:
             return
-        self._find_stale(step)
-        self._ever |= self._arrived
-        given = self._read("given")
-        if given:
-            self._compare(step, given)
-        self._find_left_over(step, len(given))
-        self._moments.clear()
+        now, ever = self._now, frozenset(self._ever)
+        self._ever |= now.arrived
+        self._arrivals.call(now.copies(), partial(self._judge, step, now, ever))
 
     def run_ends(self) -> None:
         """Record optimized parameters that never had a gradient, and parameters with gradients that are in no optimizer."""
+        self._arrivals.take(wait=True)
         if not self._optimized or not self._ever:
             return
         never, only_ever = self._optimized - self._ever, self._ever - self._optimized
@@ -300,6 +324,14 @@ class HandedOver(Observer):
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
+    def _judge(self, step: int, seen: _Step, ever: frozenset[str]) -> None:
+        """Record what one step shows; ``ever``: the parameters that had received a gradient before it."""
+        self._find_stale(step, seen, ever)
+        given = seen.read("given")
+        if given:
+            self._compare(step, seen, given)
+        self._find_left_over(step, seen, len(given))
+
     def _how_called(self, module: str) -> str:
         """Return how a module was called in the steps that were looked at: the name of a figure."""
         if not self._called:
@@ -309,18 +341,16 @@ class HandedOver(Observer):
     def _add(self, moment: str, parameters: Iterable[WatchedParameter]) -> None:
         """Record an optimizer's gradients at a moment, in addition to those of other optimizers."""
         new = magnitudes(parameters)
-        old = self._moments.get(moment, Magnitudes([], [], []))
-        self._moments[moment] = Magnitudes(old.names + new.names, old.values + new.values, old.squares + new.squares)
+        old = self._now.moments.get(moment, Magnitudes([], [], []))
+        self._now.moments[moment] = Magnitudes(
+            old.names + new.names, old.values + new.values, old.squares + new.squares
+        )
 
-    def _read(self, moment: str) -> dict[str, float]:
-        found = self._moments.get(moment)
-        return found.read() if found is not None else {}
-
-    def _compare(self, step: int, given: Mapping[str, float]) -> None:
-        scaled, unscaled, handed = self._read("scaled"), self._read("unscaled"), self._read("handed")
+    def _compare(self, step: int, seen: _Step, given: Mapping[str, float]) -> None:
+        scaled, unscaled, handed = seen.read("scaled"), seen.read("unscaled"), seen.read("handed")
         # A gradient that is None at the optimizer's step counts as zero.
-        handed = dict.fromkeys(self._stepping, 0.0) | handed
-        self._find_divided_too_often(step, scaled)
+        handed = dict.fromkeys(seen.stepping, 0.0) | handed
+        self._find_divided_too_often(step, seen, scaled)
         changed = ratios(given, scaled)
         if any(ratio != 1 for ratio in changed.values()):
             self._records.tell(CHANGED_SCALED, step, _named(changed), described(changed))
@@ -329,12 +359,12 @@ class HandedOver(Observer):
         factors = ratios(before, handed)
         zeroed = [name for name, ratio in factors.items() if ratio == 0 or math.isnan(ratio)]
         if factors and (zeroed or any(ratio != 1 for ratio in factors.values())):
-            squares = self._moments["unscaled" if unscaled else "given"].sum_of_squares()
+            squares = seen.moments["unscaled" if unscaled else "given"].sum_of_squares()
             overflowed = sum(not math.isfinite(value) for value in before.values())
             figures = {"zeroed": float(len(zeroed)), "sum_of_squares": squares, "not_finite": float(overflowed)}
             figures["nans"] = float(sum(not math.isfinite(value) for value in handed.values()))
             self._records.tell(CHANGED, step, zeroed or _named(factors), {**described(factors), **figures})
-        still_scaled = {name: ratio for name, ratio in ratios(given, handed).items() if name in self._still_scaled}
+        still_scaled = {name: ratio for name, ratio in ratios(given, handed).items() if name in seen.still_scaled}
         if still_scaled:
             self._records.tell(STEPPED_SCALED, step, list(still_scaled), described(still_scaled))
         broken = [name for name, value in given.items() if not math.isfinite(value)]
@@ -342,25 +372,23 @@ class HandedOver(Observer):
         if replaced:
             self._records.tell(REPLACED, step, replaced, {"of": float(len(given))})
 
-    def _find_divided_too_often(self, step: int, scaled: Mapping[str, float]) -> None:
+    def _find_divided_too_often(self, step: int, seen: _Step, scaled: Mapping[str, float]) -> None:
         """Record the gradients that a scaler divided by the scale again, or without a scaled loss."""
-        never = [name for name in scaled if name in self._never_scaled and scaled[name] > 0]
+        never = [name for name in scaled if name in seen.never_scaled and scaled[name] > 0]
         if never:
             self._records.tell(NEVER_SCALED, step, never, {"of": float(len(scaled))})
-        kept, counts = self._again or (Magnitudes([], [], []), {})
+        kept, counts = seen.again or (Magnitudes([], [], []), {})
         again = [name for name, value in kept.read().items() if value > 0 and name in counts]
         if again:
             times = float(max(counts[name] for name in again))
             self._records.tell(UNSCALED_AGAIN, step, again, {"of": float(len(counts)), "times": times})
 
-    def _find_stale(self, step: int) -> None:
+    def _find_stale(self, step: int, seen: _Step, ever: frozenset[str]) -> None:
         """Record the gradients that the optimizer received although no backward of this step produced them."""
-        if not self._arrived:
+        if not seen.arrived:
             return
-        handed = self._read("handed") | self._read("masters")
-        stale = [
-            name for name, value in handed.items() if value > 0 and name in self._ever and name not in self._arrived
-        ]
+        handed = seen.read("handed") | seen.read("masters")
+        stale = [name for name, value in handed.items() if value > 0 and name in ever and name not in seen.arrived]
         if stale:
             self._records.tell(STALE, step, stale, {"parameters": float(len(stale)), "of": float(len(handed))})
 
@@ -371,10 +399,10 @@ class HandedOver(Observer):
             name: gradient.data_ptr() for name, gradient in gradients if gradient is not None and is_plain(gradient)
         }
 
-    def _find_left_over(self, step: int, number: int) -> None:
+    def _find_left_over(self, step: int, seen: _Step, number: int) -> None:
         """Record the gradients left over at the first backward, unless a later one began with only zeros (zero_grad())."""
-        left = [found.read() for found in self._left]
-        old = [name for name, value in left[0].items() if value > 0 and name in self._in_place] if left else []
+        left = [found.read() for found in seen.left]
+        old = [name for name, value in left[0].items() if value > 0 and name in seen.in_place] if left else []
         if old and all(any(value > 0 for value in values.values()) for values in left):
             figures = {"parameters": float(len(old)), "of": float(number), "largest": max(left[0].values())}
             self._records.tell(LEFT_OVER, step, old, figures)

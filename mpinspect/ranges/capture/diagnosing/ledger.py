@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,7 +126,12 @@ class Ledger(Observer):
             self._record()
 
     def run_ends(self) -> None:
-        """Record the ledger once more, for a run that broke off within a step."""
+        """Record the ledger once more, for a run that broke off within a step, and what has arrived from a device since."""
+        self._compensation.settle()
+        for optimizer in self._optimizers.living():
+            record = self._stepped.get(id(optimizer))
+            if record is not None:
+                self._stepped[id(optimizer)] = replace(record, compensation=self._compensation.of(optimizer))
         self._record()
 
     def _record(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -22,6 +24,7 @@ from mpinspect.ranges.capture.diagnosing.handed_over import (
     ratios,
 )
 from mpinspect.ranges.capture.diagnosing.masters import Masters, Samples, samples
+from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward, Observer
 from mpinspect.ranges.capture.recording import Recording
@@ -45,6 +48,41 @@ _UNEXPLAINED = 0.01
 _REST = 0.1
 
 
+@dataclass
+class _Step:
+    """What one step leaves to be judged when it has reached the host.
+
+    Args:
+        given, handed: the weights' gradients when the last backward was over, and the masters' when their optimizers step.
+        stepping: the masters in optimizers that step.
+        backwards: how many backwards the step had.
+        before, parts, sums: a few elements of the masters' gradients before the first backward, of the weights' after each of
+            them, and of the masters' when their optimizers step.
+    """
+
+    given: Magnitudes | None = None
+    handed: list[Magnitudes] = field(default_factory=list)
+    stepping: set[str] = field(default_factory=set)
+    backwards: int = 0
+    before: Samples | None = None
+    parts: list[Samples] = field(default_factory=list)
+    sums: list[Samples] = field(default_factory=list)
+
+    def forget(self) -> None:
+        """Drop the gradients of the last backward, and what optimizers got of them."""
+        self.given = None
+        self.handed.clear()
+        self.stepping.clear()
+        self.sums.clear()
+
+    def copies(self) -> list[HostCopy]:
+        """Return the copies that judging the step reads."""
+        found = [copy for each in (self.given, *self.handed) if each is not None for copy in each.copies()]
+        return found + [
+            copy for each in (self.before, *self.parts, *self.sums) if each is not None for copy in each.copies
+        ]
+
+
 class MasterGradients(Observer):
     """Compares gradients of weights with those of their masters, in measured steps of runs that have masters.
 
@@ -63,51 +101,41 @@ class MasterGradients(Observer):
         self._steps = 0
         #: For each measured step by how much all gradients alike became smaller on their way to the masters; NaN if not alike.
         self._divisors: list[float] = []
-        #: The weights' gradients when the last backward was over, and the masters' when their optimizer steps.
-        self._given: Magnitudes | None = None
-        self._handed: list[Magnitudes] = []
-        #: The masters in optimizers that step in this step.
-        self._stepping: set[str] = set()
-        self._backwards = 0
-        #: A few elements of the masters' gradients before the step's first backward, of the weights' after each of them, and of
-        #: the masters' when their optimizers step.
-        self._before: Samples | None = None
-        self._parts: list[Samples] = []
-        self._sums: list[Samples] = []
+        self._now = _Step()
+        #: The steps whose gradients have not reached the host.
+        self._arrivals = Arrivals()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
         self.at_work = self.wants_backward_end = self._clock.measured and not has_process_group()
-        self._backwards, self._before = 0, None
-        self._parts.clear()
-        self._forget()
+        self._now = _Step()
 
     def backward_begins(self, backward: Backward) -> None:
         """Record what the masters' gradients hold before the step's first backward."""
-        if not self._backwards:
+        if not self._now.backwards:
             self._masters.find_all()
             if self._stepped:
-                self._before = samples(_gradients(self._masters.all()))
+                self._now.before = samples(_gradients(self._masters.all()))
 
     def backward_ends(self) -> None:
         """Record the weights' gradients, and drop the masters': a closure may run a backward within the optimizer's step."""
-        self._backwards += 1
-        self._forget()
+        self._now.backwards += 1
+        self._now.forget()
         weights = self._masters.weights()
         if weights:
-            self._given = magnitudes(weights)
-            if self._before is not None and self._backwards <= _MOST_BACKWARDS:
-                self._parts.append(samples(_gradients(weights)))
+            self._now.given = magnitudes(weights)
+            if self._now.before is not None and self._now.backwards <= _MOST_BACKWARDS:
+                self._now.parts.append(samples(_gradients(weights)))
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the masters' gradients, which the optimizer is about to use."""
         masters = list(self._masters.of(optimizer)) if self.at_work else []
         if masters and self._began is None:
             self._began = samples((each.name, each.parameter) for each in self._masters.weights())
-        if self.at_work and self._given is not None:
-            self._stepping.update(master.name for master in masters)
-            self._handed.append(magnitudes(masters))
-            self._sums.append(samples(_gradients(masters)))
+        if self.at_work and self._now.given is not None:
+            self._now.stepping.update(master.name for master in masters)
+            self._now.handed.append(magnitudes(masters))
+            self._now.sums.append(samples(_gradients(masters)))
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped: what the masters' gradients hold before the next backward is left over."""
@@ -115,17 +143,16 @@ class MasterGradients(Observer):
         self._steps += self._began is not None
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Compare the gradients, and record what was lost or added. Waits for the device."""
-        if not self.at_work or self._given is None or not self._stepping:
-            return
-        given = {name: value for name, value in self._given.read().items() if name in self._stepping}
-        handed = {name: value for found in self._handed for name, value in found.read().items()}
-        self._find_lost(step, given, handed, self._given.sum_of_squares())
-        self._find_added_up(step)
-        self._forget()
+        """Compare the gradients of the steps whose gradients have arrived, and record what was lost or added."""
+        self._arrivals.take()
+        now = self._now
+        if self.at_work and now.given is not None and now.stepping:
+            self._arrivals.call(now.copies(), partial(self._judge, step, now, now.given))
 
     def run_ends(self) -> None:
         """Record masters that moved while their weights did not, and by how much the gradients became smaller on their way."""
+        self._arrivals.take(wait=True)
+        self._masters.settle()
         if self._divisors and all(divisor >= _DIVIDED for divisor in self._divisors):
             figures = {"least": min(self._divisors), "most": max(self._divisors), "steps": float(len(self._divisors))}
             self._records.tell(DIVIDED, self._clock.step, [each.name for each in self._masters.weights()], figures)
@@ -147,13 +174,16 @@ class MasterGradients(Observer):
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _forget(self) -> None:
-        self._given = None
-        self._handed.clear()
-        self._stepping.clear()
-        self._sums.clear()
+    def _judge(self, step: int, seen: _Step, given_to_weights: Magnitudes) -> None:
+        """Record what one step shows."""
+        given = {name: value for name, value in given_to_weights.read().items() if name in seen.stepping}
+        handed = {name: value for found in seen.handed for name, value in found.read().items()}
+        self._find_lost(step, seen, given, handed, given_to_weights.sum_of_squares())
+        self._find_added_up(step, seen)
 
-    def _find_lost(self, step: int, given: Mapping[str, float], handed: Mapping[str, float], squares: float) -> None:
+    def _find_lost(
+        self, step: int, seen: _Step, given: Mapping[str, float], handed: Mapping[str, float], squares: float
+    ) -> None:
         """Record gradients that became zero (None counts as zero) or finite between a backward and the masters."""
         broken = [name for name, value in given.items() if not math.isfinite(value)]
         if broken and not handed:
@@ -163,7 +193,7 @@ class MasterGradients(Observer):
         factor = described(changes)
         self._divisors.append(1 / factor["factor"] if factor["is_uniform"] and factor["factor"] else math.nan)
         # An earlier backward of the step may have been infinite: only of a single one it is known that this was not.
-        is_single = self._backwards == 1
+        is_single = seen.backwards == 1
         zeroed = [name for name, ratio in changes.items() if ratio == 0 or (is_single and math.isnan(ratio))]
         if zeroed:
             figures = {
@@ -179,13 +209,13 @@ class MasterGradients(Observer):
         if replaced:
             self._records.tell(REPLACED, step, replaced, {"of": float(len(given))})
 
-    def _find_added_up(self, step: int) -> None:
+    def _find_added_up(self, step: int, seen: _Step) -> None:
         """Record that the masters' gradients are those of this step's backwards and what they held before, added up."""
-        if self._before is None or not 0 < self._backwards <= _MOST_BACKWARDS:
+        if seen.before is None or not 0 < seen.backwards <= _MOST_BACKWARDS:
             return
-        before = self._before.read()
-        parts = [part.read() for part in self._parts]
-        sums = {name: values for found in self._sums for name, values in found.read().items()}
+        before = seen.before.read()
+        parts = [part.read() for part in seen.parts]
+        sums = {name: values for found in seen.sums for name, values in found.read().items()}
         names = [name for name in sums if all(name in each for each in (before, *parts))]
         if not names:
             return

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
@@ -23,23 +25,23 @@ _Optimizer = torch.optim.Optimizer
 
 
 class Samples(NamedTuple):
-    """A few elements of each tensor, on its device.
+    """A few elements of each tensor, on their way to the host.
 
     Args:
         names: of the tensors, one list for each device.
         sizes: the number of elements of each.
-        values: the elements in FP32, one tensor for each device.
+        copies: the elements in FP32, one copy for each device.
     """
 
     names: list[list[str]]
     sizes: list[list[int]]
-    values: list[torch.Tensor]
+    copies: list[HostCopy]
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Return the elements by name, in FP64 on the host. Waits for the device."""
+        """Return the elements by name, in FP64. Waits for the device if the copies are not complete."""
         found: dict[str, torch.Tensor] = {}
-        for names, sizes, values in zip(self.names, self.sizes, self.values, strict=True):
-            found.update(zip(names, torch.split(values.to("cpu", torch.float64), sizes), strict=True))
+        for names, sizes, copy in zip(self.names, self.sizes, self.copies, strict=True):
+            found.update(zip(names, torch.split(torch.from_numpy(copy.values()).double(), sizes), strict=True))
         return found
 
 
@@ -55,7 +57,7 @@ def samples(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> Samples:
     return Samples(
         [names for names, _ in groups.values()],
         [[part.numel() for part in parts] for _, parts in groups.values()],
-        [torch.cat(parts) for _, parts in groups.values()],
+        [HostCopy(torch.cat(parts)) for _, parts in groups.values()],
     )
 
 
@@ -92,14 +94,24 @@ class Masters:
         #: The ids of the other tensors that had a gradient when an optimizer stepped.
         self._stepped: set[int] = set()
         self._searches: weakref.WeakKeyDictionary[_Optimizer, int] = weakref.WeakKeyDictionary()
+        #: The searches whose values have not reached the host, and their optimizers by id.
+        self._arrivals = Arrivals()
+        self._searching: set[int] = set()
 
     def find_all(self) -> None:
-        """Search in every optimizer of the model."""
+        """Search in every optimizer of the model; take in what earlier searches have found."""
+        self._arrivals.take()
         for optimizer in self._optimizers.living():
             self.find(optimizer)
 
+    def settle(self) -> None:
+        """Take in what all searches have found; waits for the device."""
+        self._arrivals.take(wait=True)
+
     def find(self, optimizer: _Optimizer) -> None:
-        """Search an optimizer for masters that are not known yet. Waits for the device if there is anything to compare."""
+        """Search an optimizer for masters that are not known yet: on a device they are known at a later search."""
+        if id(optimizer) in self._searching:
+            return
         found = self._found.setdefault(optimizer, {})
         foreign = [each for each in self._foreign(optimizer) if id(each) not in found and is_plain(each)]
         if not foreign or self._searches.get(optimizer, 0) >= _MOST_SEARCHES:
@@ -108,9 +120,28 @@ class Masters:
         if not weights:
             return
         self._searches[optimizer] = self._searches.get(optimizer, 0) + 1
-        values = samples((str(number), each) for number, each in enumerate(foreign)).read()
+        values = samples((str(number), each) for number, each in enumerate(foreign))
+        stored = samples((each.name, each.parameter) for each in weights)
+        self._searching.add(id(optimizer))
+        compare = partial(self._compare, optimizer, foreign, values, weights, stored)
+        self._arrivals.call(values.copies + stored.copies, compare)
+
+    def _compare(
+        self,
+        optimizer: _Optimizer,
+        foreign: Sequence[torch.nn.Parameter],
+        values_of: Samples,
+        weights: Sequence[WatchedParameter],
+        stored_of: Samples,
+    ) -> None:
+        """Match foreign tensors to the weights that had the same values."""
+        self._searching.discard(id(optimizer))
+        found = self._found.setdefault(optimizer, {})
+        values, stored = values_of.read(), stored_of.read()
+        # Another optimizer's search may have found their masters meanwhile.
+        known = {watched.name for watched in self.weights()}
+        weights = [watched for watched in weights if watched.name not in known]
         waiting: dict[object, list[WatchedParameter]] = {}
-        stored = samples((each.name, each.parameter) for each in weights).read()
         for watched in reversed(weights):
             waiting.setdefault(_key(watched.parameter, stored[watched.name], watched.parameter.dtype), []).append(
                 watched

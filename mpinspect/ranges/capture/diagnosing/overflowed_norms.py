@@ -6,14 +6,16 @@ graph of a finite loss shows it: ``rsqrt`` and ``sqrt`` save their results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from mpinspect.ranges.capture.diagnosing.module_spans import ModuleSpans
 from mpinspect.ranges.capture.diagnosing.singularities import SAME_VALUES, graph, is_packed
+from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.recording import Recording
@@ -35,15 +37,17 @@ class _Root(NamedTuple):
 
     Args:
         operator: "rsqrt", "sqrt" or "pow".
-        infinite: for each element of the result whether its argument is infinite.
+        shape: of the result.
+        elements: the number of elements of the result whose argument is infinite; 0 if they do no harm. On the result's device.
     """
 
     operator: str
-    infinite: torch.Tensor
+    shape: torch.Size
+    elements: torch.Tensor
 
 
 class OverflowedNorms(Observer):
-    """Reads the roots in the graph of a finite loss, in measured steps in which a module got or gave FP16. Waits for the device.
+    """Reads the roots in the graph of a finite loss, in measured steps in which a module got or gave FP16.
 
     Args:
         clock: the run's step clock.
@@ -56,6 +60,7 @@ class OverflowedNorms(Observer):
         #: Whether any module's input or output in this step was FP16.
         self._is_narrow = False
         self._told: set[str] = set()
+        self._arrivals = Arrivals()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
@@ -78,25 +83,30 @@ class OverflowedNorms(Observer):
             return
         nodes = graph([loss.grad_fn for loss in losses], _MOST_NODES)
         nodes.sort(key=lambda node: int(node._sequence_nr()))
-        is_finite: bool | None = None
+        roots: dict[torch.device, list[tuple[_Root, Callable[[], str | None]]]] = {}
         for node in nodes:
             # What a node saved and the script has changed since can't be read; a function of the script's saves other things.
             with suppress(RuntimeError, AttributeError):
-                root = _infinite_root(node, nodes)
-                if root is None:
-                    continue
-                if is_finite is None:
-                    is_finite = all(bool(loss.isfinite().all()) for loss in losses)
-                if not is_finite:
-                    return
-                module = self._spans.module_of(node, nodes)
-                # The graph holds the code of other models, too, which have a record of their own.
-                if module is not None:
-                    self._tell(module, root)
+                root = _root_of_infinity(node, nodes)
+                if root is not None:
+                    where = partial(self._spans.module_of, node, nodes)
+                    if not root.elements.is_cpu:
+                        # The graph is gone when the elements have reached the host.
+                        where = partial(_same, where())
+                    roots.setdefault(root.elements.device, []).append((root, where))
+        finite = [loss.isfinite().all() for loss in losses] if roots else []
+        for found in roots.values():
+            copies = [HostCopy(torch.stack([root.elements for root, _ in found])), *map(HostCopy, finite)]
+            self._arrivals.call(copies, partial(self._judge, self._clock.step, found, copies))
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Forget the step's modules."""
+        """Forget the step's modules; record the roots that have reached the host."""
+        self._arrivals.take()
         self._forget()
+
+    def run_ends(self) -> None:
+        """Record the roots that are still on their way."""
+        self._arrivals.take(wait=True)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -104,23 +114,32 @@ class OverflowedNorms(Observer):
         self._is_narrow = False
         self._spans.clear()
 
-    def _tell(self, module: str, root: _Root) -> None:
+    def _judge(self, step: int, roots: list[tuple[_Root, Callable[[], str | None]]], copies: list[HostCopy]) -> None:
+        """Record the roots of infinity, unless a loss is not finite."""
+        elements, *finite = (copy.values() for copy in copies)
+        if not all(map(bool, finite)):
+            return
+        for (root, where), number in zip(roots, elements.tolist(), strict=True):
+            module = where() if number else None
+            # The graph holds the code of other models, too, which have a record of their own.
+            if module is not None:
+                self._tell(step, module, root, float(number))
+
+    def _tell(self, step: int, module: str, root: _Root, elements: float) -> None:
         if module in self._told or len(self._told) >= _MOST_RECORDS:
             return
         self._told.add(module)
-        shape, number = root.infinite.shape, root.infinite.numel()
-        figures = {
-            "elements": float(root.infinite.sum()),
-            "of": float(number),
-            "is_by_row": float(number > 1 and shape[-1] == 1),
-        }
-        self._recording.measured(
-            Measurement("overflowed-norm", module, self._clock.step, figures, text=f"float16 {root.operator}")
-        )
+        number = root.shape.numel()
+        figures = {"elements": elements, "of": float(number), "is_by_row": float(number > 1 and root.shape[-1] == 1)}
+        self._recording.measured(Measurement("overflowed-norm", module, step, figures, text=f"float16 {root.operator}"))
 
 
-def _infinite_root(node: Any, nodes: Sequence[Any]) -> _Root | None:
-    """Return a node's root if it is one of a square or sum that overflowed in FP16 and that something is divided by."""
+def _same(module: str | None) -> str | None:
+    return module
+
+
+def _root_of_infinity(node: Any, nodes: Sequence[Any]) -> _Root | None:
+    """Return a node's root if it is one of a square or sum in FP16, which may have overflowed, and something is divided by it."""
     operator = node.name().partition("Backward")[0].lower()
     if operator not in ("rsqrt", "sqrt", "pow") or is_packed(node) or not _is_of_a_sum_in_float16(node):
         return None
@@ -132,9 +151,15 @@ def _infinite_root(node: Any, nodes: Sequence[Any]) -> _Root | None:
         return None
     # The root of no finite FP16 or FP32 number is infinite or has a reciprocal of zero.
     infinite = kept == 0 if operator == "rsqrt" else kept.isinf()
-    if not bool(infinite.any()) or (exponent > 0 and not _is_divisor(node, nodes)):
-        return None
-    return _Root(operator, infinite)
+    elements = infinite.sum()
+    if exponent > 0:
+        if kept.is_cpu and not elements:
+            return None
+        does_harm = _is_divisor(node, nodes)
+        if does_harm is None:
+            return None
+        elements = elements * does_harm
+    return _Root(operator, kept.shape, elements)
 
 
 def _is_of_a_sum_in_float16(root: Any) -> bool:
@@ -167,8 +192,8 @@ def _is_product_with_itself(node: Any) -> bool:
     return node.name().startswith("Mul") and len(edges) == 2 and edges[0] == edges[1] and edges[0][0] is not None
 
 
-def _is_divisor(root: Any, nodes: Sequence[Any]) -> bool:
-    """Return whether something is divided by a root that is infinite, and still is where it is divided by.
+def _is_divisor(root: Any, nodes: Sequence[Any]) -> torch.Tensor | None:
+    """Return whether a root that is infinite still is where something is divided by it, on its device; None if nothing is.
 
     Args:
         root: a node of the graph.
@@ -180,9 +205,9 @@ def _is_divisor(root: Any, nodes: Sequence[Any]) -> bool:
         if reached.isdisjoint(edges):
             continue
         if name.startswith("Div") and len(edges) == 2 and edges[1] in reached:
-            return not is_packed(node) and bool(node._saved_other.isinf().any())
+            return None if is_packed(node) else node._saved_other.isinf().any()
         if name.startswith("Reciprocal"):
-            return not is_packed(node) and bool((node._saved_result == 0).any())
+            return None if is_packed(node) else (node._saved_result == 0).any()
         if name.startswith(_BETWEEN):
             reached.add(node)
-    return False
+    return None

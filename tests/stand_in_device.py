@@ -1,0 +1,220 @@
+"""A stand-in for an accelerator, where there is none: its memory is the host's, its operators are the CPU's.
+
+It counts what would make the host wait for a real one: blocking copies, ``.item()``, ``nonzero`` and the like, and events that
+are waited for before they are complete. ``stand_in_device.cpp`` is built once for each torch and kept in the virtual environment.
+torch can rename this kind of device once a process, so what uses it runs in a process of its own (``trainings_on_a_device.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+NAME = "standin"
+_SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+def why_not() -> str:
+    """Why there can be no stand-in here; "" if there can."""
+    if sys.platform != "linux":
+        return "the stand-in device is built on Linux only"
+    return "" if _compiler() else "no C++ compiler to build the stand-in device with"
+
+
+def _compiler() -> str | None:
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+
+
+def built() -> Path:
+    """The extension, built where this torch has none yet: half a minute of one core."""
+    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
+    folder = Path(sys.prefix) / f".stand-in-{torch.__version__}-{sys.implementation.cache_tag}"
+    folder.mkdir(exist_ok=True)
+    library = folder / f"stand_in_{digest}.so"
+    with FileLock(folder / "lock"):
+        if not library.exists():
+            _build(library)
+    return library
+
+
+def _build(library: Path) -> None:
+    of_torch = Path(torch.__file__).parent
+    includes = [of_torch / "include", of_torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    macros = {
+        "TORCH_EXTENSION_NAME": library.stem,
+        "TORCH_API_INCLUDE_EXTENSION_H": "",
+        "_GLIBCXX_USE_CXX11_ABI": int(torch._C._GLIBCXX_USE_CXX11_ABI),
+    }
+    unfinished = library.with_suffix(".unfinished")
+    subprocess.run(
+        [
+            *(_compiler() or "c++").split(),
+            *("-std=c++20", "-O0", "-shared", "-fPIC"),
+            *(f"-D{name}={value}" for name, value in macros.items()),
+            *(f"-I{folder}" for folder in includes),
+            str(_SOURCE),
+            f"-L{of_torch / 'lib'}",
+            *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
+            *("-o", str(unfinished)),
+        ],
+        check=True,
+    )
+    unfinished.rename(library)
+
+
+def load() -> StandIn:
+    """Make the device known to torch, under its name; once a process."""
+    library = built()
+    spec = importlib.util.spec_from_file_location(library.stem, library)
+    assert spec is not None
+    assert spec.loader is not None
+    torch.utils.rename_privateuse1_backend(NAME)
+    native = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(native)
+    stand_in = StandIn(native)
+    torch._register_device_module(NAME, stand_in.module())
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
+    return stand_in
+
+
+class StandIn:
+    """What a test asks the device, and sets on it.
+
+    Attributes:
+        now: the time, in steps; a test that has late events moves it on.
+        late: how many steps an event needs to complete.
+        capturing: whether the current stream captures a graph.
+        initialized: whether the process has used the device.
+    """
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self.now = self.late = 0
+        self.capturing, self.initialized = False, True
+        self.stream: Any = Stream(self)
+
+    def waits(self) -> dict[str, int]:
+        """How often the host has waited since ``forget``, by what for."""
+        return dict(self._native.waits())
+
+    def launches(self) -> int:
+        """How much has been launched, allocated and copied since ``forget``."""
+        return sum(self._native.launches().values())
+
+    def forget(self) -> None:
+        self._native.forget()
+
+    def waited(self, what: str) -> None:
+        self._native.waited(what)
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Whatever would wait raises."""
+        self._native.raise_on_waits(True)
+        try:
+            yield
+        finally:
+            self._native.raise_on_waits(False)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """As within ``torch.cuda.graph``."""
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+    def module(self) -> ModuleType:
+        """What torch has for a device: the functions of ``torch.cuda`` that it, and mpinspect, may ask for."""
+
+        @contextmanager
+        def stream(wanted: Any) -> Iterator[None]:
+            before, self.stream = self.stream, wanted
+            try:
+                yield
+            finally:
+                self.stream = before
+
+        module = ModuleType(f"torch.{NAME}")
+        functions: dict[str, Any] = {
+            "Stream": lambda device=None: Stream(self),
+            "Event": lambda enable_timing=False: Event(self),
+            "stream": stream,
+            "current_stream": lambda device=None: self.stream,
+            "is_current_stream_capturing": lambda: self.capturing,
+            "is_initialized": lambda: self.initialized,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "set_device": lambda device: None,
+            "synchronize": lambda device=None: self.waited("synchronize"),
+            "get_rng_state": lambda device=None: torch.get_rng_state(),
+            "get_rng_state_all": lambda: [torch.get_rng_state()],
+            "set_rng_state": lambda state, device=None: None,
+            "manual_seed": lambda seed: None,
+            "manual_seed_all": lambda seed: None,
+            "_is_in_bad_fork": lambda: False,
+            "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        }
+        vars(module).update(functions)
+        return module
+
+
+class Stream:
+    def __init__(self, of: StandIn) -> None:
+        self._of = of
+        self.device = torch.device(NAME, 0)
+
+    def wait_event(self, event: Event) -> None:
+        assert event.at is not None
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._of)
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self._of.waited("synchronize")
+
+
+class Event:
+    """An event that is complete ``late`` steps after it was recorded."""
+
+    def __init__(self, of: StandIn) -> None:
+        self._of = of
+        self.at: int | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        assert not self._of.capturing
+        self.at = self._of.now
+
+    def query(self) -> bool:
+        assert not self._of.capturing
+        return self.at is None or self._of.now >= self.at + self._of.late
+
+    def synchronize(self) -> None:
+        if not self.query():
+            self._of.waited("an event that is not complete")
+
+    def elapsed_time(self, end: Event) -> float:
+        return 0.1

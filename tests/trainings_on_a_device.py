@@ -1,0 +1,267 @@
+"""Trainings on the stand-in device, in a process of their own: prints the name of each check that held, or why one failed."""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import stand_in_device
+import torch
+from torch import nn
+
+from mpinspect import Inspector, MixedPrecision, count_exponents
+from mpinspect.ranges.kinds import KINDS
+from mpinspect.ranges.session import TensorKey
+
+DEVICE = stand_in_device.load()
+STEPS = 71
+Step = Callable[[], object]
+
+
+def network(device: str = stand_in_device.NAME) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(16, 32), nn.ReLU(), nn.LayerNorm(32), nn.BatchNorm1d(32), nn.Linear(32, 4)
+    return nn.Sequential(*layers).to(device)
+
+
+def batch(device: str = stand_in_device.NAME) -> torch.Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+def plain() -> tuple[nn.Module, Step]:
+    model, x = network(), batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def scaled() -> tuple[nn.Module, Step]:
+    model, x = network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(stand_in_device.NAME, init_scale=2.0**10)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(stand_in_device.NAME, dtype=torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return model, step
+
+
+def masters() -> tuple[nn.Module, Step]:
+    model, x = network(), batch()
+    mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.01), "bf16-master")
+
+    def step() -> None:
+        mp.zero_grad()
+        with mp.autocast():
+            loss = mp.model(x.bfloat16()).float().square().mean()
+        mp.backward(loss)
+        mp.step()
+
+    return mp.model, step
+
+
+def averaged() -> tuple[nn.Module, Step]:
+    model, x = network().bfloat16(), batch().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    copies = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            copy.lerp_(parameter.detach(), 0.01)
+
+    return model, step
+
+
+def accumulated() -> tuple[nn.Module, Step]:
+    model, x = network().bfloat16(), batch().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for _ in range(3):
+            model(x).float().square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def adversarial() -> tuple[nn.Module, Step]:
+    generator, critic, x = network(), nn.Linear(4, 1).to(stand_in_device.NAME), batch()
+    both = nn.ModuleList([generator, critic])
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in both]
+
+    def step() -> None:
+        for optimizer, sign in zip(optimizers, (-1.0, 1.0), strict=True):
+            optimizer.zero_grad()
+            (sign * critic(generator(x)).mean()).backward()
+            optimizer.step()
+
+    return both, step
+
+
+TRAININGS: dict[str, tuple[Callable[[], tuple[nn.Module, Step]], dict[str, Any]]] = {
+    "defaults": (plain, {}),
+    "all kinds": (plain, {"capture": KINDS}),
+    "scaler": (scaled, {}),
+    "masters": (masters, {}),
+    "averages": (averaged, {}),
+    "accumulation": (accumulated, {}),
+    "gan": (adversarial, {}),
+    "every=10": (plain, {"every": 10}),
+    "budget": (plain, {"max_overhead": 0.05}),
+}
+
+
+def waits_of(step: Step) -> list[dict[str, int]]:
+    found = []
+    for _ in range(STEPS):
+        DEVICE.now += 1
+        DEVICE.forget()
+        step()
+        found.append(DEVICE.waits())
+    return found
+
+
+def never_waits(name: str, late: int = 0) -> None:
+    """Each step waits as often as without the inspector; attaching waits once at most."""
+    make, options = TRAININGS[name]
+    bare = waits_of(make()[1])
+    model, step = make()
+    DEVICE.forget()
+    DEVICE.late = late
+    inspector = Inspector(model, **options).attach()
+    assert sum(DEVICE.waits().values()) <= 1, DEVICE.waits()
+    inspected = waits_of(step)
+    inspector.detach()
+    DEVICE.late = 0
+    more = {at: found for at, (found, expected) in enumerate(zip(inspected, bare, strict=True)) if found != expected}
+    assert not more, more
+    assert inspector.session().notes == (), inspector.session().notes
+    # The critic's optimizer is not known in the first step, which ends before it.
+    assert inspector.session().progress.steps - STEPS in (0, name == "gan")
+
+
+def counts_are_the_cpus() -> None:
+    """What was counted on the device, counted once more on the host."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model, x = network().to(dtype), batch().to(dtype)
+        with Inspector(model, capture=KINDS, loss_scale=1) as inspector:
+            model(x).float().square().mean().backward()
+        totals = inspector.session().totals()
+        for name, parameter in model.named_parameters():
+            expected = count_exponents(parameter.grad.cpu())
+            assert totals[TensorKey(name, "weight_gradient")].histogram == expected, name
+
+
+def _spoil_gradient(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    output.register_hook(lambda gradient: gradient * math.inf)
+
+
+def culprits_are_the_cpus() -> None:
+    for where in ("forward", "backward"):
+        events = []
+        for device in ("cpu", stand_in_device.NAME):
+            model, x = network(device), batch(device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            if where == "forward":
+                model[2].register_forward_hook(lambda module, args, output: output * math.inf)
+            else:
+                model[2].register_forward_hook(_spoil_gradient)
+            with Inspector(model) as inspector:
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            event = inspector.session().events[0]
+            events.append((event.step, event.phase, event.module, event.what))
+        assert events[0] == events[1], events
+
+
+def a_default_device() -> None:
+    torch.set_default_device(stand_in_device.NAME)
+    try:
+        model, step = plain()
+        with Inspector(model) as inspector:
+            for _ in range(5):
+                step()
+    finally:
+        torch.set_default_device("cpu")
+    assert inspector.session().notes == (), inspector.session().notes
+    assert inspector.session().totals()
+
+
+def a_model_that_moves() -> None:
+    model = network("cpu")
+    with Inspector(model, max_overhead=0.5) as inspector:
+        model.to(stand_in_device.NAME)
+        optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01), batch()
+        for _ in range(6):
+            DEVICE.forget()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            assert DEVICE.waits() == {}, DEVICE.waits()
+    assert inspector.session().progress.steps == 6
+
+
+def a_captured_step() -> None:
+    """Within the capture of a whole step nothing is launched but what the script launches."""
+    launched = []
+    for is_inspected in (False, True):
+        model, step = plain()
+        inspector = Inspector(model)
+        if is_inspected:
+            inspector.attach()
+        for _ in range(3):
+            step()
+        DEVICE.forget()
+        with DEVICE.capture():
+            step()
+        launched.append(DEVICE.launches())
+        inspector.detach()
+    assert launched[0] == launched[1], launched
+    (note,) = inspector.session().notes
+    assert "CUDA graphs are not seen" in note
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    **{f"never waits: {name}": lambda name=name: never_waits(name) for name in TRAININGS},  # type: ignore[misc]
+    "never waits: late events": lambda: never_waits("defaults", late=3),
+    "counts": counts_are_the_cpus,
+    "culprits": culprits_are_the_cpus,
+    "default device": a_default_device,
+    "moved": a_model_that_moves,
+    "capture": a_captured_step,
+}
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        print(f"failed: {name}\n{traceback.format_exc()}", flush=True)
+    else:
+        print(f"held: {name}", flush=True)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CHECKS:
+        with _told(name):
+            CHECKS[name]()
