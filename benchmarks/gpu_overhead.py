@@ -2,12 +2,13 @@
 
     python benchmarks/gpu_overhead.py [--json benchmarks/results/gpu_overhead-gpu.json] [--rounds 5] [--quick] [--tiny]
 
-Steps are timed by CUDA events, in blocks that take turns with blocks of the bare loop; the ratio is the median over the rounds of
-a block's mean step to that of the bare blocks before and after it. Beside it stand the time that the host spends inside the
-inspector's callbacks, the peak of torch's memory, and the synchronisations that torch tells of
-(torch.cuda.set_sync_debug_mode): GradScaler makes some itself, so the bare loop's are taken off. What waits for an event or a
-stream by itself is not told of. Without a GPU it says so and does nothing, but for --tiny: toy
-sizes, on the CPU where there is no GPU, to see that the script works.
+Steps are timed by CUDA events, in blocks that take turns with blocks of the bare loop; the ratio is the median over the rounds
+of a block's mean step to that of the bare blocks before and after it. The first ten steps, of which the defaults count every
+one, are a block of their own. Beside the ratios stand the time that the host spends inside the inspector's callbacks, what it
+adds to the GPU's time by torch.profiler (kernel by kernel in the file), the peak of torch's memory, and the synchronisations
+that torch tells of (torch.cuda.set_sync_debug_mode), with their lines: GradScaler makes some itself, so the bare loop's are
+taken off. What waits for an event or a stream by itself is not told of. Without a GPU it says so and does nothing, but for
+--tiny: toy sizes, on the CPU where there is no GPU, to see that the script works.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import contextlib
 import statistics
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,35 +29,48 @@ from machine import ResultsFile, arguments
 from networks import GPT, Subject, adamw, gpt2_small, images, resnet, resnet50, sgd, tokens
 from targets import checked, verdicts
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import mpinspect
 
-DEFAULTS = "weight + activation gradients, every step, watch on"
+DEFAULTS = "defaults: counts in ten steps and every tenth, watch on"
 #: Name -> the inspector's options.
 SETTINGS: dict[str, dict[str, Any]] = {
     DEFAULTS: {},
-    "weight gradients, every step, watch off": {"capture": ("weight_gradient",), "watch": False},
-    "weight + activation gradients, every=10, watch off": {"every": 10, "watch": False},
     "the watch alone": {"capture": ()},
+    "counts in every step, watch on": {"every": 1},
+    "every=10, watch off": {"every": 10, "watch": False},
     "between samples, watch off": {"capture": (), "watch": False},
 }
 #: No further round of a network begins after this: both must come to their end in the time that gpu.py gives.
 MOST_SECONDS = 40
+#: The steps after attaching that are timed apart: of them the defaults count every one.
+FIRST_STEPS = 10
+#: Of the kernels that the inspector adds to a step, the dearest are kept.
+MOST_KERNELS = 8
 #: Promise -> the subject that answers it.
-PROMISED = {"gpu.resnet50": "ResNet-50, batch 128", "gpu.gpt2": "GPT-2 small, 8 x 1024 tokens"}
+PROMISED = {"gpu.gpt2": "GPT-2 small, 8 x 1024 tokens", "gpu.resnet50": "ResNet-50, batch 128"}
 
 
 @dataclass
 class Row:
-    """One setting on one model. ``added_``: beyond the bare loop. Memory is None on a CPU."""
+    """One setting on one model. ``added_``: beyond the bare loop. Memory and GPU times are None on a CPU.
+
+    ``added_kernels``: launches and microseconds a step, by the kernel's name, of those that add most.
+    """
 
     subject: str
     name: str
     step_ms: float
     step_ratio: float
+    first_steps_ratio: float
     callbacks_ms: float | None
+    added_gpu_ms: float | None
+    added_launches: float | None
     added_memory_mib: float | None
     added_synchronisations_per_step: float
+    synchronised_at: dict[str, int] = field(default_factory=dict)
+    added_kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def subjects(tiny: bool) -> list[Subject]:
@@ -64,8 +80,8 @@ def subjects(tiny: bool) -> list[Subject]:
             Subject("GPT-2", lambda: GPT(1, 32, 2, 16, 64), tokens(2, 16, 64), adamw),
         ]
     return [
-        Subject(PROMISED["gpu.resnet50"], resnet50, images(128, 224, 1000), sgd, channels_last=True),
         Subject(PROMISED["gpu.gpt2"], gpt2_small, tokens(8, 1024, 50304), adamw),
+        Subject(PROMISED["gpu.resnet50"], resnet50, images(128, 224, 1000), sgd, channels_last=True),
     ]
 
 
@@ -117,10 +133,15 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
         # What is compiled or allocated at first use.
         with training.inspected(options):
             training.milliseconds(2)
-    bare_syncs, bare_peak = synchronisations(training, steps), peak_mib(training)
+    bare_syncs, bare_peak, bare_kernels = (
+        synchronisations(training, steps),
+        peak_mib(training),
+        kernels(training, steps),
+    )
     bare = [training.milliseconds(steps)]
     times: dict[str, list[float]] = {name: [] for name in SETTINGS}
     ratios: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    first_ratios: dict[str, list[float]] = {name: [] for name in SETTINGS}
     started = time.monotonic()
     for done in range(rounds):
         if done and time.monotonic() - started > MOST_SECONDS:
@@ -128,31 +149,76 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
             break
         for name, options in SETTINGS.items():
             with training.inspected(options):
-                # Past the first step, which is a sample whatever the schedule.
-                training.step()
+                first = training.milliseconds(FIRST_STEPS)
                 times[name].append(training.milliseconds(steps))
             bare.append(training.milliseconds(steps))
             ratios[name].append(times[name][-1] / statistics.mean(bare[-2:]))
-    rows = [Row(subject.name, "bare", statistics.median(bare), 1.0, None, None, 0.0)]
+            first_ratios[name].append(first / statistics.mean(bare[-2:]))
+    rows = [Row(subject.name, "bare", statistics.median(bare), 1.0, 1.0, None, None, None, None, 0.0)]
     for name, options in SETTINGS.items():
         watch = Stopwatch()
         with watch.around_entrances(), training.inspected(options):
+            training.milliseconds(FIRST_STEPS)
+            watch.seconds = 0.0
             training.milliseconds(steps)
         with training.inspected(options):
-            syncs, peak = synchronisations(training, steps), peak_mib(training)
-        added = None if peak is None or bare_peak is None else peak - bare_peak
-        found = statistics.median(times[name]), statistics.median(ratios[name])
-        rows.append(Row(subject.name, name, *found, watch.seconds / steps * 1e3, added, syncs - bare_syncs))
+            syncs, peak = synchronisations(training, FIRST_STEPS), peak_mib(training)
+            added_kernels = added(kernels(training, steps), bare_kernels)
+        added_peak = None if peak is None or bare_peak is None else peak - bare_peak
+        row = Row(
+            subject.name,
+            name,
+            statistics.median(times[name]),
+            statistics.median(ratios[name]),
+            statistics.median(first_ratios[name]),
+            watch.seconds / steps * 1e3,
+            sum(us for _, us in added_kernels.values()) / 1e3 if device == "cuda" else None,
+            sum(launches for launches, _ in added_kernels.values()) if device == "cuda" else None,
+            added_peak,
+            syncs.total() / FIRST_STEPS - bare_syncs.total() / steps,
+            dict(syncs - bare_syncs),
+            dict(sorted(added_kernels.items(), key=lambda item: -abs(item[1][1]))[:MOST_KERNELS]),
+        )
+        rows.append(row)
     return rows
 
 
-def synchronisations(training: Training, steps: int) -> float:
-    """Those of a step that torch warns of; 0 on a CPU."""
+def kernels(training: Training, steps: int) -> dict[str, tuple[float, float]]:
+    """The launches and microseconds of a step by the name of what ran on the GPU; nothing on a CPU."""
+    if training.device != "cuda":
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        training.milliseconds(steps)
+    launches, times = Counter[str](), Counter[str]()
+    for event in profiled.events():
+        if str(event.device_type).endswith("CUDA"):
+            launches[event.name] += 1
+            times[event.name] += event.time_range.elapsed_us()
+    return {name: (launches[name] / steps, times[name] / steps) for name in launches}
+
+
+def added(
+    inspected: dict[str, tuple[float, float]], bare: dict[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    """What one step has beyond another: also less, where the training's own kernels took less."""
+    none = 0.0, 0.0
+    return {
+        name: (
+            inspected.get(name, none)[0] - bare.get(name, none)[0],
+            inspected.get(name, none)[1] - bare.get(name, none)[1],
+        )
+        for name in {**inspected, **bare}
+    }
+
+
+def synchronisations(training: Training, steps: int) -> Counter[str]:
+    """Those that torch warns of in so many steps, by the line that waited; none on a CPU."""
     with _warning_of_synchronisations(training.device), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
             training.step()
-    return sum("synchronizing" in str(warning.message) for warning in caught) / steps
+    waited = [warning for warning in caught if "synchronizing" in str(warning.message)]
+    return Counter(f"{'/'.join(Path(warning.filename).parts[-3:])}:{warning.lineno}" for warning in waited)
 
 
 @contextlib.contextmanager
@@ -189,10 +255,12 @@ def results(rows: list[Row]) -> dict[str, Any]:
 
 def line(row: Row) -> str:
     host = "" if row.callbacks_ms is None else f"{row.callbacks_ms:.2f} ms in callbacks"
+    gpu = "" if row.added_gpu_ms is None else f"{row.added_gpu_ms:+.2f} ms in {row.added_launches:+.0f} launches"
     memory = "" if row.added_memory_mib is None else f"{row.added_memory_mib:+.0f} MiB"
     return (
-        f"{row.subject:30} {row.name:52} {row.step_ms:8.2f} ms {row.step_ratio:6.3f}x {host:>24} {memory:>10} "
-        f"{row.added_synchronisations_per_step:+.1f} synchronisations"
+        f"{row.subject:30} {row.name:52} {row.step_ms:8.2f} ms {row.step_ratio:6.3f}x, at first {row.first_steps_ratio:6.3f}x "
+        f"{host:>24} {gpu:>27} {memory:>10} {row.added_synchronisations_per_step:+.1f} synchronisations "
+        f"{' '.join(row.synchronised_at)}"
     )
 
 

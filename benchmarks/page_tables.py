@@ -155,13 +155,26 @@ def gpu_tests(results: dict[str, Any]) -> str:
 
 
 def gpu_overhead(results: dict[str, Any]) -> str:
-    heading = ("", "step", "over bare", "callbacks", "memory added", "synchronisations added")
+    heading = (
+        "",
+        "step",
+        "over bare",
+        "first ten",
+        "callbacks",
+        "GPU time added",
+        "launches",
+        "memory added",
+        "synchronisations added",
+    )
     rows = [
         (
             f"{row['subject']}: {row['name']}",
             f"{row['step_ms']:.2f} ms",
             f"{row['step_ratio']:.3f}x",
+            f"{row['first_steps_ratio']:.3f}x",
             "" if row["callbacks_ms"] is None else f"{row['callbacks_ms']:.2f} ms",
+            "" if row["added_gpu_ms"] is None else f"{row['added_gpu_ms']:.2f} ms",
+            "" if row["added_launches"] is None else f"{row['added_launches']:.0f}",
             "" if row["added_memory_mib"] is None else f"{row['added_memory_mib']:.0f} MiB",
             f"{row['added_synchronisations_per_step']:.1f}",
         )
