@@ -221,7 +221,8 @@ class Event:
         tensor: name of that tensor (a module's or a parameter's dotted path).
         value: "inf" or "nan" (NaN if both).
         loss_scale: the loss scale of the step's backward; None if unknown or not yet known (forward).
-        last_maxima: largest finite magnitudes of the same tensor in the previous steps, oldest first (at most 8).
+        last_maxima: largest finite magnitudes of the same tensor in the last steps in which it was read (on a GPU, mostly sampled
+            ones), oldest first (at most 8).
         skipped: whether no update was made of these gradients; None if not known. ``story`` says who decided that.
         forward_finite: whether every output seen in the step's forward was finite; None if not watched.
         gradients_finite: whether every gradient seen in the step was finite, so that a non-finite forward (a mask,

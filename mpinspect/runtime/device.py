@@ -7,6 +7,7 @@ gets copies that wait.
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,20 +25,38 @@ def _module(device: torch.device) -> Any:
     return module if all(hasattr(module, name) for name in _NEEDED) else None
 
 
+#: The module that ``_accelerator`` found, since a process uses one kind of accelerator, and its ``is_current_stream_capturing``.
+_found: Any = None
+_captures: Any = bool
+
+
+def _forget() -> None:
+    """In a forked process, which can't use the accelerator of its parent: asking that would raise."""
+    global _found
+    _found = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
 def _accelerator() -> Any:
     """Return torch's module for the accelerator that this process has used; None before, and if there is none."""
-    device = torch.accelerator.current_accelerator()
-    module = None if device is None else _module(device)
-    return module if module is not None and getattr(module, "is_initialized", bool)() else None
+    global _found, _captures
+    if _found is None:
+        device = torch.accelerator.current_accelerator()
+        module = None if device is None else _module(device)
+        if module is not None and getattr(module, "is_initialized", bool)():
+            _found, _captures = module, getattr(module, "is_current_stream_capturing", bool)
+    return _found
 
 
 def is_capturing() -> bool:
     """Return whether the current stream captures a graph, of which all that is launched or copied now would become a part.
 
-    Never initialises a device. Takes a tenth of a microsecond.
+    Never initialises a device. Called by every hook.
     """
-    module = _accelerator()
-    return module is not None and bool(getattr(module, "is_current_stream_capturing", bool)())
+    return (_found is not None or _accelerator() is not None) and bool(_captures())
 
 
 def current_stream(device: torch.device) -> Any:

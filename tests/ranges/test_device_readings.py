@@ -84,8 +84,8 @@ def test_a_group_ends_where_it_holds_too_much(monkeypatch: pytest.MonkeyPatch) -
     slots = [magnitudes.read(tensor, str(i), always=False) for i, tensor in enumerate(held)]
     sent = magnitudes.send()
     assert isinstance(sent, StepMagnitudes)
-    # Groups of four, for four are the first to have more than 100 bytes: the last of each is read.
-    assert [slot and slot.largest() for slot in slots] == [NOT_READ] * 3 + [4.0] + [NOT_READ] * 2 + [7.0]
+    # Four are the first to have more than 100 bytes, and the next ends the group: the last of each is read.
+    assert [slot and slot.largest() for slot in slots] == [NOT_READ] * 4 + [5.0] + [NOT_READ] + [7.0]
 
 
 def test_a_tensor_changed_before_its_group_is_read_is_lost_and_read_at_once_the_next_time() -> None:

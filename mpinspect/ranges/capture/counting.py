@@ -112,6 +112,10 @@ class Counting(Observer):
         #: The layer of the previous output gradient; "" if that layer is counted.
         self._last_path = ""
 
+    def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
+        """Return whether weight gradients are counted."""
+        return self.lets_gradients_wait
+
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer if the step is sampled."""
         self.at_work = sampled

@@ -5,7 +5,8 @@ host as long as a small layer. So tensors are held and read in groups. In a step
 only if something in the step is not finite: the kernel is given those tensors too, but each of its blocks first looks at one
 word on the device, which a non-finite value sets. What is always read is what later tensors are made of: the outputs of
 containers, the gradients at them, and the last of each group. An infinity that vanishes within a group (in a ReLU, say) is
-therefore seen at sampled steps alone.
+therefore seen at sampled steps alone. A group ends with the first tensor after those that fill it, so that the largest ones (a
+language model's logits) are not the ones that are always read.
 
 A held tensor is an alias of its memory. One that was changed in place before its group was read is lost; the tensors of its
 name are read at once from then on. The first steps read at once, to learn these names.
@@ -52,6 +53,7 @@ class StepMagnitudes:
 
     def __init__(self, slots: torch.Tensor, kernels: Kernels, stream: Any) -> None:
         self.slots: torch.Tensor | None = slots
+        self.capacity = len(slots)
         self.address = slots.data_ptr()
         self._broken = slots[_BROKEN : _BROKEN + 1]
         self.stream, self.stream_key = stream, stream_key(slots.device)
@@ -72,6 +74,10 @@ class StepMagnitudes:
     def ready(self) -> bool:
         """Return whether the copy is complete; does not wait."""
         return self._copy is None or self._copy.ready()
+
+    def broken(self) -> bool:
+        """Return whether anything that was read is not finite. Waits for the device if the copy is not complete."""
+        return self._copy is None or bool(self._copy.values()[_BROKEN])
 
     def largest(self, slot: int, is_double: bool) -> float | None:
         """Return the magnitude in a slot, as ``Slot.largest`` does."""
@@ -128,13 +134,12 @@ class DeviceMagnitudes:
         #: Names of tensors that are changed in place soon after they were made.
         self._changed: set[str] = set()
 
-    def read(self, tensor: torch.Tensor, name: str, *, always: bool, at_once: bool = False) -> Slot | None:
+    def read(self, tensor: torch.Tensor, name: str, *, always: bool) -> Slot | None:
         """Read a tensor, now or with those that follow. Never waits for the GPU.
 
         Args:
             name: the same for the same tensor of every step.
             always: whether to read it although everything is finite.
-            at_once: whether it may change before those that follow have arrived.
 
         Returns:
             None if these kernels can't read it: another layout or dtype, another stream than the step's first, no kernels.
@@ -144,16 +149,20 @@ class DeviceMagnitudes:
         if kernels is None or not _is_readable(values, kernels):
             return None
         step = self._open or self._begin(kernels)
-        assert step.slots is not None
-        if step.used == len(step.slots) or step.stream_key != stream_key(self._device):
-            self._capacity = max(self._capacity, 2 * step.used)
+        slot = step.used
+        if slot == step.capacity or step.stream_key != stream_key(self._device):
+            self._capacity = max(self._capacity, 2 * slot)
             return None
-        slot, step.used = step.used, step.used + 1
-        is_learning = self._steps < LEARNING_STEPS
-        if at_once or is_learning or name in self._changed:
+        step.used = slot + 1
+        is_learning, is_changed = self._steps < LEARNING_STEPS, name in self._changed
+        if is_learning or is_changed:
             step.read([values], [slot], False)
-        if not at_once and name not in self._changed:
-            self._hold(_Held(values, version_of(values), None if is_learning else slot, always, name))
+        if not is_changed:
+            is_full = self._bytes > self._most
+            self._held.append(_Held(values, version_of(values), None if is_learning else slot, always, name))
+            self._bytes += values.nbytes
+            if is_full:
+                self.flush()
         return StepSlot(step, slot, values.dtype is torch.float64)
 
     def flush(self) -> None:
@@ -203,12 +212,6 @@ class DeviceMagnitudes:
             slots = torch.zeros(self._capacity, dtype=torch.int64, device=self._device)
         self._open = StepMagnitudes(slots, kernels, current_stream(self._device))
         return self._open
-
-    def _hold(self, held: _Held) -> None:
-        self._held.append(held)
-        self._bytes += held.values.nbytes
-        if self._bytes > self._most:
-            self.flush()
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from mpinspect.ranges.capture.compiled_regions import compiled_graphs, formats_i
 from mpinspect.ranges.capture.counting import StepPrecision
 from mpinspect.ranges.capture.largest import Found
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
-from mpinspect.ranges.capture.loss_scale import ScaleOfBackward
+from mpinspect.ranges.capture.loss_scale import NO_BACKWARD, ScaleOfBackward
 from mpinspect.ranges.capture.model_hooks import ModelHooks
 from mpinspect.ranges.capture.observations import (
     NO_CONTEXT,
@@ -93,6 +93,8 @@ class Dispatcher(Guarded):
         #: The previous output gradient, with its row of counts or largest magnitude.
         self._last_gradient: LastValues[Found] = LastValues()
         self.attached = False
+        #: Autograd's task of a backward whose parameter gradients no observer takes.
+        self.untaken = NO_BACKWARD
         #: Whether nothing is observed in this step; every hook checks this first.
         self.quiet = False
 
@@ -269,8 +271,10 @@ class Dispatcher(Guarded):
         if at_end:
             tell = functools.partial(backward_ended, weakref.ref(self), functools.partial(_call_each, at_end))
             torch.autograd.Variable._execution_engine.queue_callback(tell)
-        counts = any(observer.lets_gradients_wait for observer in backward.observers)
-        if counts and backward.divisor is None and not self._hooks.others_change_gradients:
+        taken = any(observer.takes_parameter_gradients(by_scaler) for observer in backward.observers)
+        self.untaken = NO_BACKWARD if taken else task
+        may_wait = taken and any(observer.lets_gradients_wait for observer in backward.observers)
+        if may_wait and backward.divisor is None and not self._hooks.others_change_gradients:
             self.waiting.begin(backward, () if self._watch is None or not self._watch.at_work else self._watch.readings)
         else:
             self.waiting.stop()
@@ -310,6 +314,8 @@ class Dispatcher(Guarded):
         self._choice.any_left_out = False
         self._precision.begin_step()
         self.scale.forget()
+        # The step may have ended within a backward, whose other gradients the new step's observers may take.
+        self.untaken = NO_BACKWARD
         self._hooks.begin_step(self.quiet)
 
 

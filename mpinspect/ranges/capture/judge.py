@@ -76,6 +76,8 @@ class StepLog:
     found_inf: list[torch.Tensor] = field(default_factory=list)
     #: What holds the values of the readings that are slots.
     magnitudes: list[StepMagnitudes] = field(default_factory=list)
+    #: Whether all readings are slots, of which most are read only where something is not finite.
+    is_on_devices: bool = False
     #: Whether ``backward_broke`` has found such a gradient, and how many readings it has searched.
     _broke: bool = False
     _searched: int = 0
@@ -145,6 +147,8 @@ class Judge:
 
     def _copies(self, log: StepLog) -> list[tuple[list[int], HostCopy]]:
         """Return one host copy for each device and kind of value, of shape (n, 2) or (n, HEADER), with its readings' places."""
+        if log.is_on_devices:
+            return []
         groups: dict[Any, list[int]] = {}
         values: dict[int, Any] = {
             index: reading.value for index, reading in enumerate(log.readings) if isinstance(reading.value, tuple)
@@ -167,10 +171,13 @@ class Judge:
 
     def _judge(self, arrived: _Travelling) -> Event | None:
         log = arrived.log
-        largest = _largest(log, arrived.copies)
         if arrived.found_inf is not None:
             log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
             self._skips_on_device += log.skipped
+        if log.is_on_devices and not any(each.broken() for each in log.magnitudes):
+            # Most of these tensors were not read: the maxima of a few say little.
+            return None
+        largest = _largest(log, arrived.copies)
         if all(map(math.isfinite, largest)):
             self._remember(log, largest)
             return None

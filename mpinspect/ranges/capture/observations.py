@@ -167,6 +167,10 @@ class Observer:
     #: Whether ``backward_ends`` is called at the end of each backward.
     wants_backward_end = False
 
+    def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
+        """Return whether the observer handles parameter gradients (those of a backward whose gradients a scaler checks)."""
+        return False
+
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Decide whether the observer is at work in the step that begins."""
 

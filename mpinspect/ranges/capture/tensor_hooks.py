@@ -77,7 +77,7 @@ class ParameterHook:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         dispatcher = self._dispatcher
-        if dispatcher.quiet or gradient is None:
+        if dispatcher.quiet or gradient is None or dispatcher.untaken == torch._C._current_graph_task_id():
             return
         # A fast path for the usual case: this hook runs dozens of times per backward, each time with cold caches.
         try:

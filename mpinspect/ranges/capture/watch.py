@@ -16,7 +16,7 @@ import torch
 from mpinspect.counting.cuda import available
 from mpinspect.ranges.capture import device_magnitudes
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS
-from mpinspect.ranges.capture.device_magnitudes import LEARNING_STEPS, DeviceMagnitudes
+from mpinspect.ranges.capture.device_magnitudes import LEARNING_STEPS, DeviceMagnitudes, StepSlot
 from mpinspect.ranges.capture.judge import Judge, Reading, StepLog
 from mpinspect.ranges.capture.largest import Found, Value, extremes, largest_of
 from mpinspect.ranges.capture.observations import (
@@ -73,7 +73,10 @@ class Watch(Observer):
         self._choice = choice
         self._judge = Judge(modules, self.unread)
         self._log = StepLog()
-        self._containers = {path for path, module in modules.items() if next(module.children(), None) is not None}
+        #: The modules that contain others. Of the model's own output the loss is made.
+        self._containers = {
+            path for path, module in modules.items() if path and next(module.children(), None) is not None
+        }
         self._on_devices: dict[torch.device, DeviceMagnitudes] = {}
         #: Whether every tensor of this step is read, also where it lies on a device and everything is finite.
         self._reads_all = True
@@ -118,7 +121,7 @@ class Watch(Observer):
                 if not is_input:
                     row = None if rows is None else rows.get(id(tensor))
                     finite = self._output(path, tensor, number, call.micro_batch, row) and finite
-        if not finite or self._log.may_be_broken:
+        if self._log.unseen_inputs and (not finite or self._log.may_be_broken):
             self._read_inputs(path, inputs, call.micro_batch)
 
     def _output(
@@ -198,6 +201,10 @@ class Watch(Observer):
             gradient.found = None
         elif gradient.found is None:
             gradient.found = reading.value
+
+    def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
+        """Return True unless a scaler checks them: then those are read that other observers count."""
+        return not checked_by_scaler
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Read a parameter's gradient if it was counted or no scaler checks it."""
@@ -320,6 +327,7 @@ class Watch(Observer):
         log.calls.forget_tensors()
         self._last_output.forget()
         log.step, log.is_partial = step, self._choice.any_left_out
+        log.is_on_devices = not self._reads_all and all(isinstance(each.value, StepSlot) for each in log.readings)
         for magnitudes in self._on_devices.values():
             try:
                 sent = magnitudes.send()
