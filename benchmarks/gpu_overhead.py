@@ -14,6 +14,7 @@ taken off. What waits for an event or a stream by itself is not told of. Without
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 import warnings
@@ -56,7 +57,8 @@ PROMISED = {"gpu.gpt2": "GPT-2 small, 8 x 1024 tokens", "gpu.resnet50": "ResNet-
 class Row:
     """One setting on one model. ``added_``: beyond the bare loop. Memory and GPU times are None on a CPU.
 
-    ``added_kernels``: launches and microseconds a step, by the kernel's name, of those that add most.
+    ``each_step_ms``: the steps of one round, those after attaching first. ``added_kernels``: launches and microseconds a step, by
+    the kernel's name, of those that add most.
     """
 
     subject: str
@@ -70,6 +72,7 @@ class Row:
     added_memory_mib: float | None
     added_synchronisations_per_step: float
     synchronised_at: dict[str, int] = field(default_factory=dict)
+    each_step_ms: list[float] = field(default_factory=list)
     added_kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -81,6 +84,8 @@ def subjects(tiny: bool) -> list[Subject]:
         ]
     return [
         Subject(PROMISED["gpu.gpt2"], gpt2_small, tokens(8, 1024, 50304), adamw),
+        # The host is as slow as the GPU in the first; here the GPU is the slower.
+        Subject("GPT-2 small, 32 x 1024 tokens", gpt2_small, tokens(32, 1024, 50304), adamw),
         Subject(PROMISED["gpu.resnet50"], resnet50, images(128, 224, 1000), sgd, channels_last=True),
     ]
 
@@ -109,18 +114,23 @@ class Training:
 
     def milliseconds(self, steps: int) -> float:
         """The mean step of a block: of a schedule's steps some are sampled."""
+        return statistics.mean(self.each_milliseconds(steps))
+
+    def each_milliseconds(self, steps: int) -> list[float]:
+        """Each step of a block."""
         if self.device != "cuda":
-            started = time.perf_counter()
+            times = [time.perf_counter()]
             for _ in range(steps):
                 self.step()
-            return (time.perf_counter() - started) / steps * 1e3
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        for _ in range(steps):
+                times.append(time.perf_counter())
+            return [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+        events[0].record()
+        for event in events[1:]:
             self.step()
-        last.record()
+            event.record()
         torch.cuda.synchronize()
-        return float(first.elapsed_time(last)) / steps
+        return [float(before.elapsed_time(after)) for before, after in itertools.pairwise(events)]
 
     def inspected(self, options: dict[str, Any]) -> mpinspect.Inspector:
         return mpinspect.Inspector(self.model, optimizers=self.optimizer, scalers=self.scaler, **options)
@@ -142,6 +152,7 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
     times: dict[str, list[float]] = {name: [] for name in SETTINGS}
     ratios: dict[str, list[float]] = {name: [] for name in SETTINGS}
     first_ratios: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    each: dict[str, list[float]] = {}
     started = time.monotonic()
     for done in range(rounds):
         if done and time.monotonic() - started > MOST_SECONDS:
@@ -149,11 +160,13 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
             break
         for name, options in SETTINGS.items():
             with training.inspected(options):
-                first = training.milliseconds(FIRST_STEPS)
-                times[name].append(training.milliseconds(steps))
+                first = training.each_milliseconds(FIRST_STEPS)
+                later = training.each_milliseconds(steps)
+                times[name].append(statistics.mean(later))
+                each[name] = [round(ms, 2) for ms in first + later]
             bare.append(training.milliseconds(steps))
             ratios[name].append(times[name][-1] / statistics.mean(bare[-2:]))
-            first_ratios[name].append(first / statistics.mean(bare[-2:]))
+            first_ratios[name].append(statistics.mean(first) / statistics.mean(bare[-2:]))
     rows = [Row(subject.name, "bare", statistics.median(bare), 1.0, 1.0, None, None, None, None, 0.0)]
     for name, options in SETTINGS.items():
         watch = Stopwatch()
@@ -177,6 +190,7 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
             added_peak,
             syncs.total() / FIRST_STEPS - bare_syncs.total() / steps,
             dict(syncs - bare_syncs),
+            each[name],
             dict(sorted(added_kernels.items(), key=lambda item: -abs(item[1][1]))[:MOST_KERNELS]),
         )
         rows.append(row)

@@ -777,41 +777,6 @@ def test_what_a_compiled_part_returns_is_seen() -> None:
 # -- cost -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_watch_reads_no_scalar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU each ``.item()`` waits; no hook of the watch may call one. (Counting on a GPU: test_counting.py.)"""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Recorder(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ops: list[str] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.ops.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    # Otherwise a mode sees no operator of ours.
-    monkeypatch.setattr("mpinspect.runtime.guard._take_modes_off", lambda taken: None)
-    # As on a device: of a CPU's tensors the largest magnitude is known at once.
-    monkeypatch.setattr("mpinspect.ranges.capture.largest.largest_magnitude", lambda tensor: None)
-    monkeypatch.setattr("mpinspect.ranges.capture.diagnosing.examination._on_cpu", lambda parameters: False)
-    monkeypatch.setattr(
-        "mpinspect.ranges.capture.diagnosing.handed_over._largest",
-        lambda tensors: torch.stack(torch._foreach_norm(tensors, math.inf)),
-    )
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, every=2):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        with Recorder() as recorder:
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-    # Outputs, the loss, gradients at outputs, and those of the weights.
-    assert len([op for op in recorder.ops if "aminmax" in op]) == 4 + 1 + 3 + 4
-    assert not [op for op in recorder.ops if "_local_scalar_dense" in op]
-
-
 def test_a_fault_of_ours_is_noted_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> torch.Tensor:
         raise RuntimeError("out of order")

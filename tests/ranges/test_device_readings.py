@@ -13,9 +13,9 @@ from torch import nn
 
 from mpinspect import Inspector
 from mpinspect.ranges.capture import device_magnitudes
+from mpinspect.ranges.capture.culprit import NOT_READ
 from mpinspect.ranges.capture.device_magnitudes import DeviceMagnitudes, StepMagnitudes
 from mpinspect.ranges.capture.device_rows import DeviceRows
-from mpinspect.ranges.capture.largest import NOT_READ
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +74,45 @@ def test_the_module_is_found_among_those_that_were_spared_until_then(
         _train(model, 8, count)
     first = inspector.session().events[0]
     assert (first.step, first.phase, first.module) == (6, phase, "1.0")
+
+
+class _Heads(nn.Module):
+    """Two layers of one input, each of which the watch may have passed by when the other is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        left = self.a(x)
+        return self.out(self.b(x) + left)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_tensor_that_was_not_read_is_not_said_to_have_been_finite(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_magnitudes, "_HELD_BYTES", 100)
+    model = nn.Sequential(nn.Linear(8, 8), _Heads())
+    spoiled = False
+
+    def spoil(module: nn.Module, args: object, y: torch.Tensor) -> torch.Tensor | None:
+        if spoiled and phase == "backward":
+            y.register_hook(lambda gradient: gradient * math.inf)
+        return y * math.inf if spoiled and phase == "forward" else None
+
+    model[1].a.register_forward_hook(spoil)
+
+    def count(step: int, x: torch.Tensor) -> torch.Tensor:
+        nonlocal spoiled
+        spoiled = step == 6
+        return x
+
+    with Inspector(model, every=100) as inspector:
+        _train(model, 8, count)
+    (first, *_) = inspector.session().events
+    assert (first.step, first.phase) == (6, phase)
+    assert first.module == "1.a" or "not read" in first.explanation or "not known" in first.explanation, first
 
 
 def test_a_group_ends_where_it_holds_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

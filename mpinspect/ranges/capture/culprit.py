@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +24,8 @@ from mpinspect.ranges.session import LOSSES, Event, containers, is_below, module
 FORWARD, BACKWARD = "forward", "backward"
 #: The number of maxima kept for each tensor.
 RING_LENGTH = 8
+#: In place of a largest magnitude: a device was not to read the tensor, since everything was finite that was read after it.
+NOT_READ = -1.0
 #: The names of the loss before and after a scaler multiplies it.
 LOSS, SCALED_LOSS = LOSSES
 
@@ -252,7 +254,7 @@ def _in_forward(
             continue
         outermost = container == ""
         if not bad.intersection(around.given):
-            return _in_container(around, inner, look, read)
+            return _in_container(around, inner, look, read, calls[:at])
         inner = container
     if outermost:
         received = f"; {look.module!r} is the first module that received it" if look.module else ""
@@ -264,9 +266,16 @@ def _in_forward(
     return Culprit(FORWARD, "", look, reason)
 
 
-def _in_container(around: Call, inner: str, look: Seen, read: Collection[int]) -> Culprit:
+def _in_container(around: Call, inner: str, look: Seen, read: Collection[int], before: Sequence[Call]) -> Culprit:
     """Return a container as the culprit: no input of it is known to be non-finite, but an input of a module inside it is."""
     where = f"in the code of {around.module!r}" if around.module else "in the model's own code"
+    unread = [
+        repr(call.module)
+        for call in before
+        if is_below(call.module, around.module) and any(number not in read for number in call.returned)
+    ]
+    if unread:
+        where += f" or in {', '.join(unread[-3:])} (whose output was not read in this step)"
     if not around.module and not around.given:
         where += " or in the data,"
     elif not read_all(around, read):
@@ -310,7 +319,7 @@ def _in_backward(
     if story.altered and story.producers:
         reason = "the gradient at its output was the first that was not finite (another hook may have changed it there)"
         return Culprit(BACKWARD, story.producers[0], look, reason)
-    finite_at_output = set(largest_at_output(seen, stories, look))
+    finite_at_output = largest_at_output(seen, stories, look)
     consumers = [module for module in _innermost(story.consumers) if module not in innocent]
     suspects = [module for module in consumers if module in finite_at_output]
     if not suspects:
@@ -320,6 +329,8 @@ def _in_backward(
     }
     named = [module for module in suspects if module in by_weight] or suspects
     reason = "the gradient at its output was finite, the gradient at its input was not"
+    if finite_at_output[named[-1]] == NOT_READ:
+        reason = "the gradient at its input was not finite, and the one at its output was not read in this step"
     others = [module for module in suspects if module != named[-1]]
     if others:
         reason += f" (that input is shared with {', '.join(others)})"
@@ -327,14 +338,14 @@ def _in_backward(
 
 
 def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], until: Seen) -> dict[str, float]:
-    """Return for each module the largest magnitude of its finite output gradients that were read before ``until``."""
+    """Return for each module the largest magnitude of its finite output gradients before ``until``; NOT_READ if none was read."""
     largest: dict[str, float] = {}
     for look in seen:
         if look is until:
             break
         if look.phase == BACKWARD and look.what == ACTIVATION_GRADIENT and look.finite:
             for module in stories[look.tensor].producers:
-                largest[module] = max(look.largest, largest.get(module, 0.0))
+                largest[module] = max(look.largest, largest.get(module, NOT_READ))
     return largest
 
 
@@ -342,7 +353,7 @@ def _in_code_after(
     look: Seen,
     stories: Sequence[TensorStory],
     calls: Sequence[Call],
-    finite_at_output: Collection[str],
+    finite_at_output: Mapping[str, float],
     unread: Sequence[str],
 ) -> Culprit:
     """Return as the culprit the code of a container around the producer, or the loss: none of the tensor's consumers made it."""
@@ -354,7 +365,7 @@ def _in_code_after(
         returned = {number for call in calls if call.module == container for number in call.returned}
         # What returns this tensor and makes no other from it (a loss) is done with it: the gradient comes from the code after it.
         is_done = container in story.producers and all(stories[n].producers[0] != container for n in returned)
-        if container in finite_at_output and not is_done:
+        if finite_at_output.get(container, NOT_READ) != NOT_READ and not is_done:
             first, second = "its output", f"the {what} of {producer!r} inside it"
             if container in story.producers:
                 # What arrives at this tensor is a sum over both.

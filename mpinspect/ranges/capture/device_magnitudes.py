@@ -22,8 +22,9 @@ import torch
 
 from mpinspect.counting.cuda import available
 from mpinspect.counting.pieces import fills_its_memory
+from mpinspect.ranges.capture.culprit import NOT_READ
 from mpinspect.ranges.capture.host_rows import HostCopy
-from mpinspect.ranges.capture.largest import NOT_READ, Slot
+from mpinspect.ranges.capture.largest import Slot
 from mpinspect.runtime.device import current_stream, memory_of, on_stream, stream_key
 
 #: Steps in which tensors are read at once, to learn which are changed in place afterwards.

@@ -16,11 +16,11 @@ import torch
 
 from mpinspect.ranges.capture import culprit
 from mpinspect.ranges.capture.calls import StepCalls
-from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, SCALED_LOSS, Seen
+from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, NOT_READ, SCALED_LOSS, Seen
 from mpinspect.ranges.capture.device_magnitudes import StepMagnitudes
 from mpinspect.ranges.capture.host_rows import HostCopy, copy_groups
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
-from mpinspect.ranges.capture.largest import NOT_READ, Value, from_stacked, is_broken, on_host, stacked
+from mpinspect.ranges.capture.largest import Value, from_stacked, is_broken, on_host, stacked
 from mpinspect.ranges.capture.loss_scale import BackwardScale
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
@@ -189,7 +189,7 @@ class Judge:
         ]
         stories, calls = log.calls.stories()
         innocent = log.innocent if log.innocent is not None else self._innocent(suspicious, stories)
-        read = {reading.tensor for reading in log.readings}
+        read = {look.tensor for look in seen if look.phase == FORWARD and look.largest != NOT_READ}
         found = culprit.find_culprit(suspicious, stories, calls, read, innocent)
         event = self._event(found, suspicious, log) if found is not None else None
         self._remember(log, largest)
@@ -206,7 +206,8 @@ class Judge:
         return frozenset(
             module
             for module in dict.fromkeys(stories[first.tensor].consumers)
-            if module in largest and gradient_stays_finite(self._modules[module], largest[module])
+            if largest.get(module, NOT_READ) != NOT_READ
+            and gradient_stays_finite(self._modules[module], largest[module])
         )
 
     def _remember(self, log: StepLog, largest: list[float]) -> None:

@@ -14,9 +14,6 @@ from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.counting.pieces import detached_values
 from mpinspect.runtime.distributed import local_part
 
-#: In place of a largest magnitude: a device was not to read the tensor, since everything was finite that was read after it.
-NOT_READ = -1.0
-
 
 class Slot(Protocol):
     """A place on a device that will have a tensor's largest magnitude."""
