@@ -25,16 +25,18 @@ from mpinspect.ranges.capture import device_magnitudes
 DTYPES = COUNTABLE
 
 
-#: How many tensors were read, and how many were not, since nothing was broken.
-READ, SPARED = "read", "spared"
+#: How many tensors were read and how many were not, since nothing was broken; the bytes that were read; the launches.
+READ, SPARED, BYTES, LAUNCHES = "read", "spared", "bytes", "launches"
 calls: Counter[str] = Counter()
 
 
 def largest_many(tensors: list[torch.Tensor], slots: list[int], broken: torch.Tensor, only_if_broken: bool) -> None:
+    calls[LAUNCHES] += len({tensor.dtype for tensor in tensors})
     if only_if_broken and not broken:
         calls[SPARED] += len(tensors)
         return
     calls[READ] += len(tensors)
+    calls[BYTES] += sum(tensor.nbytes for tensor in tensors)
     for tensor, slot in zip(tensors, slots, strict=True):
         wide = tensor if tensor.dtype is torch.float64 else tensor.float()
         bits = wide.reshape(-1).numpy().view(f"u{wide.itemsize}").astype(np.uint64)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import host_kernels
 import pytest
 import torch
-from host_kernels import READ, SPARED
+from host_kernels import BYTES, LAUNCHES, READ, SPARED
+from networks import GPT, adamw, tokens
 from torch import nn
 
 from mpinspect import Inspector
@@ -51,6 +52,29 @@ def test_between_samples_only_what_others_are_made_of_is_read() -> None:
     assert in_a_step[READ] <= 3 + 1 + 12 + 3 + 1
     assert in_a_step[SPARED] >= 2 * 3 * 2
     assert inspector.session().notes == ()
+
+
+def _step_of_a_gpt(layers: int) -> dict[str, int]:
+    """What one step between samples reads of a GPT without a scaler, whose blocks have 25,408 weights."""
+    model, (x, y) = GPT(layers, 32, 2, 16, 64), tokens(2, 16, 64)("cpu")
+    optimizer = adamw(model.parameters())
+    with Inspector(model, optimizers=optimizer, every=100):
+        for _ in range(6):
+            host_kernels.calls.clear()
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        return dict(host_kernels.calls)
+
+
+def test_a_block_more_is_no_launch_more_and_read_where_it_ends() -> None:
+    one, two = _step_of_a_gpt(1), _step_of_a_gpt(2)
+    assert one[LAUNCHES] == two[LAUNCHES] == 5
+    # The gradients of its 12 weights, its output and the gradient there. Not seven other outputs, two tensors that its own code
+    # made, and the gradients at these nine.
+    block = sum(parameter.nbytes for parameter in GPT(1, 32, 2, 16, 64).blocks.parameters())
+    assert two[BYTES] - one[BYTES] == block + 2 * (2 * 16 * 32 * 4)
+    assert (two[READ] - one[READ], two[SPARED] - one[SPARED]) == (12 + 2, 2 * (7 + 2))
 
 
 @pytest.mark.parametrize(
