@@ -150,7 +150,8 @@ class ScaleOfBackward:
         #: Whether the backward in the last call of ``now`` began at a loss scaled by a GradScaler, and that scaler.
         self.by_scaler = False
         self.scaler: Any = None
-        self.any_scaled = False
+        #: Whether any GradScaler has scaled a loss, perhaps of another model; and whether a backward of this one began at one.
+        self.any_scaled = self._was_scaled = False
 
     def now(self, in_half: bool) -> tuple[BackwardScale, bool]:
         """Return the scale of the running backward, and whether this is the first call within that backward.
@@ -165,6 +166,7 @@ class ScaleOfBackward:
         self.task = task if task != -1 else NO_BACKWARD
         scaled = self._of_scaled_loss()
         self.by_scaler = scaled is not None
+        self._was_scaled |= self.by_scaler
         self.scaler = None if scaled is None else scaled.scaler()
         self._scale = self._find(in_half) if scaled is None else scaled.scale
         if self._scale.unknown:
@@ -226,7 +228,7 @@ class ScaleOfBackward:
         others = [scaler for scaler in self._scalers if not isinstance(scaler, torch.amp.GradScaler)]
         if others:
             return from_scaler(others[0])
-        return _ASIDE if self.any_scaled else self._without_scaling_seen(in_half)
+        return _ASIDE if self._was_scaled else self._without_scaling_seen(in_half)
 
     def _without_scaling_seen(self, in_half: bool) -> BackwardScale:
         if any(scaler.is_enabled() for scaler in self._scalers):
