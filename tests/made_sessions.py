@@ -186,6 +186,7 @@ def full_session() -> s.Session:
                 elsewhere=True,
                 rank=3,
                 dropped=True,
+                aside=True,
                 dtype="float16",
             ),
         ),

@@ -235,6 +235,8 @@ class Event:
         elsewhere: whether the tensor is made of other ranks' values, or came from one, so that it may have arisen there.
         rank: the rank that saw it; None in a session of one process.
         dropped: whether the loop cleared these gradients by itself, without a scaler.
+        aside: whether they came from another model's loss, as a generator's reach the discriminator: another model's
+            optimizer stepped after that backward, and this model's did not use them.
         dtype: the dtype of that tensor ("float16"); "" if not known.
     """
 
@@ -257,6 +259,7 @@ class Event:
     elsewhere: bool = False
     rank: Count | None = None
     dropped: bool = False
+    aside: bool = False
     dtype: str = ""
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from mpinspect import FLOAT16, Inspector, MpinspectWarning, count_exponents
+from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.capture.loss_scale import BackwardScale, from_callable, from_number, from_scaler
 from mpinspect.ranges.session import Session, TensorKey, TensorWindow
 
@@ -106,6 +108,95 @@ def test_a_scaler_each_for_two_networks() -> None:
             scaler.scale(network(torch.full((1, 1), 3.0)).sum()).backward()
     for name in ("one.weight", "two.weight"):
         assert _weight(inspector.session(), name).histogram.max_abs == 3.0
+
+
+def _gan(of_critic: Sequence[float], of_generator: Sequence[float], freezes: bool = False) -> tuple[Session, Session]:
+    """A GAN with one scaler in FP16, its losses multiplied in each iteration; returns (the critic's session, the generator's)."""
+    torch.manual_seed(0)
+    generator, critic = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2))
+    steps_generator, steps_critic = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (generator, critic))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**15)
+    with Inspector(critic) as of_c, Inspector(generator) as of_g:
+        for times_c, times_g in zip(of_critic, of_generator, strict=True):
+            noise = torch.randn(16, 4)
+            with torch.autocast("cpu", torch.float16):
+                fake = generator(noise)
+                loss = (critic(fake.detach()) - critic(noise)).square().mean()
+            steps_critic.zero_grad()
+            scaler.scale(times_c * loss).backward()
+            scaler.step(steps_critic)
+            critic.requires_grad_(not freezes)
+            with torch.autocast("cpu", torch.float16):
+                loss = critic(generator(noise)).float().mean()
+            steps_generator.zero_grad()
+            scaler.scale(times_g * loss).backward()
+            scaler.step(steps_generator)
+            critic.requires_grad_(True)
+            scaler.update()
+    return of_c.session(), of_g.session()
+
+
+_OVERFLOWS = 1e6
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_the_generators_overflow_in_the_critic_is_not_the_critics(freezes: bool) -> None:
+    often = [_OVERFLOWS, _OVERFLOWS, *[1e-3] * 18]
+    critic, generator = _gan([_OVERFLOWS, *[1e-3] * 19], often, freezes)
+    assert (critic.progress.skipped_steps, generator.progress.skipped_steps) == (1, 2)
+    own, others = ([event for event in critic.events if event.aside is aside] for aside in (False, True))
+    assert [(event.step, event.loss_scale, event.story) for event in own] == [(0, 2.0**15, "skipped")]
+    # These gradients were made at the scale before the critic's own backward.
+    assert [(event.step, event.loss_scale) for event in others] == [(1, 2.0**15), (2, 2.0**14)]
+    assert not any(event.aside for event in generator.events)
+    report = analyse(critic)
+    found = next(finding for finding in report.findings if finding.id == "initial-scale-too-high")
+    assert "the first of 20 steps was skipped until the scaler had come down to 16384 (2^14)" in found.message
+    assert "2 of" not in str(report.verdict)
+
+
+def test_only_the_generator_overflows() -> None:
+    critic, generator = _gan([1e-3] * 20, [_OVERFLOWS] * 4 + [1e-3] * 16)
+    assert (critic.progress.skipped_steps, generator.progress.skipped_steps) == (0, 4)
+    found = {finding.id: finding for finding in analyse(critic).findings}
+    assert "initial-scale-too-high" not in found
+    assert found["non-finite-event"].severity == "info"
+    assert "another model's loss through this one was not finite in 4 steps" in found["non-finite-event"].message
+
+
+def test_gradients_that_both_optimizers_use_are_not_put_aside() -> None:
+    """An encoder and a head trained by one loss, an optimizer each."""
+    encoder, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.0) for each in (head, encoder)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with Inspector(encoder) as inspector:
+        for times in (1.0, math.inf, 1.0):
+            scaler.scale(times * head(encoder(torch.ones(2, 4))).sum()).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+    assert [(event.step, event.story, event.aside) for event in inspector.session().events] == [(1, "skipped", False)]
+
+
+def test_a_loss_that_does_not_reach_a_model_is_not_its_own() -> None:
+    """The critic's loss is rounded to FP16 term by term; the generator's is not."""
+    critic, generator = _gan([1.0] * 8, [1.0] * 8)
+    assert "loss-in-16-bits" in {finding.id for finding in analyse(critic).findings}
+    assert "loss-in-16-bits" not in {finding.id for finding in analyse(generator).findings}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_infinite_loss_that_does_not_reach_a_model_is_not_its_event(scaled: bool) -> None:
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    scaler = torch.amp.GradScaler("cpu", enabled=True)
+    with Inspector(generator) as inspector:
+        for times in (1.0, math.inf):
+            fake = generator(torch.ones(4, 2))
+            loss = times * critic(fake.detach()).sum()
+            (scaler.scale(loss) if scaled else loss).backward()
+            critic(fake).sum().backward()
+    assert inspector.session().events == ()
 
 
 @pytest.mark.parametrize("enabled", [True, False])

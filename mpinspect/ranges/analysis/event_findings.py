@@ -55,17 +55,21 @@ def event_findings(
 
     ``is_explained``: whether a diagnosis names the cause, so that none is guessed here.
     """
-    left = [event for event in session.events if event.phase == END]
-    harmless = [event for event in session.events if event.phase == "forward" and event.gradients_finite]
+    events = [event for event in session.events if not event.aside]
+    aside = [event for event in session.events if event.aside]
+    left = [event for event in events if event.phase == END]
+    harmless = [event for event in events if event.phase == "forward" and event.gradients_finite]
     forward = [
         event
-        for event in session.events
+        for event in events
         if event not in harmless and (event.phase == "forward" or event.forward_finite is False)
     ]
-    backward = [event for event in session.events if event.phase == "backward" and event not in forward]
+    backward = [event for event in events if event.phase == "backward" and event not in forward]
     findings = []
     if harmless:
         findings.append(_harmless(harmless))
+    if aside and not backward:
+        findings.append(_aside(aside))
     stepped = next((event.step for event in backward if event.story == TAKEN), None)
     if backward:
         findings.append(_backward(backward, session, advice, is_explained))
@@ -96,6 +100,17 @@ def _left_broken(event: Event, session: Session, harmless: Sequence[Event]) -> F
         f"In which step that began is not known: {why}.",
         _evidence(event),
         fix,
+    )
+
+
+def _aside(events: Sequence[Event]) -> Finding:
+    first, steps = events[0], len({event.step for event in events})
+    return _finding(
+        first,
+        "info",
+        f"The backward of another model's loss through this one was not finite in {_first(steps, first.step)}, where "
+        f"{_what(first)}. This model's optimizer did not use these gradients.",
+        {**_evidence(first), "steps": steps},
     )
 
 

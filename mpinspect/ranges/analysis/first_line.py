@@ -34,7 +34,9 @@ def first_line(event: Event) -> str:
         # After the last module the loss, too, may be what was not finite.
         what = "outputs" if event.after else "forward"
         parts.append(f"{what} {'' if event.forward_finite else 'not '}finite")
-    if event.story in (SKIPPED, DROPPED):
+    if event.aside:
+        parts.append("of another model's loss")
+    elif event.story in (SKIPPED, DROPPED):
         parts.append("step skipped" if event.story == SKIPPED else "dropped by the loop")
     return ", ".join(parts)
 
@@ -65,8 +67,8 @@ def gravest(events: Sequence[Event]) -> Event | None:
 
 
 def _is_probing(event: Event) -> bool:
-    """Return whether a scaler or the loop discarded the gradients, as happens when the loss scale has grown too large."""
-    return bool(event.skipped) and event.phase == "backward" and event.forward_finite is not False
+    """Return whether the gradients were discarded, as happens when the loss scale has grown too large, or not this model's."""
+    return event.aside or (bool(event.skipped) and event.phase == "backward" and event.forward_finite is not False)
 
 
 def _is_harmless(event: Event) -> bool:

@@ -130,7 +130,7 @@ class Capture(Dispatcher):
             self._hooks.hook_parameters(self._parameters)
         self._compiled.attach()
         self._begin_step()
-        self.listener = Listener(self, self._recording.note)
+        self.listener = Listener(self, self._hooks.nodes_made, self._recording)
         self.listener.listen()
 
     def find_replaced_parameters(self, optimizer: torch.optim.Optimizer) -> None:

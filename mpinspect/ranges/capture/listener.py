@@ -5,7 +5,7 @@ torch's hooks on optimizers, and the methods of torch that we wrap, report the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,10 @@ from mpinspect.runtime.outputs import tensors_in
 
 if TYPE_CHECKING:
     from mpinspect.ranges.capture.dispatcher import Dispatcher
+    from mpinspect.ranges.capture.recording import Recording
+
+#: The most nodes of a loss's graph that are searched for a module's output: some 1 ms.
+_MOST_NODES = 2048
 
 
 class Listener(Guarded):
@@ -26,15 +30,19 @@ class Listener(Guarded):
 
     Args:
         dispatcher: the model's dispatcher. Both refer to each other until the dispatcher drops its listener.
-        note: called with a sentence about each new kind of exception in a method.
+        made: the sequence numbers of the graph nodes that made this step's outputs, as they become known.
+        recording: receives the notes, and which backwards served another model's optimizer.
     """
 
-    def __init__(self, dispatcher: Dispatcher, note: Callable[[str], None]) -> None:
-        super().__init__(note)
+    def __init__(self, dispatcher: Dispatcher, made: Collection[int], recording: Recording) -> None:
+        super().__init__(recording.note)
+        self._recording, self._made = recording, made
         self.meter = dispatcher.meter
         self._dispatcher = dispatcher
         self._clock, self._waiting = dispatcher.clock, dispatcher.waiting
         self._optimizers, self._scale = dispatcher.optimizers, dispatcher.scale
+        #: The step and its last micro-batch whose backward served another model's optimizer; None if none did.
+        self._aside: tuple[int, int] | None = None
 
     def listen(self) -> None:
         """Receive the calls of all optimizers, scalers and backwards of the process from now on."""
@@ -59,20 +67,35 @@ class Listener(Guarded):
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         """Observe a loss that a GradScaler has scaled; a backward from it has that scale if it reaches this model."""
         products = self._scale.loss_scaled(scaler, scaled)
-        if self._dispatcher.at_work and self._clock.begun:
+        if self._dispatcher.at_work and self._clock.begun and self._reaches_model(tensors_in(given)):
             for observer in self._dispatcher.at_work:
                 observer.loss_scaled(list(tensors_in(given)), products, self._clock.micro_batch)
 
     @entrance
     def backward_called(self, given: Any) -> None:
-        """Pass the losses of a backward that is about to begin to the observers; the losses may be of another model."""
+        """Pass the losses of a backward that is about to begin and reaches the model to the observers."""
         losses = [tensor for tensor in tensors_in(given) if tensor.grad_fn is not None]
-        if not self._dispatcher.at_work or not losses:
+        if not self._dispatcher.at_work or not losses or not self._reaches_model(losses):
             return
         self._dispatcher.read_graph(losses)
         if self._clock.in_forward:
             for observer in self._dispatcher.at_work:
                 observer.backward_called(losses)
+
+    def _reaches_model(self, losses: Iterable[torch.Tensor]) -> bool:
+        """Return whether the losses' graph leads to an output of this step's modules; True if that can't be known."""
+        queue = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+        if not self._made or not queue:
+            return True
+        found = set(queue)
+        for node in queue:
+            if node._sequence_nr() in self._made or len(found) > _MOST_NODES:
+                return True
+            for following, _ in node.next_functions:
+                if following is not None and following not in found:
+                    found.add(following)
+                    queue.append(following)
+        return False
 
     # -- the optimizers -------------------------------------------------------------------------------------------
 
@@ -85,6 +108,7 @@ class Listener(Guarded):
     @entrance
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Record that ``scaler.step(optimizer)`` has ended: if the optimizer did not step, the scaler skipped its step."""
+        self._note_aside(optimizer)
         if not self._optimizers.was_skipped(optimizer):
             return
         if self._clock.optimizer_again(optimizer):
@@ -129,6 +153,17 @@ class Listener(Guarded):
         for observer in self._dispatcher.observing:
             observer.optimizer_steps(optimizer)
 
+    def _note_aside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record that the last backward served another model's optimizer, until one of this model's steps on it, too."""
+        now = self._clock.step, self._clock.micro_batch
+        if not self._optimizers.owns(optimizer):
+            if self._clock.may_be_aside:
+                self._aside = now
+                self._recording.aside(*now, self._scale.last)
+        elif self._aside == now:
+            self._aside = None
+            self._recording.aside(self._clock.step, None, self._scale.last)
+
     def _only_makes_states(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step only makes the optimizer's states: nothing ran before it, and it changes no weight."""
         return not self._dispatcher.quiet and not self._clock.begun and stands_still(optimizer)
@@ -136,7 +171,10 @@ class Listener(Guarded):
     @entrance
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Observe an optimizer's step that has run; the training step ends when every known optimizer has stepped."""
-        if self._only_makes_states(optimizer) or not self._optimizers.stepped(optimizer):
+        if self._only_makes_states(optimizer):
+            return
+        self._note_aside(optimizer)
+        if not self._optimizers.stepped(optimizer):
             return
         for observer in self._dispatcher.observing:
             observer.optimizer_stepped(optimizer)

@@ -51,6 +51,10 @@ class BackwardScale:
             return self.source == other.source
         return self.value == other.value
 
+    def number(self) -> float | None:
+        """Return the scale, None if it is unknown. Waits for the GPU if the scale is still there."""
+        return self.value if self.on_device is None else float(self.on_device)
+
     @property
     def divisor(self) -> float | torch.Tensor | None:
         """The number to divide values by before counting; None if the scale is unknown or is removed by shifting exponents."""
@@ -172,6 +176,11 @@ class ScaleOfBackward:
         if self._scale.unknown:
             self._recording.scale_unknown(self._scale.unknown)
         return self._scale, True
+
+    @property
+    def last(self) -> BackwardScale:
+        """The scale in the last call of ``now``: that of the last backward that reached the model."""
+        return self._scale
 
     def loss_scaled(self, scaler: Any, scaled: Any) -> list[torch.Tensor]:
         """Record the scale of losses that a GradScaler scaled, for their backward; return the scaled losses that have one."""

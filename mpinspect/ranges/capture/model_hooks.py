@@ -45,6 +45,8 @@ class ModelHooks:
         self.wrapped_inputs = False
         #: Whether other hooks may change gradients after ours have received them.
         self.others_change_gradients = False
+        #: The sequence numbers of the graph nodes that made this step's outputs.
+        self.nodes_made: set[int] = set()
 
     @property
     def any_on_modules(self) -> bool:
@@ -93,6 +95,7 @@ class ModelHooks:
         else:
             self._put_back()
             self._tend()
+        self.nodes_made.clear()
 
     def _tend(self) -> None:
         """Hook parameters that have been unfrozen, and move our forward hooks behind all other hooks."""
@@ -179,8 +182,10 @@ class ModelHooks:
 
     def _await_gradient(self, layer: Layer, tensor: torch.Tensor, counted: bool, number: int, is_input: bool) -> None:
         handle = hook_gradient(tensor, OutputGradientHook(self._dispatcher, layer, counted, number, is_input))
-        if self.wrapped_inputs and tensor.grad_fn is not None:
-            node: Any = tensor.grad_fn
+        node: Any = tensor.grad_fn
+        if node is not None and not is_input:
+            self.nodes_made.add(node._sequence_nr())
+        if self.wrapped_inputs and node is not None:
             node.metadata[id(self), tensor.output_nr] = number
         if handle is not None:
             # The module returned a parameter.

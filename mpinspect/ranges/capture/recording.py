@@ -7,10 +7,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mpinspect.ranges.capture.sinks import Sink, Sinks
 from mpinspect.ranges.session import (
     NEEDS_NO_GRADIENT,
+    SKIPPED,
+    TAKEN,
     Event,
     Measurement,
     Precision,
@@ -27,6 +30,9 @@ from mpinspect.ranges.session import (
 )
 from mpinspect.reporting.streams import printable
 from mpinspect.runtime.user_line import warn_user
+
+if TYPE_CHECKING:
+    from mpinspect.ranges.capture.loss_scale import BackwardScale
 
 
 class WindowList:
@@ -138,6 +144,8 @@ class Recording:
         self._cost: dict[str, float] = {}
         self.notes: list[str] = []
         self.events: list[Event] = []
+        #: By step, the last of its micro-batches so far whose backward served another model's optimizer, and the loss scale.
+        self._aside: dict[int, tuple[int, BackwardScale]] = {}
         self._watched: list[TensorInfo] = []
         self._windows = WindowList()
         self._unwritten: list[Window] = []
@@ -167,6 +175,7 @@ class Recording:
 
     def event(self, event: Event) -> None:
         """Record an event and forward it to the sinks immediately, since the run may fail soon."""
+        event = self._put_aside(event)
         if len(self.events) < EVENT_LIMIT:
             self.events.append(event)
             self._sinks.each(lambda sink: sink.event(event), urgent=True)
@@ -176,6 +185,23 @@ class Recording:
             self._announce(event)
         elif len(self.events) == EVENT_LIMIT:
             self.note(f"more than {EVENT_LIMIT} steps were not finite: the later ones are not listed")
+
+    def aside(self, step: int, micro_batch: int | None, scale: BackwardScale) -> None:
+        """Record that a step's backwards up to a micro-batch served another model's optimizer; None: none of them did.
+
+        Kept for eight steps, since events are at most a few steps late.
+        """
+        self._aside.pop(step, None)
+        if micro_batch is not None:
+            self._aside = {known: each for known, each in self._aside.items() if known > step - 8}
+            self._aside[step] = (micro_batch, scale)
+
+    def _put_aside(self, event: Event) -> Event:
+        """Return the event, marked if its gradients served another model's optimizer and were not used by this model's."""
+        last, scale = self._aside.get(event.step, (-1, None))
+        if scale is None or event.phase != "backward" or event.micro_batch > last or event.story in (TAKEN, SKIPPED):
+            return event
+        return replace(event, aside=True, loss_scale=scale.number())
 
     def measured(self, measurement: Measurement) -> None:
         """Record a measurement; ignore all after the first MEASUREMENT_LIMIT."""

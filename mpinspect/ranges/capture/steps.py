@@ -171,6 +171,11 @@ class StepClock:
         self._known = weakref.WeakSet(self._done)
         return True
 
+    @property
+    def may_be_aside(self) -> bool:
+        """Whether the last backward may have served another model's optimizer that steps now: none of this model's has."""
+        return self.waits_for_optimizer and self._backward_since_forward
+
     def optimizer_done(self, optimizer: object, *, skipped: bool) -> bool:
         """Record that an optimizer stepped or was skipped; return whether this ends the training step."""
         self.know(optimizer)

@@ -56,7 +56,7 @@ class Case:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        return self.session.events
+        return tuple(event for event in self.session.events if not event.aside)
 
     @property
     def scalers(self) -> list[ScalerRecord]:
