@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from mpinspect.commands.output import (
+    OK,
     UnusableError,
     add_output_options,
     known_format,
@@ -55,7 +56,10 @@ def run(options: argparse.Namespace) -> int:
     else:
         report = _read(options)
         show(report, options, everything=options.all)
-    return status(report.findings, options.fail_on)
+    found, unreadable = status(report.findings, options.fail_on), getattr(report, "unreadable", ())
+    if found == OK and options.fail_on and unreadable:
+        raise UnusableError(f"--fail-on could judge only a part: {unreadable[0].rstrip('.')}.")
+    return found
 
 
 def _read(options: argparse.Namespace) -> RangeReport | RunReport:
@@ -66,7 +70,10 @@ def _read(options: argparse.Namespace) -> RangeReport | RunReport:
     path, format = options.run_dir, options.format
     try:
         if is_run_directory(path):
-            return read_run(path, format, each_rank=options.each_rank)
+            run = read_run(path, format, each_rank=options.each_rank)
+            if run.unreadable and not run.parts:
+                raise UnusableError(f"{run.unreadable[0].rstrip('.')}.")
+            return run
         return analyse(read_session(path), format)
     except (SessionError, OSError) as error:
         raise UnusableError(error) from error

@@ -53,6 +53,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
         raise SessionError(_nothing_in(folder))
     models = ModelsOfRanks(each=each_rank)
     saw: dict[str, list[str]] = {}
+    unreadable: list[str] = []
     records = {name: read_record(place) for name, place in processes.items()}
     first = next(iter(records.values()))
     shapes: ShapeReport | None = None
@@ -69,6 +70,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
                 saw.setdefault(str(found), []).append(name)
                 if isinstance(found, SessionError):
                     models.unreadable(name)
+                    unreadable.append(f"{name}: {found}" if name else str(found))
     parts = tuple(ModelPart(name, analyse(session, format)) for name, session in models.models())
     # Rank 0's own report says of the other ranks what is said here.
     notes = [*models.notes, *_said({each: of for each, of in saw.items() if each not in models.notes}, len(processes))]
@@ -84,6 +86,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
         # Without a sum of the ranks there is no verdict that could say it.
         broke_elsewhere="" if parts and not each_rank else models.ended_early,
         by_error=first.by_error,
+        unreadable=tuple(unreadable),
     )
 
 
@@ -106,7 +109,7 @@ def run_of_model(session_file: Path, part: ModelPart) -> RunReport:
         return RunReport("", "", (part,))
     record, saw = read_record(place), list[str]()
     shapes: ShapeReport | None = None
-    for found in _shapes(_report(place)[0]):
+    for found in _shapes(_report(place)[0], place):
         if isinstance(found, ShapeReport):
             shapes = found
         else:
@@ -154,7 +157,7 @@ def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] |
     if trouble:
         yield trouble
     elif record.models and not report:
-        yield f"{REPORTS[1]} is gone, and with it the shapes of one step's matrix products; {REPORTS[0]} may hold them"
+        yield f"{REPORTS[1]} is gone, and with it the shapes of one step's matrix products{_may_hold(place)}"
     where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
     names = []
     for session_file in sorted(place.glob(f"*/{FILE_NAME}"), key=_made):
@@ -166,11 +169,13 @@ def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] |
         except (SessionError, OSError) as error:
             yield SessionError(f"{name} can't be read: {str(error).rstrip('.')}{where}")
             continue
-        if report and not session.progress.ended:
+        if record.ended and not session.progress.ended and not session.progress.steps:
+            yield SessionError(f"{name} can't be read: its session file is cut off before the first step{where}")
+        elif report and not session.progress.ended:
             yield f"the session file of {name} is damaged or cut off{where}"
     for name in record.models:
         if name not in names:
-            yield f"{name} was recorded, and its session file is gone{where}"
+            yield SessionError(f"{name} was recorded, and its session file is gone{where}")
     if record.trouble:
         yield record.trouble
     yield from _seen(place, record, report, names)
@@ -187,17 +192,22 @@ def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: lis
             yield f"runs of their own in there are left out: {', '.join(others)}"
     elif not record.ended and not report:
         yield "no report was written so far: what was seen besides the models' sessions is not known"
-    yield from _shapes(report)
+    yield from _shapes(report, place)
 
 
-def _shapes(report: dict[str, Any]) -> Iterator[ShapeReport | str]:
+def _may_hold(place: Path) -> str:
+    """Return a clause on the run's Markdown report, which may hold what its JSON does not; "" if it is gone, too."""
+    return f"; {REPORTS[0]} may hold them" if (place / REPORTS[0]).exists() else ""
+
+
+def _shapes(report: dict[str, Any], place: Path) -> Iterator[ShapeReport | str]:
     """Yield the shapes in a run's report, or a sentence on why they can't be read; nothing if it has none."""
     if report.get("shapes") is None:
         return
     try:
         yield from_plain(report["shapes"])
     except DecodingError as error:
-        yield f"the shapes can't be read: {REPORTS[1]} is damaged (shapes.{error}); {REPORTS[0]} may hold them"
+        yield f"the shapes can't be read: {REPORTS[1]} is damaged (shapes.{error}){_may_hold(place)}"
 
 
 def _made(path: Path) -> float:

@@ -177,10 +177,12 @@ def test_a_rank_that_died_before_any_model_was_seen_comes_first(tmp_path):
 
 def test_a_report_that_is_gone_takes_the_shapes_with_it(tmp_path):
     run = make_run(tmp_path / "run", "Net", models=[{"name": "Net", "log_dir": "Net"}])
-    gone = "report.json is gone, and with it the shapes of one step's matrix products; report.md may hold them"
+    gone = "report.json is gone, and with it the shapes of one step's matrix products"
     assert gone in read_run(run).saw
+    (run / "report.md").write_text("")
+    assert f"{gone}; report.md may hold them" in read_run(run).saw
     (run / "report.json").write_text(json.dumps({"shapes": None}))
-    assert gone not in read_run(run).saw
+    assert not any(sentence.startswith(gone) for sentence in read_run(run).saw)
 
 
 def test_inspectors_with_a_log_dir_for_each_rank_are_added_up(tmp_path):
@@ -228,7 +230,7 @@ def test_a_cut_off_session_points_to_the_report(tmp_path):
     (run / "report.json").write_text(json.dumps({"saw": ["2 models were inspected"]}))
     saw = read_run(run).saw
     whole = [sentence for sentence in saw if f"{run / 'report.md'} and report.json hold the whole" in sentence]
-    assert {sentence.split()[0] for sentence in whole} == {"the", "Empty", "Gone"}
+    assert {sentence.split()[0] for sentence in whole} == {"Net", "Empty", "Gone"}
     # run.json has no "saw" here: the report remembers.
     assert "2 models were inspected" in saw
 
@@ -365,6 +367,32 @@ def test_evidence_of_any_kind_is_no_fault(tmp_path):
         finding["evidence"] = {"parameters": 3}
     (run / "report.json").write_text(json.dumps({"shapes": report}))
     assert "Products, worst first" in render(read_run(run), ".md")
+
+
+@pytest.mark.parametrize("how", ["cut off", "gone", "empty"])
+def test_fail_on_is_not_passed_by_what_could_not_be_read(how, tmp_path, capsys):
+    models = [{"name": name, "log_dir": name} for name in ("Generator", "Critic")]
+    run = make_run(tmp_path / "run", "Generator", "Critic", models=models)
+    assert main(["report", str(run), "--fail-on", "error"]) == 0
+    session = run / "Critic" / FILE_NAME
+    if how == "gone":
+        session.unlink()
+    else:
+        session.write_bytes(session.read_bytes()[: 40 if how == "cut off" else 0])
+    capsys.readouterr()
+    assert main(["report", str(run)]) == 0
+    assert main(["report", str(run), "--fail-on", "error"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("mpinspect: --fail-on could judge only a part: ")
+    assert "Critic" in said
+
+
+def test_a_run_of_which_no_session_can_be_read_is_unusable(tmp_path, capsys):
+    run = make_run(tmp_path / "run", "Net", models=[{"name": "Net", "log_dir": "Net"}])
+    (run / "Net" / FILE_NAME).write_bytes(b"")
+    assert main(["report", str(run)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "Net" in said
 
 
 def test_what_is_no_run_directory(tmp_path):

@@ -41,6 +41,7 @@ class RunReport(RendersItself):
         broke_elsewhere: first line of the report of another process that broke before this one, or that died before any
             model was seen; "" if none did.
         by_error: whether an uncaught exception ended the script.
+        unreadable: a sentence on each model whose session can't be read; ``saw`` holds them too.
     """
 
     kind: ClassVar[str] = "run"
@@ -55,6 +56,7 @@ class RunReport(RendersItself):
     is_shape_detail: bool = False
     broke_elsewhere: str = ""
     by_error: bool = False
+    unreadable: tuple[str, ...] = ()
 
     @property
     def ended(self) -> str:
