@@ -555,7 +555,32 @@ def test_an_end_that_was_asked_for_is_no_failure(error: BaseException) -> None:
 
 
 def test_an_exit_with_another_status_is_a_failure() -> None:
-    assert _crashed("data", error=SystemExit(3)).report().verdict.ended.endswith("SystemExit: 3")
+    assert _crashed("data", error=SystemExit(3)).report().verdict.ended.startswith("Ended by sys.exit(3) ")
+
+
+@pytest.mark.parametrize(("steps", "words"), [(1, "skipped the only step. First: step 0"), (2, "skipped all 2 steps")])
+def test_a_run_whose_every_step_was_skipped_says_where_it_broke(steps: int, words: str) -> None:
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(3, 4)).square().mean() * 4).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    verdict = inspector.report().verdict
+    assert verdict.healthy is None
+    assert words in str(verdict)
+    assert "the loss scale is too high so far" in str(verdict)
+
+
+def test_a_pattern_that_matches_nothing_leaves_nothing_to_call_healthy() -> None:
+    inspector = _trained(include="nothing.*")
+    verdict = inspector.report().verdict
+    assert verdict.healthy is None
+    assert "no tensor was to be counted" in str(verdict)
+    assert _trained(capture=()).report().verdict.healthy
 
 
 def test_a_broken_run_that_an_exception_ended_is_told_both() -> None:
@@ -647,3 +672,25 @@ def test_a_scale_that_takes_dozens_of_steps_to_fall_is_a_warning(begins: float, 
             scaler.update()
     assert inspector.session().progress.skipped_steps > 0
     assert _the_finding(inspector).severity == severity
+
+
+@pytest.mark.parametrize(
+    ("steps", "compiled", "basis"),
+    [
+        (4, False, "(by 4 steps alone)"),
+        (6, True, "(by weight gradients alone)"),
+        (1, True, "(by 1 step alone and weight gradients alone)"),
+        (6, False, ""),
+    ],
+)
+def test_a_window_says_how_little_it_rests_on(steps: int, compiled: bool, basis: str) -> None:
+    session = _trained(steps).session()
+    if compiled:
+        windows = tuple(
+            dataclasses.replace(window, tensors={key: of for key, of in window.tensors.items() if "weight" in key.kind})
+            for window in session.windows
+        )
+        session = dataclasses.replace(session, windows=windows)
+    verdict = str(analyse(session).verdict)
+    assert basis in verdict
+    assert ("(by" in verdict) is bool(basis)

@@ -9,8 +9,10 @@ import made_kernels
 import pytest
 import sessions
 import shape_records
+import torch
 from analysis_sessions import session_of, spread, window_of
 
+from mpinspect import Inspector
 from mpinspect.kernels.analysis import analyse_kernels
 from mpinspect.ranges.analysis import analyse
 from mpinspect.ranges.analysis.first_line import first_line, gravest
@@ -91,6 +93,34 @@ def test_the_exception_that_ended_the_script_is_said_first_and_once():
     of_ranks = dataclasses.replace(error, what="rank-ended-early", rank=1, figures={"order": 0.0})
     assert not RunReport("x", "ValueError: bad", (ModelPart("Net", _ended_by(of_ranks)),), by_error=True).ended
     assert not RunReport("x", "exit status 3").ended
+
+
+def _healthy_session(steps: int) -> Session:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+    return inspector.session()
+
+
+@pytest.mark.parametrize(
+    ("steps", "end", "opening"),
+    [
+        (6, {"outcome": "ended"}, "Healthy"),
+        (6, {"outcome": "stopped by Ctrl-C"}, "Healthy"),
+        (2, {"outcome": "stopped by Ctrl-C"}, "Nothing numerically wrong was found in 2 steps."),
+        (6, {"outcome": "exit status 7"}, "Nothing numerically wrong was found in 6 steps."),
+        (6, {"outcome": "ValueError: boom", "by_error": True}, "Nothing numerically wrong was found in 6 steps."),
+    ],
+)
+def test_a_script_that_failed_after_its_record_had_ended_is_not_called_healthy(steps, end, opening):
+    report = RunReport("train.py", parts=(ModelPart("Linear", analyse(_healthy_session(steps))),), **end)
+    assert report.parts[0].ranges.verdict.opening == opening
+    assert ("Healthy" in str(report)) is (opening == "Healthy")
 
 
 def test_probing_of_a_scaler_and_harmless_masks_come_after_what_did_harm():

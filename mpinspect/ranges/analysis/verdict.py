@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
 from mpinspect.ranges.analysis.diagnoses.scaling import LOG2_INITIAL
+from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.precision import is_hidden, ledger_line, run_format
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT
 from mpinspect.ranges.session import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -45,7 +48,8 @@ def verdict(
     ended = _ended(session)
     if not grave:
         seen = session.progress.sampled_steps or (session.info.watch and session.progress.steps)
-        if not session.progress.backwards or not seen or session.progress.weights_moved is False:
+        counted = session.watched or not session.info.kinds
+        if not session.progress.backwards or not seen or not counted or session.progress.weights_moved is False:
             return Verdict(None, precision, (_nothing_seen(session),), ended=ended)
         told = in_float16 or advice
         if ended:
@@ -58,6 +62,13 @@ def verdict(
     more = " ".join(filter(None, (_also_grave(grave[1:]), f"Also noted: {others}." if others else "")))
     sure = "" if worst.certainty == "measured" else " (inferred)"
     return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more, ended)
+
+
+def of_what_was_seen(session: Session, found: Verdict) -> Verdict:
+    """Return a verdict that calls nothing healthy: something went wrong, or the run was stopped, after its record had ended."""
+    if not found.healthy:
+        return found
+    return replace(found, healthy=None, sentences=(_nothing_wrong(session), *found.sentences[1:-1]))
 
 
 #: Where an exception was raised, by the phase that was measured.
@@ -84,7 +95,13 @@ def _ended(session: Session) -> str:
     )
     where = _WHERE.get(error.names[0] if error.names else "", "").format(module_named(error.name))
     rank = "" if error.rank is None else f"on rank {error.rank}"
-    return f"Ended by an exception {', '.join(filter(None, (step, where, rank)))}: {error.text}"
+    place = ", ".join(filter(None, (step, where, rank)))
+    exits = error.text.removeprefix("SystemExit: ")
+    return (
+        f"Ended by an exception {place}: {error.text}"
+        if exits == error.text
+        else f"Ended by sys.exit({exits}) {place}."
+    )
 
 
 #: Most further findings whose first clause the verdict gives.
@@ -117,6 +134,18 @@ def _computes_in(session: Session, format: FloatFormat | None) -> str:
 
 def _nothing_seen(session: Session) -> str:
     progress = session.progress
+    if progress.steps and progress.skipped_steps == progress.steps and progress.backwards:
+        first = session.events[0] if session.events else None
+        broke = f" First: {first_line(first)}." if first is not None else ""
+        high = (
+            " The forward was finite each time: the loss scale is too high so far, as a dynamic scaler finds by itself."
+            if session.events and all(event.forward_finite for event in session.events)
+            else ""
+        )
+        return f"Not known whether it is healthy: the scaler skipped {_all_of(progress.steps)}.{broke}{high}"
+    if progress.backwards and not session.watched and session.info.kinds:
+        looked = "; of infinities and NaNs, which were looked for, there were none" if session.info.watch else ""
+        return f"Not known whether it is healthy: no tensor was to be counted{looked}."
     if progress.weights_moved is False and progress.backwards:
         return f"Not known whether it is healthy: none of {progress.backwards:,} backwards led to an update."
     if progress.backwards:
@@ -124,6 +153,10 @@ def _nothing_seen(session: Session) -> str:
     if progress.steps or session.windows or session.precision.outputs or session.ended_by is not None:
         return "Not known whether it is healthy: no backward was seen."
     return "Nothing is known yet: no training step was seen."
+
+
+def _all_of(steps: int) -> str:
+    return "the only step" if steps == 1 else f"all {steps:,} steps"
 
 
 def _healthy(session: Session) -> str:
@@ -166,7 +199,7 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
     elif told.needed is None:
         fits = f"whether they would need one in FP16 is not known (overflow above {as_power(told.highest)})"
     else:
-        fits = f"FP16 would fit at any loss scale in the {_window(told)}"
+        fits = f"FP16 would fit at any loss scale in the {_window(told)}{_basis(session)}"
     if format == BFLOAT16:
         # Below, gradients are subnormal in FP16, and rounded more coarsely than in BF16.
         finer = told.finer_from
@@ -180,6 +213,19 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
         yield f"For a change to 16 bits: {fits}; BF16 needs none."
     elif is_hidden(session):
         yield f"Whether the run computes in FP16 is not known: {fits}."
+
+
+#: With fewer sampled steps it is said how many they were.
+_FEW_STEPS = 5
+
+
+def _basis(session: Session) -> str:
+    """Return a clause on how little a window rests on: few steps, or weight gradients alone; "" if on neither."""
+    steps, kinds = session.progress.sampled_steps, {key.kind for key in session.totals()}
+    parts = [f"{number_of(steps, 'step')} alone"] if steps < _FEW_STEPS else []
+    if ACTIVATION_GRADIENT in session.info.kinds and ACTIVATION_GRADIENT not in kinds:
+        parts.append("weight gradients alone")
+    return f" (by {' and '.join(parts)})" if parts else ""
 
 
 def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:

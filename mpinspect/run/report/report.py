@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from mpinspect.ranges.analysis.first_line import first_line, what_broke
+from mpinspect.ranges.analysis.verdict import of_what_was_seen
 from mpinspect.reporting.finding import Finding, gravest_first
 from mpinspect.reporting.rendering import RendersItself
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
     from mpinspect.ranges.analysis.report import RangeReport
     from mpinspect.shapes.analysis import ShapeReport
+
+
+#: A run stopped by Ctrl-C after fewer steps is not judged.
+_FEW_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,20 @@ class RunReport(RendersItself):
     broke_elsewhere: str = ""
     by_error: bool = False
     unreadable: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """What was recorded before the script ended is not called healthy if the script failed, or was stopped at once."""
+        failed = self.by_error or self.outcome.startswith("exit status")
+        stopped = self.outcome.startswith("stopped")
+        judged = [
+            replace(
+                part, ranges=replace(part.ranges, verdict=of_what_was_seen(part.ranges.session, part.ranges.verdict))
+            )
+            if failed or (stopped and part.ranges.session.progress.steps < _FEW_STEPS)
+            else part
+            for part in self.parts
+        ]
+        object.__setattr__(self, "parts", tuple(judged))
 
     @property
     def ended(self) -> str:
