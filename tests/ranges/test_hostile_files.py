@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import dataclasses
 import json
 import struct
 import tempfile
@@ -315,8 +316,9 @@ def steering_session() -> s.Session:
 
 @pytest.fixture
 def run_directory(tmp_path: Path) -> Path:
-    save_session(steering_session(), tmp_path / "run" / "Net")
-    save_session(made.full_session(), tmp_path / "run" / f"Net{NEW_LINE}\x1b[31m")
+    for name, session in (("Net", steering_session()), (f"Net{NEW_LINE}\x1b[31m", made.full_session())):
+        whole = dataclasses.replace(session, progress=dataclasses.replace(session.progress, ended=True))
+        save_session(whole, tmp_path / "run" / name)
     record = {"outcome": NAME, "command": NAME, "saw": [NAME], "models": [{"log_dir": f"gone{NAME}"}]}
     (tmp_path / "run" / "run.json").write_text(json.dumps(record))
     return tmp_path / "run"
