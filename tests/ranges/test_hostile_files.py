@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gzip
-import dataclasses
 import json
 import struct
 import tempfile
@@ -318,7 +318,7 @@ def steering_session() -> s.Session:
 def run_directory(tmp_path: Path) -> Path:
     for name, session in (("Net", steering_session()), (f"Net{NEW_LINE}\x1b[31m", made.full_session())):
         whole = dataclasses.replace(session, progress=dataclasses.replace(session.progress, ended=True))
-        save_session(whole, tmp_path / "run" / name)
+        save_session(whole, tmp_path / "run" / name / FILE_NAME)
     record = {"outcome": NAME, "command": NAME, "saw": [NAME], "models": [{"log_dir": f"gone{NAME}"}]}
     (tmp_path / "run" / "run.json").write_text(json.dumps(record))
     return tmp_path / "run"
