@@ -39,7 +39,7 @@ from whole_file import write_json
 HERE = Path(__file__).resolve().parent
 ROOT, RESULTS, WHEELS = HERE.parent, HERE / "results", HERE.parent / "gpu-wheels"
 #: In order, with the seconds of 530 that each may take, more if those before leave some: estimated, for an H100.
-WEIGHTS = {"gpu_tests": 150, "gpu_counting": 65, "gpu_overhead": 140, "training_modes": 105, "tensor_cores": 70}
+WEIGHTS = {"gpu_tests": 130, "gpu_counting": 35, "gpu_overhead": 190, "training_modes": 105, "tensor_cores": 70}
 #: Kept back from the parts, for ending the last of them and for what is written then.
 _RESERVE = 10.0
 #: Set by some containers: they change which kernels run, or make the host wait.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -38,12 +39,8 @@ class Counted(NamedTuple):
     row: torch.Tensor
 
 
-class _Entry(NamedTuple):
-    """The address and the number of a tensor's values, and the address of its row or slot."""
-
-    values: int
-    numel: int
-    target: int
+#: The address and number of a tensor's values, and the address of its row or slot: a plain tuple, as there are hundreds a step.
+_Entry = tuple[int, int, int]
 
 
 def encoding_of(dtype: torch.dtype) -> Encoding:
@@ -86,11 +83,11 @@ def add(values: torch.Tensor, row: torch.Tensor) -> None:
 
 def add_many(counted: Sequence[Counted]) -> None:
     """Add the counts of many tensors on one device to their rows: a launch per dtype and ENTRIES tensors. Does not wait."""
-    by_dtype: dict[torch.dtype, list[_Entry]] = {}
+    by_dtype: defaultdict[torch.dtype, list[_Entry]] = defaultdict(list)
     for values, row in counted:
         numel = values.numel()
         if numel:
-            by_dtype.setdefault(values.dtype, []).append(_Entry(values.data_ptr(), numel, row.data_ptr()))
+            by_dtype[values.dtype].append((values.data_ptr(), numel, row.data_ptr()))
     for dtype, entries in by_dtype.items():
         _launch("count", dtype, entries, counted[0].row.device)
 
@@ -109,11 +106,11 @@ def largest_many(
         broken: int64 with one element; becomes 1 if any value is infinite or NaN.
         only_if_broken: do nothing, as the device decides, where ``broken`` is 0.
     """
-    by_dtype: dict[torch.dtype, list[_Entry]] = {}
+    by_dtype: defaultdict[torch.dtype, list[_Entry]] = defaultdict(list)
     for tensor, slot in zip(tensors, slots, strict=True):
         numel = tensor.numel()
         if numel:
-            by_dtype.setdefault(tensor.dtype, []).append(_Entry(tensor.data_ptr(), numel, slot))
+            by_dtype[tensor.dtype].append((tensor.data_ptr(), numel, slot))
     for dtype, entries in by_dtype.items():
         _launch("largest", dtype, entries, broken.device, broken.data_ptr(), only_if_broken)
 
@@ -170,7 +167,7 @@ def _launch(
 ) -> None:
     kind, codes, size = _KINDS[dtype]
     per_tile = _TILE_BYTES // size
-    if any(entry.numel > _MOST_IN_AN_ENTRY for entry in entries):
+    if any(numel > _MOST_IN_AN_ENTRY for _, numel, _ in entries):
         entries = [part for entry in entries for part in _parts(entry, size)]
     gpu = _gpu(device)
     for begin in range(0, len(entries), ENTRIES):
@@ -186,9 +183,10 @@ def _launch(
 
 def _parts(entry: _Entry, size: int) -> list[_Entry]:
     """Split an entry of too many values."""
+    values, numel, target = entry
     return [
-        _Entry(entry.values + begin * size, min(_MOST_IN_AN_ENTRY, entry.numel - begin), entry.target)
-        for begin in range(0, entry.numel, _MOST_IN_AN_ENTRY)
+        (values + begin * size, min(_MOST_IN_AN_ENTRY, numel - begin), target)
+        for begin in range(0, numel, _MOST_IN_AN_ENTRY)
     ]
 
 
