@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from mpinspect.commands.lint_model import build_inputs, input_spec
 from mpinspect.commands.output import UnusableError, add_output_options, finding_named, print_text, save_to, status
 from mpinspect.reporting.streams import printable, say
+from mpinspect.runtime.appending import replace_whole
 from mpinspect.runtime.decoding import Between, DecodingError, json_of, typed
 
 if TYPE_CHECKING:
@@ -264,6 +265,7 @@ def write_baseline(path: str, report: ShapeReport) -> None:
         + "]}\n"
     )
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        # A disk that is full takes nothing from the one before.
+        replace_whole(Path(path), text.encode("utf-8"))
     except OSError as error:
         raise UnusableError(f"{path} can't be written: {error.strerror or error}") from error

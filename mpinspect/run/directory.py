@@ -51,7 +51,7 @@ def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[P
         wanted = wanted.absolute()
         path, is_another = _claim_free(wanted, rank, record)
     except OSError as error:
-        why = "it is a file" if wanted.is_file() else error.strerror or str(error)
+        why = "it is no folder" if wanted.exists() and not wanted.is_dir() else error.strerror or str(error)
         if options.log_dir:
             raise UnusableDirectoryError(f"--log-dir {options.log_dir} can't be used: {why}") from error
         import tempfile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 
 import pytest
@@ -386,6 +387,21 @@ def test_a_baseline_lets_known_findings_pass_and_new_ones_fail(models, capsys):
     )
     assert small("--baseline", "base.json", "--fail-on", "warning") == 1
     assert "new   warning  odd-size fc 1023" in capsys.readouterr().out
+
+
+def test_a_baseline_that_can_not_be_written_is_as_it_was(models, monkeypatch):
+    small("--write-baseline", "base.json")
+    before = (models / "base.json").read_text(encoding="utf-8")
+
+    def full(out, data):
+        out.write(data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mpinspect.runtime.appending.write_all", full)
+    with pytest.raises(UnusableError, match=r"base.json can't be written: No space left on device"):
+        small("--write-baseline", "base.json")
+    assert (models / "base.json").read_text(encoding="utf-8") == before
+    assert [path.name for path in models.glob("base*")] == ["base.json"]
 
 
 def test_a_baseline_beside_json_leaves_stdout_alone(models, capsys):
