@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "between samples, watch off": {"capture": (), "watch": False},
 }
 #: No further round of a network begins after this: both must come to their end in the time that gpu.py gives.
-MOST_SECONDS = 40
+MOST_SECONDS = 25
 #: The steps after attaching that are timed apart: of them the defaults count every one.
 FIRST_STEPS = 10
 #: Of the kernels that the inspector adds to a step, the dearest are kept.
