@@ -21,6 +21,7 @@ from mpinspect.counting.bits import merge_rows
 from mpinspect.counting.cuda import available
 from mpinspect.counting.pieces import COUNTABLE
 from mpinspect.ranges.capture import device_magnitudes
+from mpinspect.ranges.capture.diagnosing.examination import Examination
 
 DTYPES = COUNTABLE
 
@@ -74,6 +75,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the CPU as a device whose tensors kernels read while the host goes on."""
     monkeypatch.setattr(available, "counter", lambda: sys.modules[__name__])
     monkeypatch.setattr(device_magnitudes, "is_on_device", lambda tensor: True)
+    begin_step = Examination.begin_step
+
+    def as_on_a_device(self: Examination, sampled: bool, watched: bool) -> None:
+        begin_step(self, sampled, watched)
+        self.at_work &= self._may_wait or self._clock.measured
+
+    monkeypatch.setattr(Examination, "begin_step", as_on_a_device)
     calls.clear()
 
 

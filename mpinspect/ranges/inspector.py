@@ -80,7 +80,8 @@ class Inspector:
             another run, the next free name beside it is taken (``runs/a-2``), with a warning; so it is where several ranks give
             the same one. A relative path is resolved now, whatever the working directory is later. A script that ends without
             ``detach`` writes its last steps at exit; a script that is killed loses only its last seconds.
-        watch: check every step for infinities and NaNs.
+        watch: check every step for infinities and NaNs; on a device in steps that are not sampled block by block
+            (``layers.outline``).
         max_overhead: maximum time of the inspector as a share of the training's own time: 0.02 for 2%. The cost (time
             in the inspector's hooks and, on a CUDA GPU, in its kernels) is measured during training, and steps are
             sampled as often as the budget allows, ``every`` being the smallest interval. If the watch alone exceeds the

@@ -17,6 +17,7 @@ from mpinspect.ranges.capture import device_magnitudes
 from mpinspect.ranges.capture.culprit import NOT_READ
 from mpinspect.ranges.capture.device_magnitudes import DeviceMagnitudes, StepMagnitudes
 from mpinspect.ranges.capture.device_rows import DeviceRows
+from mpinspect.ranges.capture.layers import Layer, outline
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +66,61 @@ def _step_of_a_gpt(layers: int) -> dict[str, int]:
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
         return dict(host_kernels.calls)
+
+
+def _tower(blocks: int) -> nn.Sequential:
+    """A model of 4 modules a block, its list and itself."""
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(blocks))
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*layers))
+
+
+def test_between_samples_a_model_of_many_modules_is_looked_at_block_by_block() -> None:
+    model = _tower(8)
+    with Inspector(model, every=100) as inspector:
+        _train(model, 5)
+        hooked = [name for name, module in model.named_modules() if module._forward_hooks]
+        # Step 5 is neither sampled nor measured; step 8 is measured.
+        assert sorted(hooked) == sorted(["", "0", "1", *(f"1.{block}" for block in range(8))])
+        _train(model, 3)
+        assert all(module._forward_hooks for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert inspector.session().notes == ()
+
+
+def test_after_an_event_every_module_is_looked_at() -> None:
+    model = _tower(8)
+    spoiled: set[int] = {5, 6, 7}
+    now = 0
+    model[1][3][2].register_forward_hook(lambda module, args, y: y * math.inf if now in spoiled else None)
+
+    def count(step: int, x: torch.Tensor) -> torch.Tensor:
+        nonlocal now
+        now = step
+        return x
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with Inspector(model, every=100) as inspector:
+        for step in range(9):
+            optimizer.zero_grad()
+            scaler.scale(model(count(step, torch.randn(4, 8))).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    named = [(event.step, event.module) for event in inspector.session().events]
+    assert named == [(5, "1.3"), (6, "1.3.2"), (7, "1.3.2")]
+    assert "modules inside it were not looked at" in inspector.session().events[0].explanation
+    assert "looked at" not in inspector.session().events[1].explanation
+
+
+def test_the_outline_opens_what_holds_many_modules_and_what_is_never_called() -> None:
+    model = nn.ModuleDict({"lists": nn.ModuleList([_blocks() for _ in range(2)]), "tower": _tower(7)})
+    layers = [Layer(path, module, False, False) for path, module in model.named_modules()]
+    blocks = {f"lists.{number}" for number in range(2)}
+    # The tower holds 30 modules, and its list of blocks 28.
+    inside = {"tower.0", "tower.1", *(f"tower.1.{block}" for block in range(7))}
+    assert outline(layers) == {"", "lists", "tower"} | blocks | inside
+    assert outline(layers[:32]) == {layer.path for layer in layers[:32]}
 
 
 def test_a_block_more_is_no_launch_more_and_read_where_it_ends() -> None:

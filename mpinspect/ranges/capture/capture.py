@@ -124,7 +124,7 @@ class Capture(Dispatcher):
         outputs = bool(self._kinds & {ACTIVATION, ACTIVATION_GRADIENT})
         watches = self._watch is not None
         self._hooks.hook_modules(
-            layer for layer in self._layers if watches or (layer.counted and outputs) or layer.path in owners
+            [layer for layer in self._layers if watches or (layer.counted and outputs) or layer.path in owners]
         )
         if watches or WEIGHT_GRADIENT in self._kinds:
             self._hooks.hook_parameters(self._parameters)

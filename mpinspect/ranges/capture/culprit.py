@@ -219,7 +219,7 @@ def find_culprit(
     if look.what == WEIGHT_GRADIENT:
         reason = "its weight gradient was the first that was not finite"
         if all(call.module != look.module for call in calls):
-            reason += "; no call of it was seen, as inside torch.compile, so it may have arisen in any code after it"
+            reason += "; no call of it was seen, as inside torch.compile or between samples on a GPU; it may have arisen after it"
         return Culprit(BACKWARD, look.module, look, reason)
     return _in_backward(look, seen, stories, calls, innocent)
 

@@ -316,7 +316,10 @@ class Dispatcher(Guarded):
         self.scale.forget()
         # The step may have ended within a backward, whose other gradients the new step's observers may take.
         self.untaken = NO_BACKWARD
-        self._hooks.begin_step(self.quiet)
+        takers = (observer for observer in self.at_work if type(observer).called is not Observer.called)
+        lifted = self._hooks.begin_step(self.quiet, all(observer.outline_suffices for observer in takers))
+        if self._watch is not None:
+            self._watch.outlined(lifted)
 
 
 def _call_each(functions: Sequence[Callable[[], None]]) -> None:

@@ -24,7 +24,7 @@ from mpinspect.ranges.capture.largest import Value, from_stacked, is_broken, on_
 from mpinspect.ranges.capture.loss_scale import BackwardScale
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.session import Event, TensorKey
+from mpinspect.ranges.session import Event, TensorKey, is_below
 from mpinspect.runtime.guard import Unread
 
 
@@ -76,6 +76,8 @@ class StepLog:
     found_inf: list[torch.Tensor] = field(default_factory=list)
     #: What holds the values of the readings that are slots.
     magnitudes: list[StepMagnitudes] = field(default_factory=list)
+    #: Whether only the modules that outline the model were looked at.
+    is_outlined: bool = False
     #: Whether all readings are slots, of which most are read only where something is not finite.
     is_on_devices: bool = False
     #: Whether ``backward_broke`` has found such a gradient, and how many readings it has searched.
@@ -191,7 +193,7 @@ class Judge:
         innocent = log.innocent if log.innocent is not None else self._innocent(suspicious, stories)
         read = {look.tensor for look in seen if look.phase == FORWARD and look.largest != NOT_READ}
         found = culprit.find_culprit(suspicious, stories, calls, read, innocent)
-        event = self._event(found, suspicious, log) if found is not None else None
+        event = self._event(found, suspicious, calls, log) if found is not None else None
         self._remember(log, largest)
         return event
 
@@ -215,7 +217,12 @@ class Judge:
             if not reading.is_input and value != NOT_READ:
                 self._history.remember((reading.name, reading.what), value)
 
-    def _event(self, found: culprit.Culprit, seen: list[Seen], log: StepLog) -> Event:
+    def _is_block(self, module: str, calls: list[culprit.Call]) -> bool:
+        """Return whether a module has others inside, of which no call was observed."""
+        has_inside = any(is_below(path, module) for path in self._modules)
+        return has_inside and not any(is_below(call.module, module) for call in calls)
+
+    def _event(self, found: culprit.Culprit, seen: list[Seen], calls: list[culprit.Call], log: StepLog) -> Event:
         if (found.first.name if found.first.what == WEIGHT_GRADIENT else found.first.tensor) in log.of_all_ranks:
             doubt = "it is made of the values of all ranks, so it may have arisen on another one"
             found = replace(found, explanation=f"{found.explanation}; {doubt}", elsewhere=True)
@@ -224,6 +231,11 @@ class Judge:
             found = replace(found, explanation=reason, elsewhere=True)
         if log.is_partial and (found.after or found.module != found.first.module):
             doubt = "not every call of this step was observed, so it may have arisen in a module that is called often"
+            found = replace(found, explanation=f"{found.explanation}; {doubt}")
+        elif log.is_outlined and self._is_block(found.module, calls):
+            doubt = (
+                "the modules inside it were not looked at in this step, as between samples on a GPU (every=1: always)"
+            )
             found = replace(found, explanation=f"{found.explanation}; {doubt}")
         is_dropped = not log.skipped and _dropped(log, seen)
         event = culprit.event_of(

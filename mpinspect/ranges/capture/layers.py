@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, OUTPUT_KINDS, PARAMETER_KINDS, WEIGHT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import FROZEN, TensorInfo, TensorKey
+from mpinspect.ranges.session import FROZEN, TensorInfo, TensorKey, containers
 from mpinspect.runtime.distributed import Held, copy_held, data_parallel, held, is_distributed, rank_and_world
 from mpinspect.runtime.guard import Nameable
 from mpinspect.runtime.wrappers import class_of, is_compiled_wrapper, plain_names, unwrapped
@@ -39,6 +40,32 @@ class Layer(Nameable):
     def gradient_key(self) -> TensorKey:
         """The key of the gradients at the layer's outputs; cached, since it is needed for every gradient that arrives."""
         return TensorKey(self.path, ACTIVATION_GRADIENT)
+
+
+#: A module that contains no more modules is looked at as a whole where an outline is enough; a model that has no more has none.
+_MOST_INSIDE, _FEWEST_MODULES = 20, 32
+
+
+def outline(layers: Collection[Layer]) -> frozenset[str]:
+    """Return the paths of the modules whose outputs outline a model's forward: its blocks, and what is not inside of one.
+
+    All modules of a model that has few.
+    """
+    if len(layers) <= _FEWEST_MODULES:
+        return frozenset(layer.path for layer in layers)
+    around = {layer.path: set(containers(layer.path)) for layer in layers}
+    inside = Counter(container for those in around.values() for container in those)
+    blocks = {
+        layer.path
+        for layer in layers
+        if layer.path and inside[layer.path] <= _MOST_INSIDE and not is_never_called(layer.module)
+    }
+    return frozenset(path for path, those in around.items() if blocks.isdisjoint(those))
+
+
+def is_never_called(module: torch.nn.Module) -> bool:
+    """Return whether a module has no forward, like lists and dicts of modules or parameters."""
+    return type(module).forward is torch.nn.Module.forward and "forward" not in vars(module)
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
 from mpinspect.ranges.capture.compiled_regions import compiled_graphs
-from mpinspect.ranges.capture.layers import Layer, WatchedParameter
+from mpinspect.ranges.capture.layers import Layer, WatchedParameter, is_never_called, outline
 from mpinspect.ranges.capture.tensor_hooks import AccumulatedHook, ForwardHook, OutputGradientHook, ParameterHook
 from mpinspect.ranges.capture.weights import can_be_hooked
 from mpinspect.runtime.distributed import is_distributed
@@ -36,6 +36,8 @@ class ModelHooks:
         #: The hooked modules, each with torch's id of the hook, and the hooked parameters with the hook's handle.
         self._on_modules: list[tuple[torch.nn.Module, int]] = []
         self._on_parameters: list[tuple[WatchedParameter, RemovableHandle]] = []
+        #: The hooked modules that lie inside the blocks of the model's outline, by id.
+        self._inside_blocks: set[int] = set()
         #: The hooks that are temporarily removed.
         self._lifted_modules: list[tuple[torch.nn.Module, int, Any]] = []
         self._lifted_parameters: list[tuple[torch.Tensor, int, Any]] = []
@@ -52,11 +54,13 @@ class ModelHooks:
     def any_on_modules(self) -> bool:
         return bool(self._on_modules)
 
-    def hook_modules(self, layers: Iterable[Layer]) -> None:
+    def hook_modules(self, layers: Collection[Layer]) -> None:
         """Add a forward hook to every module that has a forward."""
         dispatcher = self._alive()
+        outlining = outline(layers)
+        self._inside_blocks = {id(layer.module) for layer in layers if layer.path not in outlining}
         for layer in layers:
-            if not _is_never_called(layer.module):
+            if not is_never_called(layer.module):
                 hook = ForwardHook(dispatcher, layer)
                 handle = self._handles.add(layer.module.register_forward_hook(hook, with_kwargs=True))
                 self._on_modules.append((layer.module, handle.id))
@@ -88,14 +92,23 @@ class ModelHooks:
                 self._on_parameters.append((watched, handle))
         self.hook_parameters(self._later)
 
-    def begin_step(self, quiet: bool) -> None:
-        """Update the hooks for the model as it is now; remove them if nothing is observed in this step (``quiet``)."""
+    def begin_step(self, quiet: bool, outlined: bool = False) -> bool:
+        """Update the hooks for the model as it is now; return whether some modules have none in this step.
+
+        Args:
+            quiet: remove them all, since nothing is observed in this step.
+            outlined: remove those of the modules inside the blocks of the model's outline.
+        """
         if quiet:
-            self._lift()
+            self._lift_modules(self._on_modules)
+            self._lift_parameters()
         else:
             self._put_back()
             self._tend()
+            if outlined:
+                self._lift_modules(each for each in self._on_modules if id(each[0]) in self._inside_blocks)
         self.nodes_made.clear()
+        return bool(self._lifted_modules)
 
     def _tend(self) -> None:
         """Hook parameters that have been unfrozen, and move our forward hooks behind all other hooks."""
@@ -130,18 +143,23 @@ class ModelHooks:
 
     # -- lifting ------------------------------------------------------------------------------------------------------
 
-    def _lift(self) -> None:
+    def _lift_modules(self, hooked: Iterable[tuple[torch.nn.Module, int]]) -> None:
         """Remove hooks until ``_put_back``: even a hook that returns immediately costs a microsecond or more per call.
 
         Does nothing if torch.compile has compiled anything: changing a module's hooks would trigger recompilation.
         """
         if compiled_graphs():
             return
-        for module, number in self._on_modules:
+        for module, number in hooked:
             hook: Any = module._forward_hooks.pop(number, None)
             if hook is not None:
                 module._forward_hooks_with_kwargs.pop(number, None)
                 self._lifted_modules.append((module, number, hook))
+
+    def _lift_parameters(self) -> None:
+        """Remove the parameters' hooks likewise."""
+        if compiled_graphs():
+            return
         for watched, handle in self._on_parameters:
             parameter = watched.parameter
             known: Any = parameter._backward_hooks
@@ -217,8 +235,3 @@ class ModelHooks:
         dispatcher = self._dispatcher()
         assert dispatcher is not None
         return dispatcher
-
-
-def _is_never_called(module: torch.nn.Module) -> bool:
-    """Return whether a module has no forward, like lists and dicts of modules or parameters."""
-    return type(module).forward is torch.nn.Module.forward and "forward" not in vars(module)

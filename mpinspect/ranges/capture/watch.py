@@ -40,6 +40,10 @@ from mpinspect.runtime.guard import Unread
 _PASSED_ON = (ACTIVATION, ACTIVATION_GRADIENT)
 
 
+#: Steps after an event in which every module is looked at, on a device too: what broke once may break again.
+_STEPS_IN_FULL = 10
+
+
 class Watch(Observer):
     """Reads every observed tensor, and records the first culprit of each step as an event.
 
@@ -80,6 +84,8 @@ class Watch(Observer):
         self._on_devices: dict[torch.device, DeviceMagnitudes] = {}
         #: Whether every tensor of this step is read, also where it lies on a device and everything is finite.
         self._reads_all = True
+        #: In how many more steps every module is looked at, after an event.
+        self._in_full = 0
         #: The last watched steps that follow an unwatched step; eight suffice, since events are at most a few steps late.
         self._after_pause: deque[int] = deque(maxlen=8)
         #: The previous output and its largest magnitude.
@@ -319,7 +325,14 @@ class Watch(Observer):
             self._after_pause.append(self._clock.step)
         self.at_work = watched
         self._broken_weights.begin_step()
-        self._reads_all = sampled or self._clock.measured
+        self._reads_all = sampled or self._clock.measured or self._in_full > 0
+        self._in_full -= self._in_full > 0
+        # Where the tensors lie on a device each hook takes the host as long as a small layer.
+        self.outline_suffices = bool(self._on_devices) and not self._reads_all
+
+    def outlined(self, are_some_left_out: bool) -> None:
+        """Record whether the calls of some modules are not observed in the step that begins."""
+        self._log.is_outlined = are_some_left_out
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Start copying the step's values to the host; record events of steps whose values have arrived. Does not wait."""
@@ -347,6 +360,7 @@ class Watch(Observer):
 
     def _record(self, *, wait: bool) -> None:
         for event in self._judge.events(wait=wait):
+            self._in_full = _STEPS_IN_FULL
             self._recording.event(self._explained(event))
         self._clock.skipped_steps += self._judge.take_skips_on_device()
 
