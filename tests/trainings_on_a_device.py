@@ -158,10 +158,47 @@ def never_waits(name: str, late: int = 0) -> None:
     assert inspector.session().progress.steps - STEPS in (0, name == "gan")
 
 
+class Text(nn.Module):
+    """An encoder of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.words(x)))  # type: ignore[no-any-return]
+
+
+class Recurrent(nn.Module):
+    """A cell called at each of three time steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.RNNCell(8, 16), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(4, 16, device=x.device)
+        for moment in x:
+            state = self.cell(moment, state)
+        return self.head(state)  # type: ignore[no-any-return]
+
+
+def counted() -> Iterator[tuple[nn.Module, torch.Tensor]]:
+    """Models with a batch each, on the device."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield network().to(dtype), batch().to(dtype)
+    grouped = nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.GroupNorm(2, 8), nn.Linear(8, 3))
+    gated = nn.Sequential(nn.Linear(16, 32), nn.GLU(), nn.ReLU(inplace=True), nn.Bilinear(16, 16, 2))
+    gated[3].forward = lambda x: nn.functional.bilinear(x, x, gated[3].weight, gated[3].bias)
+    given = torch.arange(10).remainder(11).view(2, 5), torch.randn(3, 4, 8), torch.randn(4, 16), torch.randn(4, 16)
+    for model, x in zip((Text(), Recurrent(), grouped, gated), given, strict=True):
+        yield model.to(stand_in_device.NAME), x.to(stand_in_device.NAME)
+
+
 def counts_are_the_cpus() -> None:
     """What was counted on the device, counted once more on the host."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        model, x = network().to(dtype), batch().to(dtype)
+    for model, x in counted():
         with Inspector(model, capture=KINDS, loss_scale=1) as inspector:
             model(x).float().square().mean().backward()
         totals = inspector.session().totals()
