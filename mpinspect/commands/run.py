@@ -40,7 +40,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--max-overhead",
         type=_overhead,
         metavar="SHARE",
-        help="sample as often as this share of the training's time allows (0.02 is 2%%) instead",
+        help="sample as often as this share of the training's time allows (0.02 is 2%%) instead; none: as often as --every says "
+        "(without this option: until that takes over half of the training's time)",
     )
     parser.add_argument(
         "--eager-samples",
@@ -158,7 +159,8 @@ def _scale(text: str) -> float:
 
 
 def _overhead(text: str) -> float:
-    return _below(1, text, "give a share between 0 and 1, 0.02 for 2%")
+    """Parse a share; "none" is 0."""
+    return 0.0 if text == "none" else _below(1, text, "give a share between 0 and 1, 0.02 for 2%, or none")
 
 
 def _below(limit: float, text: str, advice: str) -> float:

@@ -19,7 +19,7 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.at_exit import AtExit, print_report
 from mpinspect.ranges.capture import layers as model_layers
 from mpinspect.ranges.capture.broken_off import is_failure, may_be_for_a_value, uncaught
-from mpinspect.ranges.capture.budget import check_max_overhead
+from mpinspect.ranges.capture.budget import Limit, check_max_overhead
 from mpinspect.ranges.capture.capture import Capture
 from mpinspect.ranges.capture.optimizers import plain_optimizer
 from mpinspect.ranges.capture.recording import MpinspectWarning, Recording, warn
@@ -105,6 +105,8 @@ class Inspector:
 
     #: Whether the inspector detaches by itself when the process ends.
     _ends_with_the_process = True
+    #: When the inspector gets a budget by itself; None: never.
+    _limit: Limit | None = None
     #: Called after each write to ``log_dir``, on the thread that writes; must not raise.
     _written: Callable[[], None] | None = None
 
@@ -273,6 +275,7 @@ class Inspector:
             scalers=scalers,
             recording=self._recording,
             max_overhead=info.max_overhead,
+            limit=None if info.max_overhead is not None else self._limit,
             eager_samples=self._eager_samples,
         )
 

@@ -421,7 +421,7 @@ class Progress:
 
     ``scale_known`` is False once a backward ran with an unknown loss scale; ``scale_unknown_reason`` says why.
     ``weights_moved``: whether an optimizer stepped or the weights changed otherwise; None if unknown. With
-    ``max_overhead``, ``watched_steps`` is the number of steps that the watch checked (None: all steps); over
+    a budget, ``watched_steps`` is the number of steps that the watch checked (None: all steps); over
     ``measured_steps`` steps the inspector took ``own_s`` seconds and the training itself ``bare_s`` seconds. ``compiled`` are
     the paths of the modules whose code torch.compile compiled, inside which no hook ran ("": the whole model). With
     ``eager_samples``, ``eager_steps`` is the number of sampled steps in which compiled code ran eagerly (None: not asked).

@@ -34,7 +34,8 @@ class LaunchOptions:
         gpu: the GPU that shapes and kernels are judged for; None: this machine's GPU.
         watch: check every step for infinities and NaNs.
         loss_scale: the scale by which the script multiplies its loss by hand; None: the scale of its scaler, if any.
-        max_overhead: limit on the inspection's time relative to the script's own, 0..1; None: no limit, use ``every``.
+        max_overhead: limit on the inspection's time relative to the script's own, 0..1; 0: no limit, use ``every``; None: no
+            limit until the inspection of a tiny model has taken long.
         eager_samples: run compiled models uncompiled in sampled steps.
         tracker: the tracker whose open run gets scalars and the page: "wandb", "mlflow" or "trackio"; None: none.
         fail_on: findings, by id or severity, that turn an exit status of 0 into 1.

@@ -409,7 +409,7 @@ def test_skipped_steps_that_nobody_watched_are_told(skipped, severity):
     assert found(analyse(session), "unwatched-skips") is None
     unwatched = replace(session, info=replace(session.info, watch=False))
     budget = replace(session, progress=replace(progress, watched_steps=40))
-    for each, why in ((unwatched, "the watch was off"), (budget, "max_overhead")):
+    for each, why in ((unwatched, "the watch was off"), (budget, "whose time was limited")):
         finding = found(analyse(each), "unwatched-skips")
         assert (finding and finding.severity) == severity
         if finding:

@@ -15,6 +15,8 @@ from torch import nn
 import mpinspect
 from mpinspect import Inspector, Session
 from mpinspect.ranges.capture.budget import FIRST_STEPS, LONGEST_PAUSE, PLANNED, Budget
+from mpinspect.run.models.launched_inspector import LaunchedInspector
+from mpinspect.run.options import LaunchOptions
 from mpinspect.runtime.meter import Meter
 
 BARE = 1.0
@@ -30,7 +32,7 @@ def _run(
         sampled += [step] if budget.samples else []
         watched += [step] if budget.watches else []
         length = (stalls or {}).get(step, BARE)
-        counted = budget.end_step(None if step == 0 else length + cost, cost)
+        counted, _ = budget.end_step(None if step == 0 else length + cost, cost)
         own, bare = own + (cost if step else 0.0), bare + counted
     return sampled, watched, own / bare
 
@@ -119,7 +121,7 @@ def test_short_stalls_inside_the_inspector_are_paid_for() -> None:
             looks += 1
             cost = 0.3 if looks % 5 == 0 else 0.03
         spent += cost
-        bare += budget.end_step(BARE + cost, cost)
+        bare += budget.end_step(BARE + cost, cost)[0]
     assert spent / bare == pytest.approx(PLANNED * 0.02, rel=0.02)
 
 
@@ -140,6 +142,22 @@ def test_never_starves() -> None:
 def test_the_first_steps_are_sampled_whatever_they_cost() -> None:
     sampled, _, _ = _run(Budget(0.02), 10, (1e3, 0.0, 0.0))
     assert sampled == list(range(FIRST_STEPS))
+
+
+@pytest.mark.parametrize("hidden", [0.0, 0.2])
+def test_what_slows_the_training_outside_of_callbacks_is_charged(hidden: float) -> None:
+    """By what the meter takes for bare time in steps that are looked at and in others."""
+    budget, own, looked = Budget(0.1), 0.0, 0
+    charged = 0.0
+    for step in range(4000):
+        cost = 0.3 if budget.samples or budget.watches else 0.0
+        is_looked_at = bool(cost)
+        varying = 1 + 0.02 * math.sin(step * 1.7)
+        _, counted = budget.end_step(None if step == 0 else BARE * varying + cost + hidden * is_looked_at, cost)
+        looked += is_looked_at
+        own, charged = own + cost, charged + counted
+    assert looked * (0.3 + hidden) == pytest.approx(PLANNED * 0.1 * 4000, rel=0.05)
+    assert charged - own == pytest.approx(looked * hidden, rel=0.15, abs=0.01 * own)
 
 
 class _Clock:
@@ -202,11 +220,13 @@ def test_what_the_device_spent_is_told_when_it_is_known_and_then_taken_as_usual(
     assert told[:3] == [0.0, 0.0, 0.5]
 
 
-def _trained(clock: _Clock, steps: int, cost: Callable[[Any], float], **options: Any) -> Inspector:
+def _trained(
+    clock: _Clock, steps: int, cost: Callable[[Any], float], of: Callable[..., Inspector] = Inspector, **options: Any
+) -> Inspector:
     """A run in which a step takes a second and looking at it what ``cost`` says, by the inspector's own clock."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inspector = Inspector(model, optimizers=optimizer, **options)
+    inspector = of(model, optimizers=optimizer, **options)
     capture = inspector._capture
     capture.meter.clock = clock
     forward_ran = capture.forward_ran
@@ -274,6 +294,51 @@ def test_a_first_culprit_after_steps_nobody_looked_at_says_so() -> None:
     assert events
     assert 200 <= events[0].step < 210
     assert "the step before was not watched" in events[0].explanation
+
+
+@pytest.mark.parametrize("cost", [0.4, 2.0])
+def test_a_launched_run_is_limited_once_its_inspection_took_long(cost: float) -> None:
+    clock = _Clock()
+    inspector = _trained(clock, 120, lambda capture: cost / 4 * capture._watch.at_work, of=_launched())
+    session = inspector.session()
+    progress, notes = session.progress, [note for note in session.notes if "limited" in note]
+    assert session.info.max_overhead is None
+    if cost < 0.5:
+        assert (progress.watched_steps, progress.overhead, notes) == (None, None, [])
+        assert "measured cost" not in str(inspector.report())
+        return
+    # In each step four modules run. Of 20 s is taken what goes beyond half a second of each.
+    first = next(step for step in range(120) if cost * step > 0.5 * step + 20)
+    assert notes == [
+        f"the inspection took {first * cost:.3g} s of the first {first + 1} steps, the training itself {first} s: in the steps "
+        "after, it is limited to 50% of the training's own time, and not every step is watched. --max-overhead sets another "
+        "limit; --max-overhead none watches every step."
+    ]
+    assert progress.watched_steps is not None
+    assert first < progress.watched_steps < 120
+    assert progress.own_s <= 0.5 * progress.bare_s + 20 + 2 * cost
+    assert progress.measured_steps == 119
+    assert f"the watch checked {progress.watched_steps} of 120 steps" in " ".join(str(inspector.report()).split())
+
+
+@pytest.mark.parametrize(("share", "world"), [(0.0, 1), (None, 2)])
+def test_a_launched_run_of_several_ranks_or_with_none_is_not_limited(
+    share: float | None, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    model = nn.Linear(4, 1)
+    inspector = _launched(share)(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    assert inspector._capture.meter is None
+    assert inspector.session().info.max_overhead is None
+
+
+def _launched(share: float | None = None) -> Callable[..., Inspector]:
+    def launched(model: nn.Module, optimizers: torch.optim.Optimizer) -> Inspector:
+        options = LaunchOptions("train.py", max_overhead=share)
+        return LaunchedInspector(model, options, [optimizers], None, say=print)
+
+    return launched
 
 
 @pytest.mark.parametrize("bad", [0, 0.0, -0.1, 1, 1.5, math.nan, math.inf])

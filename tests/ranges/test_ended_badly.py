@@ -89,7 +89,8 @@ def test_weights_that_broke_between_two_looks_of_a_budget_are_an_error() -> None
     finding = _the_finding(inspector)
     assert "'2.bias' held an inf; 1 of 4 parameters are not finite" in finding.message
     assert (
-        f"the watch checked {inspector.session().progress.watched_steps} of 5 steps (max_overhead)" in finding.message
+        f"the watch checked {inspector.session().progress.watched_steps} of 5 steps, since its time was limited"
+        in finding.message
     )
 
 

@@ -209,6 +209,24 @@ def test_a_disabled_scaler_scales_by_one(enabled: bool) -> None:
     assert inspector.session().progress.scales[0].scale == (64.0 if enabled else 1.0)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_disabled_scaler_does_not_check_the_weight_gradients(enabled: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    spoiled = False
+    model[0].weight.register_hook(lambda gradient: gradient * math.inf if spoiled else gradient)
+    with Inspector(model, optimizers=optimizer, scalers=scaler, every=100) as inspector:
+        for step in range(8):
+            spoiled = step == 6
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(3, 2)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    first = inspector.session().events[0]
+    assert (first.step, first.phase, first.tensor, first.skipped) == (6, "backward", "0.weight", enabled)
+
+
 @pytest.mark.parametrize("scale", [128.0, 1000.0])
 @pytest.mark.parametrize("as_callable", [True, False])
 def test_a_loop_that_scales_by_hand(scale: float, as_callable: bool) -> None:

@@ -329,15 +329,21 @@ def test_options_reach_the_launch(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "every"), [("", 10), ("--max-overhead 0.02", 1), ("--every 5 --max-overhead=0.02", 5)]
+    ("words", "every", "share"),
+    [
+        ("", 10, None),
+        ("--max-overhead 0.02", 1, 0.02),
+        ("--every 5 --max-overhead=0.02", 5, 0.02),
+        ("--max-overhead none", 10, 0.0),
+    ],
 )
-def test_every_is_the_least_interval_of_a_budget(words, every, monkeypatch, tmp_path):
+def test_every_is_the_least_interval_of_a_budget(words, every, share, monkeypatch, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
     asked = []
     monkeypatch.setattr("mpinspect.run.launch", asked.append)
     assert cli.main(["run", *words.split(), str(script)]) == 0
-    assert (asked[0].every, asked[0].max_overhead) == (every, 0.02 if words else None)
+    assert (asked[0].every, asked[0].max_overhead) == (every, share)
 
 
 def test_the_kinds_are_the_sessions():

@@ -34,6 +34,8 @@ LONGEST_SEARCH = 24
 FEWEST_SKIPS = 3
 
 _ID = "non-finite-event"
+#: How to have every step watched.
+_EVERY_STEP = "watch=True without max_overhead, or mpinspect run --max-overhead none"
 
 #: The remedy if only the weight gradients of compiled code were seen.
 _SEARCH_COMPILED = (
@@ -83,11 +85,11 @@ def event_findings(
 def _left_broken(event: Event, session: Session, harmless: Sequence[Event]) -> Finding:
     """Return the finding for weights that were non-finite when the run ended; ``harmless``: what left all gradients finite."""
     seen, steps = session.progress.watched_steps, session.progress.steps
-    again = "Run it again with the watch at every step (watch=True, no max_overhead): it names the step and the module."
+    again = f"Run it again with the watch at every step ({_EVERY_STEP}): it names the step and the module."
     if not session.info.watch:
         why, fix = "the watch was off", again
     elif seen is not None:
-        why, fix = f"the watch checked {seen} of {steps} steps (max_overhead)", again
+        why, fix = f"the watch checked {seen} of {steps} steps, since its time was limited", again
     else:
         first = min(harmless, key=lambda event: event.step, default=None)
         but = "" if first is None else f", but in step {first.step}, where {_what(first)}"
@@ -353,7 +355,7 @@ def _unseen_skips(session: Session) -> list[Finding]:
     if not skipped or (session.info.watch and progress.watched_steps is None):
         return []
     often = skipped >= FEWEST_SKIPS and skipped > SKIPPED_TOLERANCE * progress.steps
-    why = "the watch checked none of them (max_overhead)" if session.info.watch else "the watch was off"
+    why = "the watch, whose time was limited, checked none of them" if session.info.watch else "the watch was off"
     return [
         Finding(
             "unwatched-skips",
@@ -363,7 +365,7 @@ def _unseen_skips(session: Session) -> list[Finding]:
             "infinite or NaN is not known."
             + (" That is more than a dynamic scaler's probing explains." if often else ""),
             {"skipped_steps": skipped, "steps": progress.steps},
-            "To have it named, watch every step: watch=True without max_overhead (mpinspect run does by default).",
+            f"To have it named, watch every step: {_EVERY_STEP}.",
         )
     ]
 

@@ -1,4 +1,4 @@
-"""Describes the inspector's measured cost under a budget (max_overhead), in words."""
+"""Describes the inspector's measured cost under a budget, in words."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ def overhead_line(session: Session) -> str:
     steps.
     """
     most, progress = session.info.max_overhead, session.progress
-    if most is None:
+    if most is None and progress.overhead is None:
         return ""
+    asked = "" if most is None else f" (max_overhead {most:.3g})"
     if progress.overhead is None:
-        cost = f"the cost is not measured yet (max_overhead {most:.3g})"
+        cost = f"the cost is not measured yet{asked}"
     else:
         cost = (
-            f"measured cost {progress.overhead:.2%} of the bare steps (max_overhead {most:.3g}): {progress.own_s:.3g} s to "
+            f"measured cost {progress.overhead:.2%} of the bare steps{asked}: {progress.own_s:.3g} s to "
             f"{progress.bare_s:.3g} s over {progress.measured_steps:,} steps"
         )
-        if progress.overhead > _CLEARLY_ABOVE * most:
+        if most is not None and progress.overhead > _CLEARLY_ABOVE * most:
             cost += (
                 ", more than requested: the first two steps are sampled at any cost, and in very short steps the hooks alone "
                 "exceed the budget"

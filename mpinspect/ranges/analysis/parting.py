@@ -137,7 +137,9 @@ def _made(ours: Sequence[Window], theirs: Sequence[Window], first: Session, seco
     one, other = merge_windows(*ours), merge_windows(*theirs)
     extents = {(window.first_step, window.last_step, window.sampled_steps) for window in (one, other)}
     # With a budget, the measured time decides which steps are counted.
-    by_rule = first.info.every == second.info.every and first.info.max_overhead is second.info.max_overhead is None
+    by_rule = (
+        first.info.every == second.info.every and first.progress.watched_steps is second.progress.watched_steps is None
+    )
     is_dense = one.sampled_steps == one.last_step - one.first_step + 1
     return Stretch(
         min(one.first_step, other.first_step),

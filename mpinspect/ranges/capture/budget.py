@@ -7,8 +7,10 @@ debt back, so over a run the cost equals the time earned, however much a step co
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
+from dataclasses import dataclass
 from numbers import Real
 
 #: The most steps from one sampled (or watched) step to the next, whatever the debt: a report without data is useless.
@@ -17,13 +19,15 @@ LONGEST_PAUSE = 1000
 #: compilation, and its beginning is not observed: it is charged what the second one costs.
 FIRST_STEPS = 2
 
-#: The part of the share that is earned. The rest is reserved for costs that the meter can't measure (calling a hook, caches left
-#: cold for the training) and for the last sampled or watched step, which no later step pays for.
+#: The part of the share that is earned. The rest is reserved for costs that can't be measured and for the last sampled or watched
+#: step, which no later step pays for.
 PLANNED = 0.9
 #: The watch's share of the time earned; the watch and the samples pass on to each other what they don't need.
 _WATCH_SHARE = 0.8
 #: The usual time of a step is the median over this many steps. A step longer than this multiple of it counts as a stall.
 _USUAL_OF = 15
+#: How many steps of either kind are compared to see how the inspector slows the training outside of its callbacks.
+_FEWEST_COMPARED, _COMPARED = 5, 60
 _MOST_EARNED = 2.0
 #: The most that a step is charged: this multiple of the usual cost or the earnings of this many steps, whichever is more.
 #: A higher cost counts as a stall too. Short stalls of a busy machine are charged in full because they are frequent.
@@ -43,6 +47,25 @@ def check_max_overhead(max_overhead: object) -> float:
     if not 0 < share < 1:
         raise ValueError(f"max_overhead={max_overhead!r}: give a share between 0 and 1, 0.02 for 2%")
     return share
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Describes when a run that was given no budget gets one: when its inspection has cost more than this.
+
+    Args:
+        share: the inspector's time as a share of the bare time of the steps so far, 0..1; the budget has it too.
+        seconds: what the inspector may take beyond that share.
+        how_to_change: a sentence for the note that tells the user of the limit.
+    """
+
+    share: float
+    seconds: float
+    how_to_change: str
+
+    def is_exceeded(self, own_s: float, bare_s: float) -> bool:
+        """Return whether the inspector's seconds, beside those of bare training, are more than it may take."""
+        return own_s > self.share * bare_s + self.seconds
 
 
 class Budget:
@@ -67,6 +90,9 @@ class Budget:
         self._owes_first = False
         self._last_sample = self._last_watch = -LONGEST_PAUSE
         self._bare: deque[float] = deque(maxlen=_USUAL_OF)
+        #: The bare time as the meter has it, of steps that were sampled or watched, and of those that were neither.
+        self._beside_work: deque[float] = deque(maxlen=_COMPARED)
+        self._idle: deque[float] = deque(maxlen=_COMPARED)
         self._usual_bare = 0.0
         self._costs: dict[str, deque[float]] = {}
         self._decide()
@@ -81,7 +107,7 @@ class Budget:
         """Whether the current step is watched; if there is a watch, every sampled step is."""
         return self._watches
 
-    def end_step(self, step_s: float | None, own_s: float) -> float:
+    def end_step(self, step_s: float | None, own_s: float) -> tuple[float, float]:
         """End the current step and choose the next.
 
         Args:
@@ -89,13 +115,18 @@ class Budget:
             own_s: the inspector's own time in that step, in seconds.
 
         Returns:
-            the step's bare training time in seconds, capped at twice the usual; 0 if its beginning was not observed.
+            the step's bare training time in seconds, capped at twice the usual, and the inspector's time, to which is added by
+            how much it slows the training outside of its callbacks; 0 and ``own_s`` if the step's beginning was not observed.
         """
         bare = 0.0
         if step_s is None:
             self._owes_first = self._samples or self._watches
         else:
-            bare = self._usual_part(max(step_s - own_s, 0.0))
+            bare = max(step_s - own_s, 0.0)
+            (self._beside_work if self._samples or self._watches else self._idle).append(bare)
+            hidden = min(self._hidden(), bare, own_s) if self._samples or self._watches else 0.0
+            own_s += hidden
+            bare = self._usual_part(bare - hidden)
             self._charge(own_s)
             if self._owes_first:
                 self._charge(own_s)
@@ -107,7 +138,7 @@ class Budget:
             self._last_watch = self._ended
         self._ended += 1
         self._decide()
-        return bare
+        return bare, own_s
 
     def charge_later(self, own_s: float) -> None:
         """Charge seconds that a device spent on the inspector in an earlier step and that are known only now."""
@@ -124,6 +155,20 @@ class Budget:
         if pause < least:
             return False
         return self._ended < FIRST_STEPS or credit >= 0 or pause >= max(LONGEST_PAUSE, least)
+
+    def _hidden(self) -> float:
+        """Return by how many seconds the training is slower in steps that are sampled or watched, the callbacks apart.
+
+        Torch takes time to call a hook, and finds its own code driven out of the caches after it: of many small layers that is
+        as much as half of the callbacks' time. Where it can't be told from the usual variation of the steps it is 0.
+        """
+        if min(len(self._beside_work), len(self._idle)) < _FEWEST_COMPARED:
+            return 0.0
+        beside_work, idle = statistics.quantiles(self._beside_work), statistics.quantiles(self._idle)
+        # About one standard error of the medians' difference.
+        spread = beside_work[2] - beside_work[0] + idle[2] - idle[0]
+        doubt = spread / math.sqrt(min(len(self._beside_work), len(self._idle)))
+        return max(beside_work[1] - idle[1] - doubt, 0.0)
 
     def _usual_part(self, bare: float) -> float:
         self._bare.append(bare)

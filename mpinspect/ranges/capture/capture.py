@@ -14,7 +14,7 @@ import torch
 from mpinspect.counting import fastest
 from mpinspect.ranges.capture import tensor_hooks
 from mpinspect.ranges.capture.broken_off import broken_off
-from mpinspect.ranges.capture.budget import Budget
+from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.counting import Counting
 from mpinspect.ranges.capture.diagnosing import diagnosing_observers
 from mpinspect.ranges.capture.dispatcher import Dispatcher
@@ -64,6 +64,7 @@ class Capture(Dispatcher):
         scalers: Collection[Any],
         recording: Recording,
         max_overhead: float | None = None,
+        limit: Limit | None = None,
         eager_samples: bool = False,
     ) -> None:
         self._layers, self._parameters = list(layers), list(parameters)
@@ -79,14 +80,15 @@ class Capture(Dispatcher):
             self._layers,
             self._parameters,
             step_clock,
-            Pace(step_clock, budget, bool(kinds), watch),
+            Pace(step_clock, budget, limit, bool(kinds), watch),
             ModelOptimizers(optimizers, self._parameters),
             loss_scale,
             scalers,
             recording,
             eager_samples=eager_samples and (watch or bool(self._kinds & {ACTIVATION, ACTIVATION_GRADIENT})),
         )
-        if budget is not None:
+        is_metered = budget is not None or limit is not None
+        if is_metered:
             self.meter = Meter(time.perf_counter, EventStopwatch())
         self._model_parameters = ModelParameters(self._layers, self._parameters)
         #: Exists while attached.
@@ -104,7 +106,7 @@ class Capture(Dispatcher):
                 self._broken_weights,
                 step_clock,
                 recording,
-                may_pause=budget is not None,
+                may_pause=is_metered,
                 choice=self._choice,
             )
             self._observers += (self._watch,)

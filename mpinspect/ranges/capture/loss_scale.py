@@ -151,7 +151,7 @@ class ScaleOfBackward:
         #: The graph task of the backward in the last call of ``now``, while its scale remains valid.
         self.task = NO_BACKWARD
         self._scale = UNSCALED
-        #: Whether the backward in the last call of ``now`` began at a loss scaled by a GradScaler, and that scaler.
+        #: Whether the backward in the last call of ``now`` began at a loss that an enabled GradScaler scaled; and the scaler.
         self.by_scaler = False
         self.scaler: Any = None
         #: Whether any GradScaler has scaled a loss, perhaps of another model; and whether a backward of this one began at one.
@@ -169,7 +169,7 @@ class ScaleOfBackward:
         # Torch returns -1 outside a backward.
         self.task = task if task != -1 else NO_BACKWARD
         scaled = self._of_scaled_loss()
-        self.by_scaler = scaled is not None
+        self.by_scaler = scaled is not None and scaled.scale is not UNSCALED
         self._was_scaled |= self.by_scaler
         self.scaler = None if scaled is None else scaled.scaler()
         self._scale = self._find(in_half) if scaled is None else scaled.scale

@@ -296,6 +296,10 @@ class Recording:
                 "own_s": now.own_s + own_s + earlier_s,
             }
 
+    def limited(self, steps: int, measured_steps: int, bare_s: float, own_s: float) -> None:
+        """Record what ``steps`` steps, all watched, have cost; ``spent`` adds that of those after them."""
+        self._progress(watched_steps=steps, measured_steps=measured_steps, bare_s=bare_s, own_s=own_s)
+
     def wants_window(self, sampled_steps: int) -> bool:
         """Return whether the open window should be closed: it is long enough, or a write is due."""
         return sampled_steps >= self._windows.length or self._write_due(sampled_steps)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mpinspect.ranges.capture.budget import Budget
+from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.runtime.meter import Meter
 
@@ -90,6 +90,11 @@ class StepClock:
     def sampled(self) -> bool:
         """Whether the current step is sampled."""
         return self._schedule.samples(self.step)
+
+    @property
+    def every(self) -> int:
+        """The least interval between samples after the dense first steps."""
+        return self._schedule.every
 
     def begin(self, sampled: bool, watched: bool) -> None:
         """Decide whether to measure for diagnoses in the step that begins; only sampled or watched steps are measured."""
@@ -242,12 +247,18 @@ class Pace:
     Args:
         clock: gives the schedule.
         budget: the budget that decides; None if the schedule decides, and every step is watched.
+        limit: when a budget takes over from the schedule; None: never.
         samples, watches: whether there is anything to sample, and whether there is a watch.
     """
 
-    def __init__(self, clock: StepClock, budget: Budget | None, samples: bool, watches: bool) -> None:
+    def __init__(
+        self, clock: StepClock, budget: Budget | None, limit: Limit | None, samples: bool, watches: bool
+    ) -> None:
         self._clock = clock
-        self._budget = budget
+        self._budget, self._limit = budget, limit
+        #: Seconds of the inspector and of bare training that count towards the limit, over how many steps.
+        self._own_s = self._bare_s = 0.0
+        self._measured_steps = 0
         self._samples, self._watches = samples, watches
         #: Whether the current step is sampled, and whether it is watched.
         self.sampled = self.watched = False
@@ -262,11 +273,28 @@ class Pace:
         self._clock.begin(self.sampled, self.watched)
 
     def settle(self, meter: Meter, recording: Recording) -> None:
-        """Charge the cost of the ending step to the budget and record it; do nothing without a budget."""
-        if self._budget is None:
-            return
+        """Charge the cost of the ending step to the budget and record it, or compare it to the limit."""
         step_s, own_s = meter.end_step()
-        bare_s = self._budget.end_step(step_s, own_s)
+        if self._budget is None:
+            self._own_s += own_s + meter.next_step(True)
+            if step_s is None:
+                self._own_s = 0.0
+            else:
+                self._bare_s += max(step_s - own_s, 0.0)
+                self._measured_steps += 1
+            if self._limit is not None and self._limit.is_exceeded(self._own_s, self._bare_s):
+                self._begin_budget(self._limit, recording)
+            return
+        bare_s, own_s = self._budget.end_step(step_s, own_s)
         later_s = meter.next_step(self._budget.samples or self._budget.watches)
         self._budget.charge_later(later_s)
         recording.spent(self.watched, None if step_s is None else bare_s, own_s, later_s)
+
+    def _begin_budget(self, limit: Limit, recording: Recording) -> None:
+        self._budget = Budget(limit.share, every=self._clock.every, samples=self._samples, watches=self._watches)
+        recording.limited(self._clock.step + 1, self._measured_steps, self._bare_s, self._own_s)
+        recording.note(
+            f"the inspection took {self._own_s:.3g} s of the first {self._clock.step + 1:,} steps, the training itself "
+            f"{self._bare_s:.3g} s: in the steps after, it is limited to {limit.share:.0%} of the training's own time, and "
+            f"not every step is watched. {limit.how_to_change}"
+        )

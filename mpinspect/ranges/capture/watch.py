@@ -371,7 +371,7 @@ class Watch(Observer):
             unmoved = event.skipped or (event.skipped is None and self._clock.has_optimizers)
             event = self._broken_weights.explain(event, unmoved=event.step == self._clock.step and unmoved)
         if event.step in self._after_pause:
-            gap = "the step before was not watched (max_overhead), so it may have begun earlier"
+            gap = "the step before was not watched, since the watch's time is limited, so it may have begun earlier"
             event = replace(event, explanation=f"{event.explanation}; {gap}")
         return event
 

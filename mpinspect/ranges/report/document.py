@@ -133,10 +133,7 @@ def document(
                 *lines(_left_out(session)),
                 _never_fired(report),
                 # A run's own report gives the steps in its summary.
-                is_detail=is_healthy
-                and not verdict
-                and not report.coverage.never_fired
-                and not session.info.max_overhead,
+                is_detail=is_healthy and not verdict and not report.coverage.never_fired and not overhead_line(session),
             ),
             *section("Ranks", bullets(tuple(rank_sentences(session)))),
             *section("Notes", bullets(session.notes, NOTES)),

@@ -12,6 +12,7 @@ import torch
 
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.capture import layers as model_layers
+from mpinspect.ranges.capture.budget import Limit
 from mpinspect.ranges.capture.capture import Capture
 from mpinspect.ranges.capture.compiled_regions import not_seen_inside
 from mpinspect.ranges.capture.sinks import Sink
@@ -22,10 +23,15 @@ from mpinspect.ranges.session import Event, Measurement, is_below
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
 from mpinspect.run.models.owners import Parameters
-from mpinspect.run.options import LaunchOptions
+from mpinspect.run.options import LaunchOptions, Rank
 
 #: Keeps alive the sinks inherited by a forked child: closing them would write to the parent's files a second time.
 _inherited: list[Sink] = []
+
+
+#: A run in which the inspection is slow beside a tiny model gets a budget: it may take half as long as the training and some
+#: seconds more, in which a short run, or the beginning of a long one, is inspected whatever that costs.
+_LIMIT = Limit(0.5, 20.0, "--max-overhead sets another limit; --max-overhead none watches every step.")
 
 
 class LaunchedInspector(Inspector):
@@ -58,6 +64,9 @@ class LaunchedInspector(Inspector):
     ) -> None:
         self._say = say
         self._written = written
+        # The ranks of a job sample the same steps.
+        if options.max_overhead is None and Rank.of_environment().of == 1:
+            self._limit = _LIMIT
         self._has_announced = False
         self._model = weakref.ref(model)
         self._selection = model_layers.Selection(options.include, options.exclude)
@@ -72,7 +81,7 @@ class LaunchedInspector(Inspector):
             log_dir=log_dir,
             watch=options.watch,
             loss_scale=options.loss_scale,
-            max_overhead=options.max_overhead,
+            max_overhead=options.max_overhead or None,
             eager_samples=options.eager_samples,
             tracker=tracker,
             **chosen,
