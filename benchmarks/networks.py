@@ -127,6 +127,44 @@ def gpt2_small() -> nn.Module:
     return GPT(12, 768, 12, 1024, 50304)
 
 
+# -- Llama ----------------------------------------------------------------------------------------------------------------
+
+
+class LlamaBlock(nn.Module):
+    """Pre-norm block with grouped-query attention and a gated feed-forward layer, as Llama 3 has it; without rotations."""
+
+    def __init__(self, width: int, heads: int, key_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.key_heads = heads, key_heads
+        narrow = width // heads * key_heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, n, bias=False) for n in (width, narrow, narrow, width))
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.down, self.silu = nn.Linear(hidden, width, bias=False), nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm1(x)
+        q = self.q(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = (made(normed).unflatten(-1, (self.key_heads, -1)).transpose(1, 2) for made in (self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        normed = self.norm2(x)
+        return x + self.down(self.silu(self.gate(normed)) * self.up(normed))
+
+
+class Llama(nn.Module):
+    """Llama 3.2 1B for 16 layers, width 2048, 32 heads, 8 for keys, 8192 hidden and a vocabulary of 128256."""
+
+    def __init__(self, layers: int, width: int, heads: int, key_heads: int, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(LlamaBlock(width, heads, key_heads, hidden) for _ in range(layers)))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.tokens(tokens)))).flatten(0, 1)
+
+
 # -- the others -------------------------------------------------------------------------------------------------------------
 
 

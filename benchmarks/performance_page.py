@@ -29,6 +29,7 @@ SECTIONS = {
     "gpu_tests": ("gpu_tests-gpu", page_tables.gpu_tests),
     "cold_starts": ("cold_starts-cpu", page_tables.anything),
     "gpu_counting": ("gpu_counting-gpu", page_tables.anything),
+    "device_reads": ("device_reads-cpu", page_tables.anything),
     "gpu_overhead": ("gpu_overhead-gpu", page_tables.gpu_overhead),
     "training_modes": ("training_modes-gpu", page_tables.anything),
     "tensor_cores": ("tensor_cores-gpu", page_tables.anything),

@@ -110,6 +110,13 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
     return context
 
 
+def used_on_current_stream(tensor: torch.Tensor) -> None:
+    """Keep a tensor's memory from being reused before the current stream has read it: another stream may have allocated it."""
+    stream = current_stream(tensor.device)
+    if isinstance(stream, torch.Stream):
+        tensor.record_stream(stream)
+
+
 def copied(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Begin to copy a tensor to the host, on the current stream; return the copy and the event after which it is complete.
 

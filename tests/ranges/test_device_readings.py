@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from collections.abc import Callable
 
 import host_kernels
@@ -13,6 +15,7 @@ from networks import GPT, adamw, tokens
 from torch import nn
 
 from mpinspect import Inspector
+from mpinspect.counting import reference
 from mpinspect.ranges.capture import device_magnitudes
 from mpinspect.ranges.capture.culprit import NOT_READ
 from mpinspect.ranges.capture.device_magnitudes import DeviceMagnitudes, StepMagnitudes
@@ -111,6 +114,34 @@ def test_after_an_event_every_module_is_looked_at() -> None:
     assert named == [(5, "1.3"), (6, "1.3.2"), (7, "1.3.2")]
     assert "modules inside it were not looked at" in inspector.session().events[0].explanation
     assert "looked at" not in inspector.session().events[1].explanation
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_between_samples_weight_gradients_are_read_when_the_optimizer_steps(clips: bool) -> None:
+    model = _tower(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    reads = []
+    with Inspector(model, every=100) as inspector:
+        for step in range(7):
+            host_kernels.calls.clear()
+            optimizer.zero_grad()
+            for _ in range(2 if step == 6 else 1):
+                model(torch.randn(4, 8)).square().mean().backward()
+            # In steps 5 and 6 nothing is sampled or measured. The loop spoils what no hook of a parameter sees.
+            assert bool(model[0].weight._backward_hooks) is (step < 5)
+            if step == 6:
+                model[1][3][2].weight.grad.view(-1)[0] = math.nan if clips else math.inf
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            reads.append(host_kernels.calls[READ])
+    # Each micro-batch has its outputs, the gradients there and a loss; the weight gradients are read once.
+    weights = len(list(model.parameters()))
+    assert reads[6] - weights == 2 * (reads[5] - weights) > 0
+    first = inspector.session().events[0]
+    assert (first.step, first.phase) == (6, "backward")
+    assert first.tensor == ("0.weight" if clips else "1.3.2.weight")
+    assert "weight gradients were read when the optimizer stepped" in first.explanation
 
 
 def test_the_outline_opens_what_holds_many_modules_and_what_is_never_called() -> None:
@@ -298,6 +329,30 @@ def test_gradients_counted_later_have_the_same_rows() -> None:
     rows.count_held()
     assert all(map(torch.equal, late, at_once))
     assert rows.lost == set()
+
+
+def test_threads_that_count_at_once_get_rows_of_their_own() -> None:
+    rows = DeviceRows(torch.device("cpu"), lambda note: None)
+    each_has, start = [[torch.full((3,), 2.0**power) for _ in range(40)] for power in range(8)], threading.Barrier(8)
+    counted: list[torch.Tensor] = []
+
+    def count(tensors: list[torch.Tensor]) -> None:
+        start.wait()
+        counted.extend(rows.count(tensor, later=number % 2 == 0) for number, tensor in enumerate(tensors))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=count, args=(tensors,)) for tensors in each_has]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    rows.count_held()
+    expected = [reference.count(tensor).tolist() for tensors in each_has for tensor in tensors]
+    assert sorted(row.tolist() for row in counted) == sorted(expected)
 
 
 def test_a_gradient_changed_before_it_is_counted_is_told_and_never_counted_wrong() -> None:

@@ -10,10 +10,12 @@ outputs until there are enough of them, or the step ends.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +53,20 @@ class _Buffer:
     copied: Any = None
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _one_at_a_time(method: _Method) -> _Method:
+    """Return the method of ``DeviceRows`` under its lock: a user's backwards may run in several threads."""
+
+    @functools.wraps(method)
+    def run(self: DeviceRows, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
 class DeviceRows:
     """Keeps the rows that one capture fills on one CUDA device.
 
@@ -60,6 +76,7 @@ class DeviceRows:
     """
 
     def __init__(self, device: torch.device, note: Callable[[str], None]) -> None:
+        self._lock = threading.RLock()
         self._device = device
         self._note = note
         self._buffers: list[_Buffer | None] = [None, None]
@@ -79,6 +96,7 @@ class DeviceRows:
 
     # -- counting -------------------------------------------------------------------------------------------------
 
+    @_one_at_a_time
     @torch.no_grad()
     def count(self, tensor: torch.Tensor, later: bool = False) -> torch.Tensor:
         """Return a tensor's row of counts, like ``counting.count``; overwritten two steps later. Never waits for the GPU.
@@ -107,6 +125,7 @@ class DeviceRows:
             return fastest.count(tensor)
         return self._given(slot)
 
+    @_one_at_a_time
     @torch.no_grad()
     def count_held(self) -> None:
         """Count the tensors that are held, each on the stream on which it arrived. Never waits for the GPU."""
@@ -126,6 +145,7 @@ class DeviceRows:
                 self.lost.update(id(each.row) for each in group)
                 self._gave_up(error)
 
+    @_one_at_a_time
     @torch.no_grad()
     def count_together(self, waiting: list[ParameterGradient]) -> None:
         """Count gradients at the end of their backward, each on the stream on which it arrived."""
@@ -163,6 +183,7 @@ class DeviceRows:
 
     # -- the buffers ------------------------------------------------------------------------------------------------
 
+    @_one_at_a_time
     def send(self, rows: list[torch.Tensor]) -> list[tuple[list[int], HostCopy]]:
         """Copy the step's rows that lie in the buffer to the host, and return their indices with the copy. Never waits."""
         self.count_held()
@@ -175,6 +196,7 @@ class DeviceRows:
         self._close()
         return copies
 
+    @_one_at_a_time
     def drop(self) -> None:
         """Drop the step's rows; they keep their counts until the step after the next one."""
         self.count_held()

@@ -317,9 +317,12 @@ class Dispatcher(Guarded):
         # The step may have ended within a backward, whose other gradients the new step's observers may take.
         self.untaken = NO_BACKWARD
         takers = (observer for observer in self.at_work if type(observer).called is not Observer.called)
-        lifted = self._hooks.begin_step(self.quiet, all(observer.outline_suffices for observer in takers))
+        outlined = all(observer.outline_suffices for observer in takers)
+        # The watch then reads the weight gradients when the optimizers step.
+        at_optimizers = outlined and self.optimizers.hold_all()
+        lifted = self._hooks.begin_step(self.quiet, outlined, at_optimizers)
         if self._watch is not None:
-            self._watch.outlined(lifted)
+            self._watch.outlined(lifted, at_optimizers)
 
 
 def _call_each(functions: Sequence[Callable[[], None]]) -> None:

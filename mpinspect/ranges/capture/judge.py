@@ -78,6 +78,10 @@ class StepLog:
     magnitudes: list[StepMagnitudes] = field(default_factory=list)
     #: Whether only the modules that outline the model were looked at.
     is_outlined: bool = False
+    #: Whether a scaler checks the weight gradients of the last backward.
+    is_checked: bool = False
+    #: Whether weight gradients are read when an optimizer steps with them, and not as they arrive.
+    reads_at_optimizers: bool = False
     #: Whether all readings are slots, of which most are read only where something is not finite.
     is_on_devices: bool = False
     #: Whether ``backward_broke`` has found such a gradient, and how many readings it has searched.
@@ -231,6 +235,12 @@ class Judge:
             found = replace(found, explanation=reason, elsewhere=True)
         if log.is_partial and (found.after or found.module != found.first.module):
             doubt = "not every call of this step was observed, so it may have arisen in a module that is called often"
+            found = replace(found, explanation=f"{found.explanation}; {doubt}")
+        elif log.reads_at_optimizers and found.first.what == WEIGHT_GRADIENT:
+            doubt = (
+                "in this step, as between samples on a GPU, weight gradients were read when the optimizer stepped, after "
+                "clipping, which spreads a NaN to all of them (every=1: always as they arrive)"
+            )
             found = replace(found, explanation=f"{found.explanation}; {doubt}")
         elif log.is_outlined and self._is_block(found.module, calls):
             doubt = (

@@ -12,6 +12,7 @@ import torch
 from mpinspect.counting import layout
 from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.counting.pieces import detached_values
+from mpinspect.runtime.device import used_on_current_stream
 from mpinspect.runtime.distributed import local_part
 
 
@@ -119,6 +120,9 @@ def read_largest(tensor: torch.Tensor) -> float:
 
 def stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     """Stack pairs of extremes into an (n, 2) float32 or float64 tensor, or the headers of rows into (n, HEADER) int64."""
+    for each in values:
+        for tensor in each:
+            used_on_current_stream(tensor)
     if len(values[0]) == 1:
         return torch.stack([row for (row,) in values])[:, : layout.HEADER].contiguous()
     flat = torch.stack([value for pair in values for value in pair]).view(-1, 2)

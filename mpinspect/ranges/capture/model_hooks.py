@@ -92,12 +92,13 @@ class ModelHooks:
                 self._on_parameters.append((watched, handle))
         self.hook_parameters(self._later)
 
-    def begin_step(self, quiet: bool, outlined: bool = False) -> bool:
+    def begin_step(self, quiet: bool, outlined: bool = False, without_parameters: bool = False) -> bool:
         """Update the hooks for the model as it is now; return whether some modules have none in this step.
 
         Args:
             quiet: remove them all, since nothing is observed in this step.
             outlined: remove those of the modules inside the blocks of the model's outline.
+            without_parameters: if that removes any, remove those of the parameters too.
         """
         if quiet:
             self._lift_modules(self._on_modules)
@@ -107,6 +108,8 @@ class ModelHooks:
             self._tend()
             if outlined:
                 self._lift_modules(each for each in self._on_modules if id(each[0]) in self._inside_blocks)
+            if self._lifted_modules and without_parameters:
+                self._lift_parameters()
         self.nodes_made.clear()
         return bool(self._lifted_modules)
 
@@ -162,7 +165,7 @@ class ModelHooks:
             return
         for watched, handle in self._on_parameters:
             parameter = watched.parameter
-            known: Any = parameter._backward_hooks
+            known = _hooks_of(parameter)
             # If the parameter has other hooks, ours stays, to keep its place among them.
             if known is not None and len(known) == 1 and handle.id in known:
                 self._lifted_parameters.append((parameter, handle.id, known.pop(handle.id)))
@@ -175,7 +178,7 @@ class ModelHooks:
             module._forward_hooks_with_kwargs[number] = True
         parameters, self._lifted_parameters = self._lifted_parameters, []
         for parameter, number, hook in parameters:
-            known: Any = parameter._backward_hooks
+            known = _hooks_of(parameter)
             if known is not None:
                 # Autograd reads the plain dictionary, in the order of insertion: ``move_to_end`` would have no effect.
                 since = list(known.items())
@@ -235,3 +238,8 @@ class ModelHooks:
         dispatcher = self._dispatcher()
         assert dispatcher is not None
         return dispatcher
+
+
+def _hooks_of(parameter: torch.Tensor) -> Any:
+    """Return torch's dictionary of the hooks among which ours on a parameter is; None if there were never any."""
+    return parameter._post_accumulate_grad_hooks if is_distributed(parameter) else parameter._backward_hooks

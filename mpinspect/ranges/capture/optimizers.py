@@ -59,6 +59,11 @@ class ModelOptimizers:
         """Return the optimizers that are known to belong to the model and still exist."""
         return [optimizer for optimizer, ours in self._ours.items() if ours]
 
+    def hold_all(self) -> bool:
+        """Return whether the living optimizers hold every parameter that is trained."""
+        held = {id(parameter) for each in self.living() for group in each.param_groups for parameter in group["params"]}
+        return all(id(watched.parameter) in held for watched in self._parameters if watched.parameter.requires_grad)
+
     def parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[WatchedParameter]:
         """Yield the model's parameters that the optimizer holds."""
         for group in optimizer.param_groups:

@@ -184,6 +184,7 @@ class Watch(Observer):
         log = self._log
         if log.scale is None or not backward.scale.is_aside:
             log.scale = backward.scale
+        log.is_checked = backward.checked_by_scaler
         if backward.micro_batch and self._broken_weights.hold_no_gradient(log.backward_broke):
             log.dropped_before = backward.micro_batch
 
@@ -277,6 +278,10 @@ class Watch(Observer):
             self._judge.find_innocent(self._log)
             if self._log.dropped_before is not None and self._is_given_broken(optimizer):
                 self._log.dropped_before = None
+            if self._log.reads_at_optimizers and not self._log.is_checked:
+                self._weight_gradients(optimizer)
+                # An optimizer may change them.
+                self._read_held()
         found_inf = getattr(optimizer, "found_inf", None)
         if isinstance(found_inf, torch.Tensor):
             # A fused optimizer skips on the device: the host knows whether it stepped once found_inf has been copied.
@@ -303,9 +308,12 @@ class Watch(Observer):
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the gradients of the optimizer's parameters, to find the non-finite one that made the scaler skip."""
-        if not self.at_work:
-            return
-        self._log.skipped = True
+        if self.at_work:
+            self._log.skipped = True
+            self._weight_gradients(optimizer)
+
+    def _weight_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the gradients that an optimizer holds, after all that the loop does to them."""
         many = world_size() > 1
         for watched in self._optimizers.parameters(optimizer):
             if watched.parameter.grad is not None:
@@ -330,9 +338,13 @@ class Watch(Observer):
         # Where the tensors lie on a device each hook takes the host as long as a small layer.
         self.outline_suffices = bool(self._on_devices) and not self._reads_all
 
-    def outlined(self, are_some_left_out: bool) -> None:
-        """Record whether the calls of some modules are not observed in the step that begins."""
+    def outlined(self, are_some_left_out: bool, at_optimizers: bool) -> None:
+        """Record whether the calls of some modules are not observed in the step that begins.
+
+        ``at_optimizers``: whether no weight gradient is, either, so that they are read when an optimizer steps with them.
+        """
         self._log.is_outlined = are_some_left_out
+        self._log.reads_at_optimizers = are_some_left_out and at_optimizers
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Start copying the step's values to the host; record events of steps whose values have arrived. Does not wait."""
