@@ -22,7 +22,7 @@ from machine import arguments, write_results
 from targets import checked, verdicts
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import Progress, Session, TensorInfo, TensorKey, TensorWindow, Window
 from mpinspect.run.diff import diff

@@ -29,7 +29,7 @@ import json, sys, time
 from dataclasses import replace
 from pathlib import Path
 {PEAK}
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.ranks import RankSum
 from mpinspect.ranges.store import read_session
 source, readings, target = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])

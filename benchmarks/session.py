@@ -54,7 +54,7 @@ PARTS = f"""
 import json, sys, time
 {PEAK}
 started = time.perf_counter()
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.store import read_session
 imported = time.perf_counter()
 session = read_session(sys.argv[1])

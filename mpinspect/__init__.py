@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         TFLOAT32,
         FloatFormat,
     )
-    from mpinspect.ranges.analysis import recommend_loss_scale
+    from mpinspect.ranges.analysis.loss_scale import recommend_loss_scale
     from mpinspect.ranges.inspector import Inspector, MpinspectWarning
     from mpinspect.ranges.probe import probe
     from mpinspect.ranges.recorder import Recorder
@@ -97,7 +97,7 @@ _WHEN_USED = {
     "probe": "ranges.probe",
     "profile_kernels": "kernels.profile",
     "read_trace": "kernels.profile",
-    "recommend_loss_scale": "ranges.analysis",
+    "recommend_loss_scale": "ranges.analysis.loss_scale",
 }
 
 

@@ -21,7 +21,7 @@ from mpinspect.counting.bits import merge_rows
 from mpinspect.counting.cuda import available
 from mpinspect.counting.pieces import COUNTABLE
 from mpinspect.ranges.capture import device_magnitudes
-from mpinspect.ranges.capture.diagnosing.examination import Examination
+from mpinspect.ranges.faults.measure.examination import Examination
 
 DTYPES = COUNTABLE
 

@@ -34,7 +34,7 @@ from mpinspect.kernels.trace import TraceError
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.store import FILE_NAME, SessionError, frames, read_session, save_session
 from mpinspect.reporting import forms
 from mpinspect.run.reading import read_run

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from peers import NOTHING, PEERS
 
-from mpinspect.ranges.analysis.diagnoses import DIAGNOSES
-from mpinspect.ranges.analysis.diagnoses.case import Diagnosis
+from mpinspect.ranges.faults.diagnose import DIAGNOSES
+from mpinspect.ranges.faults.name.case import Diagnosis
 
 HERE = Path(__file__).parent
 HEALTHY = [f"healthy/{path.name}" for path in sorted((HERE / "healthy").glob("*.py"))]

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _read(options: argparse.Namespace) -> RangeReport | RunReport:
-    from mpinspect.ranges.analysis import analyse
+    from mpinspect.ranges.analyse import analyse
     from mpinspect.ranges.store import SessionError, read_session
     from mpinspect.run.reading import is_run_directory, read_run
 

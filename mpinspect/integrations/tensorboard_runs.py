@@ -264,7 +264,7 @@ def _by_number(name: str) -> list[tuple[int, int, str]]:
 
 def _read(run: Found) -> dict[str, Any]:
     """Return a run's verdict, findings and map, or the sentence that says why it can't be read. Never raises."""
-    from mpinspect.ranges.analysis import analyse
+    from mpinspect.ranges.analyse import analyse
     from mpinspect.ranges.analysis.ranks import NotOneModelError
     from mpinspect.ranges.store import SessionError, read_session
     from mpinspect.run.reading import run_of_model

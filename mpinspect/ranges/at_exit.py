@@ -10,8 +10,9 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
-from mpinspect.ranges.analysis.first_line import first_line, what_broke
+from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.capture.recording import warn
+from mpinspect.ranges.faults.diagnose import what_broke
 from mpinspect.reporting.streams import printable, write
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from mpinspect.numeric.formats import FormatLike
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.at_exit import AtExit, print_report
 from mpinspect.ranges.capture import layers as model_layers
@@ -24,6 +24,7 @@ from mpinspect.ranges.capture.capture import Capture
 from mpinspect.ranges.capture.optimizers import plain_optimizer
 from mpinspect.ranges.capture.recording import MpinspectWarning, Recording, warn
 from mpinspect.ranges.capture.steps import Schedule
+from mpinspect.ranges.faults.observers import diagnosing_observers
 from mpinspect.ranges.kinds import DEFAULT_KINDS, KINDS, UPDATE
 from mpinspect.ranges.session import Event, RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks
@@ -277,6 +278,7 @@ class Inspector:
             max_overhead=info.max_overhead,
             limit=None if info.max_overhead is not None else self._limit,
             eager_samples=self._eager_samples,
+            diagnosing=diagnosing_observers,
         )
 
     def _process_ends(self) -> None:

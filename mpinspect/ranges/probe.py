@@ -11,8 +11,8 @@ import torch
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16, floor_log2, is_power_of_two
-from mpinspect.ranges.analysis import recommend_loss_scale
 from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
+from mpinspect.ranges.analysis.loss_scale import recommend_loss_scale
 from mpinspect.ranges.analysis.noise import is_rounding_noise, rounding_noise_ceilings, without_noise
 from mpinspect.ranges.analysis.ranges import tensor_infos
 from mpinspect.ranges.analysis.report import LossScaleAdvice

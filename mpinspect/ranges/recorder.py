@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpinspect.numeric.formats import FormatLike
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.at_exit import print_report
 from mpinspect.ranges.capture.arrays.capture import ArrayCapture

@@ -290,7 +290,7 @@ MOST_ROWS = 8
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement of a run beyond the histograms; a diagnosis (``analysis/diagnoses``) turns it into findings.
+    """A measurement of a run beyond the histograms; a diagnosis (``faults/name``) turns it into findings.
 
     Args:
         what: name of the measurement, set by the observer that makes it ("gradients-handed-over").

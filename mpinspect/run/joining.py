@@ -63,7 +63,7 @@ def _attempt(make: Callable[[], Made], what: str, notes: list[str]) -> Made | No
 
 
 def _ranges(model: RecordedModel) -> ModelPart:
-    from mpinspect.ranges.analysis import analyse
+    from mpinspect.ranges.analyse import analyse
     from mpinspect.run.report import ModelPart
 
     return ModelPart(model.name, analyse(model.session))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mpinspect.ranges.analysis.rank_findings import ended_early
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY, ENDINGS, NotOneModelError, RankSum, ranks_named
+from mpinspect.ranges.faults.rank_findings import ended_early
 from mpinspect.ranges.session import Measurement, RunInfo, Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.reporting.words import number_of

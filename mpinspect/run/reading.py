@@ -9,7 +9,7 @@ from typing import Any
 
 from mpinspect.kernels.analysis import KernelReport
 from mpinspect.kernels.profile import read_trace
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.ranks import ranks_named
 from mpinspect.ranges.session import Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session

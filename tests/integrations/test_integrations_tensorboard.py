@@ -25,7 +25,7 @@ import mpinspect
 from mpinspect.integrations.tensorboard import RangesPlugin
 from mpinspect.integrations.tensorboard_runs import BESIDE, FILE_NAME, Runs, roots_of
 from mpinspect.ranges import store
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.report.explorer import packed

@@ -20,7 +20,7 @@ from torch import nn
 import mpinspect
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges import tracking as sinks
-from mpinspect.ranges.analysis import recommend_loss_scale
+from mpinspect.ranges.analysis.loss_scale import recommend_loss_scale
 from mpinspect.ranges.capture import recording
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.report.tensorboard import TensorBoardSink

@@ -29,7 +29,7 @@ from mpinspect.numeric.formats import (
     FloatFormat,
     as_format,
 )
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.report.tensorboard import TensorBoardLog
 
 IN_TORCH = {

@@ -37,8 +37,10 @@ LAWS = {
 #: Inside rooms: who never imports what. An object's own ``str()`` and ``to_dataframe()`` ask its report when they are called.
 OWN_FORMS = {"mpinspect.ranges.analysis.report"}
 NEVER = [
-    ("ranges.capture", ("ranges.analysis", "ranges.report", "ranges.store.sinks")),
-    ("ranges.analysis", ("ranges.report", "ranges.capture", "ranges.store")),
+    ("ranges.capture", ("ranges.faults", "ranges.analysis", "ranges.report", "ranges.store.sinks")),
+    ("ranges.analysis", ("ranges.faults", "ranges.report", "ranges.capture", "ranges.store")),
+    ("ranges.faults.measure", ("ranges.faults.name", "ranges.analysis", "ranges.report")),
+    ("ranges.faults.name", ("ranges.faults.measure", "ranges.report", "ranges.capture", "ranges.store")),
     ("shapes.record", ("shapes.analysis", "shapes.report")),
     ("shapes.analysis", ("shapes.report", "shapes.record")),
     ("kernels.capture", ("kernels.analysis", "kernels.report")),
@@ -47,7 +49,16 @@ NEVER = [
 #: Read saved sessions, traces and recordings, on machines without torch.
 WITHOUT_TORCH = (
     *("numeric", "reporting", "ranges.session", "ranges.store"),
-    *("ranges.analysis", "ranges.report", "shapes.records", "shapes.operators", "shapes.analysis", "shapes.report"),
+    *(
+        "ranges.analysis",
+        "ranges.faults.diagnose",
+        "ranges.faults.name",
+        "ranges.report",
+        "shapes.records",
+        "shapes.operators",
+        "shapes.analysis",
+        "shapes.report",
+    ),
     *("kernels.records", "kernels.trace", "kernels.names", "kernels.analysis", "kernels.report"),
     *("run.reading", "run.report", "run.diff", "commands.report", "commands.diff", "commands.kernels"),
     "integrations.tensorboard_runs",

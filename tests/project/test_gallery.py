@@ -10,8 +10,8 @@ from pathlib import Path
 import gallery
 import pytest
 
-from mpinspect.ranges.analysis.diagnoses import DIAGNOSES
 from mpinspect.ranges.analysis.report import FINDING_IDS
+from mpinspect.ranges.faults.diagnose import DIAGNOSES
 
 SCRIPTS = sorted(path for path in gallery.HERE.rglob("*.py") if path.stem not in ("gallery", "peers"))
 PAGE = (Path(__file__).parents[2] / "docs" / "diagnoses.md").read_text("utf-8")

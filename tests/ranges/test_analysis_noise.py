@@ -3,7 +3,7 @@
 import pytest
 from analysis_sessions import activation, session_of, spread, weight, window_of
 
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.noise import without_noise
 from mpinspect.ranges.session import TensorInfo, TensorKey
 

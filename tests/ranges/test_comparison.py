@@ -11,7 +11,7 @@ import sessions
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges import session as s
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.changed_settings import Change, changed_settings
 from mpinspect.ranges.analysis.comparison import RANGE_DIFF_IDS, compare_ranges
 from mpinspect.ranges.analysis.parting import LEAST_BEYOND, courses, stretches

@@ -17,8 +17,8 @@ from torch import nn
 from mpinspect import Inspector, MixedPrecision, Session
 from mpinspect.numeric.formats import as_format
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.capture.diagnosing.compensation import spacing_of
-from mpinspect.ranges.capture.diagnosing.masters import Masters
+from mpinspect.ranges.faults.measure.compensation import spacing_of
+from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.session import DROPPED, Event, Measurement, Progress
 from mpinspect.reporting.finding import Finding
 

@@ -16,7 +16,8 @@ from agreeing_reports import analyse
 from torch import nn
 
 from mpinspect import Inspector, Session
-from mpinspect.ranges.analysis.first_line import first_line, what_broke
+from mpinspect.ranges.analysis.first_line import first_line
+from mpinspect.ranges.faults.diagnose import what_broke
 from mpinspect.reporting.finding import Finding
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.capture.diagnosing import overflowed_norms
+from mpinspect.ranges.faults.measure import overflowed_norms
 
 ROWS, WIDTH, EPS = 32, 16, 1e-5
 #: Each divides rows by a root of the mean or the sum of their squares.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.probe import probe
 from mpinspect.runtime.emulation import half_arithmetic
 

@@ -16,9 +16,9 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from mpinspect import Session
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
-from mpinspect.ranges.capture.diagnosing.averaged import AVERAGED
+from mpinspect.ranges.faults.measure.averaged import AVERAGED
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey
 from mpinspect.run.directory import ALL_RANKS

@@ -7,7 +7,7 @@ import json
 import pytest
 import sessions
 
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.report import dataframe, plots
 from mpinspect.ranges.report.tensorboard import TensorBoardSink
 from mpinspect.reporting.forms import render, save

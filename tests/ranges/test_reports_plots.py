@@ -14,7 +14,7 @@ from matplotlib.image import imread
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT16_FTZ
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.kinds import TABLE as KIND_TABLE
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.report import plot_heat_map, plots

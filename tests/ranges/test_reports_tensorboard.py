@@ -21,7 +21,7 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16, FORMATS
-from mpinspect.ranges.analysis import recommend_loss_scale
+from mpinspect.ranges.analysis.loss_scale import recommend_loss_scale
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GRADIENT
 from mpinspect.ranges.report import tensorboard_map
 from mpinspect.ranges.report.crc32c import crc32c

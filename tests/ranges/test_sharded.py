@@ -9,7 +9,7 @@ import sharded_training as trained
 import torch
 import warm
 
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
 from mpinspect.ranges.session import TensorKey
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import mpinspect
 from mpinspect import Inspector, MixedPrecision
-from mpinspect.ranges.analysis import analyse
-from mpinspect.ranges.analysis.verdict import verdict
+from mpinspect.ranges.analyse import analyse
+from mpinspect.ranges.faults.verdict import verdict
 from mpinspect.ranges.report.scale_line import reserve_line
 from mpinspect.ranges.session import ScaleChange, Session
 from mpinspect.reporting.finding import Finding

@@ -8,8 +8,8 @@ from analysis_sessions import activation, session_of, spread, weight, window_of
 from torch import nn
 
 from mpinspect import Inspector
-from mpinspect.ranges.analysis import analyse
-from mpinspect.ranges.capture.diagnosing.singularities import Rows, singular
+from mpinspect.ranges.analyse import analyse
+from mpinspect.ranges.faults.measure.singularities import Rows, singular
 from mpinspect.ranges.session import (
     Event,
     LostUpdates,

@@ -14,7 +14,7 @@ import shape_records
 
 from mpinspect.kernels.analysis import analyse_kernels
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.probe import ProbeReport

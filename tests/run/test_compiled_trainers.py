@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from watched_training import watched
 
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.report.document import document

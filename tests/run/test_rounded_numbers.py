@@ -12,8 +12,8 @@ from agreeing_reports import contradictions
 from torch import nn
 from watched_training import watched
 
-from mpinspect.ranges.analysis import analyse
-from mpinspect.ranges.capture.diagnosing.rounded_numbers import RoundedNumbers
+from mpinspect.ranges.analyse import analyse
+from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -17,7 +17,7 @@ import shape_records
 
 from mpinspect.commands.cli import main
 from mpinspect.ranges import session as s
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.session import Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.reporting.forms import render

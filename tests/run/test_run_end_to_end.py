@@ -14,7 +14,7 @@ import pytest
 import torch
 import warm
 
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Session, TensorKey
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from watched_training import train, watched
 
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.run.models.backwards import leaves
 from mpinspect.run.models.naming import names_of
 from mpinspect.run.models.owners import Holders, living_modules, parameter_ids, unwrapped

@@ -14,7 +14,7 @@ from analysis_sessions import session_of, spread, window_of
 
 from mpinspect import Inspector
 from mpinspect.kernels.analysis import analyse_kernels
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.report.explorer import ModuleNotes

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mpinspect.numeric.formats import floor_log2, is_power_of_two
-from mpinspect.ranges.analysis.diagnoses import explains_events
 from mpinspect.ranges.session import DROPPED, END, SKIPPED, Event
-
-if TYPE_CHECKING:
-    from mpinspect.ranges.analysis.report import RangeReport
 
 _VALUES = {"inf": "inf", "nan": "NaN"}
 
@@ -45,16 +40,6 @@ def _scale(scale: float) -> str:
     """Return the scale as a plain number, or as "2^k" if it is a power of two below 1 or above 2^24."""
     is_plain = not is_power_of_two(scale) or 1 <= scale <= 1 << 24
     return f"{scale:.15g}" if is_plain else f"2^{floor_log2(scale)}"
-
-
-def what_broke(report: RangeReport) -> Event | None:
-    """Return the event that broke the run; None if no event did harm."""
-    alarming = any(
-        explains_events(finding) or (finding.id == "non-finite-event" and finding.severity != "info")
-        for finding in report.findings
-    )
-    # If the loss scale makes every step skip, each single skip looks like harmless probing: fall back on the first event.
-    return gravest(report.events) or (report.events[0] if alarming and report.events else None)
 
 
 def gravest(events: Sequence[Event]) -> Event | None:

@@ -6,7 +6,7 @@ No tensor of the model is kept, only rows of counts and reduced values.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from mpinspect.ranges.capture import tensor_hooks
 from mpinspect.ranges.capture.broken_off import broken_off
 from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.counting import Counting
-from mpinspect.ranges.capture.diagnosing import diagnosing_observers
 from mpinspect.ranges.capture.dispatcher import Dispatcher
 from mpinspect.ranges.capture.layers import Layer, ModelParameters, WatchedParameter, describe
 from mpinspect.ranges.capture.listener import Listener
+from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import MOST_CLOSURES, Pace, Schedule, StepClock
@@ -33,6 +33,11 @@ from mpinspect.runtime.device_stopwatch import EventStopwatch
 from mpinspect.runtime.distributed import allows_uneven_inputs
 from mpinspect.runtime.guard import guarded, unseen
 from mpinspect.runtime.meter import Meter
+
+#: Makes the observers that measure for diagnoses, to come after the watch: some react to the events that it records.
+MakesObservers = Callable[
+    [Sequence[Layer], Sequence[WatchedParameter], ModelOptimizers, StepClock, Recording], tuple[Observer, ...]
+]
 
 
 class Capture(Dispatcher):
@@ -49,6 +54,7 @@ class Capture(Dispatcher):
         optimizers, scalers: those known to belong to the model; others are found when they step or scale.
         recording: receives the captured data.
         eager_samples: run the model's compiled regions eagerly in the training forwards of sampled steps.
+        diagnosing: makes the observers that measure for diagnoses; None for none.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Capture(Dispatcher):
         max_overhead: float | None = None,
         limit: Limit | None = None,
         eager_samples: bool = False,
+        diagnosing: MakesObservers | None = None,
     ) -> None:
         self._layers, self._parameters = list(layers), list(parameters)
         self._kinds = frozenset(kinds)
@@ -110,7 +117,8 @@ class Capture(Dispatcher):
                 choice=self._choice,
             )
             self._observers += (self._watch,)
-        self._observers += diagnosing_observers(self._layers, self._parameters, self.optimizers, step_clock, recording)
+        if diagnosing is not None:
+            self._observers += diagnosing(self._layers, self._parameters, self.optimizers, step_clock, recording)
 
     # -- attaching and detaching ----------------------------------------------------------------------------------
 

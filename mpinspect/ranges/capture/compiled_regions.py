@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.singularities import graph
+from mpinspect.ranges.capture.graph import graph
 from mpinspect.ranges.capture.layers import Layer
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.runtime.garbage_collection import living

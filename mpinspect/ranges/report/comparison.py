@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mpinspect.ranges.analysis.comparison import LayerChange, Parting, RangeDiff, Steps
-from mpinspect.ranges.analysis.first_line import first_line, gravest, what_broke
+from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.analysis.parting import LEAST_BEYOND
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.faults.diagnose import what_broke
 from mpinspect.ranges.kinds import kind_named, phrase
 from mpinspect.ranges.report.explorer import Mapped, widget
 from mpinspect.ranges.report.scale_line import scale_in_brief

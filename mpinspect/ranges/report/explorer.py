@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FORMATS, FloatFormat, floor_log2
-from mpinspect.ranges.analysis import judged_in
+from mpinspect.ranges.analyse import judged_in
 from mpinspect.ranges.analysis.evidence import own_scale
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from mpinspect.numeric.formats import FloatFormat
-from mpinspect.ranges.analysis import judged_in
+from mpinspect.ranges.analyse import judged_in
 from mpinspect.ranges.analysis.loss_scale import noise_of, recommend_loss_scale
 from mpinspect.ranges.analysis.noise import rounding_noise_ceilings
 from mpinspect.ranges.analysis.ranges import tensor_infos

@@ -288,7 +288,7 @@ class _Conclusion(NamedTuple):
 
 
 def _conclude(session: Session) -> _Conclusion:
-    from mpinspect.ranges.analysis import analyse
+    from mpinspect.ranges.analyse import analyse
     from mpinspect.ranges.report import tensorboard_map
     from mpinspect.ranges.report.document import title, verdict_blocks
     from mpinspect.reporting import markdown

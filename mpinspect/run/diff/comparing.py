@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from mpinspect.numeric.formats import FormatLike, as_format
-from mpinspect.ranges.analysis import analyse
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.precision import ledger_line
 from mpinspect.ranges.session import Session, narrowest

@@ -171,7 +171,7 @@ class OneStep(Guarded):
             self._finish_profile("")
 
     def _begin_products(self) -> None:
-        from mpinspect.ranges.capture.diagnosing.rounded_numbers import RoundedNumbers
+        from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
         from mpinspect.shapes.record.live import LiveMatmuls, obstacle
 
         self._wants_matmuls = False

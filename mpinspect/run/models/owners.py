@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mpinspect.ranges.capture.diagnosing.masters import are_close
+from mpinspect.ranges.faults.measure.masters import are_close
 from mpinspect.runtime.garbage_collection import living, with_subclasses
 from mpinspect.runtime.wrappers import named_children, registered, submodules, unwrapped, wrapped_by
 

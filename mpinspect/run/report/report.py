@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from mpinspect.ranges.analysis.first_line import first_line, what_broke
-from mpinspect.ranges.analysis.verdict import of_what_was_seen
+from mpinspect.ranges.analysis.first_line import first_line
+from mpinspect.ranges.faults.diagnose import what_broke
+from mpinspect.ranges.faults.verdict import of_what_was_seen
 from mpinspect.reporting.finding import Finding, gravest_first
 from mpinspect.reporting.rendering import RendersItself
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights
-from mpinspect.ranges.analysis.diagnoses.handed_over import replaced
-from mpinspect.ranges.analysis.event_findings import look_at, loss_made_by, period, was_in_half
 from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.scale_window import HEADROOM
+from mpinspect.ranges.faults.event_findings import look_at, loss_made_by, period, was_in_half
+from mpinspect.ranges.faults.name.case import Case, Diagnosis, fp32_weights
+from mpinspect.ranges.faults.name.handed_over import replaced
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
 from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, Measurement, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding

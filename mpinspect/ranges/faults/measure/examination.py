@@ -16,15 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.loss_terms import is_wide_on_cuda, narrow_term, operations
-from mpinspect.ranges.capture.diagnosing.singularities import (
-    Rows,
-    Singular,
-    applies_mask,
-    graph,
-    infinite_operand,
-    singular,
-)
+from mpinspect.ranges.capture.graph import graph
 from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
@@ -32,6 +24,14 @@ from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.loss_terms import is_wide_on_cuda, narrow_term, operations
+from mpinspect.ranges.faults.measure.singularities import (
+    Rows,
+    Singular,
+    applies_mask,
+    infinite_operand,
+    singular,
+)
 from mpinspect.ranges.kinds import ACTIVATION
 from mpinspect.ranges.session import BROKEN_LOSS, MOST_ROWS, Measurement, containers
 from mpinspect.runtime.distributed import is_from_stage_before

@@ -6,10 +6,16 @@ A diagnosis is one pure function over the record of a run. It yields no finding 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from mpinspect.ranges.analysis.diagnoses import arithmetic, culprit_inputs, handed_over, scaling, stores
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
+from mpinspect.ranges.analysis.first_line import gravest
+from mpinspect.ranges.faults.name import arithmetic, culprit_inputs, handed_over, scaling, stores
+from mpinspect.ranges.faults.name.case import Case, Diagnosis
+from mpinspect.ranges.session import Event
 from mpinspect.reporting.finding import Finding
+
+if TYPE_CHECKING:
+    from mpinspect.ranges.analysis.report import RangeReport
 
 #: The order of findings of one severity: those that explain most come first.
 DIAGNOSES: tuple[Diagnosis, ...] = (
@@ -54,6 +60,16 @@ def explains_events(finding: Finding) -> bool:
     """Return whether a finding says why steps were not finite, so that an event from its step on is a consequence."""
     # Recurring overflows are warnings because a scaler skips these steps.
     return finding.id == "overflow-recurs" or (finding.id in _CAUSES and finding.severity == "error")
+
+
+def what_broke(report: RangeReport) -> Event | None:
+    """Return the event that broke the run; None if no event did harm."""
+    alarming = any(
+        explains_events(finding) or (finding.id == "non-finite-event" and finding.severity != "info")
+        for finding in report.findings
+    )
+    # If the loss scale makes every step skip, each single skip looks like harmless probing: fall back on the first event.
+    return gravest(report.events) or (report.events[0] if alarming and report.events else None)
 
 
 def diagnose(case: Case) -> list[Finding]:

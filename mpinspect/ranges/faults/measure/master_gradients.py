@@ -14,7 +14,12 @@ from functools import partial
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.handed_over import (
+from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
+from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.observations import Backward, Observer
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.faults.measure.handed_over import (
     CHANGED,
     REPLACED,
     Magnitudes,
@@ -23,12 +28,7 @@ from mpinspect.ranges.capture.diagnosing.handed_over import (
     magnitudes,
     ratios,
 )
-from mpinspect.ranges.capture.diagnosing.masters import Masters, Samples, samples
-from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
-from mpinspect.ranges.capture.layers import WatchedParameter
-from mpinspect.ranges.capture.observations import Backward, Observer
-from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.faults.measure.masters import Masters, Samples, samples
 from mpinspect.runtime.distributed import has_process_group
 
 #: The names of the measurements of masters whose gradients hold those of earlier steps, of masters that are never copied back,

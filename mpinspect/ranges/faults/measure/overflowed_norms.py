@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.module_spans import ModuleSpans
-from mpinspect.ranges.capture.diagnosing.singularities import SAME_VALUES, graph, is_packed
+from mpinspect.ranges.capture.graph import graph
 from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.faults.measure.module_spans import ModuleSpans
+from mpinspect.ranges.faults.measure.singularities import SAME_VALUES, is_packed
 from mpinspect.ranges.session import Measurement
 
 #: The most nodes of the graph that are searched, and those before a root that are searched for a square or a sum.

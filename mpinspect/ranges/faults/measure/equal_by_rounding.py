@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.chosen_scores import CHOOSING, choice, tied
-from mpinspect.ranges.capture.diagnosing.module_spans import ModuleSpans
-from mpinspect.ranges.capture.diagnosing.rounded_numbers import FIRST_LOST
-from mpinspect.ranges.capture.diagnosing.rounded_positions import angles_of_rounded, collapsed, repeating
-from mpinspect.ranges.capture.diagnosing.singularities import graph, is_packed
+from mpinspect.ranges.capture.graph import graph
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.chosen_scores import CHOOSING, choice, tied
+from mpinspect.ranges.faults.measure.module_spans import ModuleSpans
+from mpinspect.ranges.faults.measure.rounded_numbers import FIRST_LOST
+from mpinspect.ranges.faults.measure.rounded_positions import angles_of_rounded, collapsed, repeating
+from mpinspect.ranges.faults.measure.singularities import is_packed
 from mpinspect.ranges.session import Measurement
 
 _DTYPES = tuple(FIRST_LOST)

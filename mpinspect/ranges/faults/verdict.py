@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
-from mpinspect.ranges.analysis.diagnoses.scaling import LOG2_INITIAL
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.precision import is_hidden, ledger_line, run_format
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
+from mpinspect.ranges.faults.name.scaling import LOG2_INITIAL
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT
 from mpinspect.ranges.session import (
     AFTER_BACKWARD,

@@ -6,12 +6,13 @@ division of a row by its own zero norm, or a softmax of nothing but -inf, also i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from mpinspect.ranges.capture.graph import graph
 from mpinspect.ranges.session import MOST_ROWS
 
 
@@ -98,20 +99,6 @@ def _found(node: Any, find: Callable[[Any, str], _Found]) -> Singular | None:
     made = getattr(node, "_input_metadata", None)
     bits = 8 * made[0].dtype.itemsize if made else 0
     return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits)
-
-
-def graph(starts: Iterable[Any], most: int, since: int = -1) -> list[Any]:
-    """Return at most ``most`` nodes of the graph that leads to ``starts``, made after the node ``since``, the nearest first."""
-    found: dict[Any, None] = dict.fromkeys(start for start in starts if start is not None)
-    queue = list(found)
-    for node in queue:
-        for following, _ in node.next_functions:
-            if following is None or following in found or len(found) >= most:
-                continue
-            if since < 0 or following._sequence_nr() > since:
-                found[following] = None
-                queue.append(following)
-    return queue
 
 
 def is_packed(node: Any) -> bool:

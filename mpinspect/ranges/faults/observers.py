@@ -1,26 +1,26 @@
-"""Observers that measure what histograms do not show, each for the diagnoses of one file in ``ranges/analysis/diagnoses``."""
+"""The observers that measure what histograms do not show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpinspect.ranges.capture.diagnosing.accumulation import Accumulation
-from mpinspect.ranges.capture.diagnosing.averaged import Averaged
-from mpinspect.ranges.capture.diagnosing.averages import Averages
-from mpinspect.ranges.capture.diagnosing.buffers import Buffers
-from mpinspect.ranges.capture.diagnosing.equal_by_rounding import EqualByRounding
-from mpinspect.ranges.capture.diagnosing.examination import Examination
-from mpinspect.ranges.capture.diagnosing.handed_over import HandedOver
-from mpinspect.ranges.capture.diagnosing.ledger import Ledger
-from mpinspect.ranges.capture.diagnosing.master_gradients import MasterGradients
-from mpinspect.ranges.capture.diagnosing.masters import Masters
-from mpinspect.ranges.capture.diagnosing.new_scalers import NewScalers
-from mpinspect.ranges.capture.diagnosing.overflowed_norms import OverflowedNorms
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.faults.measure.accumulation import Accumulation
+from mpinspect.ranges.faults.measure.averaged import Averaged
+from mpinspect.ranges.faults.measure.averages import Averages
+from mpinspect.ranges.faults.measure.buffers import Buffers
+from mpinspect.ranges.faults.measure.equal_by_rounding import EqualByRounding
+from mpinspect.ranges.faults.measure.examination import Examination
+from mpinspect.ranges.faults.measure.handed_over import HandedOver
+from mpinspect.ranges.faults.measure.ledger import Ledger
+from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
+from mpinspect.ranges.faults.measure.masters import Masters
+from mpinspect.ranges.faults.measure.new_scalers import NewScalers
+from mpinspect.ranges.faults.measure.overflowed_norms import OverflowedNorms
 
 
 def diagnosing_observers(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.singularities import saved_dim
+from mpinspect.ranges.faults.measure.singularities import saved_dim
 
 #: The most scores that are read, the most of one row, and the fewest rows.
 _MOST_SCORES, _LONGEST_ROW, _FEWEST_ROWS = 1 << 20, 1 << 14, 8

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
-from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, quoted
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, Diagnosis, quoted
 from mpinspect.ranges.session import MOST_ROWS, Measurement, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import format_name, percent, some

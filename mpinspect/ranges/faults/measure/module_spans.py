@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpinspect.ranges.capture.diagnosing.singularities import graph
+from mpinspect.ranges.capture.graph import graph
 from mpinspect.ranges.capture.observations import Call
 
 #: The most nodes of the graph that are searched within one module.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from mpinspect.numeric.formats import FORMATS
-from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS, Case, Diagnosis, fp32_weights
 from mpinspect.ranges.analysis.precision import SQUARES
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, Diagnosis, fp32_weights
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 from mpinspect.numeric.exponents import merge
 from mpinspect.ranges.analysis.comparison import scales_part
-from mpinspect.ranges.analysis.diagnoses.case import SIGNIFICAND_BITS
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY, ENDINGS, MISSING, UNFINISHED, ranks_named
 from mpinspect.ranges.analysis.scale_advice import Advised
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS
 from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import UNEVEN_INPUTS, Measurement, Progress, RankRecord, RunInfo, Session
 from mpinspect.reporting.finding import INFERRED, Finding

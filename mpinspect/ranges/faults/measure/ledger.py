@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from mpinspect.ranges.capture.diagnosing.compensation import Compensation
-from mpinspect.ranges.capture.diagnosing.masters import Masters
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.compensation import Compensation
+from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.session import OptimizerRecord, Precision, ScalerRecord
 from mpinspect.runtime.device import random_state
 from mpinspect.runtime.distributed import local_part, sharded_sum_in, summed_in

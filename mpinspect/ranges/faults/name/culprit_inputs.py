@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis
 from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.faults.name.case import Case, Diagnosis
 from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event, Measurement
 from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
 from mpinspect.reporting.words import number_of, some

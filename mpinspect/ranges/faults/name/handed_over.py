@@ -8,10 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16
-from mpinspect.ranges.analysis.diagnoses.case import Case, Diagnosis, fp32_weights, quoted
-from mpinspect.ranges.analysis.event_findings import look_at
 from mpinspect.ranges.analysis.precision import damped_by_epsilon, run_format
 from mpinspect.ranges.analysis.visibility import always_zero
+from mpinspect.ranges.faults.event_findings import look_at
+from mpinspect.ranges.faults.name.case import Case, Diagnosis, fp32_weights, quoted
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import FROZEN, Event, Measurement, TensorKey, TensorWindow
 from mpinspect.reporting.finding import INFERRED, Finding

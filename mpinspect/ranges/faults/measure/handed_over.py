@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.diagnosing.masters import Masters
 from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain, read_largest
 from mpinspect.ranges.capture.layers import WatchedParameter
@@ -24,6 +23,7 @@ from mpinspect.ranges.capture.observations import Backward, Call, Observer, Para
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.session import Measurement
 from mpinspect.runtime.distributed import has_process_group
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FloatFormat
-from mpinspect.ranges.analysis.diagnoses import diagnose, explains_events, explains_forward
-from mpinspect.ranges.analysis.diagnoses.case import Case
-from mpinspect.ranges.analysis.event_findings import event_findings
-from mpinspect.ranges.analysis.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
 from mpinspect.ranges.analysis.precision import holds_without_scale
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
-from mpinspect.ranges.analysis.rank_findings import ended_early, rank_findings
 from mpinspect.ranges.analysis.ranks import ranks_named
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
+from mpinspect.ranges.faults.diagnose import diagnose, explains_events, explains_forward
+from mpinspect.ranges.faults.event_findings import event_findings
+from mpinspect.ranges.faults.gradient_findings import MOST_LAYERS_LISTED, gradient_findings
+from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.rank_findings import ended_early, rank_findings
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Session, TensorInfo, TensorKey, TensorWindow, module_named
 from mpinspect.reporting.finding import Finding, gravest_first
