@@ -2,6 +2,9 @@
 
 Ranks write to files in one directory; rank 0 reads these now and then on a thread of its own. No rank waits for another, and
 nothing is sent between them: a rank that is slow, stops, fails or leaves costs rank 0 nothing but the sentence that says so.
+
+A collective would have to be joined by every rank, and so would the making of a process group of ours: a rank that is late would
+make the others wait inside the training, and a communicator whose collective was abandoned looks like one that works.
 """
 
 from __future__ import annotations
