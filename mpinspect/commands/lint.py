@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    # Read the baseline first: building the model may take a while, for nothing if the baseline is broken.
+    # Read the baseline first: if it is broken, the model need not be built, which may take a while.
     baseline = None if options.baseline is None else read_baseline(options.baseline)
     report = _report(options)
     comparison = None if baseline is None else compare(report.findings, baseline)
@@ -265,7 +265,7 @@ def write_baseline(path: str, report: ShapeReport) -> None:
         + "]}\n"
     )
     try:
-        # A disk that is full takes nothing from the one before.
+        # A full disk leaves the previous baseline intact.
         replace_whole(Path(path), text.encode("utf-8"))
     except OSError as error:
         raise UnusableError(f"{path} can't be written: {error.strerror or error}") from error

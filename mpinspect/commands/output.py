@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from mpinspect.reporting.rendering import RendersItself
 
 OK, FOUND, UNUSABLE = 0, 1, 2
-#: What a shell reports for a program ended by SIGPIPE: 128 + 13.
+#: A shell's status of a program ended by SIGPIPE: 128 + 13.
 BROKEN_PIPE = 141
-#: What a shell reports for a program ended by Ctrl-C: 128 + 2.
+#: A shell's status of a program ended by Ctrl-C: 128 + 2.
 INTERRUPTED = 130
 
 _FAIL_ON = "exit with 1 on findings of this severity or above ('warning', 'error'), or with this id"

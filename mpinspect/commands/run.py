@@ -1,4 +1,4 @@
-"""``mpinspect run``: run an unmodified training script with the inspector attached to what it trains."""
+"""``mpinspect run``: run an unmodified training script with the inspector attached to its models."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     AnyReport: TypeAlias = RangeReport | RunReport
 
-#: Least seconds between two looks, and the same as a multiple of what a look took.
+#: Least time between two reads: in seconds, and as a multiple of the last read's time.
 _PAUSE_S, _PAUSE_FACTOR = 1.0, 2
 _CLEAR = "\x1b[2J\x1b[3J\x1b[H"
 
 
 class _State(NamedTuple):
-    """What lies below a path: the sessions with their times (ns) and sizes, and how run.json says that the run ended."""
+    """The state of a path: its sessions with their times (ns) and sizes, and the end of the run as run.json has it."""
 
     files: dict[Path, tuple[int, int]]
     outcome: str
@@ -39,7 +39,7 @@ class _State(NamedTuple):
         for file in [path] if path.is_file() else path.rglob(SESSION):
             with suppress(OSError):
                 found[file] = (file.stat().st_mtime_ns, file.stat().st_size)
-        # A run that is killed changes no file: its record tells that its process has gone.
+        # A killed run changes no file. Its record holds the process id, which no longer exists.
         record = min(path.glob(f"rank*/{RECORD}"), default=path / RECORD)
         return cls(found, read_record(record.parent).outcome)
 
@@ -50,7 +50,7 @@ class _State(NamedTuple):
 
     @property
     def last_line(self) -> str:
-        """When the last data came, in local time."""
+        """The local time of the last data."""
         if not self.files:
             return "no data came"
         latest = max(changed for changed, _ in self.files.values())
@@ -61,7 +61,7 @@ def watch(path: str, read: Callable[[], AnyReport], show: Callable[[AnyReport], 
     """Show the report of ``path`` each time that its files change, and return it when the run has ended.
 
     Raises:
-        UnusableError: what lies there can't be read, and has not changed for a second.
+        UnusableError: the path can't be read, and has not changed for a second.
     """
     shown = failed = None
     is_waiting = False

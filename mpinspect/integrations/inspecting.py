@@ -28,7 +28,7 @@ class InspectsTraining:
 
     Args:
         log_dir: directory of the session file and the TensorBoard log; "auto" is ``mpinspect`` in the directory that
-            the trainer writes to; None keeps everything in memory. With several processes each writes to ``rank<n>`` in it.
+            the trainer writes to; None keeps everything in memory. With several processes, each writes to ``rank<n>`` in it.
         print_report: whether the first process prints the report to stderr when training ends or fails.
         options: options of Inspector: every, capture, include, exclude, loss_scale, watch, max_overhead, tracker.
 

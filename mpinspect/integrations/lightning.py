@@ -1,4 +1,4 @@
-"""A Lightning callback that inspects what the Trainer fits.
+"""A Lightning callback that inspects the model that the Trainer fits.
 
     trainer = lightning.Trainer(callbacks=[InspectorCallback()])
 
@@ -46,7 +46,7 @@ class LightningHooks(InspectsTraining):
 
 
 def _callback_class() -> Any:
-    """Return Lightning's Callback, preferably from that of its two packages that is already imported."""
+    """Return Lightning's Callback, from the package that is already imported if one of the two is."""
     packages = ["lightning.pytorch", "pytorch_lightning"]
     packages.sort(key=lambda package: package not in sys.modules)
     for package in packages:

@@ -18,7 +18,7 @@ from mpinspect.integrations.tensorboard_runs import Runs, roots_of
 
 
 class RangesPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
-    """The page "Ranges". Reads the session files below the log directory, and nothing outside of it."""
+    """The page "Ranges". Reads session files below the log directory only."""
 
     plugin_name = "mpinspect_ranges"
 

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 #: The session file's name: ``ranges.store.FILE_NAME``, which imports NumPy.
 FILE_NAME = "session.mpinspect"
-#: The files of a run directory that say what shapes and kernels its models have: the names in ``run.record``.
+#: The files of a run directory with its models' shapes and kernels, under their names in ``run.record``.
 BESIDE = ("run.json", "report.json", "trace.json.gz")
 #: Where rank 0 keeps the sum of its job's ranks: the name in ``run.directory``.
 ALL_RANKS = "all-ranks"
-#: Most runs that are listed: a page with more of them is slow, and nobody finds one on it.
+#: Most runs that are listed: a longer page is slow and hard to search.
 MOST_RUNS = 2_000
 #: Seconds that a listing is used for, and how much longer than it took it is used at least.
 _LISTING_S, _LISTING_TIMES = 2.0, 20.0
-#: Answers that are kept: of 2,000 layers one has some megabytes.
+#: Most answers in the cache: one of 2,000 layers has some megabytes.
 _MOST_KEPT = 8
 #: Addresses of remote storage, which TensorBoard reads and mpinspect does not.
 _REMOTE = re.compile(r"[a-zA-Z][0-9a-zA-Z.]*://")
@@ -42,14 +42,14 @@ class Found:
     """A session file.
 
     Args:
-        id: what the page asks for it by; made from its place, so that no path comes from outside.
+        id: identifies the run in requests; derived from its place, so that a request holds no path.
         name: its directory relative to the log directory, as TensorBoard names the run.
         root: the log directory.
         path: the file.
-        version: changes with the file, and with those beside it.
+        version: changes with the file, and with other files of its run directory.
         written: when it was last written to, in seconds since 1970.
         ranks: the files of all ranks, if this is a model of several, to be added up; ``path`` is the first of them.
-        has_beside: whether its run directory may be read: it lies in the log directory, and none of it leads out.
+        has_beside: whether its run directory may be read: it lies in the log directory, and no link leads out of it.
     """
 
     id: str
@@ -71,7 +71,7 @@ class Listing:
 
 
 class Runs:
-    """The runs below TensorBoard's log directories; nothing is searched or read before it is asked for. Thread-safe.
+    """The runs below TensorBoard's log directories, searched and read on request. Thread-safe.
 
     Args:
         roots: the log directories by the name that their runs begin with ("" for ``--logdir``).
@@ -87,7 +87,7 @@ class Runs:
         self._kept: dict[str, tuple[str, bytes]] = {}
 
     def any_soon(self, most_s: float = 0.2) -> bool:
-        """Return whether there is a run, as far as is known after ``most_s`` seconds of searching; a thread goes on."""
+        """Return whether a run has been found within ``most_s`` seconds; a thread continues the search."""
         if not self._listing.runs and (self._search is None or not self._search.is_alive()):
             self._search = threading.Thread(target=self.listing, name="mpinspect-runs", daemon=True)
             self._search.start()
@@ -105,7 +105,7 @@ class Runs:
             return self._listing
 
     def listed(self) -> dict[str, Any]:
-        """Return what the page's list shows: the runs by name, and sentences on what could not be searched."""
+        """Return the page's list: the runs by name, and sentences on directories that could not be searched."""
         found = self.listing()
         where = ", ".join(map(printable, self._roots.values())) or "no local directory"
         runs = [
@@ -118,7 +118,7 @@ class Runs:
         """Return a run's report as JSON, or its version alone if that is ``version``; None if there is no such run."""
         found = self._listing.runs.get(id) or self.listing().runs.get(id)
         with self._reading:
-            # As it is now: it has grown meanwhile, is gone, or has become a link that leads elsewhere.
+            # The file may have grown, been deleted, or become a link since the search.
             run = found and _as_it_is(found)
             if run is None:
                 return None
@@ -160,7 +160,7 @@ def _search(roots: Mapping[str, str]) -> Listing:
                 return found
             found.runs[run.id] = run
     sums = {run.id: run for run in _of_all_ranks(list(found.runs.values()))}
-    # Of the files that are added up here rank 0 keeps a sum as well, which is a little older.
+    # Rank 0 also writes a sum of these files, which is a little older.
     kept = {run.path.parent.parent.parent / ALL_RANKS / run.path.parent.name for run in sums.values()}
     found.runs = {id: run for id, run in found.runs.items() if run.path.parent not in kept} | sums
     return found
@@ -188,7 +188,7 @@ def _together(group: list[Found], name: str) -> Found:
 
 
 def _as_it_is(found: Found) -> Found | None:
-    """Return a run as its files are now; None if none of them is there any longer."""
+    """Return a run with the present state of its files; None if all were deleted."""
     if not found.ranks:
         return _looked_at(found.root, found.path)
     group = [run for path in found.ranks if (run := _looked_at(found.root, path)) is not None]
@@ -224,7 +224,7 @@ def _leads_out(root: Path, folder: Path) -> bool:
 
 
 def _looked_at(root: Path, path: Path, label: str = "") -> Found | None:
-    """Return the session file as it is now; None if it is gone, or a link out of the log directory."""
+    """Return the session file's present state; None if it was deleted, or is a link out of the log directory."""
     try:
         if not path.resolve(strict=True).is_relative_to(root):
             return None
@@ -240,7 +240,7 @@ def _looked_at(root: Path, path: Path, label: str = "") -> Found | None:
 
 
 def _beside(root: Path, path: Path) -> list[os.stat_result]:
-    """Return the status of each file of the session's run directory; none if it lies outside, or something leads out."""
+    """Return the status of each file of the session's run directory; () if it lies outside or a link leads out."""
     place = path.parent.parent
     if not place.is_relative_to(root):
         return []
@@ -263,7 +263,7 @@ def _by_number(name: str) -> list[tuple[int, int, str]]:
 
 
 def _read(run: Found) -> dict[str, Any]:
-    """Return a run's verdict, findings and map, or the sentence that says why it can't be read. Never raises."""
+    """Return a run's verdict, findings and map, or a sentence on why it can't be read. Never raises."""
     from mpinspect.ranges.analyse import analyse
     from mpinspect.ranges.analysis.ranks import NotOneModelError
     from mpinspect.ranges.store import SessionError, read_session
@@ -286,7 +286,7 @@ def _read(run: Found) -> dict[str, Any]:
 
 
 def _added_up(run: Found) -> Session:
-    """Return the sum of the ranks, with what their records say of those that ended early."""
+    """Return the sum of the ranks, with measurements of the ranks that ended early."""
     from mpinspect.ranges.analysis.ranks import RankSum
     from mpinspect.ranges.store import read_session
     from mpinspect.run.ranks import early_end
@@ -301,7 +301,7 @@ def _added_up(run: Found) -> Session:
 
 
 def _shown(run: Any, place: int) -> dict[str, Any]:
-    """Return what the page shows of one model of a run."""
+    """Return the page's data of one model of a run."""
     from mpinspect.ranges.kinds import UPDATE
     from mpinspect.ranges.report.document import title, verdict_blocks
     from mpinspect.ranges.report.explorer import packed

@@ -1,4 +1,4 @@
-"""A Transformers callback that inspects what the Trainer trains.
+"""A Transformers callback that inspects the model that the Trainer trains.
 
     trainer = transformers.Trainer(model, arguments, train_dataset=..., callbacks=[InspectorCallback()])
 

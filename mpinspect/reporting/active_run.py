@@ -14,11 +14,11 @@ from mpinspect.reporting.trackers import GROUP, PACKAGES, MlflowRun, TrackioRun,
 
 
 class ActiveRun:
-    """A Tracker that logs to the run that is open; scalars that come while none is open are dropped.
+    """A Tracker that logs to the open run; without one, scalars are dropped.
 
     Args:
-        name: of the tracker's package, as in PACKAGES. Where the script does not import it, nothing does.
-        before_end: called just before a run of W&B ends, while it still takes what is logged. The others take it later.
+        name: of the tracker's package, as in PACKAGES. Only the script imports it.
+        before_end: called just before a run of W&B ends, which accepts no rows afterwards. The others do.
 
     Raises:
         ValueError, ImportError: as ``check_name``.
@@ -27,7 +27,7 @@ class ActiveRun:
     def __init__(self, name: str, before_end: Callable[[], None]) -> None:
         self._name = check_name(name)
         self._before_end = before_end
-        #: The package's own object, and what logs to it; both None while no run is open.
+        #: The package's own run, and the Tracker that logs to it; both None while no run is open.
         self._open: Any = None
         self._tracker: WandbRun | MlflowRun | TrackioRun | None = None
         #: The parts that have logged to the open run, in this order.
@@ -39,12 +39,12 @@ class ActiveRun:
         self._process = os.getpid()
         self._fault: Exception | None = None
         self._found = False
-        #: The first step whose scalars were dropped since a run ended; None if none were.
+        #: The first step with dropped scalars since a run ended; None without one.
         self._dropped_from: int | None = None
 
     @property
     def missing(self) -> str:
-        """A sentence on what was not logged for want of an open run; "" if nothing, and in all ranks but the first."""
+        """A sentence on scalars that were dropped for want of an open run; "" without any, and in all ranks but the first."""
         package = PACKAGES[self._name]
         if os.environ.get("RANK", "0") != "0":
             return ""
@@ -56,7 +56,7 @@ class ActiveRun:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a run that takes what is logged."""
+        """Whether a run is open that accepts rows."""
         return self._tracker is not None
 
     def find_run(self) -> None:
@@ -95,7 +95,7 @@ class ActiveRun:
                 self._tracker.artifact(path)
 
     def leave(self) -> None:
-        """Call ``before_end`` no more: nothing will be handed over, but for rows that wait for the end of a run."""
+        """Call ``before_end`` no more: only rows that wait for the end of a run will be logged."""
         self._before_end = lambda: None
 
     def end(self) -> None:
@@ -128,7 +128,7 @@ class ActiveRun:
             self._tracker.before_end(self._ends)
 
     def _ends(self) -> None:
-        """Hand over what is left to a run that is about to end; never raises an Exception."""
+        """Log the remaining rows to a run that is about to end; never raises an Exception."""
         tracker = self._tracker
         if tracker is None or os.getpid() != self._process:
             return
@@ -143,7 +143,7 @@ class ActiveRun:
 
 
 class RunPart:
-    """The Tracker of one model among several that log to the same run, whose page is that of all."""
+    """The Tracker of one model among several that log to one run, which has one page for all."""
 
     def __init__(self, run: ActiveRun, name: str) -> None:
         self._run = run

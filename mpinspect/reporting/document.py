@@ -128,7 +128,7 @@ class Column:
         is_name: whether the cells are names, which may be folded or (see ``cut``) shortened; if the row is still too
             wide, each name gets its own line.
         cut: "middle" or "start": the part of a long name that "..." replaces; "" if the name is folded instead.
-        meaning: what the heading means, for the legend.
+        meaning: of the heading, for the legend.
         is_optional: whether the column is left out if all its shown cells are empty or "-".
     """
 
@@ -166,7 +166,7 @@ class Tables:
         tables: the tables in display order. Rows keep their order if all are shown; otherwise they are sorted by rank.
         limit: None if all rows are always shown.
         total: the number of rows if the tables hold only some of them.
-        legend: what the cells' marks mean.
+        legend: the meanings of the cells' marks.
     """
 
     tables: tuple[Table, ...]
@@ -268,7 +268,7 @@ def section(title: str, *blocks: Block | None, is_detail: bool = False) -> tuple
 
 
 def is_empty(block: Block) -> bool:
-    """Return whether a block has nothing to show."""
+    """Return whether a block is empty."""
     if isinstance(block, Items):
         return not block.items
     if isinstance(block, Findings):

@@ -27,10 +27,10 @@ class Finding:
         id: one of the ids that its kind of report lists (FINDING_IDS for ranges, and so on).
         severity: one of SEVERITIES.
         layer: name of the tensor or module it is about; "" for the whole run or model.
-        message: one sentence: what was found.
+        message: one sentence on the evidence.
         evidence: the figures behind it, by name.
-        fix: what to do, one sentence; "" if nothing.
-        code: the fix as code, a line or a few; "" if there is none.
+        fix: the change to make, one sentence; "" without one.
+        code: the fix as code, a line or a few; "" without one.
         certainty: "measured" if the cause was measured, "inferred" if it was concluded from measurements.
         step: the step in which the problem began, from 0; None if it belongs to no step.
     """

@@ -102,7 +102,7 @@ main>.mpinspect{{padding:1.2em clamp(.8em,3vw,2.5em) 3em;min-height:100vh;box-si
 </body>
 </html>
 """
-#: Columns in which a cell has more characters than this are wrapped.
+#: Columns with a cell of more characters than this are wrapped.
 _LONG = 48
 #: Smallest share of each shade of a strip, from the second shade on.
 _SHADES = (1e-3, 1e-2, 1e-1)
@@ -118,7 +118,7 @@ def escape(text: str) -> str:
 
 
 def render(document: Document) -> str:
-    """Return a complete, styled page that loads nothing from elsewhere; every name in the page is escaped.
+    """Return a complete, styled page that works offline; every name in it is escaped.
 
     Only the scripts of the document's widgets run: the page's security policy lists their hashes and allows no others.
     """
@@ -251,7 +251,7 @@ def _tables(block: Tables, level: int) -> Iterator[str]:
             yield _heading(table.title, level + 1)
         is_long = [any(len(row[index].text) > _LONG for row in table.rows) for index in range(len(table.columns))]
         classes = [_classes(column, long) for column, long in zip(table.columns, is_long, strict=True)]
-        # A keyboard can scroll only what takes the focus.
+        # A keyboard can scroll only elements that take the focus.
         yield '<div class="scroll" tabindex="0"><table>'
         headings = (_column(column, names) for column, names in zip(table.columns, classes, strict=True))
         yield f"<thead><tr>{''.join(headings)}</tr></thead>"

@@ -1,4 +1,4 @@
-"""Prepares a document for a page, which is read from its top: nothing is said twice, and terms are explained at first use.
+"""Prepares a document for a page, which is read from its top: removes repetitions, and explains terms at first use.
 
 A terminal shows only the end of a long report, so its renderer leaves the document as it is.
 """
@@ -25,7 +25,7 @@ def _sections(blocks: Iterable[Block]) -> tuple[Section, ...]:
     return tuple(block for block in blocks if isinstance(block, Section))
 
 
-# -- nothing twice ----------------------------------------------------------------------------------------------------
+# -- repetitions ----------------------------------------------------------------------------------------------------
 
 
 def _said_once(document: Document, above: tuple[str, ...]) -> Document:

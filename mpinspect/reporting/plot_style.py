@@ -63,9 +63,9 @@ RC: Any = {
 
 @dataclass(frozen=True)
 class Region:
-    """What a format does to magnitudes between 2^low and 2^high; None means unbounded.
+    """The effect of a format on magnitudes between 2^low and 2^high; None means unbounded.
 
-    Regions differ in lightness and hatching, not in hue, so that everybody can tell them apart beneath coloured lines.
+    Regions differ in lightness and hatching, not in hue, so that everybody can distinguish them beneath coloured lines.
     """
 
     name: str
@@ -88,7 +88,7 @@ def regions(format: FloatFormat) -> tuple[Region, ...]:
 
 
 def exponent_limits(histograms: Iterable[ExponentHistogram], format: FloatFormat) -> tuple[int, int]:
-    """Return the exponents at the axis' ends: the format's range, room to name what lies beyond, and the values there."""
+    """Return the exponents at the axis' ends: the format's range, the values beyond it, and room for the names of the regions."""
     used = [histogram for histogram in histograms if histogram.nonzero]
     bottom, top = format.min_subnormal_exponent - 1, format.max_exponent + 1
     margin = min(max(_LEAST_MARGIN, round(_MARGIN * (top - bottom))), _MOST_MARGIN)
@@ -116,7 +116,7 @@ def exponent_axis(axes: Axes, format: FloatFormat, low: int, high: int) -> None:
             # The dashes are seen on white and on the darkest cell.
             axes.axvline(region.high, color="white", linewidth=1.8, zorder=3)
             axes.axvline(region.high, color=INK, linewidth=1.1, linestyle=(0, (4, 2)), zorder=3)
-        # A narrow region's name goes on above "normal", which is named in its middle, and only where there is room.
+        # The name of a narrow region is continued above "normal" if there is room; "normal" is named in its middle.
         is_normal = region.name == "normal"
         if not is_normal or right - left > 0.15 * (high - low):
             place = (left + right) / 2 if is_normal else left
@@ -131,7 +131,7 @@ def exponent_axis(axes: Axes, format: FloatFormat, low: int, high: int) -> None:
 
 
 def percent_axis(axis: Axis) -> None:
-    """Label the axis in percent, each tick exactly and none above 100%."""
+    """Label the axis in percent, with exact ticks up to 100%."""
     axis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{100 * value:.6f}".rstrip("0").rstrip(".") + "%" if value < 1.001 else "")
     )
@@ -145,7 +145,7 @@ def headline(figure: Figure | SubFigure, words: str) -> None:
 
 
 def notes(figure: Figure | SubFigure, *sentences: str) -> None:
-    """Put sentences below the plot, at the left, each wrapped and none cut."""
+    """Put sentences below the plot, at the left, wrapped and never cut."""
     lines = [line for sentence in sentences for line in textwrap.wrap(printable(sentence), _NOTE)]
     words = "\n".join(lines)
     figure.supxlabel(words, x=0.012, ha="left", fontsize=8, color=FAINT, linespacing=1.4, parse_math=False)
@@ -162,7 +162,7 @@ def legend_below(axes: Axes, columns: int, handles: Sequence[Artist] | None = No
 
 
 def shortened(name: str, length: int, keep: str = "end") -> str:
-    """Return a name that fits ``length``, with "…" for what is left out; characters not in the font become "?".
+    """Return a name that fits ``length``, with "…" for omitted characters; characters not in the font become "?".
 
     Whole parts are left out ("model.….query.weight") unless one alone is too long. A short first part stays, as towers of a
     model often differ in it alone.

@@ -24,7 +24,7 @@ _MOST_WAITING = 1000
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes what an inspector logs; may raise any Exception, which costs a note and ends the logging.
+    """Receives an inspector's scalars and pages; an Exception leaves a note and ends the logging.
 
     Called by different threads, but never concurrently.
     """
@@ -33,13 +33,13 @@ class Tracker(Protocol):
         """Log finite numbers by name for a training step, counted from 0; steps ascend."""
 
     def artifact(self, path: Path) -> None:
-        """Keep a copy of a file, a page in HTML; the file may be gone when the call has returned."""
+        """Copy a file, a page in HTML; it may be deleted after the call."""
 
 
 class _BesideRows(ABC):
     """A tracker that numbers rows by the calls of ``log``: ours go beside the script's, so that the script's keep their numbers.
 
-    Until the script has logged a row of its own ours wait: its first row may have any number, and must come first.
+    Our rows wait until the script has logged its first row, which may have any number and must be the first.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class _BesideRows(ABC):
             del self._waiting[1::2]
 
     def release(self) -> None:
-        """Log the rows that still wait, as rows of their own: the script logs none."""
+        """Log the waiting rows as rows of their own, since the script logs no more."""
         while self._waiting:
             self._log_apart(self._waiting.pop(0))
 
@@ -104,7 +104,7 @@ class WandbRun(_BesideRows):
 
 
 class MlflowRun:
-    """A run of MLflow, which numbers each metric by itself. It takes what is logged when it has ended, too.
+    """A run of MLflow, which numbers each metric by itself and accepts rows after its end, too.
 
     Args:
         run: as ``mlflow.start_run`` returned it.
@@ -125,7 +125,7 @@ class MlflowRun:
         self._client.log_artifact(self._id, str(path), GROUP)
 
     def release(self) -> None:
-        """Do nothing: no rows wait."""
+        """Do nothing, since no rows wait."""
 
 
 class TrackioRun(_BesideRows):
@@ -169,7 +169,7 @@ class Package(NamedTuple):
     log_to: Callable[[Any], WandbRun | MlflowRun | TrackioRun]
 
 
-#: By the name under which a package is imported, which is also that of our extra.
+#: By the name under which a package is imported, which is also our extra's.
 PACKAGES = {
     "wandb": Package("W&B", "wandb.init()", lambda wandb: wandb.run, WandbRun),
     "mlflow": Package("MLflow", "mlflow.start_run()", lambda mlflow: mlflow.active_run(), MlflowRun),

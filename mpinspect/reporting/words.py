@@ -1,7 +1,7 @@
 """Formats figures and names in the same way in all tables and sentences.
 
 A *measured* figure has no mark. An *estimate* is marked "~", with its bounds in brackets if they are far enough apart
-to matter. "<=" marks an upper bound of what was not seen. An unknown figure is "?", and "-" means that there is no value.
+to matter. "<=" marks an upper bound of unseen values. An unknown figure is "?", and "-" means that there is no value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEAR = 0.1
 _ROUGHLY = 0.01
 #: An upper bound that need not be shown.
 NEGLIGIBLE = 0.001
-#: Estimates below this are of nothing.
+#: Estimates below this count as zero.
 _NOTHING = 1e-5
 
 UNKNOWN = "?"
@@ -52,7 +52,7 @@ def at_most(fraction: float) -> str:
 
 
 def as_power(scale: float | None) -> str:
-    """Return a scale as a power of two, "2^13"; one that is none as a plain number, and "?" for None."""
+    """Return a scale as a power of two ("2^13") or else as a plain number; "?" for None."""
     if scale is None:
         return UNKNOWN
     return f"2^{floor_log2(scale)}" if is_power_of_two(scale) else f"{scale:g}"
@@ -78,7 +78,7 @@ def share(
         interval: the share.
         is_estimate: whether counts can only estimate the share, as with the lost L1 share.
         near: bounds further apart than this are shown.
-        negligible: a share of which nothing was seen is "~0%" if it is at most this, and else shown by its upper bound.
+        negligible: an unseen share of at most this is "~0%"; a larger one is shown by its upper bound.
     """
     if interval is None:
         return UNKNOWN
@@ -86,14 +86,14 @@ def share(
     if interval.low == interval.high:
         return low
     if interval.estimate < min(_NOTHING, interval.high):
-        # Where nothing was seen, "~" would claim more than is known, unless it can't matter.
+        # Of unseen values "~" would claim more than is known, unless the share is negligible.
         return "~0%" if interval.high <= negligible else UNKNOWN if interval.high > 1 - _ROUGHLY / 2 else f"<={high}"
     if low == high:
         return f"~{low}" if is_estimate else low
     estimate = percent(interval.estimate)
     width = interval.high - interval.low
     if estimate == low:
-        # An estimate that is the lower bound says no more than the bounds.
+        # An estimate equal to the lower bound adds no information.
         return f"~{low}" if width <= max(_ROUGHLY, negligible) else f"{low}..{high}"
     return f"~{estimate}" if width <= near else f"~{estimate} [{low}..{high}]"
 

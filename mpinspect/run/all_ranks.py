@@ -118,15 +118,15 @@ class AllRanks:
 class _Model:
     """The session file and TensorBoard log of a model of all ranks.
 
-    The session is written anew each time: its counts are the sums of what the ranks had written. To the log are added the
-    windows that all ranks have come to the end of.
+    The session is written anew each time: its counts are the sums over the ranks' files. To the log are added the
+    windows that all ranks have completed.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._ranks = 0
-        #: The last step whose window is in the log, and each rank's steps when that was looked at last.
+        #: The last step whose window is in the log, and each rank's steps at the last check.
         self._last_step = -1
         self._steps: dict[int, int] = {}
         self._told: set[tuple[object, ...]] = set()
@@ -137,7 +137,7 @@ class _Model:
             self._log = TensorBoardSink(folder)
 
     def write(self, session: Session, *, is_last: bool = False) -> None:
-        """Write what is new. Does nothing if the session is of fewer ranks than one before: some could not be read."""
+        """Write the new windows. Does nothing if the session has fewer ranks than an earlier one: some could not be read."""
         if len(session.ranks) < self._ranks:
             return
         self._ranks = len(session.ranks)
@@ -164,7 +164,7 @@ class _Model:
             self._log.close()
 
     def _complete_until(self, session: Session) -> int:
-        """Return the number of steps of which all ranks have written what they counted.
+        """Return the number of steps whose counts all ranks have written.
 
         A rank that has ended, or has written nothing since the last time while others have, is not waited for; nor is one that
         still has written nothing at all.

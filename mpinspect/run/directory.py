@@ -99,7 +99,7 @@ def in_order(name: str) -> list[tuple[str, int]]:
 def _beside_output(options: LaunchOptions) -> Path | None:
     """Return the directory beside the script's own output folder, where an argument of the script names one.
 
-    None where that folder's parent is not there yet: making it could change what the script does. Never inside the folder,
+    None where that folder's parent is not there yet: making it could change the script's behaviour. Never inside the folder,
     which some scripts require to be empty or delete.
     """
     named = _output_folder(options.arguments)

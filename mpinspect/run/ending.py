@@ -117,7 +117,7 @@ class Ending:
         """Record the exception that is about to end the script."""
         self.outcome = outcome_of(error)
         if self.outcome.by_error and self._is_rank:
-            # Where another rank is gone, the launcher's SIGTERM may arrive before this exception has been shown.
+            # If another rank has ended, the launcher's SIGTERM may arrive before this exception has been shown.
             self._sigterm.put_off()
         if self._watcher is not None:
             self._watcher.broke_off(error)
@@ -195,7 +195,7 @@ class Ending:
         except OSError as error:
             self._say(f"the report can't be written to {self.directory}: {error.strerror or error}")
             if self.speaks and report.holds_more_than_its_verdict and not self.options.full:
-                # No file has what was left out above.
+                # No file holds the models that were left out above.
                 streams.write(sys.__stderr__, f"\n{report}\n")
         else:
             if self.speaks and report.holds_more_than_its_verdict:
@@ -291,7 +291,7 @@ class Ending:
             self._say(f"the report's page could not be made for {self.options.tracker}: {brief(error)}")
 
     def _hand_over(self, page: Path) -> None:
-        """Give the page to the tracker, if its run is open; say what went wrong."""
+        """Give the page to the tracker, if its run is open; print a sentence if that fails."""
         try:
             if self._tracker is not None:
                 self._tracker.artifact(page)

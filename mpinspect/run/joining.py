@@ -113,7 +113,7 @@ def with_ranks(
         models: this rank's models.
         own: this rank's directory.
         ranks: the other ranks' directories.
-        outcome: of this rank, whose record says so only later.
+        outcome: of this rank, which its record holds only later.
 
     Returns:
         The models of all ranks, the directories that were read, and sentences on the parts that are missing.

@@ -1,4 +1,4 @@
-"""Plain data on how a launched script ended, what it did and what was recorded, with the sentences that describe it."""
+"""Plain data on the end of a launched script, its behaviour and its recordings, with the sentences that describe them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpinspect.ranges.session import Session
     from mpinspect.shapes.records import MatmulRecording
 
-#: Most notes that are kept: a script that repeats a fault must not fill the report.
+#: Most notes of a run: a script that repeats a fault must not fill the report.
 _MOST_NOTES = 40
 
 # -- how it ended --------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def outcome_of(error: BaseException) -> Outcome:
     return Outcome(f"exit status 1: {first_line_of(code)}", 1)
 
 
-# -- what was recorded, and what the script was seen to do -------------------------------------------------------------------
+# -- recordings, and the script's observed behaviour -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Seen:
             self.notes.append(sentence)
 
     def sentences(self) -> list[str]:
-        """Return sentences on what was seen and what was not, the most important first."""
+        """Return sentences on observed and unobserved parts of the run, the most important first."""
         return [*self._of_torch(), *self._of_frameworks(), *self._of_children(), *self.notes]
 
     def _of_torch(self) -> list[str]:

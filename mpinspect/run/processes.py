@@ -162,7 +162,7 @@ def _report_now(ending: Ending, outcome: Outcome) -> None:
 def leave_trace_of_sigterm(file: Path) -> None:
     """Let a SIGTERM that ends this process write the stack to ``file``, even while the process waits in native code.
 
-    So a rank that the launcher stopped can be told from the one that died. Does nothing where the signal is handled or ignored.
+    This distinguishes ranks that the launcher stopped from the one that died. Does nothing if the signal is handled or ignored.
     """
     import faulthandler
 
@@ -285,7 +285,7 @@ def _note_error(ending: Ending) -> None:
                 own()
             except BaseException as error:
                 ending.outcome = _outcome(error)
-                # The traceback that is printed goes without this frame.
+                # The printed traceback omits this frame.
                 error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
                 raise
 

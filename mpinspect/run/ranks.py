@@ -1,4 +1,4 @@
-"""Adds up what the processes of a job recorded of each model: one session a model, however many ranks. Needs no torch."""
+"""Adds up the recordings of a job's processes: one session a model, however many ranks. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpinspect.run.record import KILLED, STILL_RUNNING, STOPPED, ProcessRecord, 
 from mpinspect.runtime.background import give_way
 
 _RANK = re.compile(r"rank(\d+)")
-#: What torch's collectives raise on the ranks that are left when another is gone.
+#: Errors of torch's collectives on the remaining ranks after another has ended.
 _IN_A_COLLECTIVE = re.compile(
     r"Dist\w*Error|[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|NCCL|[Gg]loo|[Tt]imed out"
 )

@@ -1,4 +1,4 @@
-"""Lays out what differs between two runs, and its JSON: the headline, both runs, then each model, shapes and kernels."""
+"""Lays out the differences of two runs, and their JSON: the headline, both runs, then each model, shapes and kernels."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def document(report: DiffReport, *, everything: bool = False) -> Document:
 
 
 def verdict(report: DiffReport) -> str:
-    """Return in a few sentences which run alone is in trouble, whether anything that matters differs, and what comes first."""
+    """Return a few sentences: which run alone is in trouble, whether anything relevant differs, and the first difference."""
     first = min(report.models, key=_urgency, default=None)
     words = headline(first.ranges) if first else "Nothing was compared."
     if first and len(report.models) > 1:
@@ -61,7 +61,7 @@ def verdict(report: DiffReport) -> str:
 
 
 def _urgency(model: ModelDiff) -> tuple[bool, bool, bool, int]:
-    """Return a sort key: models of which one run alone is in trouble first, then what matters, by the step of the parting."""
+    """Return a sort key: models with trouble in one run alone first, then relevant differences, by the step of the parting."""
     diff = model.ranges
     parting = diff.moved or diff.differs
     return not trouble(diff), not matters(diff), parting is None, parting.first_step if parting else 0
@@ -88,7 +88,7 @@ def _alone(report: DiffReport) -> Iterator[Item]:
 
 def _notes(report: DiffReport) -> Iterator[str]:
     for name, side, other in (("A", report.first, report.second), ("B", report.second, report.first)):
-        # A note that both runs have, apart from the name of their directory, says nothing about their difference.
+        # A note of both runs, equal apart from the name of their directory, is no difference.
         known = {note.replace(f"{other.path}/", f"{side.path}/") for note in other.notes}
         yield from (f"{name}: {note}" for note in side.notes if note not in known)
 
@@ -144,7 +144,7 @@ def to_plain(report: DiffReport) -> dict[str, Any]:
 
 
 def _range_report(report: RangeReport) -> dict[str, Any]:
-    """Return what identifies a run's report, which ``mpinspect report`` gives in full."""
+    """Return the fields that identify a run's report; ``mpinspect report`` prints all."""
     names = ("steps", "sampled_steps", "skipped_steps", "ended")
     progress = {name: getattr(report.session.progress, name) for name in names}
     return {"model": report.session.info.model, "format": report.format, **progress, "verdict": report.verdict}

@@ -105,7 +105,7 @@ class KernelChange:
 
 @dataclass(frozen=True)
 class KernelsDiff:
-    """What differs in the kernels of one profiled step of either run.
+    """The differences in the kernels of one profiled step of either run.
 
     Args:
         time_us: time of all kernels.

@@ -1,4 +1,4 @@
-"""What differs between two runs, as plain data that every form of the report renders."""
+"""The differences of two runs, as plain data that every form of the report renders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Side:
 
 @dataclass(frozen=True, repr=False)
 class DiffReport(RendersItself):
-    """What differs between two runs, A (the first) and B (the second).
+    """The differences of two runs, A (the first) and B (the second).
 
     Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
@@ -47,8 +47,8 @@ class DiffReport(RendersItself):
         first, second: the runs.
         models: one difference for each model of both runs, in the second's order.
         only_first, only_second: names of the models of one run alone.
-        shapes: what differs in the shapes of one step's matrix products; None where a run has none.
-        kernels: what differs in the kernels of one profiled step; None where a run has none.
+        shapes: differences in the shapes of one step's matrix products; None where a run has none.
+        kernels: differences in the kernels of one profiled step; None where a run has none.
     """
 
     kind: ClassVar[str] = "diff"

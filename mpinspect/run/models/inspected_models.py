@@ -156,7 +156,7 @@ class InspectedModels:
                 self._seen.note(f"mpinspect failed to detach from a model whose optimizers are gone: {error!r}")
 
     def _pause_orphans(self) -> None:
-        """Pause the models whose optimizers are all gone, since the script may want to free the models' memory."""
+        """Pause the models whose optimizers were all freed, since the script may want to free the models' memory."""
         self._pause_is_due = False
         for each in self.all:
             if each.had_optimizers and each.inspector.attached and not each.living_optimizers:
@@ -211,7 +211,7 @@ class InspectedModels:
                 each.inspector.end()
 
     def broke_off(self, error: BaseException) -> None:
-        """Note in each attached model's record what the exception that is about to end the script interrupted."""
+        """Note in each attached model's record the step and phase that the ending exception interrupted."""
         for each in self.all:
             if each.inspector.attached:
                 each.inspector.broke_off(error)

@@ -29,8 +29,8 @@ from mpinspect.run.options import LaunchOptions, Rank
 _inherited: list[Sink] = []
 
 
-#: A run in which the inspection is slow beside a tiny model gets a budget: it may take half as long as the training and some
-#: seconds more, in which a short run, or the beginning of a long one, is inspected whatever that costs.
+#: The inspection of a tiny model can take longer than its training. Then it gets a budget: half of the training's time, and
+#: some seconds more, during which a short run, or the beginning of a long one, is inspected at any cost.
 _LIMIT = Limit(0.5, 20.0, "--max-overhead sets another limit; --max-overhead none watches every step.")
 
 

@@ -35,7 +35,7 @@ class OneStep(Guarded):
     """Records everything between the end of one step of an optimizer and the end of its next.
 
     Args:
-        options: the options of the launch; ``lint`` and ``kernels`` say what to record.
+        options: the options of the launch; ``lint`` and ``kernels`` choose the recordings.
         directory: where the trace is written.
         models: the inspected models.
         seen: receives the notes.
@@ -107,7 +107,7 @@ class OneStep(Guarded):
         return self._wants_matmuls or self._wants_trace or self._products is not None or self._profile is not None
 
     def give_up(self) -> None:
-        """Stop recording because the script has ended, and note what is incomplete or missing."""
+        """Stop recording because the script has ended, and note incomplete or missing recordings."""
         if self._products is not None:
             self._finish_products("the script ended within the step whose matrix products were recorded")
         elif self._wants_matmuls and self._is_lint_asked and self._models.all:
