@@ -94,7 +94,7 @@ class Inspector:
             ``every``; the steps between stay compiled. If False, inside compiled code only weight gradients are seen.
         tracker: logs a few scalars (``ranges/report/scalars.py``) every second or more, and the report's page at the end:
             "wandb", "mlflow" or "trackio", to the run that the script has open; or an object with the methods
-            ``scalars(step, values)`` and ``artifact(path)``. If it fails, a note says so and the training goes on.
+            ``scalars(step, values)`` and ``artifact(path)``. If it fails, a note says so and the training continues.
 
     Raises:
         TypeError: model is not a Module, or optimizers, loss_scale, watch, max_overhead, eager_samples or tracker have the
@@ -299,7 +299,7 @@ class Inspector:
                 self._tracking.leave()
 
     def bring_tracker_up_to_date(self) -> None:
-        """Log what the tracker lacks, and the page: the script is about to end the tracker's run, before the inspection ends."""
+        """Log the remaining scalars, and the page: the script is about to end the tracker's run, before the inspection ends."""
         if self._tracking is None or self._recording.progress.ended:
             return
         try:
@@ -312,7 +312,7 @@ class Inspector:
         self._hand_over(self._tracking)
 
     def _hand_over(self, tracking: Tracking) -> None:
-        """Give the tracker the report's page; note what it could not take."""
+        """Give the tracker the report's page; note a failure."""
         for sentence in tracking.hand_over(self.report):
             self._recording.note(sentence)
 

@@ -1,1 +1,1 @@
-"""What the counts of a session say: ranges, noise, the loss scale, the formats that fit. Pure functions; no torch, no GPU."""
+"""Pure functions of a session's counts: ranges, noise, the loss scale, the formats that fit. No torch, no GPU."""

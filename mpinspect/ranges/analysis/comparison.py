@@ -18,7 +18,7 @@ from mpinspect.ranges.session import Event, Progress, TensorKey, TensorWindow, W
 from mpinspect.reporting.finding import INFERRED, SEVERITIES, Finding, gravest_first
 from mpinspect.reporting.words import as_power, percent, steps_named
 
-#: The ids of the findings on what differs between two runs.
+#: The ids of the findings on the differences of two runs.
 RANGE_DIFF_IDS = (
     "events-differ",
     "layers-differ",
@@ -101,11 +101,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class RangeDiff:
-    """What differs between two runs of a model.
+    """The differences of two runs of a model.
 
     Args:
         first, second: the reports, judged in the same format.
-        compared: what was compared.
+        compared: the scope of the comparison.
         settings: the settings that differ.
         differs: the first place where counts differ; None if all that could be compared are equal.
         moved: the first place where a tensor changed by more than it changes by itself; None if none did.
@@ -113,7 +113,7 @@ class RangeDiff:
         only_first, only_second: the tensors that only this run counted.
         events_only_first, events_only_second: the events that only this run has.
         scales_part: the first step at which the loss scales differ, and both scales (None: unknown); None if they agree.
-        differences: findings on what differs.
+        differences: findings on the differences.
         new: findings of the second run that the first lacks or has at a lower severity; ``gone``: the other way round.
     """
 
@@ -140,7 +140,7 @@ class RangeDiff:
 
 
 def compare_ranges(first: RangeReport, second: RangeReport) -> RangeDiff:
-    """Return what differs between two reports on runs of one model, which were judged in the same format."""
+    """Return the differences of two reports on runs of one model, judged in the same format."""
     aligned = stretches(first.session, second.session)
     counted = [{layer.key: None for layer in report.layers if layer.samples} for report in (first, second)]
     keys = [key for key in counted[0] if key in counted[1]]

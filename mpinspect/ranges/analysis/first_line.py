@@ -26,7 +26,7 @@ def first_line(event: Event) -> str:
     if event.loss_scale is not None:
         parts.append(f"scale {_scale(event.loss_scale)}")
     if event.phase == "backward" and event.forward_finite is not None:
-        # After the last module the loss, too, may be what was not finite.
+        # After the last module the loss, too, may have been non-finite.
         what = "outputs" if event.after else "forward"
         parts.append(f"{what} {'' if event.forward_finite else 'not '}finite")
     if event.aside:

@@ -162,7 +162,7 @@ def overflowed_at(events: Iterable[Event]) -> int | None:
     """Return the smallest k such that the run overflowed at 2^k (k is rounded up); None if the run did not overflow.
 
     An infinity in the backward after a finite forward counts as an overflow. A NaN counts only if the same tensor's
-    values had come near FP16's maximum (NEAR_OVERFLOW): other NaNs come from the arithmetic and occur at any scale.
+    values were near FP16's maximum (NEAR_OVERFLOW): other NaNs come from the arithmetic and occur at any scale.
     """
     scales = [
         event.loss_scale

@@ -1,4 +1,4 @@
-"""Reports per tensor what a format does to the counted values, and which watched tensors were never seen."""
+"""Reports, per tensor, a format's effect on the counted values, and the watched tensors that were never seen."""
 
 from __future__ import annotations
 

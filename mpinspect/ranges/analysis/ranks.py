@@ -51,7 +51,7 @@ def merge_ranks(sessions: Iterable[Session]) -> Session:
     """Return the sum of the ranks' sessions, which may be sums themselves. Reads them one after the other.
 
     Raises:
-        NotOneModelError: a session is of another model than those before it, or a rank comes twice.
+        NotOneModelError: a session is of another model than those before it, or a rank occurs twice.
         ValueError: there is no session.
     """
     total = RankSum()
@@ -63,7 +63,7 @@ def merge_ranks(sessions: Iterable[Session]) -> Session:
 class RankSum:
     """The sum of the ranks added so far. Memory: one rank's windows, and some bytes for each rank and tensor.
 
-    ``info.rank`` of each session tells its rank.
+    ``info.rank`` of each session is its rank.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class RankSum:
             *(Measurement(UNFINISHED, rank=rank, text=why) for rank, why in unfinished.items() if rank in known),
             *self._ranges.differing(),
         )
-        # What was found when fewer ranks were in is not repeated.
+        # Findings from a sum of fewer ranks are not repeated.
         again = {(each.what, each.rank) for each in found}
         kept = tuple(
             each
@@ -312,7 +312,7 @@ def _maxima(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
 
 
 def _measurements(low: Sequence[Measurement], high: Sequence[Measurement]) -> tuple[Measurement, ...]:
-    """Return the measurements of both; what several ranks measured of one thing is said once, by the first of them.
+    """Return the measurements of both; of several ranks' measurements of one thing only the first rank's.
 
     So that every diagnosis finds one record of a fault, as it would of one process.
     """

@@ -102,7 +102,7 @@ class LayerReport:
         lost_updates: lost updates by storage format, for the kind "update" only.
         rounding_noise: True if the gradient is zero in theory and holds only rounding noise, which no scale need
             preserve.
-        weighed: the counts that the shares come from, where samples represent different numbers of steps; None: ``histogram``.
+        weighed: the counts behind the shares, where samples represent different numbers of steps; None: ``histogram``.
     """
 
     name: str
@@ -131,7 +131,7 @@ class LayerReport:
 
     @property
     def representative(self) -> ExponentHistogram | None:
-        """The counts that the shares come from; None if never seen."""
+        """The counts that the shares are computed from; None if never seen."""
         return self.weighed or self.histogram
 
 
@@ -182,7 +182,7 @@ class LossScaleAdvice:
     """The recommended loss scale and its confidence. Scales are floats and powers of two.
 
     Args:
-        available: False if no advice can be given (no gradients seen, scale unknown); ``reason`` says why.
+        available: False if no advice can be given (no gradients seen, scale unknown); ``reason`` is a sentence on the cause.
         needed: whether, at scale 1, any layer that must be served overflows or loses more than the tolerance, over the
             run or in one of its blocks; None if values flushed before counting make this undecidable.
         recommended: the scale; 1.0 if no scaling is needed. If no one scale serves every layer, the largest without
@@ -270,7 +270,7 @@ class Verdict:
     """The overall verdict on a run.
 
     Args:
-        healthy: whether the run is healthy; None if too little was seen to say.
+        healthy: whether the run is healthy; None if too little was observed.
         precision: the dtypes in which the run stores and computes, in one line; "" if unknown.
         sentences: for a healthy run a sentence saying so, one on the loss scale and one on what to do; otherwise the gravest
             problem.

@@ -60,7 +60,7 @@ class Block:
 
     @property
     def shown(self) -> ScaleWindow | None:
-        """The window to show; None if the run overflowed in the block: the finite values then only tell which scale was used."""
+        """The window to show; None if the run overflowed in the block: the finite values then reflect only the run's scale."""
         broken = any(gradient.histogram.infs or gradient.histogram.nans for gradient in self.gradients)
         return None if broken or self.overflowed else self.window
 
@@ -324,7 +324,7 @@ def _loss(gradient: GradientRange, rules: ScaleRules) -> Loss:
 def _conflicts(losses: Sequence[Loss], log2_highest: int) -> tuple[ScaleConflict, ...]:
     """Return at most MAX_CONFLICTS pairs of layers that no one scale serves, worst first; a layer may conflict with itself.
 
-    The layer that overflows first does so above the window's top, which may lie below what its finite values allow.
+    The layer that overflows first does so above the window's top, which may lie below the scale that its finite values allow.
     """
     needs_large = sorted(losses, key=lambda loss: (loss.log2_lowest, loss.key.name), reverse=True)[:MAX_CONFLICTS]
     needs_small = sorted((loss.log2_highest, loss.key.name) for loss in losses)[:MAX_CONFLICTS]

@@ -119,7 +119,7 @@ def scale_window(
 ) -> ScaleWindow | None:
     """Return the window of these gradients; None if no gradient has to be served.
 
-    ``log2_highest`` comes from the steps' peaks; if None, the largest counted value determines the window's top.
+    ``log2_highest`` is computed from the steps' peaks; if None, the largest counted value determines the window's top.
     """
     served = [gradient for gradient in gradients if gradient.is_served]
     if not served:

@@ -22,10 +22,10 @@ from mpinspect.reporting.words import (
     with_power,
 )
 
-#: Lost share above which the sentence on a served layer also says why the loss is acceptable.
+#: Lost share above which the sentence on a served layer also explains why the loss is acceptable.
 _WORTH_A_WORD = 1e-3
 
-#: Bound of the share of steps that overflow above which it is not given: "fewer than one step in 3" alarms and says nothing.
+#: Bound of the share of steps that overflow above which it is not printed: "fewer than one step in 3" alarms without information.
 _RARE = 0.1
 
 
@@ -199,7 +199,7 @@ def _by_the_finite(decision: Decision) -> str:
 
 
 def _never_finite(gradients: Sequence[GradientRange]) -> str:
-    """Return a sentence on the gradients that had no finite value, of which the window says nothing; "" if there are none."""
+    """Return a sentence on gradients without a finite value, which the window does not cover; "" without any."""
     names = [
         gradient.key.name for gradient in gradients if gradient.histogram.nonfinite and not gradient.histogram.nonzero
     ]
@@ -299,5 +299,5 @@ def _confidence(decision: Decision) -> str:
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"
     if overflows:
         return f"{overflows} of {counted} would overflow at 2^{chosen}" + (f"; {rarer}." if bound <= _RARE else ".")
-    # That nothing seen overflows the window says already.
+    # The window already implies that no observed value overflows.
     return f"No overflow at 2^{chosen} in {counted}, so {rarer}." if bound <= _RARE else ""

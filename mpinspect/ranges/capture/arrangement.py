@@ -211,7 +211,7 @@ class Arrangement:
 
 
 class _Builder:
-    """Numbers the tensors and sums of a step as its samples come."""
+    """Numbers the tensors and sums of a step in the order of its samples."""
 
     def __init__(self, scales: Sequence[StepScale], is_narrow: bool) -> None:
         self._scales = scales

@@ -25,7 +25,7 @@ from mpinspect.ranges.session import (
 from mpinspect.runtime.briefly import brief
 
 _CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
-#: What a check for infinities and NaNs says.
+#: Words in the messages of checks for infinities and NaNs.
 _OF_A_VALUE = re.compile(r"\b(nans?|infs?|(non-?)?finite|infinit\w*)\b", re.IGNORECASE)
 #: The names of torch's functions that run a backward, and of the one that it wraps around every optimizer's step, by their files.
 _PHASES = {
@@ -44,7 +44,7 @@ def is_failure(error: BaseException | None) -> bool:
 
 
 def uncaught() -> BaseException | None:
-    """Return the exception that is ending this process; None if there is none, or in a session that goes on after exceptions."""
+    """Return the exception that is ending this process; None without one, or in a session that continues after exceptions."""
     error: BaseException | None = getattr(sys, "last_value", None)
     return None if hasattr(sys, "ps1") else error
 

@@ -16,13 +16,13 @@ from numbers import Real
 #: The most steps from one sampled (or watched) step to the next, whatever the debt: a report without data is useless.
 LONGEST_PAUSE = 1000
 #: The first steps are sampled at any cost, so that every run gets a report. The first one includes setup and
-#: compilation, and its beginning is not observed: it is charged what the second one costs.
+#: compilation, and its beginning is not observed: it is charged the second one's cost.
 FIRST_STEPS = 2
 
 #: The part of the share that is earned. The rest is reserved for costs that can't be measured and for the last sampled or watched
 #: step, which no later step pays for.
 PLANNED = 0.9
-#: The watch's share of the time earned; the watch and the samples pass on to each other what they don't need.
+#: The watch's share of the time earned; the watch and the samples pass on to each other the time that they don't need.
 _WATCH_SHARE = 0.8
 #: The usual time of a step is the median over this many steps. A step longer than this multiple of it counts as a stall.
 _USUAL_OF = 15
@@ -55,8 +55,8 @@ class Limit:
 
     Args:
         share: the inspector's time as a share of the bare time of the steps so far, 0..1; the budget has it too.
-        seconds: what the inspector may take beyond that share.
-        how_to_change: a sentence for the note that tells the user of the limit.
+        seconds: the time that the inspector may take beyond that share.
+        how_to_change: a sentence for the note on the limit.
     """
 
     share: float
@@ -78,7 +78,7 @@ class Budget:
     """
 
     def __init__(self, max_overhead: float, *, every: int = 1, samples: bool = True, watches: bool = True) -> None:
-        #: What a second of bare training earns, in seconds.
+        #: The seconds that a second of bare training earns.
         self._earning = PLANNED * check_max_overhead(max_overhead)
         self._every = every
         self._has_samples, self._has_watch = samples, watches
@@ -160,7 +160,7 @@ class Budget:
         """Return by how many seconds the training is slower in steps that are sampled or watched, the callbacks apart.
 
         Torch takes time to call a hook, and finds its own code driven out of the caches after it: of many small layers that is
-        as much as half of the callbacks' time. Where it can't be told from the usual variation of the steps it is 0.
+        as much as half of the callbacks' time. It is 0 if it is within the usual variation of the steps.
         """
         if min(len(self._beside_work), len(self._idle)) < _FEWEST_COMPARED:
             return 0.0
@@ -201,5 +201,5 @@ class Budget:
         self._for_samples = max(self._for_samples - (1 - on_watch) * seconds, deepest)
 
     def _earned_in(self, steps: int) -> float:
-        """Return what this many usual steps earn, in seconds."""
+        """Return the seconds that this many usual steps earn."""
         return steps * self._earning * self._usual_bare

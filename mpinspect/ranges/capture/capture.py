@@ -144,7 +144,7 @@ class Capture(Dispatcher):
         self.listener.listen()
 
     def find_replaced_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch the parameters that have replaced watched ones, as those of ``fully_shard`` do; note what was missed."""
+        """Watch the parameters that have replaced watched ones, as those of ``fully_shard`` do; note the missed gradients."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         replaced = self._replace_parameters(held)
         self._hooks.begin_step(self.quiet)

@@ -1,4 +1,4 @@
-"""The compiled code of a captured model: the sampled steps in which it ran eagerly, and what was not seen inside it."""
+"""The compiled code of a captured model: the sampled steps in which it ran eagerly, and the tensors inside that no hook saw."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpinspect.runtime.guard import Guarded, guarded
 
 
 class CompiledCode(Guarded):
-    """Reroutes the compiled code of one model if sampled steps are to run eagerly; records and notes what no hook saw inside it.
+    """Reroutes the compiled code of one model if sampled steps are to run eagerly; records and notes the unseen tensors inside.
 
     Args:
         layers: the model's modules.
@@ -55,7 +55,7 @@ class CompiledCode(Guarded):
             self._eager_calls.remove()
 
     def begin_step(self, sampled: bool) -> None:
-        """Reroute what has been compiled since the last sampled step, if this one is sampled."""
+        """Reroute the regions compiled since the last sampled step, if this one is sampled."""
         self.ran_eagerly = False
         if sampled and self._eager_calls is not None:
             self.attempt("find compiled", self._eager_calls.reroute)
@@ -73,7 +73,7 @@ class CompiledCode(Guarded):
 
     @guarded
     def note_unseen(self) -> None:
-        """Note what was not seen inside compiled code, and why sampled steps that were to run eagerly did not."""
+        """Note the unseen tensors inside compiled code, and why sampled steps that were to run eagerly did not."""
         if not self._trained_with_hooks:
             return
         if compiled_graphs():

@@ -68,7 +68,7 @@ def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str
 
 
 def not_seen_inside(paths: Collection[str]) -> str:
-    """Return a sentence on what was not seen inside compiled modules ("": the whole model), and how to see it."""
+    """Return a sentence on the unseen tensors inside compiled modules ("": the whole model), and how to see them."""
     if "" in paths:
         where = "the compiled model"
     else:
@@ -163,7 +163,7 @@ def may_run_eagerly() -> bool:
 
     It must run compiled if gradients are disabled; in a recomputation, or where hooks pack saved tensors (a checkpoint
     compares what it saved with what it recomputes, compiled); inside other compiled code; and under a stance set by the
-    user, which could forbid compiling what the eager code calls.
+    user, which could forbid compiling functions that the eager code calls.
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
@@ -180,7 +180,7 @@ def _packs_saved_tensors() -> bool:
         return autograd._top_saved_tensors_default_hooks(True) is not None
     if not autograd._saved_tensors_hooks_is_enabled():
         return False
-    # torch 2.6 does not say, but refuses to disable hooks where there are any.
+    # torch 2.6 has no such query, but refuses to disable existing hooks.
     try:
         autograd._saved_tensors_hooks_disable("")
     except RuntimeError:

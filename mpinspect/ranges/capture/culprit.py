@@ -363,12 +363,12 @@ def _in_code_after(
     doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
     for container in containers(producer):
         returned = {number for call in calls if call.module == container for number in call.returned}
-        # What returns this tensor and makes no other from it (a loss) is done with it: the gradient comes from the code after it.
+        # A module that returns this tensor and makes no other from it (a loss) adds nothing: the gradient is made by later code.
         is_done = container in story.producers and all(stories[n].producers[0] != container for n in returned)
         if finite_at_output.get(container, NOT_READ) != NOT_READ and not is_done:
             first, second = "its output", f"the {what} of {producer!r} inside it"
             if container in story.producers:
-                # What arrives at this tensor is a sum over both.
+                # The gradient at this tensor is a sum over both.
                 first, second = "another output or call of it", f"the output of {producer!r}, which it returned too,"
                 doubt += ", or in the code after it (the loss)"
             own = f"the code of {container!r}" if container else "the model's own code"

@@ -2,8 +2,8 @@
 
 Reading every output and gradient costs a training step on a GPU twice: the memory is read once more, and each launch takes the
 host as long as a small layer. So tensors are held and read in groups. In a step that is not sampled, most of a group is read
-only if something in the step is not finite: the kernel is given those tensors too, but each of its blocks first looks at one
-word on the device, which a non-finite value sets. What is always read is what later tensors are made of: the outputs of
+only if something in the step is not finite: the kernel is given those tensors too, but each of its blocks first reads one
+word on the device, which a non-finite value sets. Always read are the tensors that later ones are made of: the outputs of
 containers, the gradients at them, and the last of each group. An infinity that vanishes within a group (in a ReLU, say) is
 therefore seen at sampled steps alone. A group ends with the first tensor after those that fill it, so that the largest ones (a
 language model's logits) are not the ones that are always read.
@@ -38,7 +38,7 @@ _BROKEN = 0
 
 
 class Kernels(Protocol):
-    """What reads tensors on the device (``mpinspect.counting.cuda.counter``)."""
+    """The kernels that read tensors on the device (``mpinspect.counting.cuda.counter``)."""
 
     DTYPES: Any
 
@@ -104,7 +104,7 @@ class StepSlot:
         self._step, self._slot, self._is_double = step, slot, is_double
 
     def largest(self) -> float | None:
-        """Return the largest magnitude, as ``Slot.largest`` says."""
+        """Return the largest magnitude, as ``Slot.largest`` does."""
         return self._step.largest(self._slot, self._is_double)
 
 
@@ -167,10 +167,10 @@ class DeviceMagnitudes:
         return StepSlot(step, slot, values.dtype is torch.float64)
 
     def flush(self) -> None:
-        """Read what is held. Does not wait.
+        """Read the held tensors. Does not wait.
 
         Raises:
-            Exception: the kernels failed; what was held is lost.
+            Exception: the kernels failed; the held tensors are lost.
         """
         held, self._held, self._bytes = self._held, [], 0
         step = self._open
@@ -185,7 +185,7 @@ class DeviceMagnitudes:
                 intact.append((each.values, each.slot, each.always))
         if not intact:
             return
-        # Of a group's last tensor what follows is made.
+        # Later tensors are made of a group's last one.
         intact[-1] = (*intact[-1][:2], True)
         try:
             with on_stream(step.stream):
@@ -198,7 +198,7 @@ class DeviceMagnitudes:
             raise
 
     def send(self) -> StepMagnitudes | None:
-        """Read what is held, copy the step's magnitudes to the host and begin the next step. Does not wait."""
+        """Read the held tensors, copy the step's magnitudes to the host and begin the next step. Does not wait."""
         try:
             self.flush()
         finally:
@@ -216,7 +216,7 @@ class DeviceMagnitudes:
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies where kernels can read it while the host goes on."""
+    """Return whether kernels can read a tensor asynchronously."""
     return tensor.is_cuda
 
 

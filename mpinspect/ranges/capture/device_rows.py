@@ -35,7 +35,7 @@ _FIRST_CAPACITY = 512
 
 
 class _Held(NamedTuple):
-    """A tensor to be counted into a row, on this stream; its version tells whether it was changed in the meantime."""
+    """A tensor to be counted into a row, on this stream; a changed version means changed values."""
 
     values: torch.Tensor
     version: int
@@ -91,7 +91,7 @@ class DeviceRows:
         self._held: list[_Held] = []
         self._held_bytes = 0
         self._most_held = held_bytes(device)
-        #: By id, the rows of this step that count nothing: what was held for them was changed before it was counted.
+        #: By id, the empty rows of this step: the tensors held for them were changed before they were counted.
         self.lost: set[int] = set()
 
     # -- counting -------------------------------------------------------------------------------------------------

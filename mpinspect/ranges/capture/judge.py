@@ -74,9 +74,9 @@ class StepLog:
     #: The last micro-batch whose backward began when the loop had cleared all gradients of those before.
     dropped_before: int | None = None
     found_inf: list[torch.Tensor] = field(default_factory=list)
-    #: What holds the values of the readings that are slots.
+    #: The slots of the readings, by device.
     magnitudes: list[StepMagnitudes] = field(default_factory=list)
-    #: Whether only the modules that outline the model were looked at.
+    #: Whether only the modules that outline the model were observed.
     is_outlined: bool = False
     #: Whether a scaler checks the weight gradients of the last backward.
     is_checked: bool = False
@@ -181,7 +181,7 @@ class Judge:
             log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
             self._skips_on_device += log.skipped
         if log.is_on_devices and not any(each.broken() for each in log.magnitudes):
-            # Most of these tensors were not read: the maxima of a few say little.
+            # Most of these tensors were not read: the maxima of a few are no history.
             return None
         largest = _largest(log, arrived.copies)
         if all(map(math.isfinite, largest)):
@@ -295,7 +295,7 @@ def _largest(log: StepLog, copies: list[tuple[list[int], HostCopy]]) -> list[flo
 
 
 def _known(value: Value) -> float | None:
-    """Return what a value is by itself; 0 where a copy of its tensors tells."""
+    """Return the number that a value holds; 0 if its tensors' copy holds it."""
     if isinstance(value, float):
         return value
     return 0.0 if isinstance(value, tuple) else value.largest()

@@ -27,7 +27,7 @@ class Slot(Protocol):
 #: The largest magnitude (may be inf or NaN), a slot that will have it, or tensors to derive it from: (minimum, maximum) or
 #: (row of counts,).
 Value = float | Slot | tuple[torch.Tensor, ...]
-#: What an observer found in a tensor: its largest magnitude, or its row of counts.
+#: An observer's result for a tensor: its largest magnitude, or its row of counts.
 Found = torch.Tensor | Value
 
 
@@ -35,7 +35,7 @@ def largest_of(tensor: torch.Tensor, found: Found | None, at_once: bool) -> Valu
     """Return a tensor's largest magnitude, never waiting for a GPU; None for tensors without values.
 
     Args:
-        found: what an observer has already found in the tensor, if anything.
+        found: an observer's earlier result for the tensor, if any.
         at_once: whether a row of counts on a CPU is already filled; if not, the row is read when the step ends.
     """
     if isinstance(found, torch.Tensor):

@@ -42,12 +42,12 @@ class Layer(Nameable):
         return TensorKey(self.path, ACTIVATION_GRADIENT)
 
 
-#: A module that contains no more modules is looked at as a whole where an outline is enough; a model that has no more has none.
+#: The most modules inside a block of an outline, and the fewest modules of a model that has an outline.
 _MOST_INSIDE, _FEWEST_MODULES = 20, 32
 
 
 def outline(layers: Collection[Layer]) -> frozenset[str]:
-    """Return the paths of the modules whose outputs outline a model's forward: its blocks, and what is not inside of one.
+    """Return the paths of the modules whose outputs outline a model's forward: its blocks, and the modules around them.
 
     All modules of a model that has few.
     """

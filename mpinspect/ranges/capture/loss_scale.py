@@ -122,7 +122,7 @@ class ScaleOfBackward:
     """Finds the loss scale of the backward that is running.
 
     A hook on each loss that a GradScaler scaled fires before any hook of the model. It gives the scale of *this*
-    backward, whichever scaler made the loss, and tells scaled backwards from unscaled ones.
+    backward, whichever scaler made the loss, and distinguishes scaled from unscaled backwards.
 
     Args:
         loss_scale: for loops that scale the loss by hand: a number or a callable; None otherwise.

@@ -160,7 +160,7 @@ class ModelHooks:
                 self._lifted_modules.append((module, number, hook))
 
     def _lift_parameters(self) -> None:
-        """Remove the parameters' hooks likewise."""
+        """Remove the parameters' hooks in the same way."""
         if compiled_graphs():
             return
         for watched, handle in self._on_parameters:

@@ -157,7 +157,7 @@ class ParameterGradient:
 class Observer:
     """Consumes observations. Subclasses override the methods they need and know no other observer.
 
-    Calls, gradients and losses go only to the observers at work in the current step; everything else goes to all.
+    Calls, gradients and losses are passed only to the observers at work in the current step, everything else to all.
     """
 
     #: Whether the observer is at work in this step.
@@ -228,7 +228,7 @@ class Observer:
         """Handle that the loop cleared the gradients of the step, which is about to end, without an update of the weights."""
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Handle the end of the training step; ``sampled`` says whether its counts are kept as a sample."""
+        """Handle the end of the training step; ``sampled``: whether its counts become a sample."""
 
 
 class LastValues(Generic[Known]):

@@ -123,7 +123,7 @@ class Recording:
         tell: shows a note to the user, who may never read the report. Called on the recording thread.
         announce: called with each event immediately, on the thread that detected it.
         before_write: called before records are passed on to the sinks, on the thread that trains; must not raise.
-        written: called when the sinks have taken what was passed on, on the thread that writes; must not raise.
+        written: called when the sinks have taken the records, on the thread that writes; must not raise.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class Recording:
         """Record the tensors that could not be read: in a note and, for those never counted, in the report's coverage.
 
         Args:
-            done: what was to be done with the tensors: "counted" or "watched".
+            done: the intended treatment of the tensors: "counted" or "watched".
             tensors: keys of the tensors, by the error that reading them raised.
         """
         for reason, keys in tensors.items():
@@ -237,7 +237,7 @@ class Recording:
             self.watch([replace(info, note=info.note or notes.get(info.key, "")) for info in self._watched])
 
     def need_no_gradient(self, gradients: Collection[TensorKey]) -> None:
-        """Record of which activation gradients none is needed, as the calls so far show; replaces what was recorded before."""
+        """Record the activation gradients that no backward needs, by the calls so far; replaces the earlier record."""
         if gradients != {info.key for info in self._watched if info.note == NEEDS_NO_GRADIENT}:
             known = (replace(info, note="") if info.note == NEEDS_NO_GRADIENT else info for info in self._watched)
             self.watch([replace(i, note=i.note or NEEDS_NO_GRADIENT) if i.key in gradients else i for i in known])
@@ -376,7 +376,7 @@ class Recording:
     def _write_due(self, open_steps: int = 0) -> bool:
         """Return whether to write now; ``open_steps`` is the number of sampled steps in the open window.
 
-        The clock tells when a write is due. It then waits until the number of sampled steps is a multiple of the largest power
+        The clock decides when a write is due. It then waits until the number of sampled steps is a multiple of the largest power
         of two that the unwritten steps reach: runs of different speed end most windows at the same steps, and can be compared.
         """
         if not self._sinks or self._sinks.busy:

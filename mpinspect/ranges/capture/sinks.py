@@ -113,7 +113,7 @@ class Sinks:
 
     Args:
         sinks: the sinks that receive the records, the most important ones first.
-        written: called each time that ``pass_on`` has forwarded what it was given, on the thread that forwards it.
+        written: called each time that ``pass_on`` has forwarded its records, on the thread that forwards them.
     """
 
     def __init__(self, sinks: Sequence[Sink], written: Callable[[], None] | None = None) -> None:
@@ -189,7 +189,7 @@ class Sinks:
                     keeper.catch_up()
                     self._went_on(keeper)
             except Exception as error:
-                # If the keeper is gone, another thread has closed or abandoned the sink meanwhile.
+                # Without a keeper, another thread has closed or abandoned the sink.
                 if keeper in self._keepers:
                     self._failed(keeper, error)
             is_refused |= keeper.refused_since is not None

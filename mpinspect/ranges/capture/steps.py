@@ -64,7 +64,7 @@ def is_measured(number: int) -> bool:
 
 
 class StepClock:
-    """Counts steps and micro-batches, and tells whether the current step is sampled."""
+    """Counts steps and micro-batches, and decides whether the current step is sampled."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

@@ -31,7 +31,7 @@ _EXPONENT_FIELD = 0x7F800000
 STORAGE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 #: Elements tested at a time on a CPU, so that intermediate tensors stay in cache and torch uses a single thread.
 _CHUNK = 1 << 15
-#: What the states are called in which optimizers keep the part of an update that rounding cut off.
+#: Names of optimizers' states that hold the part of an update that rounding cut off.
 _KAHAN = ("compensation", "kahan")
 
 

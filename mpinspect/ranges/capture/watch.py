@@ -40,7 +40,7 @@ from mpinspect.runtime.guard import Unread
 _PASSED_ON = (ACTIVATION, ACTIVATION_GRADIENT)
 
 
-#: Steps after an event in which every module is looked at, on a device too: what broke once may break again.
+#: Steps after an event in which every module is observed, on a device too: a broken module may break again.
 _STEPS_IN_FULL = 10
 
 
@@ -84,7 +84,7 @@ class Watch(Observer):
         self._on_devices: dict[torch.device, DeviceMagnitudes] = {}
         #: Whether every tensor of this step is read, also where it lies on a device and everything is finite.
         self._reads_all = True
-        #: In how many more steps every module is looked at, after an event.
+        #: The number of further steps in which every module is observed, after an event.
         self._in_full = 0
         #: The last watched steps that follow an unwatched step; eight suffice, since events are at most a few steps late.
         self._after_pause: deque[int] = deque(maxlen=8)
@@ -179,7 +179,7 @@ class Watch(Observer):
 
     def backward_begins(self, backward: Backward) -> None:
         """Record the loss scale of the backward, and whether the loop has dropped the gradients of earlier ones of the step."""
-        # What the forward made would otherwise be held while the backward frees it.
+        # Tensors of the forward would otherwise be held while the backward frees them.
         self._read_held()
         log = self._log
         if log.scale is None or not backward.scale.is_aside:
@@ -420,7 +420,7 @@ class Watch(Observer):
     ) -> Value | None:
         """Return a tensor's largest magnitude; None if the tensor has no values or can't be read.
 
-        ``is_input``: of an input both extremes are read, which tell a mask's -inf from other infinities.
+        ``is_input``: both extremes of an input are read, to distinguish a mask's -inf from other infinities.
         """
         try:
             if found is None and device_magnitudes.is_on_device(tensor):
@@ -455,6 +455,6 @@ class Watch(Observer):
                 self._kernels_failed(error)
 
     def _kernels_failed(self, error: Exception) -> None:
-        """Go on without the kernels; what was to be read by the launch that failed is lost."""
+        """Continue without the kernels; the tensors of the failed launch are lost."""
         available.gave_up(error)
         self._recording.note(available.trouble())

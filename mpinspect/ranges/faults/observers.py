@@ -1,4 +1,4 @@
-"""The observers that measure what histograms do not show."""
+"""The observers of facts that histograms do not show."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def diagnosing_observers(
     clock: StepClock,
     recording: Recording,
 ) -> tuple[Observer, ...]:
-    """Return all of them, to come after the watch: some react to the events that it records at the step's end."""
+    """Return all of them, to follow the watch: some react to the events that it records at the step's end."""
     modules = [layer.module for layer in layers]
     masters = Masters(parameters, optimizers)
     return (

@@ -1,4 +1,4 @@
-"""Says what a merged session adds up, and names the ranks that differ: missing, uneven, unlike, broken, elsewhere."""
+"""Describes a merged session, and names the ranks that differ: missing, uneven, unlike, broken, elsewhere."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def rank_findings(session: Session, advised: Advised) -> Iterator[Finding]:
 
 
 def rank_sentences(session: Session) -> Iterator[str]:
-    """Yield sentences on what the sum of the ranks contains; none for a session of one process."""
+    """Yield sentences on the content of the ranks' sum; none for a session of one process."""
     if not session.ranks:
         return
     counted = [rank for rank in session.ranks if rank.progress.steps] or session.ranks
@@ -190,7 +190,7 @@ def _missing_ranks(session: Session) -> set[int]:
 
 
 def _missing(session: Session) -> Iterator[Finding]:
-    # How a rank ended says why it left nothing.
+    # The way a rank ended explains why it left nothing.
     told = _known_of(session, ENDED_EARLY)
     gone = {rank: why for rank, why in _known_of(session, MISSING).items() if rank not in told}
     if not gone:

@@ -160,7 +160,7 @@ def _all_of(steps: int) -> str:
 
 
 def _healthy(session: Session) -> str:
-    # A run that still goes on, or was killed, is judged by what it has written.
+    # A running or killed run is judged by its written record.
     so_far = "" if session.progress.ended else " so far"
     return f"Healthy{so_far}: {lower_first(_nothing_wrong(session))}"
 
@@ -215,7 +215,7 @@ def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) 
         yield f"Whether the run computes in FP16 is not known: {fits}."
 
 
-#: With fewer sampled steps it is said how many they were.
+#: With fewer sampled steps the sentence gives their number.
 _FEW_STEPS = 5
 
 

@@ -1,4 +1,4 @@
-"""Lays out what differs between two runs of a model, A and B: headline, layers, settings, findings, events, scales."""
+"""Lays out the differences of two runs of a model, A and B: headline, layers, settings, findings, events, scales."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _LAYERS = (
     Column("updates lost", meaning="share that rounding loses", priority=3, is_optional=True),
 )
 _LEGEND = "A -> B; ~ estimate, <= at most, 0%..88% bounds, ? not known"
-#: If the bounds of a share are further apart than this, they say more than the estimate between them.
+#: If the bounds of a share are further apart than this, they are shown in place of the estimate between them.
 _FAR = 0.1
 
 
@@ -72,7 +72,7 @@ def headline(diff: RangeDiff) -> str:
 
 
 def trouble(diff: RangeDiff) -> str:
-    """Return a sentence on what is grave in one run and not in the other; "" if there is nothing."""
+    """Return a sentence on grave findings of one run alone; "" without any."""
     (which, one), (that, other) = _grave(diff.first), _grave(diff.second)
     if which == that:
         return ""
@@ -146,7 +146,7 @@ def _what(parting: Parting) -> str:
 
 
 def _zeros(parting: Parting) -> str:
-    """Return words on zeros, if these are half of what differs."""
+    """Return words on zeros, if these are half of the difference."""
     one, other = parting.zeros_fraction
     if abs(one - other) < parting.elsewhere_fraction / 2:
         return ""
@@ -235,7 +235,7 @@ def _largest(layer: LayerReport) -> str:
 def _window(layer: LayerReport) -> str:
     if layer.log2_scale_needed is None or layer.max_log2_scale is None:
         return NOT_APPLICABLE
-    # What was flushed before it was counted may need a larger scale.
+    # Values flushed before they were counted may need a larger scale.
     hidden = layer.already_flushed_fraction is not None and layer.already_flushed_fraction.high > 0
     return f"{UNKNOWN if hidden else layer.log2_scale_needed}..{layer.max_log2_scale}"
 
@@ -286,7 +286,7 @@ def _alone(diff: RangeDiff) -> Iterator[Item]:
 
 
 def _compared(diff: RangeDiff) -> Iterator[str]:
-    """Yield what was compared, what of it is measured and what estimated."""
+    """Yield the scope of the comparison: measured parts, estimated parts."""
     compared = diff.compared
     if compared.steps is None:
         yield f"The runs counted no steps in common: {_counted(diff.first)} in A, {_counted(diff.second)} in B."

@@ -41,7 +41,7 @@ def render(report: RangeReport) -> Any:
         raise ImportError("to_dataframe() needs pandas: pip install mpinspect[pandas]") from error
     rows = [_row(layer, report) for layer in report.layers]
     columns = list(rows[0]) if rows else list(_LABELS)
-    # Layers differ in the formats that updates were tested for, so the columns of lost updates come last.
+    # Layers differ in the formats that updates were tested for, so the columns of lost updates are the last.
     columns += sorted({name for row in rows for name in row} - set(columns))
     frame = pandas.DataFrame(rows, columns=columns)
     integers = [name for name in _INTEGERS if name in frame.columns]

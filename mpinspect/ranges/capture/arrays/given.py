@@ -1,4 +1,4 @@
-"""Interpret the arguments of a recorder: flatten nested arrays, and check what the caller states about an array."""
+"""Interpret the arguments of a recorder: flatten nested arrays, and check the caller's statements about an array."""
 
 from __future__ import annotations
 

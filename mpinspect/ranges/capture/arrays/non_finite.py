@@ -1,7 +1,7 @@
 """Detect infinities and NaNs in a step's arrays: the first non-finite array observed becomes an event.
 
 A recorder knows only the order in which arrays are passed to it, not the execution order; the event says so. The kind
-of an array tells whether it belongs to the forward or the backward.
+of an array decides whether it belongs to the forward or the backward.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class EqualByRounding(Observer):
         self._forget()
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Discard what was kept, which is left over in a step without a backward."""
+        """Discard the kept nodes, which remain in a step without a backward."""
         self._forget()
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class EqualByRounding(Observer):
         if share < _LEAST_TIED:
             return
         module = where() if module is None else module
-        # A choice that is made in another model's code is told of that model.
+        # A choice in another model's code belongs to that model's record.
         if module is not None:
             figures = {"fraction": share, "k": float(k), "scores": float(scores.shape[chosen.dim])}
             self._tell("ties", module, figures, dtype)

@@ -85,7 +85,7 @@ class Examination(Observer):
         self._forward_broke = self._may_wait = False
         #: The singular operation near this step's finite loss, recorded if the backward turns out to be non-finite.
         self._candidate: Singular | None = None
-        #: The product or division by a mask's infinity near this step's finite loss, likewise.
+        #: The product or division by a mask's infinity near this step's finite loss, in the same form.
         self._infinite: Singular | None = None
         #: The singular operations of this step's losses that were not finite, with the modules whose outputs were made before.
         self._found: list[tuple[Singular, frozenset[str]]] = []
@@ -108,7 +108,7 @@ class Examination(Observer):
         self._grown: set[str] = set()
         self._told_loss = self._told_term = False
         self._first_loss: float | None = None
-        #: The learning rates of each group in the last step, and those with which a scheduler began, where the optimizer tells.
+        #: The learning rates of each group in the last step, and those with which a scheduler began, if the optimizer has them.
         self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, float]]] = (
             weakref.WeakKeyDictionary()
         )

@@ -121,7 +121,7 @@ class Records:
 
 @dataclass
 class _Step:
-    """What one step leaves to be judged when its magnitudes have reached the host.
+    """The evidence of one step, judged when its magnitudes have reached the host.
 
     Args:
         moments: the gradients' magnitudes by moment of the step.
@@ -329,7 +329,7 @@ class HandedOver(Observer):
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _judge(self, step: int, seen: _Step, ever: frozenset[str]) -> None:
-        """Record what one step shows; ``ever``: the parameters that had received a gradient before it."""
+        """Record the findings of one step; ``ever``: the parameters that had received a gradient before it."""
         self._find_stale(step, seen, ever)
         given = seen.read("given")
         if given:
@@ -337,7 +337,7 @@ class HandedOver(Observer):
         self._find_left_over(step, seen, len(given))
 
     def _how_called(self, module: str) -> str:
-        """Return how a module was called in the steps that were looked at: the name of a figure."""
+        """Return how a module was called in the observed steps: the name of a figure."""
         if not self._called:
             return "unknown"
         return "not_called" if module not in self._called else "called" if self._called[module] else "without_graph"

@@ -27,7 +27,7 @@ _SETTINGS = ("lr", "weight_decay", "eps", "momentum")
 
 
 class Ledger(Observer):
-    """Records dtypes in measured steps. Reads no tensor's values, but a few of what optimizers of 16-bit weights keep.
+    """Records dtypes in measured steps. Reads no tensor's values, apart from a few states of optimizers of 16-bit weights.
 
     Args:
         parameters: the model's parameters.
@@ -126,7 +126,7 @@ class Ledger(Observer):
             self._record()
 
     def run_ends(self) -> None:
-        """Record the ledger once more, for a run that broke off within a step, and what has arrived from a device since."""
+        """Record the ledger once more, for a run that broke off within a step, with values that have arrived from a device."""
         self._compensation.settle()
         for optimizer in self._optimizers.living():
             record = self._stepped.get(id(optimizer))
@@ -150,7 +150,7 @@ class Ledger(Observer):
         )
 
     def _reduced(self) -> tuple[str, ...]:
-        """Return the dtypes in which ranks sum their gradients, as far as their wrappers tell."""
+        """Return the dtypes in which ranks sum their gradients, as far as their wrappers have them."""
         if self._summed_in is None:
             of_copies = (summed_in(each.parameter, each.parallel) for each in self._parameters)
             dtypes = (*of_copies, *map(sharded_sum_in, self._modules))

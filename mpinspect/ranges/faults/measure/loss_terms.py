@@ -178,13 +178,13 @@ def _operator(node: Any) -> str:
 
 
 def _dtype(node: Any) -> Any:
-    """Return the dtype of a node's result; None where torch does not tell."""
+    """Return the dtype of a node's result; None if torch does not have it."""
     made = getattr(node, "_input_metadata", None)
     return made[0].dtype if made else None
 
 
 def _numel(node: Any) -> int:
-    """Return the number of elements of a node's result; 0 where torch does not tell."""
+    """Return the number of elements of a node's result; 0 if torch does not have it."""
     made = getattr(node, "_input_metadata", None)
     try:
         return torch.Size(made[0].shape).numel() if made else 0
@@ -192,7 +192,7 @@ def _numel(node: Any) -> int:
         return 0
 
 
-#: Operators after which CUDA's autocast has 16-bit values, whatever came before: matrix products and casts.
+#: Operators after which CUDA's autocast has 16-bit values, whatever its input: matrix products and casts.
 _NARROWING = frozenset({"ToCopy", "Addmm", "Mm", "Addbmm", "Baddbmm", "Bmm", "Addmv", "Mv", "Linear", "Convolution"})
 #: Operators whose scalar results are sums of others' scalars.
 _ARITHMETIC = frozenset({"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "NanToNum", "Where"})

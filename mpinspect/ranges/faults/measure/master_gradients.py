@@ -50,7 +50,7 @@ _REST = 0.1
 
 @dataclass
 class _Step:
-    """What one step leaves to be judged when it has reached the host.
+    """The evidence of one step, judged when it has reached the host.
 
     Args:
         given, handed: the weights' gradients when the last backward was over, and the masters' when their optimizers step.
@@ -69,7 +69,7 @@ class _Step:
     sums: list[Samples] = field(default_factory=list)
 
     def forget(self) -> None:
-        """Drop the gradients of the last backward, and what optimizers got of them."""
+        """Drop the gradients of the last backward, and the optimizers' copies."""
         self.given = None
         self.handed.clear()
         self.stepping.clear()
@@ -111,7 +111,7 @@ class MasterGradients(Observer):
         self._now = _Step()
 
     def backward_begins(self, backward: Backward) -> None:
-        """Record what the masters' gradients hold before the step's first backward."""
+        """Record the masters' gradients before the step's first backward."""
         if not self._now.backwards:
             self._masters.find_all()
             if self._stepped:
@@ -143,7 +143,7 @@ class MasterGradients(Observer):
         self._steps += self._began is not None
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Compare the gradients of the steps whose gradients have arrived, and record what was lost or added."""
+        """Compare the gradients of the steps that have arrived, and record lost and added ones."""
         self._arrivals.take()
         now = self._now
         if self.at_work and now.given is not None and now.stepping:
@@ -175,7 +175,7 @@ class MasterGradients(Observer):
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _judge(self, step: int, seen: _Step, given_to_weights: Magnitudes) -> None:
-        """Record what one step shows."""
+        """Record the findings of one step."""
         given = {name: value for name, value in given_to_weights.read().items() if name in seen.stepping}
         handed = {name: value for found in seen.handed for name, value in found.read().items()}
         self._find_lost(step, seen, given, handed, given_to_weights.sum_of_squares())

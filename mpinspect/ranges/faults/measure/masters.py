@@ -148,7 +148,7 @@ class Masters:
             )
         dtypes = {watched.parameter.dtype for watched in weights}
         for number, each in enumerate(foreign):
-            # Of the weights' dtype and without a gradient it is no copy but what they were made from, as under weight_norm.
+            # A tensor of the weights' dtype without a gradient is no copy but their source, as under weight_norm.
             may_be = (dtype for dtype in dtypes if dtype != each.dtype or id(each) in self._stepped)
             same = (waiting.get(_key(each, values[str(number)], dtype)) for dtype in may_be)
             agreeing = next((weights for weights in same if weights), None)
@@ -211,5 +211,5 @@ class Masters:
 
 
 def _key(tensor: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> object:
-    """Return what a master and its weight have in common: the shape, and values rounded to the weight's dtype."""
+    """Return the key that a master and its weight share: the shape, and values rounded to the weight's dtype."""
     return tuple(tensor.shape), dtype, tuple(values.to(dtype).tolist())

@@ -13,7 +13,7 @@ from mpinspect.ranges.session import Measurement
 NEW_SCALERS = "new-scalers"
 #: The number of steps with a new scaler at which it is recorded for the first time: a process may be killed before its end.
 _MANY = 3
-#: The number of steps in which this is looked at: an observer at work takes some time of every call of a module.
+#: The number of observed steps: an observer at work takes some time of every call of a module.
 _MOST_STEPS = 64
 
 

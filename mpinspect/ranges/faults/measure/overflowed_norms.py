@@ -1,4 +1,4 @@
-"""An observer that finds normalisations by hand whose squares overflow in FP16, so that what they normalise becomes zero.
+"""An observer that finds normalisations by hand whose squares overflow in FP16, so that the normalised values become zero.
 
 Where a square or a sum under a root is infinite, 1 / root is zero, and so is what is divided by the root: all of it finite. The
 graph of a finite loss shows it: ``rsqrt`` and ``sqrt`` save their results.
@@ -86,13 +86,13 @@ class OverflowedNorms(Observer):
         nodes.sort(key=lambda node: int(node._sequence_nr()))
         roots: dict[torch.device, list[tuple[_Root, Callable[[], str | None]]]] = {}
         for node in nodes:
-            # What a node saved and the script has changed since can't be read; a function of the script's saves other things.
+            # A saved tensor that the script has changed since can't be read; a function of the script's saves other things.
             with suppress(RuntimeError, AttributeError):
                 root = _root_of_infinity(node, nodes)
                 if root is not None:
                     where = partial(self._spans.module_of, node, nodes)
                     if not root.elements.is_cpu:
-                        # The graph is gone when the elements have reached the host.
+                        # The graph is freed before the elements have reached the host.
                         where = partial(_same, where())
                     roots.setdefault(root.elements.device, []).append((root, where))
         finite = [loss.isfinite().all() for loss in losses] if roots else []

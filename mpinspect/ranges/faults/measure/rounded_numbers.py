@@ -70,7 +70,7 @@ class RoundedNumbers:
         self._left, self._left_on_gpu = _MOST_IN_ALL, _MOST_ON_GPU
 
     def watchers(self) -> dict[Any, Watcher]:
-        """Return what is to be called after each call of an operator of the forward, by operator."""
+        """Return the functions to call after each call of an operator of the forward, by operator."""
         return {
             aten.arange: self._made,
             aten.cumsum: self._added_up,
@@ -121,7 +121,7 @@ class RoundedNumbers:
         self._used("are subtracted from each other", *args[:2])
 
     def _divided(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
-        """Follow what is divided: a length that something is divided by may be rounded."""
+        """Follow dividends: a length used as divisor may be rounded."""
         self._computed(args[:1], kwargs, result, where)
 
     def _look(
@@ -214,7 +214,7 @@ def _is_readable(tensor: Any) -> bool:
 
 
 def _reference(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return what keeps the address of a tensor's storage from being used again, but not its memory."""
+    """Return an object that reserves the address of a tensor's storage, but not its memory."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 

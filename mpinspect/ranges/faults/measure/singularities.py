@@ -51,7 +51,7 @@ class Singular:
         rows: their positions along the first dimension.
         order: the node's sequence number; nodes made earlier have lower ones.
         of: for a difference, the sequence number of the node that made the minuend.
-        bits: of an element of the operation's result; 0 where torch does not tell.
+        bits: of an element of the operation's result; 0 if torch does not have it.
         by: the parameter that an infinity is divided by or multiplied with, if it is one.
     """
 
@@ -102,9 +102,9 @@ def _found(node: Any, find: Callable[[Any, str], _Found]) -> Singular | None:
 
 
 def is_packed(node: Any) -> bool:
-    """Return whether hooks packed what a node saved: activation checkpointing runs a whole forward again to unpack one tensor.
+    """Return whether hooks packed a node's saved tensors: activation checkpointing repeats a whole forward to unpack one tensor.
 
-    Returns False where torch is too old to tell.
+    Returns False if torch is too old to have this.
     """
     kind = type(node)
     if kind not in _RAW:

@@ -90,7 +90,7 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
         return
     if len(_restarts(case)) > 1 or opening[0] in _periodic(case):
-        # What recurs has a finding of its own.
+        # Recurring skips have a finding of their own.
         return
     # The last of these scales overflowed too. The next one is known to hold only if a step was taken at it.
     history = case.session.scale_history()
@@ -155,7 +155,7 @@ def _made_anew(case: Case) -> Measurement | None:
         return None
     if not found or found[-1].figures["new"] <= _MOST * found[-1].figures["steps"]:
         return None
-    # A new scaler into which the state of the last one is loaded goes on with its scale.
+    # A new scaler that loads the state of the last one continues with its scale.
     scales = {change.scale for change in case.session.scale_history()}
     return found[-1] if len(scales) == 1 and None not in scales else None
 
