@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat
-from mpinspect.ranges import analysis
+from mpinspect.ranges import analyse as analysing
+from mpinspect.ranges.analysis import loss_scale
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.report.scale_line import scale_line
@@ -25,18 +26,18 @@ _ABOUT_FLUSHING = ("gradients-flushed", "gradients-already-flushed", "scale-wind
 
 
 def analyse(session: Session, format: FloatFormat = FLOAT16) -> RangeReport:
-    """``mpinspect.ranges.analysis.analyse``, of which every report must agree with itself."""
-    report = analysis.analyse(session, format)
+    """``mpinspect.ranges.analyse.analyse``, of which every report must agree with itself."""
+    report = analysing.analyse(session, format)
     found = contradictions(report)
     assert not found, "\n".join(found)
     return report
 
 
 def recommend_loss_scale(given: Any, **options: Any) -> LossScaleAdvice:
-    """``mpinspect.ranges.analysis.recommend_loss_scale``; of a session the whole report must agree with itself."""
+    """``mpinspect.recommend_loss_scale``; of a session the whole report must agree with itself."""
     if isinstance(given, Session):
         analyse(given)
-    return analysis.recommend_loss_scale(given, **options)
+    return loss_scale.recommend_loss_scale(given, **options)
 
 
 def contradictions(report: RangeReport) -> list[str]:

@@ -65,7 +65,7 @@ def test_fail_on(severity, fail_on, status, run_dir, monkeypatch, capsys):
     report = sessions.report_by_hand(sessions.word_model())
     finding = dataclasses.replace(report.findings[0], id="updates-lost", severity=severity)
     planted = dataclasses.replace(report, findings=(finding,))
-    monkeypatch.setattr("mpinspect.ranges.analysis.analyse", lambda session, format: planted)
+    monkeypatch.setattr("mpinspect.ranges.analyse.analyse", lambda session, format: planted)
     options = [part for name in fail_on for part in ("--fail-on", name)]
     assert cli.main(["report", str(run_dir), *options]) == status
 
@@ -343,12 +343,15 @@ def test_every_finding_is_listed():
     import re
     from pathlib import Path
 
-    from mpinspect.ranges import analysis
+    from mpinspect import ranges
     from mpinspect.ranges.analysis.comparison import RANGE_DIFF_IDS
     from mpinspect.ranges.analysis.report import FINDING_IDS
 
     texts = [
-        path.read_text("utf-8") for path in Path(analysis.__file__).parent.rglob("*.py") if path.name != "report.py"
+        path.read_text("utf-8")
+        for room in ("analysis", "faults")
+        for path in (Path(ranges.__file__).parent / room).rglob("*.py")
+        if path.name != "report.py"
     ]
     made = {
         name

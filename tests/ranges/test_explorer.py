@@ -22,7 +22,7 @@ from agreeing_reports import analyse
 
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
-from mpinspect.ranges import analysis
+from mpinspect.ranges import analyse as analysing
 from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell, data, packed
 from mpinspect.ranges.session import Precision, Progress, ScaleChange, Session, TensorKey
 from mpinspect.reporting import html
@@ -180,7 +180,7 @@ def test_the_page_of_a_failed_run_opens_at_the_scale_before_it_collapsed() -> No
 )
 def test_a_page_opens_in_the_format_in_which_the_run_computes(computes: str, judged: str | None, opens: str) -> None:
     session = replace(sessions.word_model(), precision=Precision({computes: 100}, autocast=("",)))
-    report = analysis.analyse(session, judged)
+    report = analysing.analyse(session, judged)
     given = data(report)
     assert given["format"] == opens
     # A scale is suggested for a format that needs one, never for one that does not.
@@ -587,7 +587,7 @@ def computing_in(dtype: str) -> Session:
 
 
 def test_maps_that_are_compared_open_in_the_narrowest_of_their_formats(browser: Any, tmp_path: Path) -> None:
-    reports = [analysis.analyse(computing_in(dtype)) for dtype in ("", "bfloat16", "float16")]
+    reports = [analysing.analyse(computing_in(dtype)) for dtype in ("", "bfloat16", "float16")]
     for places, narrowest in (((0, 0), "float32"), ((0, 1), "bfloat16"), ((0, 1, 2), "float16")):
         parts = tuple(ModelPart(str(number), reports[place]) for number, place in enumerate(places))
         page = opened(browser, RunReport("a.py", "ended", parts).save(tmp_path / "a.html"))
