@@ -80,14 +80,19 @@ class ParameterHook:
         if dispatcher.quiet or gradient is None or dispatcher.untaken == torch._C._current_graph_task_id():
             return
         # A fast path for the usual case: this hook runs dozens of times per backward, each time with cold caches.
-        try:
-            is_plain = dispatcher.meter is None and not dispatcher.met_modes
-            at_work = is_plain and dispatcher.waiting.task == torch._C._current_graph_task_id()
-            if at_work and dispatcher.waiting.hold(self._watched, gradient):
-                return
-        except Exception:
-            # The guarded call below meets the same error and reports it.
-            pass
+        waiting, meter, is_held = dispatcher.waiting, dispatcher.meter, False
+        if waiting.task == torch._C._current_graph_task_id() and not dispatcher.met_modes:
+            if meter is not None:
+                meter.begin()
+            try:
+                is_held = waiting.hold(self._watched, gradient)
+            except Exception:
+                # The guarded call below meets the same error and reports it.
+                is_held = False
+            if meter is not None:
+                meter.end()
+        if is_held:
+            return
         dispatcher.weight_gradient(self._watched, gradient)
 
 
