@@ -12,6 +12,7 @@ import torch
 
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
+from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.capture.optimizers import stands_still
 from mpinspect.runtime import backward_calls
 from mpinspect.runtime.guard import Guarded, entrance
@@ -84,18 +85,15 @@ class Listener(Guarded):
 
     def _reaches_model(self, losses: Iterable[torch.Tensor]) -> bool:
         """Return whether the losses' graph leads to an output of this step's modules; True if that can't be known."""
-        queue = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-        if not self._made or not queue:
+        starts = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+        if not self._made or not starts:
             return True
-        found = set(queue)
-        for node in queue:
-            if node._sequence_nr() in self._made or len(found) > _MOST_NODES:
+        walked = 0
+        for node in walk(starts, _MOST_NODES):
+            if node._sequence_nr() in self._made:
                 return True
-            for following, _ in node.next_functions:
-                if following is not None and following not in found:
-                    found.add(following)
-                    queue.append(following)
-        return False
+            walked += 1
+        return walked >= _MOST_NODES
 
     # -- the optimizers -------------------------------------------------------------------------------------------
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from mpinspect.ranges.capture.graph import walk
 from mpinspect.run.models.attaching import Attacher, PendingOptimizer, script_names
 from mpinspect.run.models.launched_inspector import LaunchedInspector
 from mpinspect.run.models.naming import Label, label
@@ -175,16 +176,10 @@ def leaves(tensors: Any) -> dict[int, torch.Tensor]:
         node = start.grad_fn if isinstance(start, torch.Tensor) else getattr(start, "node", None)
         if node is not None:
             waiting.append(node)
-    seen = set(waiting)
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop()
+    for node in walk(waiting, _MOST_NODES):
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             found[id(variable)] = variable
-        for following in _following(node):
-            if following not in seen:
-                seen.add(following)
-                waiting.append(following)
     return found
 
 
@@ -192,7 +187,3 @@ def _several(tensors: Any) -> Iterable[Any]:
     if isinstance(tensors, torch.Tensor) or hasattr(tensors, "node"):
         return (tensors,)
     return tensors if isinstance(tensors, (list, tuple)) else ()
-
-
-def _following(node: Any) -> Iterator[Any]:
-    return (following for following, _ in node.next_functions if following is not None)

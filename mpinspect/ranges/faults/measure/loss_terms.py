@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpinspect.ranges.capture.graph import receivers, walk
 from mpinspect.runtime.emulation.autocast_lists import FLOAT32, FLOAT32_BY_DEFAULT
 
 #: The most nodes of the loss's own code that are read, and of one term.
@@ -104,7 +105,7 @@ def _summed(starts: list[Any]) -> Iterator[Any]:
         if _numel(node) != 1:
             continue
         name = _operator(node)
-        below = [following for following, _ in node.next_functions if following is not None]
+        below = list(receivers(node))
         is_collected = name in ("Sum", "Mean") and all(_operator(each) in _COLLECTING for each in below)
         if name in _REDUCING and not is_collected:
             if _dtype(node) in _DTYPES:
@@ -132,16 +133,7 @@ def _operators(node: Any, ends: Collection[int]) -> tuple[str, ...]:
 
 def _code(starts: list[Any], ends: Collection[int], most: int) -> list[Any]:
     """Return at most ``most`` nodes of the loss's own code, the nearest first: none that made a module's output, but scalars."""
-    queue = list(dict.fromkeys(starts))
-    seen = set(queue)
-    for node in queue:
-        for following, _ in node.next_functions:
-            if following is None or following in seen or len(seen) >= most:
-                continue
-            if following._sequence_nr() not in ends or _numel(following) == 1:
-                seen.add(following)
-                queue.append(following)
-    return queue
+    return list(walk(starts, most, lambda node: node._sequence_nr() not in ends or _numel(node) == 1))
 
 
 def _log_ratio(node: Any) -> Term | None:
