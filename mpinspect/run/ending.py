@@ -18,8 +18,8 @@ from mpinspect.run.directory import others_of, process_name, shown
 from mpinspect.run.joining import join, with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, outcome_of
-from mpinspect.run.processes import Sigterm, leave_trace_of_sigterm
 from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, SIGTERM, now, write_record
+from mpinspect.run.sigterm import Sigterm, leave_trace_of_sigterm
 from mpinspect.runtime.briefly import brief
 
 if TYPE_CHECKING:

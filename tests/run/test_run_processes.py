@@ -517,7 +517,7 @@ def test_what_another_process_left_may_be_anything(record, tmp_path):
 
 SIGTERMS = """
 import os, signal, sys
-from mpinspect.run.processes import Sigterm
+from mpinspect.run.sigterm import Sigterm
 if "handles" in sys.argv: signal.signal(signal.SIGTERM, lambda *_: print("handled"))
 def report():
     if has_begun: return
