@@ -144,6 +144,21 @@ def test_between_samples_weight_gradients_are_read_when_the_optimizer_steps(clip
     assert "weight gradients were read when the optimizer stepped" in first.explanation
 
 
+def test_weight_gradients_are_read_as_they_arrive_where_each_has_an_optimizer() -> None:
+    model = _tower(8)
+    optimizers = [torch.optim.SGD([parameter], lr=0.0) for parameter in model.parameters()]
+    with Inspector(model, optimizers=optimizers, every=100) as inspector:
+        for _ in range(7):
+            model.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            assert model[0].weight._backward_hooks
+            host_kernels.calls.clear()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert host_kernels.calls[LAUNCHES] <= 1
+    assert inspector.session().progress.steps == 7
+
+
 def test_the_outline_opens_what_holds_many_modules_and_what_is_never_called() -> None:
     model = nn.ModuleDict({"lists": nn.ModuleList([_blocks() for _ in range(2)]), "tower": _tower(7)})
     layers = [Layer(path, module, False, False) for path, module in model.named_modules()]

@@ -319,7 +319,7 @@ class Dispatcher(Guarded):
         takers = (observer for observer in self.at_work if type(observer).called is not Observer.called)
         outlined = all(observer.outline_suffices for observer in takers)
         # The watch then reads the weight gradients when the optimizers step.
-        at_optimizers = outlined and self.optimizers.hold_all()
+        at_optimizers = outlined and self.optimizers.few_hold_all()
         lifted = self._hooks.begin_step(self.quiet, outlined, at_optimizers)
         if self._watch is not None:
             self._watch.outlined(lifted, at_optimizers)

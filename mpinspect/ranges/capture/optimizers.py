@@ -10,6 +10,9 @@ import torch
 
 from mpinspect.ranges.capture.layers import WatchedParameter
 
+#: At each step of an optimizer the weight gradients that it holds can be read in one launch, if there are at most so many.
+_FEW = 8
+
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     """Return the torch optimizer inside a trainer's wrappers, for which torch calls its hooks; None if there is none."""
@@ -59,9 +62,12 @@ class ModelOptimizers:
         """Return the optimizers that are known to belong to the model and still exist."""
         return [optimizer for optimizer, ours in self._ours.items() if ours]
 
-    def hold_all(self) -> bool:
-        """Return whether the living optimizers hold every parameter that is trained."""
-        held = {id(parameter) for each in self.living() for group in each.param_groups for parameter in group["params"]}
+    def few_hold_all(self) -> bool:
+        """Return whether a few optimizers hold every parameter that is trained; not one for each, which step in the backward."""
+        living = self.living()
+        if len(living) > _FEW:
+            return False
+        held = {id(parameter) for each in living for group in each.param_groups for parameter in group["params"]}
         return all(id(watched.parameter) in held for watched in self._parameters if watched.parameter.requires_grad)
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[WatchedParameter]:
