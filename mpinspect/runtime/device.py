@@ -111,7 +111,7 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
 
 
 def used_on_current_stream(tensor: torch.Tensor) -> None:
-    """Keep a tensor's memory from being reused before the current stream has read it: another stream may have allocated it."""
+    """Reserve a tensor's memory until the current stream has read it, though another stream allocated it. Does not wait."""
     stream = current_stream(tensor.device)
     if isinstance(stream, torch.Stream):
         tensor.record_stream(stream)

@@ -297,7 +297,12 @@ class Recording:
             }
 
     def limited(self, steps: int, measured_steps: int, bare_s: float, own_s: float) -> None:
-        """Record what ``steps`` steps, all watched, have cost; ``spent`` adds that of those after them."""
+        """Record the cost of the first ``steps`` steps, all watched; ``spent`` adds later steps.
+
+        Args:
+            measured_steps: the number of these steps whose cost was measured.
+            bare_s, own_s: seconds of bare training and of the inspector in the measured steps.
+        """
         self._progress(watched_steps=steps, measured_steps=measured_steps, bare_s=bare_s, own_s=own_s)
 
     def wants_window(self, sampled_steps: int) -> bool:
