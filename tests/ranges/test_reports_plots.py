@@ -111,6 +111,8 @@ def test_infinities_and_overflow_have_columns_where_there_are_any():
     assert "'b.weight' holds infinities or NaNs" in shown
     assert shown.count("overflow") == 2
     assert {"inf, NaN", "400"} <= set(shown)
+    # 'b.weight' has no finite value, so no share in the columns "flushed", "at 2^13" and "overflow".
+    assert shown.count("-") == 3
 
 
 def test_the_heat_map_groups_repeated_blocks():

@@ -22,6 +22,7 @@ from mpinspect.ranges.report.layers import (
     Repeated,
     badness,
     flushed_words,
+    has_no_values,
     log2_recommended,
     lost_l1_at_recommended,
     names_in,
@@ -443,9 +444,7 @@ def _lost(lost_l1_share: Interval | None) -> str:
 
 def _of_values(figure: Figure, row: Repeated) -> str | Cell:
     """Return a figure of finite non-zero values; "-" for layers that have none, not even flushed ones."""
-    histogram, lost = row.worst.histogram, row.worst.lost_l1_share
-    has_none = histogram is not None and not histogram.nonzero and (lost is None or not lost.high)
-    return NOT_APPLICABLE if has_none else figure(row)
+    return NOT_APPLICABLE if has_no_values(row.worst) else figure(row)
 
 
 #: What the share of lost updates is a share of, by whether it was measured.

@@ -149,6 +149,12 @@ def _at_recommended(
     return share_of(Visibility(layer.representative, layer.floor_exponent), FORMATS[report.format], k)
 
 
+def has_no_values(layer: LayerReport) -> bool:
+    """Return whether a counted layer has no finite non-zero value, not even a flushed one, so that it has no shares of them."""
+    histogram, lost = layer.histogram, layer.lost_l1_share
+    return histogram is not None and not histogram.nonzero and (lost is None or not lost.high)
+
+
 def flushed_words(layer: LayerReport, elements: Interval | None) -> str:
     """Return a share of elements in words, with bounds only as far as the lost L1 share lets them matter."""
     lost = 1.0 if layer.lost_l1_share is None else layer.lost_l1_share.high

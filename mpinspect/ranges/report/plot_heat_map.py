@@ -21,6 +21,7 @@ from mpinspect.ranges.report.layers import (
     badness,
     flushed_at_recommended,
     flushed_words,
+    has_no_values,
     log2_recommended,
     overflowed_share,
     repeated,
@@ -36,7 +37,7 @@ from mpinspect.reporting.plot_style import (
     shares,
     shortened,
 )
-from mpinspect.reporting.words import UNKNOWN, format_name, percent, share
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, format_name, percent, share
 
 MAX_ROWS = 60
 #: Up to this many layers have a row each; if there are more, repeated blocks share one.
@@ -144,18 +145,25 @@ def _finding(report: RangeReport, found: list[Repeated]) -> str:
 def _columns(report: RangeReport, found: list[Repeated]) -> list[_Column]:
     """Return the columns beside the map; the last ones only where a layer has such values."""
     layers = [row.worst for row in found]
-    columns: list[_Column] = [("flushed", lambda layer: flushed_words(layer, layer.flushed_fraction))]
+    columns: list[_Column] = [("flushed", _of_values(lambda layer: flushed_words(layer, layer.flushed_fraction)))]
     k = log2_recommended(report.loss_scale)
     if k and layers[0].kind in GRADIENT_KINDS:
-        columns.append((f"at 2^{k}", lambda layer: flushed_words(layer, flushed_at_recommended(layer, report))))
+        at_recommended = _of_values(lambda layer: flushed_words(layer, flushed_at_recommended(layer, report)))
+        columns.append((f"at 2^{k}", at_recommended))
     if any(layer.overflowed for layer in layers):
         format = FORMATS[report.format]
-        columns.append(
-            ("overflow", lambda layer: share(overflowed_share(layer.histogram, format)) if layer.histogram else UNKNOWN)
+        overflowed = _of_values(
+            lambda layer: share(overflowed_share(layer.histogram, format)) if layer.histogram else UNKNOWN
         )
+        columns.append(("overflow", overflowed))
     if any(map(_broken, layers)):
         columns.append(("inf, NaN", lambda layer: f"{_broken(layer):,}"))
     return columns
+
+
+def _of_values(words: Callable[[LayerReport], str]) -> Callable[[LayerReport], str]:
+    """Return a column's words on finite non-zero values: "-" for layers that have none."""
+    return lambda layer: NOT_APPLICABLE if has_no_values(layer) else words(layer)
 
 
 def _label(axes: Axes, lines: list[_Line], columns: list[_Column]) -> None:
