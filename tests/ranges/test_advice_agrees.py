@@ -399,6 +399,15 @@ def test_the_number_is_given_where_it_is_known():
     assert "so a loss scale of 1048576 is too high" in finding(report, "non-finite-event").message
 
 
+def test_the_reserve_is_not_given_up_for_a_scale_at_which_the_run_overflowed():
+    # 'b' needs 2^-3. 'a' leaves room for 2^-2, but the run overflowed at 2^-3.
+    block = {activation("a"): window_of(spread({17: 1})), activation("b"): window_of(spread({-22: 1}))}
+    progress = Progress(10, 10, 1, 10, True, True, "nobody gave it")
+    report = analyse(session_of(block, progress=progress, events=(overflow(0, 0.125, skipped=None),)))
+    assert report.loss_scale.lowest == 0.125
+    assert report.loss_scale.highest == 0.0625
+
+
 # -- every session ----------------------------------------------------------------------------------------------------------
 
 shapes = st.dictionaries(st.integers(-45, 19), st.integers(1, 10**6), min_size=1, max_size=8)

@@ -57,9 +57,10 @@ class Ceiling:
     lacking: int = 0
 
     def reaching(self, log2_scale: int) -> Ceiling:
-        """Return this ceiling raised to 2^log2_scale at the cost of its reserve, if nothing seen overflows there."""
+        """Return this ceiling raised to 2^log2_scale at the cost of its reserve, unless anything overflowed there."""
         given_up = log2_scale - self.log2_highest
-        if not 0 < given_up <= self.margin:
+        has_overflowed = self.log2_overflowed is not None and log2_scale >= self.log2_overflowed
+        if has_overflowed or not 0 < given_up <= self.margin:
             return self
         return replace(self, log2_highest=log2_scale, margin=self.margin - given_up, lacking=self.lacking + given_up)
 
