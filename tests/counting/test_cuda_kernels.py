@@ -300,6 +300,31 @@ def test_a_slot_keeps_the_larger_magnitude(gpu: HostGpu) -> None:
 
 #: The most registers of a thread: they leave room for 4 blocks on a multiprocessor.
 REGISTERS = 64
+#: The most instructions a value in the loop over whole tiles, on 8.0 and later; docs/performance.md has the figures.
+INSTRUCTIONS = {"count_float32": 12, "count_bfloat16": 12, "largest_float32": 4, "largest_bfloat16": 4}
+
+
+def instructions_a_value(listing: str) -> dict[str, float]:
+    """The instructions a value of each kernel, from what nvdisasm prints, in the loop that loads four vectors of 16 bytes.
+
+    Without the loops inside of it, which examine values near the top of the range and are mostly passed by.
+    """
+    found = {}
+    for section in re.split(r"\.section\s+\.text\.", listing)[1:]:
+        code: list[str] = []
+        labels: dict[str, int] = {}
+        for line in section.splitlines():
+            if label := re.match(r"\s*(\.L_\S+):", line):
+                labels[label[1]] = len(code)
+            if instruction := re.match(r"\s+/\*[0-9a-f]+\*/\s+(.*?);", line):
+                code.append(instruction[1])
+        jumps = [(re.search(r"BRA\S*.*?`\((\.L_\S+)\)", text), index) for index, text in enumerate(code)]
+        loops = [range(labels[to[1]], index + 1) for to, index in jumps if to and labels[to[1]] <= index]
+        main = next(loop for loop in sorted(loops, key=len) if sum("LDG.E.128" in code[i] for i in loop) == 4)
+        inside = {i for loop in loops if loop != main and set(loop) < set(main) for i in loop}
+        name = section.split(",")[0].strip('"')
+        found[name] = (len(main) - len(inside)) / (4 * 16 // (2 if "float16" in name else 4))
+    return found
 
 
 def test_constants_are_those_of_the_source(gpu: HostGpu) -> None:
@@ -331,6 +356,12 @@ def test_the_kernels_compile_without_spills(tmp_path: Path, capability: int) -> 
     used = re.findall(r"Used (\d+) registers", done.stderr)
     assert len(used) == 2 * len(kinds)
     assert max(map(int, used)) <= REGISTERS
+    nvdisasm = shutil.which("nvdisasm")
+    if nvdisasm is not None and capability >= 80:
+        options = ["-c", str(tmp_path / "kernels.cubin")]
+        listing = subprocess.run([nvdisasm, *options], capture_output=True, text=True, check=True).stdout
+        found = instructions_a_value(listing)
+        assert all(found[name] <= most for name, most in INSTRUCTIONS.items()), found
 
 
 @pytest.mark.parametrize("kind", driver._COUNTERS)
