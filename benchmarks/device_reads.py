@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -57,6 +57,13 @@ class Row:
     of_the_step: float
 
 
+class Step(NamedTuple):
+    """What the loop does to the gradients."""
+
+    scales: bool
+    clips: bool
+
+
 class Costs:
     """In the place of the kernels: every tensor is finite, and of no size."""
 
@@ -87,12 +94,12 @@ class Costs:
 COSTS = Costs()
 
 
-def counted(make: Callable[[], nn.Module], sequences: int, scaled: bool) -> Counter[str]:
+def counted(make: Callable[[], nn.Module], sequences: int, step: Step) -> Counter[str]:
     """The costs of the sixth step, in which nothing is measured for diagnoses."""
     torch.manual_seed(0)
     model, (x, y) = make(), tokens(sequences, LENGTH, 512)("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=scaled)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=step.scales)
     with Inspector(model, optimizers=optimizer, scalers=scaler, every=1000):
         for _ in range(6):
             COSTS.step.clear()
@@ -100,6 +107,8 @@ def counted(make: Callable[[], nn.Module], sequences: int, scaled: bool) -> Coun
             with torch.autocast("cpu", torch.bfloat16):
                 loss = nn.functional.cross_entropy(model(x), y)
             scaler.scale(loss).backward()
+            if step.clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
         return Counter(COSTS.step)
@@ -114,20 +123,21 @@ def row(model: str, step: str, found: Counter[str], step_s: float) -> Row:
 
 
 STEPS = {
-    "a scaler checks the weight gradients": True,
-    "no scaler": False,
+    "a scaler checks the weight gradients": Step(scales=True, clips=False),
+    "no scaler, clipped by norm": Step(scales=False, clips=True),
+    "no scaler, not clipped": Step(scales=False, clips=False),
 }
 
 
 def rows() -> list[Row]:
     found = []
-    for step, scaled in STEPS.items():
-        gpt = counted(lambda: GPT(12, 768, 12, LENGTH, 50304), 8, scaled)
-        found.append(row("GPT-2 small, 8 x 1024 tokens", step, gpt, GPT_S))
-    for step, scaled in STEPS.items():
-        three, four = (counted(lambda n=n: Llama(n, 2048, 32, 8, 8192, 512), 2, scaled) for n in (3, 4))
+    for name, step in STEPS.items():
+        gpt = counted(lambda: GPT(12, 768, 12, LENGTH, 50304), 8, step)
+        found.append(row("GPT-2 small, 8 x 1024 tokens", name, gpt, GPT_S))
+    for name, step in STEPS.items():
+        three, four = (counted(lambda n=n: Llama(n, 2048, 32, 8, 8192, 512), 2, step) for n in (3, 4))
         block = Counter({what: four[what] - three[what] for what in three | four})
-        found.append(row("a Llama's block of 61 M parameters, 2 x 1024 tokens", step, block, BLOCK_S))
+        found.append(row("a Llama's block of 61 M parameters, 2 x 1024 tokens", name, block, BLOCK_S))
     return found
 
 

@@ -36,6 +36,7 @@ ENTRANCES = (
     "mpinspect.ranges.capture.listener:Listener.scaler_unscales",
     "mpinspect.ranges.capture.listener:Listener.scaler_unscaled",
     "mpinspect.ranges.capture.listener:Listener.backward_called",
+    "mpinspect.ranges.capture.listener:Listener.clipping",
     "mpinspect.ranges.capture.dispatcher:Dispatcher.runs_eagerly",
     "mpinspect.ranges.capture.dispatcher:backward_ended",
 )
@@ -44,7 +45,7 @@ _PASSING = {
     ("scalers.py", "scale"),
     ("scalers.py", "step"),
     ("scalers.py", "unscale_"),
-    ("backward_calls.py", "backward"),
+    ("torch_calls.py", "run"),
     ("loss_scale.py", "backward_begins"),
 }
 _PACKAGE = str(Path(mpinspect.__file__).parent)

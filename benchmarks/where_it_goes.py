@@ -28,7 +28,7 @@ from mpinspect.counting import fastest
 
 _PACKAGE = Path(mpinspect.__file__).parent
 #: Functions of ours in which the training's own work runs: a backward's time is not the inspector's.
-_AROUND_THE_TRAINING = {(str(_PACKAGE / "runtime/backward_calls.py"), "backward")}
+_AROUND_THE_TRAINING = {(str(_PACKAGE / "runtime/torch_calls.py"), "run")}
 #: Calls outside of the package, one inside the other, whose time is followed up to the package.
 _DEEPEST_CALLS = 50
 

@@ -13,7 +13,7 @@ RUNNING_SCRIPTS = ("mpinspect.run",)
 WRAPPING_TORCH = (
     "mpinspect.ranges.capture.optimizer_steps",
     "mpinspect.ranges.capture.scalers",
-    "mpinspect.runtime.backward_calls",
+    "mpinspect.runtime.torch_calls",
 )
 
 #: Modules that must not be interrupted by detaching a model from its inspector.

@@ -16,7 +16,7 @@ from torch import nn
 
 from mpinspect import Inspector
 from mpinspect.counting import reference
-from mpinspect.ranges.capture import device_magnitudes
+from mpinspect.ranges.capture import device_magnitudes, model_hooks
 from mpinspect.ranges.capture.culprit import NOT_READ
 from mpinspect.ranges.capture.device_magnitudes import DeviceMagnitudes, StepMagnitudes
 from mpinspect.ranges.capture.device_rows import DeviceRows
@@ -26,6 +26,8 @@ from mpinspect.ranges.capture.layers import Layer, outline
 @pytest.fixture(autouse=True)
 def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     host_kernels.install(monkeypatch)
+    # Hooks stay in a process that has compiled anything, as other tests do.
+    monkeypatch.setattr(model_hooks, "compiled_graphs", lambda: 0)
 
 
 def _blocks(activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
@@ -132,7 +134,10 @@ def test_between_samples_weight_gradients_are_read_when_the_optimizer_steps(clip
             if step == 6:
                 model[1][3][2].weight.grad.view(-1)[0] = math.nan if clips else math.inf
             if clips:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                # A clipping of the loop's own, as of a library that does not call torch's.
+                norm = torch.stack([each.grad.norm() for each in model.parameters()]).norm()
+                for each in model.parameters():
+                    each.grad.mul_(1 / norm)
             optimizer.step()
             reads.append(host_kernels.calls[READ])
     # Each micro-batch has its outputs, the gradients there and a loss; the weight gradients are read once.
@@ -142,6 +147,69 @@ def test_between_samples_weight_gradients_are_read_when_the_optimizer_steps(clip
     assert (first.step, first.phase) == (6, "backward")
     assert first.tensor == ("0.weight" if clips else "1.3.2.weight")
     assert "weight gradients were read when the optimizer stepped" in first.explanation
+
+
+@pytest.mark.parametrize("public", [False, True], ids=["clip_grad_norm_", "clip_grads_with_norm_"])
+def test_of_clipped_weight_gradients_the_norm_is_read_and_they_only_if_it_is_not_finite(public: bool) -> None:
+    model = _tower(8)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    reads = []
+    with Inspector(model, every=100) as inspector:
+        for step in range(8):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            if step == 7:
+                model[1][3][2].weight.grad.view(-1)[0] = math.nan
+            host_kernels.calls.clear()
+            if public:
+                norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+                nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+            else:
+                nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            reads.append((host_kernels.calls[READ], host_kernels.calls[SPARED]))
+    assert reads[5] == reads[6] == (1, len(parameters))
+    assert reads[7] == (1 + len(parameters), 0)
+    first = inspector.session().events[0]
+    # The clipping has made every weight gradient NaN; they were read before.
+    assert (first.step, first.phase, first.tensor) == (7, "backward", "1.3.2.weight")
+    assert "clipping" not in first.explanation
+    assert inspector.session().notes == ()
+
+
+def test_clipped_gradients_of_another_model_or_from_a_generator_are_read_when_the_optimizer_steps() -> None:
+    model, other = _tower(8), nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model, every=100) as inspector:
+        for _ in range(7):
+            optimizer.zero_grad()
+            other(model(torch.randn(4, 8))).square().mean().backward()
+            host_kernels.calls.clear()
+            nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+            norm = nn.utils.get_total_norm([each.grad for each in model.parameters()])
+            nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, norm)
+            optimizer.step()
+        clipped = torch.stack([each.grad.norm() for each in model.parameters()]).norm()
+    assert host_kernels.calls[READ] == len(list(model.parameters()))
+    assert float(clipped) == pytest.approx(1e-3, rel=1e-3)
+    assert inspector.session().notes == ()
+
+
+def test_a_backward_after_the_clipping_has_its_gradients_read() -> None:
+    model = _tower(8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model, every=100) as inspector:
+        for step in range(7):
+            optimizer.zero_grad()
+            for micro_batch in range(2):
+                model(torch.randn(4, 8)).square().mean().backward()
+                if micro_batch == 0:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if step == 6:
+                model[1][3][2].weight.grad.view(-1)[0] = math.nan
+            optimizer.step()
+    assert [(event.step, event.tensor) for event in inspector.session().events] == [(6, "1.3.2.weight")]
 
 
 def test_weight_gradients_are_read_as_they_arrive_where_each_has_an_optimizer() -> None:

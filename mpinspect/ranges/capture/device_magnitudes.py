@@ -114,6 +114,7 @@ class _Held(NamedTuple):
     #: None: already read, and held to see whether it is changed.
     slot: int | None
     always: bool
+    is_summed: bool
     name: str
 
 
@@ -135,12 +136,13 @@ class DeviceMagnitudes:
         #: Names of tensors that are changed in place soon after they were made.
         self._changed: set[str] = set()
 
-    def read(self, tensor: torch.Tensor, name: str, *, always: bool) -> Slot | None:
+    def read(self, tensor: torch.Tensor, name: str, *, always: bool, is_summed: bool = False) -> Slot | None:
         """Read a tensor, now or with those that follow. Never waits for the GPU.
 
         Args:
             name: the same for the same tensor of every step.
             always: whether to read it although everything is finite.
+            is_summed: whether a norm contains it that was flushed before: it is then read only if something is not finite.
 
         Returns:
             None if these kernels can't read it: another layout or dtype, another stream than the step's first, no kernels.
@@ -160,7 +162,11 @@ class DeviceMagnitudes:
             step.read([values], [slot], False)
         if not is_changed:
             is_full = self._bytes > self._most
-            self._held.append(_Held(values, version_of(values), None if is_learning else slot, always, name))
+            self._held.append(
+                _Held(
+                    values, version_of(values), None if is_learning else slot, always and not is_summed, is_summed, name
+                )
+            )
             self._bytes += values.nbytes
             if is_full:
                 self.flush()
@@ -177,16 +183,19 @@ class DeviceMagnitudes:
         if step is None or step.slots is None:
             return
         intact: list[tuple[torch.Tensor, int, bool]] = []
+        last_is_summed = False
         for each in held:
             if version_of(each.values) != each.version or not each.values.data_ptr():
                 self._changed.add(each.name)
                 step.lost.update(() if each.slot is None else (each.slot,))
             elif each.slot is not None:
                 intact.append((each.values, each.slot, each.always))
+                last_is_summed = each.is_summed
         if not intact:
             return
-        # Later tensors are made of a group's last one.
-        intact[-1] = (*intact[-1][:2], True)
+        if not last_is_summed:
+            # Later tensors are made of a group's last one.
+            intact[-1] = (*intact[-1][:2], True)
         try:
             with on_stream(step.stream):
                 for always in (True, False):

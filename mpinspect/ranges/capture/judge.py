@@ -80,8 +80,10 @@ class StepLog:
     is_outlined: bool = False
     #: Whether a scaler checks the weight gradients of the last backward.
     is_checked: bool = False
-    #: Whether weight gradients are read when an optimizer steps with them, and not as they arrive.
+    #: Whether weight gradients are read when they are clipped or an optimizer steps with them, and not as they arrive.
     reads_at_optimizers: bool = False
+    #: The names of the parameters whose gradients were read before they were clipped.
+    read_before_clipping: set[str] = field(default_factory=set)
     #: Whether all readings are slots, of which most are read only where something is not finite.
     is_on_devices: bool = False
     #: Whether ``backward_broke`` has found such a gradient, and how many readings it has searched.
@@ -236,7 +238,11 @@ class Judge:
         if log.is_partial and (found.after or found.module != found.first.module):
             doubt = "not every call of this step was observed, so it may have arisen in a module that is called often"
             found = replace(found, explanation=f"{found.explanation}; {doubt}")
-        elif log.reads_at_optimizers and found.first.what == WEIGHT_GRADIENT:
+        elif (
+            log.reads_at_optimizers
+            and found.first.what == WEIGHT_GRADIENT
+            and found.first.name not in log.read_before_clipping
+        ):
             doubt = (
                 "in this step, as between samples on a GPU, weight gradients were read when the optimizer stepped, after "
                 "clipping, which spreads a NaN to all of them (every=1: always as they arrive)"

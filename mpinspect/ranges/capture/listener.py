@@ -14,9 +14,9 @@ from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.capture.optimizers import stands_still
-from mpinspect.runtime import backward_calls
 from mpinspect.runtime.guard import Guarded, entrance
 from mpinspect.runtime.outputs import tensors_in
+from mpinspect.runtime.torch_calls import BACKWARD, CLIP_WITH_NORM
 
 if TYPE_CHECKING:
     from mpinspect.ranges.capture.dispatcher import Dispatcher
@@ -49,11 +49,13 @@ class Listener(Guarded):
         """Receive the calls of all optimizers, scalers and backwards of the process from now on."""
         optimizer_steps.listen(self)
         scaler_watch.listen(self)
-        backward_calls.listen(self.backward_called)
+        BACKWARD.listen(self.backward_called)
+        CLIP_WITH_NORM.listen(self.clipping)
 
     def unlisten(self) -> None:
         """Receive no more calls."""
-        backward_calls.unlisten(self.backward_called)
+        CLIP_WITH_NORM.unlisten(self.clipping)
+        BACKWARD.unlisten(self.backward_called)
         scaler_watch.unlisten(self)
         optimizer_steps.unlisten(self)
 
@@ -82,6 +84,22 @@ class Listener(Guarded):
         if self._clock.in_forward:
             for observer in self._dispatcher.at_work:
                 observer.backward_called(losses)
+
+    @entrance
+    def clipping(self, parameters: Any, norm: Any) -> None:
+        """Notify the observers that the gradients of these parameters are about to be clipped by their norm."""
+        # A generator is left to torch, which can only go through it once.
+        if (
+            not self._dispatcher.at_work
+            or not isinstance(parameters, list | tuple)
+            or not isinstance(norm, torch.Tensor)
+        ):
+            return
+        watched = self._optimizers.watched(parameters)
+        if watched:
+            self._waiting.finish_left_behind()
+            for observer in self._dispatcher.at_work:
+                observer.clipping(watched, norm)
 
     def _reaches_model(self, losses: Iterable[torch.Tensor]) -> bool:
         """Return whether the losses' graph leads to an output of this step's modules; True if that can't be known."""

@@ -206,6 +206,9 @@ class Observer:
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle the end of that division."""
 
+    def clipping(self, parameters: list[WatchedParameter], norm: torch.Tensor) -> None:
+        """Prepare for the gradients of these parameters of the model to be clipped; ``norm``: of these and perhaps others."""
+
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Handle a call of ``backward`` or ``torch.autograd.backward`` with these losses, before the backward begins."""
 

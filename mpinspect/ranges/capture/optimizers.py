@@ -73,10 +73,11 @@ class ModelOptimizers:
     def parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[WatchedParameter]:
         """Yield the model's parameters that the optimizer holds."""
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                watched = self._by_id.get(id(parameter))
-                if watched is not None:
-                    yield watched
+            yield from self.watched(group["params"])
+
+    def watched(self, parameters: Iterable[torch.Tensor]) -> list[WatchedParameter]:
+        """Return those of these parameters that are the model's."""
+        return [self._by_id[key] for key in map(id, parameters) if key in self._by_id]
 
     def holds_new(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer holds parameters unknown to the model that it did not hold at the last call.

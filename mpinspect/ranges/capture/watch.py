@@ -19,6 +19,7 @@ from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOS
 from mpinspect.ranges.capture.device_magnitudes import LEARNING_STEPS, DeviceMagnitudes, StepSlot
 from mpinspect.ranges.capture.judge import Judge, Reading, StepLog
 from mpinspect.ranges.capture.largest import Found, Value, extremes, largest_of
+from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import (
     Backward,
     Call,
@@ -185,6 +186,7 @@ class Watch(Observer):
         if log.scale is None or not backward.scale.is_aside:
             log.scale = backward.scale
         log.is_checked = backward.checked_by_scaler
+        log.read_before_clipping.clear()
         if backward.micro_batch and self._broken_weights.hold_no_gradient(log.backward_broke):
             log.dropped_before = backward.micro_batch
 
@@ -279,7 +281,7 @@ class Watch(Observer):
             if self._log.dropped_before is not None and self._is_given_broken(optimizer):
                 self._log.dropped_before = None
             if self._log.reads_at_optimizers and not self._log.is_checked:
-                self._weight_gradients(optimizer)
+                self._weight_gradients(self._optimizers.parameters(optimizer))
                 # An optimizer may change them.
                 self._read_held()
         found_inf = getattr(optimizer, "found_inf", None)
@@ -310,20 +312,42 @@ class Watch(Observer):
         """Read the gradients of the optimizer's parameters, to find the non-finite one that made the scaler skip."""
         if self.at_work:
             self._log.skipped = True
-            self._weight_gradients(optimizer)
+            self._weight_gradients(self._optimizers.parameters(optimizer))
 
-    def _weight_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the gradients that an optimizer holds, after all that the loop does to them."""
+    def clipping(self, parameters: list[WatchedParameter], norm: torch.Tensor) -> None:
+        """Read the norm and, only if it is not finite, the gradients that it was made of: clipping spreads a NaN to all."""
+        log = self._log
+        if not log.reads_at_optimizers or log.is_checked or not device_magnitudes.is_on_device(norm):
+            return
+        if self._on_device("", "norm", norm, is_input=False) is not None:
+            self._read_held()
+            self._weight_gradients(parameters, norm.device)
+            self._read_held()
+            log.read_before_clipping.update(watched.name for watched in parameters)
+
+    def _weight_gradients(self, parameters: Iterable[WatchedParameter], summed_on: torch.device | None = None) -> None:
+        """Read the gradients in ``.grad``, after all that the loop has done to them.
+
+        ``summed_on``: the device that has read a norm of these gradients.
+        """
         many = world_size() > 1
-        for watched in self._optimizers.parameters(optimizer):
-            if watched.parameter.grad is not None:
-                gradient = local_part(watched.parameter.grad)
-                micro_batch = self._clock.micro_batch
-                if many:
-                    self._log.of_all_ranks.add(watched.name)
-                self._log_reading(
-                    BACKWARD, WEIGHT_GRADIENT, watched.name, watched.owner, -1, micro_batch, gradient, None
-                )
+        for watched in parameters:
+            if watched.parameter.grad is None or watched.name in self._log.read_before_clipping:
+                continue
+            gradient = local_part(watched.parameter.grad)
+            if many:
+                self._log.of_all_ranks.add(watched.name)
+            self._log_reading(
+                BACKWARD,
+                WEIGHT_GRADIENT,
+                watched.name,
+                watched.owner,
+                -1,
+                self._clock.micro_batch,
+                gradient,
+                None,
+                is_summed=gradient.device == summed_on,
+            )
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -400,8 +424,11 @@ class Watch(Observer):
         tensor: torch.Tensor,
         found: Found | None,
         is_input: bool = False,
+        is_summed: bool = False,
     ) -> Reading | None:
-        value = self._read(name, what, tensor, found, phase == FORWARD, is_input=is_input and phase == FORWARD)
+        value = self._read(
+            name, what, tensor, found, phase == FORWARD, is_input=is_input and phase == FORWARD, is_summed=is_summed
+        )
         if value is None:
             return None
         reading = Reading(phase, what, name, module, number, micro_batch, value, is_input, tensor.dtype)
@@ -417,14 +444,16 @@ class Watch(Observer):
         at_once: bool,
         *,
         is_input: bool = False,
+        is_summed: bool = False,
     ) -> Value | None:
         """Return a tensor's largest magnitude; None if the tensor has no values or can't be read.
 
-        ``is_input``: both extremes of an input are read, to distinguish a mask's -inf from other infinities.
+        ``is_input``: both extremes of an input are read, to distinguish a mask's -inf from other infinities. ``is_summed``: a
+        norm that was read before contains this tensor.
         """
         try:
             if found is None and device_magnitudes.is_on_device(tensor):
-                value = self._on_device(name, what, local_part(tensor), is_input)
+                value = self._on_device(name, what, local_part(tensor), is_input, is_summed)
                 if value is not None:
                     return value
             return extremes(local_part(tensor)) if is_input else largest_of(tensor, found, at_once)
@@ -432,7 +461,9 @@ class Watch(Observer):
             self.unread.failed(TensorKey(name, what), error)
             return None
 
-    def _on_device(self, name: str, what: str, tensor: torch.Tensor, is_input: bool) -> Value | None:
+    def _on_device(
+        self, name: str, what: str, tensor: torch.Tensor, is_input: bool, is_summed: bool = False
+    ) -> Value | None:
         """Return the slot of a tensor on a CUDA device; None if it must be read alone."""
         magnitudes = self._on_devices.get(tensor.device)
         if magnitudes is None:
@@ -441,7 +472,7 @@ class Watch(Observer):
             self.wants_backward_end = self.lets_gradients_wait = True
         always = not is_input and (self._reads_all or what not in _PASSED_ON or name in self._containers)
         try:
-            return magnitudes.read(tensor, f"{what} {name}{' in' * is_input}", always=always)
+            return magnitudes.read(tensor, f"{what} {name}{' in' * is_input}", always=always, is_summed=is_summed)
         except Exception as error:
             self._kernels_failed(error)
             return None

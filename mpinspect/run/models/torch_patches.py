@@ -19,9 +19,9 @@ import torch
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.run.models import owners
-from mpinspect.runtime import backward_calls
 from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.hooks import ModelHook
+from mpinspect.runtime.torch_calls import BACKWARD
 from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ class TorchPatches:
     def watch_backwards(self, wanted: bool) -> None:
         """Start or stop listening to calls of ``backward``; listening only while needed avoids its cost later."""
         if wanted and not self._watches_backwards:
-            backward_calls.listen(self._listener.backward_begins)
+            BACKWARD.listen(self._listener.backward_begins)
         elif not wanted and self._watches_backwards:
-            backward_calls.unlisten(self._listener.backward_begins)
+            BACKWARD.unlisten(self._listener.backward_begins)
         self._watches_backwards = wanted
 
     def listen_last(self) -> None:

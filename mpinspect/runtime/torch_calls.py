@@ -1,0 +1,76 @@
+"""Reports the calls of some of torch's functions to listeners, by wrapping the functions as long as there are listeners.
+
+torch looks these functions up at each call. If other code has wrapped one of them in the meantime, our wrapper stays in place
+without effect.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+#: Called with the arguments that ``Calls`` names, before torch's function runs; must not raise.
+Listener = Callable[..., object]
+
+
+class Calls:
+    """The calls of one function.
+
+    Args:
+        places: the modules that hold the function, each with its name there; those that a version of torch lacks are left out.
+        **arguments: the arguments that listeners receive, by name, with their positions.
+    """
+
+    def __init__(self, *places: tuple[Any, str], **arguments: int) -> None:
+        self._places = places
+        self._arguments = arguments
+        self._listeners: list[Listener] = []
+        #: For each place: the module, the name, torch's function and our wrapper.
+        self._wrapped: list[tuple[Any, str, Any, Any]] = []
+
+    def listen(self, listener: Listener) -> None:
+        """Call ``listener`` at every call from now on, after the listeners already registered."""
+        if not self._wrapped:
+            for owner, name in self._places:
+                original = getattr(owner, name, None)
+                if original is not None:
+                    self._wrapped.append((owner, name, original, self._reporting(original)))
+                    setattr(owner, name, self._wrapped[-1][-1])
+        self._listeners.append(listener)
+
+    def unlisten(self, listener: Listener) -> None:
+        """Stop calling ``listener``, and restore torch's function if no listener is left."""
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+        if not self._listeners and all(getattr(owner, name) is ours for owner, name, _, ours in self._wrapped):
+            while self._wrapped:
+                owner, name, original, _ = self._wrapped.pop()
+                setattr(owner, name, original)
+
+    def _reporting(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and self._listeners:
+                given = []
+                for name, place in self._arguments.items():
+                    given.append(args[place] if place < len(args) else kwargs.get(name))
+                for listener in tuple(self._listeners):
+                    listener(*given)
+            return original(*args, **kwargs)
+
+        return run
+
+
+#: ``Tensor.backward`` calls this function. Listeners receive the tensors at which the backward begins.
+BACKWARD = Calls((torch.autograd, "backward"), tensors=0)
+#: ``clip_grad_norm_`` calls this function with the norm that it has found. Private; seen in torch 2.13.
+CLIP_WITH_NORM = Calls(
+    (clip_grad, "_clip_grads_with_norm_"),
+    (torch.nn.utils, "clip_grads_with_norm_"),
+    parameters=0,
+    total_norm=2,
+)
