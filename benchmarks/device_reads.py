@@ -4,7 +4,7 @@
 
 GPT-2 small with 8 x 1024 tokens, and a block of a Llama of 1 B parameters with 2 x 1024: the difference between models of
 four blocks and of three. In place of the kernels stands a counter of launches, tensors and bytes, which reads nothing. Nothing
-is timed: the microseconds are an estimate, by the rate at which an H100 reads its memory and the time of a launch. Twelve
+is timed: the microseconds are an estimate, by the rate at which an H100 reads its memory and the time of a launch. Twenty
 minutes on two cores.
 """
 
