@@ -221,16 +221,7 @@ class Watch(Observer):
             watched = gradient.watched
             if is_distributed(watched.parameter):
                 self._log.of_all_ranks.add(watched.name)
-            self._log_reading(
-                BACKWARD,
-                WEIGHT_GRADIENT,
-                watched.name,
-                watched.owner,
-                -1,
-                backward.micro_batch,
-                gradient.values,
-                gradient.found,
-            )
+            self._weight_gradient(watched, backward.micro_batch, gradient.values, gradient.found)
 
     def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Read gradients held until the end of their backward, and log each one at the position of its arrival."""
@@ -337,17 +328,19 @@ class Watch(Observer):
             gradient = local_part(watched.parameter.grad)
             if many:
                 self._log.of_all_ranks.add(watched.name)
-            self._log_reading(
-                BACKWARD,
-                WEIGHT_GRADIENT,
-                watched.name,
-                watched.owner,
-                -1,
-                self._clock.micro_batch,
-                gradient,
-                None,
-                is_summed=gradient.device == summed_on,
-            )
+            is_summed = gradient.device == summed_on
+            self._weight_gradient(watched, self._clock.micro_batch, gradient, None, is_summed)
+
+    def _weight_gradient(
+        self,
+        watched: WatchedParameter,
+        micro_batch: int,
+        values: torch.Tensor,
+        found: Found | None,
+        is_summed: bool = False,
+    ) -> None:
+        name, owner = watched.name, watched.owner
+        self._log_reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, micro_batch, values, found, is_summed=is_summed)
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
