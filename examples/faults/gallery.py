@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import inspect
 import json
 import os
 import re
@@ -22,8 +21,7 @@ from pathlib import Path
 
 from peers import NOTHING, PEERS
 
-from mpinspect.ranges.faults.diagnose import DIAGNOSES
-from mpinspect.ranges.faults.name.case import Diagnosis
+from mpinspect.ranges.faults.registry import DIAGNOSES
 
 HERE = Path(__file__).parent
 HEALTHY = [f"healthy/{path.name}" for path in sorted((HERE / "healthy").glob("*.py"))]
@@ -145,19 +143,10 @@ def page(faults: list[Fault], told: dict[str, Told]) -> str:
     """Return the page of the diagnoses: each with what it looks for, what it says of a script of the gallery, and its fix."""
     parts = [_PAGE_HEAD]
     for diagnosis in DIAGNOSES:
-        about, _, alarms = inspect.getdoc(diagnosis).partition("\n\nFalse alarms: ")
-        for id in ids_of(diagnosis):
-            parts += [f"## {id}\n", f"{' '.join(about.split())}\n"]
-            for fault in faults:
-                if fault.id == id:
-                    parts.append(_example(fault, told[fault.script]))
-            parts.append(f"**False alarms.** {' '.join(alarms.split())}\n")
+        parts += [f"## {diagnosis.id}\n", f"{diagnosis.about}\n"]
+        parts += [_example(fault, told[fault.script]) for fault in faults if fault.id == diagnosis.id]
+        parts.append(f"**False alarms.** {diagnosis.false_alarms}\n")
     return "\n".join(parts)
-
-
-def ids_of(diagnosis: Diagnosis) -> list[str]:
-    """Return the ids of the findings that a diagnosis makes."""
-    return list(dict.fromkeys(re.findall(r'Finding\(\s*"([a-z0-9-]+)"', inspect.getsource(diagnosis))))
 
 
 def _example(fault: Fault, told: Told) -> str:

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _finding(text: str) -> str:
     from mpinspect.kernels.analysis import KERNEL_FINDING_IDS
-    from mpinspect.ranges.analysis.report import FINDING_IDS
+    from mpinspect.ranges.faults.registry import FINDING_IDS
     from mpinspect.run.diff.report import DIFF_IDS
 
     return finding_named(text, (*DIFF_IDS, *FINDING_IDS, *KERNEL_FINDING_IDS))

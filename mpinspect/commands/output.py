@@ -117,7 +117,7 @@ def finding_named(text: str, ids: Iterable[str]) -> str:
 
 def range_finding(text: str) -> str:
     """Parse an argument of --fail-on for a report of ranges."""
-    from mpinspect.ranges.analysis.report import FINDING_IDS
+    from mpinspect.ranges.faults.registry import FINDING_IDS
 
     return finding_named(text, FINDING_IDS)
 

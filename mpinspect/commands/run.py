@@ -196,7 +196,7 @@ def _kinds(text: str) -> tuple[str, ...]:
 def known_findings() -> tuple[str, ...]:
     """Return the values that --fail-on accepts. Imports numpy."""
     from mpinspect.kernels.analysis import KERNEL_FINDING_IDS
-    from mpinspect.ranges.analysis.report import FINDING_IDS
+    from mpinspect.ranges.faults.registry import FINDING_IDS
     from mpinspect.reporting.finding import SEVERITIES
     from mpinspect.shapes.analysis import FINDING_IDS as SHAPE_FINDING_IDS
 

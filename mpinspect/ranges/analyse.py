@@ -22,6 +22,7 @@ from mpinspect.ranges.analysis.ranges import (
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.analysis.scale_advice import Advised, ScaleRules
 from mpinspect.ranges.faults.findings import findings
+from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.verdict import verdict
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS
 from mpinspect.ranges.session import Session
@@ -60,7 +61,7 @@ def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
     in_float16 = None
     if format != FLOAT16:
         in_float16 = advise(seen, spoken, ceilings, noise, ScaleRules(FLOAT16)).advice
-    found = findings(session, infos, totals, layers, advised, covered, format)
+    found = findings(Case(session, layers, totals, infos, advised, format, covered))
     return RangeReport(
         session=session,
         format=format.name,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.capture.recording import warn
-from mpinspect.ranges.faults.diagnose import what_broke
+from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.reporting.streams import printable, write
 
 if TYPE_CHECKING:

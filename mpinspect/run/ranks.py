@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY, ENDINGS, NotOneModelError, RankSum, ranks_named
-from mpinspect.ranges.faults.rank_findings import ended_early
+from mpinspect.ranges.faults.name.ranks import RANK_ENDED_EARLY, ended_early
 from mpinspect.ranges.session import Measurement, RunInfo, Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.reporting.words import number_of
@@ -117,7 +117,7 @@ class ModelsOfRanks:
     def ended_early(self) -> str:
         """A sentence on the ranks that ended before their script did; "" if none did."""
         found = ended_early(Session(RunInfo(world_size=self._world), measurements=tuple(self._ended_early)))
-        return next((finding.message for finding in found), "")
+        return next((RANK_ENDED_EARLY.finding(each).message for each in found), "")
 
     def models(self) -> Iterator[tuple[str, Session]]:
         """Yield each model's name and session, which of several ranks is their sum."""

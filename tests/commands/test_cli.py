@@ -345,7 +345,7 @@ def test_every_finding_is_listed():
 
     from mpinspect import ranges
     from mpinspect.ranges.analysis.comparison import RANGE_DIFF_IDS
-    from mpinspect.ranges.analysis.report import FINDING_IDS
+    from mpinspect.ranges.faults.registry import FINDING_IDS
 
     texts = [
         path.read_text("utf-8")

@@ -17,7 +17,7 @@ from torch import nn
 
 from mpinspect import Inspector, Session
 from mpinspect.ranges.analysis.first_line import first_line
-from mpinspect.ranges.faults.diagnose import what_broke
+from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.reporting.finding import Finding
 
 

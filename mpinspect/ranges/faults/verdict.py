@@ -24,7 +24,8 @@ from mpinspect.ranges.session import (
     module_named,
 )
 from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
-from mpinspect.reporting.words import as_power, format_name, lower_first, number_of, with_power
+from mpinspect.reporting.sentences import Said, Sentences, text
+from mpinspect.reporting.words import as_power, format_name, lower_first, number_of
 
 _INFO, _WARNING, _ERROR = SEVERITIES
 _INITIAL = 2.0**LOG2_INITIAL
@@ -51,10 +52,10 @@ def verdict(
         counted = session.watched or not session.info.kinds
         if not session.progress.backwards or not seen or not counted or session.progress.weights_moved is False:
             return Verdict(None, precision, (_nothing_seen(session),), ended=ended)
-        told = in_float16 or advice
+        fp16 = in_float16 or advice
         if ended:
-            return Verdict(None, precision, (_nothing_wrong(session), *_scale(session, format, told)), ended=ended)
-        sentences = (_healthy(session), *_scale(session, format, told), _next(session, format, told))
+            return Verdict(None, precision, (_nothing_wrong(session), *_scale(session, format, fp16)), ended=ended)
+        sentences = (_healthy(session), *_scale(session, format, fp16), _next(session, format, fp16))
         return Verdict(True, precision, sentences)
     worst = grave[0]
     opening = "In trouble" if worst.severity == _ERROR else "To be mended"
@@ -132,87 +133,145 @@ def _computes_in(session: Session, format: FloatFormat | None) -> str:
     return f"Computes in {'FP32 and ' if in_part and format != FLOAT32 else ''}{format_name(format.name)}: "
 
 
+class _Unknown(Sentences):
+    """The verdict on a run of which too little is known."""
+
+    SKIPPED_ONLY_STEP = "Not known whether it is healthy: the scaler skipped the only step."
+    SKIPPED_ALL = "Not known whether it is healthy: the scaler skipped all {steps:,} steps."
+    FIRST_EVENT = "First: {first_event}."
+    SCALE_TOO_HIGH = (
+        "The forward was finite each time: the loss scale is too high so far, as a dynamic scaler finds by itself."
+    )
+    NOTHING_TO_COUNT = "Not known whether it is healthy: no tensor was to be counted."
+    NOTHING_TO_COUNT_ALL_FINITE = (
+        "Not known whether it is healthy: no tensor was to be counted; of infinities and NaNs, which were looked for, there "
+        "were none."
+    )
+    NO_UPDATE = "Not known whether it is healthy: none of {backwards:,} backwards led to an update."
+    NOT_SAMPLED = "Not known whether it is healthy: of {steps} steps none was sampled or watched."
+    NO_BACKWARD = "Not known whether it is healthy: no backward was seen."
+    NO_STEP = "Nothing is known yet: no training step was seen."
+
+
 def _nothing_seen(session: Session) -> str:
-    progress = session.progress
+    first = next(iter(session.events), None)
+    figures = {
+        "steps": session.progress.steps,
+        "backwards": session.progress.backwards,
+        "first_event": first and first_line(first),
+    }
+    return text(_why_unknown(session), figures)
+
+
+def _why_unknown(session: Session) -> Said:
+    progress, events = session.progress, session.events
     if progress.steps and progress.skipped_steps == progress.steps and progress.backwards:
-        first = session.events[0] if session.events else None
-        broke = f" First: {first_line(first)}." if first is not None else ""
-        high = (
-            " The forward was finite each time: the loss scale is too high so far, as a dynamic scaler finds by itself."
-            if session.events and all(event.forward_finite for event in session.events)
-            else ""
+        is_scale = bool(events) and all(event.forward_finite for event in events)
+        return (
+            _Unknown.SKIPPED_ONLY_STEP if progress.steps == 1 else _Unknown.SKIPPED_ALL,
+            _Unknown.FIRST_EVENT if events else None,
+            _Unknown.SCALE_TOO_HIGH if is_scale else None,
         )
-        return f"Not known whether it is healthy: the scaler skipped {_all_of(progress.steps)}.{broke}{high}"
     if progress.backwards and not session.watched and session.info.kinds:
-        looked = "; of infinities and NaNs, which were looked for, there were none" if session.info.watch else ""
-        return f"Not known whether it is healthy: no tensor was to be counted{looked}."
+        return _Unknown.NOTHING_TO_COUNT_ALL_FINITE if session.info.watch else _Unknown.NOTHING_TO_COUNT
     if progress.weights_moved is False and progress.backwards:
-        return f"Not known whether it is healthy: none of {progress.backwards:,} backwards led to an update."
+        return _Unknown.NO_UPDATE
     if progress.backwards:
-        return f"Not known whether it is healthy: of {progress.steps} steps none was sampled or watched."
+        return _Unknown.NOT_SAMPLED
     if progress.steps or session.windows or session.precision.outputs or session.ended_by is not None:
-        return "Not known whether it is healthy: no backward was seen."
-    return "Nothing is known yet: no training step was seen."
+        return _Unknown.NO_BACKWARD
+    return _Unknown.NO_STEP
 
 
-def _all_of(steps: int) -> str:
-    return "the only step" if steps == 1 else f"all {steps:,} steps"
+class _Nothing(Sentences):
+    """The verdict on a run in which nothing was found."""
+
+    WRONG = "Nothing numerically wrong was found in {seen}."
+    WRONG_IN_SAMPLES = (
+        "Nothing numerically wrong was found in {seen}; infinities and NaNs were looked for in the "
+        "{sampled:,} sampled ones."
+    )
+    WRONG_IN_WATCHED = "Nothing numerically wrong was found in {seen}, {watched:,} of them watched."
+    SKIPPED = "The scaler skipped {skipped:count step}, as it may in search of its scale."
 
 
 def _healthy(session: Session) -> str:
+    nothing = lower_first(_nothing_wrong(session))
     # A running or killed run is judged by its written record.
-    so_far = "" if session.progress.ended else " so far"
-    return f"Healthy{so_far}: {lower_first(_nothing_wrong(session))}"
+    return f"Healthy: {nothing}" if session.progress.ended else f"Healthy so far: {nothing}"
 
 
 def _nothing_wrong(session: Session) -> str:
-    progress = session.progress
-    steps = number_of(progress.steps, "step") + (
-        f" of {number_of(len(session.ranks), 'rank')}" if session.ranks else ""
-    )
-    watched = progress.watched_steps
+    progress, seen = session.progress, number_of(session.progress.steps, "step")
+    says = _Nothing.WRONG
     if not session.info.watch:
-        looked = f"; infinities and NaNs were looked for in the {progress.sampled_steps:,} sampled ones"
-    elif watched is not None:
-        looked = f", {watched:,} of them watched"
-    else:
-        looked = ""
-    skipped = (
-        f" The scaler skipped {number_of(progress.skipped_steps, 'step')}, as it may in search of its scale."
-        if progress.skipped_steps
-        else ""
+        says = _Nothing.WRONG_IN_SAMPLES
+    elif progress.watched_steps is not None:
+        says = _Nothing.WRONG_IN_WATCHED
+    figures = {
+        "seen": f"{seen} of {number_of(len(session.ranks), 'rank')}" if session.ranks else seen,
+        "sampled": progress.sampled_steps,
+        "watched": progress.watched_steps,
+        "skipped": progress.skipped_steps,
+    }
+    return text((says, _Nothing.SKIPPED if progress.skipped_steps else None), figures)
+
+
+class _In16Bits(Sentences):
+    """What FP16 would need, in a run that computes in another format."""
+
+    BF16 = "BF16 needs no loss scale; {fits}."
+    BF16_FINER = (
+        "BF16 needs no loss scale; {fits}; at scales of {finer:power} or more its rounding is finer than BF16's, up to 8 times "
+        "(root mean square)."
     )
-    return f"Nothing numerically wrong was found in {steps}{looked}.{skipped}"
+    FP32 = "For a change to 16 bits: {fits}; BF16 needs none."
+    HIDDEN = "Whether the run computes in FP16 is not known: {fits}."
 
 
-def _scale(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -> Iterator[str]:
-    """Yield a sentence on the run's own loss scale (FP16), or on what FP16 would need (BF16 and FP32 runs), by ``told``."""
+class _Fits(Sentences):
+    """Clauses on the gradients in FP16, for the sentences above."""
+
+    NO_SCALE = "the gradients would not fit FP16: no one loss scale serves every layer"
+    NEEDS = "the gradients would need a loss scale in FP16: {recommended:scale}, {window}"
+    UNKNOWN = "whether they would need one in FP16 is not known (overflow above {highest:power})"
+    ANY_SCALE = "FP16 would fit at any loss scale in the {window}{basis}"
+
+
+def _scale(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -> Iterator[str]:
+    """Yield a sentence on the run's own loss scale (FP16), or on FP16's need (BF16 and FP32 runs), by the advice for FP16."""
     if format == FLOAT16:
-        yield from _own_scale(session, told)
+        yield from _own_scale(session, fp16)
         return
-    if not told.available:
+    if not fp16.available:
         return
-    if told.serves_none:
-        fits = "the gradients would not fit FP16: no one loss scale serves every layer"
-    elif told.needed:
-        fits = f"the gradients would need a loss scale in FP16: {with_power(told.recommended)}, {_window(told)}"
-    elif told.needed is None:
-        fits = f"whether they would need one in FP16 is not known (overflow above {as_power(told.highest)})"
-    else:
-        fits = f"FP16 would fit at any loss scale in the {_window(told)}{_basis(session)}"
+    says = None
     if format == BFLOAT16:
         # Below, gradients are subnormal in FP16, and rounded more coarsely than in BF16.
-        finer = told.finer_from
-        rounds = (
-            ""
-            if finer is None
-            else f"; at scales of {as_power(finer)} or more its rounding is finer than BF16's, up to 8 times (root mean square)"
-        )
-        yield f"BF16 needs no loss scale; {fits}{rounds}."
+        says = _In16Bits.BF16 if fp16.finer_from is None else _In16Bits.BF16_FINER
     elif format == FLOAT32:
-        yield f"For a change to 16 bits: {fits}; BF16 needs none."
+        says = _In16Bits.FP32
     elif is_hidden(session):
-        yield f"Whether the run computes in FP16 is not known: {fits}."
+        says = _In16Bits.HIDDEN
+    if says is not None:
+        yield text(says, {"fits": _fits(session, fp16), "finer": fp16.finer_from})
+
+
+def _fits(session: Session, fp16: LossScaleAdvice) -> str:
+    says = _Fits.ANY_SCALE
+    if fp16.serves_none:
+        says = _Fits.NO_SCALE
+    elif fp16.needed:
+        says = _Fits.NEEDS
+    elif fp16.needed is None:
+        says = _Fits.UNKNOWN
+    figures = {
+        "recommended": fp16.recommended,
+        "highest": fp16.highest,
+        "window": _window(fp16),
+        "basis": _basis(session),
+    }
+    return text(says, figures)
 
 
 #: With fewer sampled steps the sentence gives their number.
@@ -228,63 +287,108 @@ def _basis(session: Session) -> str:
     return f" (by {' and '.join(parts)})" if parts else ""
 
 
-def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
-    if not advice.available:
-        yield f"No window of loss scales can be given: {lower_first(advice.reason)}"
-        return
-    used = session.last_scale
-    if used is None:
-        return
-    scale, highest = f"The loss scale, {with_power(used)},", as_power(advice.highest)
-    if advice.needed is None or advice.lowest is None or advice.highest is None:
-        where = "below" if used <= (advice.highest or math.inf) else "above"
-        yield f"{scale} lies {where} {highest}, the largest that is safe."
-    elif advice.lowest <= used <= advice.highest:
-        where = "in" if used < advice.highest else "at the top of"
-        yield f"{scale} lies {where} the {_window(advice)}."
-    elif used > advice.highest:
-        yield (
-            f"{scale} lies above {highest}, the largest with a margin for larger gradients; a dynamic scaler may stand there."
-        )
+class _Own(Sentences):
+    """The run's own loss scale, in FP16."""
 
-
-def _next(session: Session, format: FloatFormat | None, told: LossScaleAdvice) -> str:
-    """Return what to do after a healthy run, in one line; ``told`` is what FP16 needs."""
-    if format == BFLOAT16:
-        return "Numerically nothing to do: keep BF16."
-    if format == FLOAT16:
-        return _next_in_float16(session, told)
-    if format is None and is_hidden(session):
-        return "Nothing to do in what was seen; eager_samples=True (mpinspect run --eager-samples) shows the format."
-    if format != FLOAT32:
-        return "Nothing to do."
-    # A GradScaler takes no closure, and no step that is made by hand.
-    ledger = session.precision
-    by_hand = bool(ledger.weights) and not ledger.optimizers
-    no_scaler = by_hand or any(optimizer.type == "LBFGS" for optimizer in ledger.optimizers)
-    if no_scaler or not told.available or told.needed is None or told.serves_none:
-        return "Numerically nothing to do; to train in 16 bits try BF16 autocast."
-    # A GradScaler begins at 2^16 by itself.
-    start = told.recommended if told.needed else min(told.highest or _INITIAL, _INITIAL)
-    scale = f" from {with_power(start)}" if told.needed or start != _INITIAL else ""
-    return (
-        f"Numerically nothing to do; to train in 16 bits try BF16 autocast, or FP16 autocast with a GradScaler{scale}, which "
-        "skips a step that overflows."
+    NO_WINDOW = "No window of loss scales can be given: {reason}"
+    BELOW_HIGHEST = "The loss scale, {used:scale}, lies below {highest:power}, the largest that is safe."
+    ABOVE_HIGHEST = "The loss scale, {used:scale}, lies above {highest:power}, the largest that is safe."
+    IN_WINDOW = "The loss scale, {used:scale}, lies in the {window}."
+    AT_TOP = "The loss scale, {used:scale}, lies at the top of the {window}."
+    ABOVE_MARGIN = (
+        "The loss scale, {used:scale}, lies above {highest:power}, the largest with a margin for larger gradients; a dynamic "
+        "scaler may stand there."
     )
 
 
-def _next_in_float16(session: Session, advice: LossScaleAdvice) -> str:
-    used = session.last_scale
-    if not advice.available or used is None:
-        return "Nothing to do in what was seen."
+def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
+    says = _place_of(session.last_scale, advice)
+    if says is not None:
+        figures = {
+            "reason": lower_first(advice.reason),
+            "used": session.last_scale,
+            "highest": advice.highest,
+            "window": _window(advice),
+        }
+        yield text(says, figures)
+
+
+def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
+    """Return the sentence on where the scale lies in the window; None if it is below, which findings name, or not known."""
+    if not advice.available:
+        return _Own.NO_WINDOW
+    if used is None:
+        return None
     if advice.needed is None or advice.lowest is None or advice.highest is None:
-        return "Nothing to do; to know what FP16 flushed, count the gradients of a few batches in FP32 (autocast off)."
+        return _Own.BELOW_HIGHEST if used <= (advice.highest or math.inf) else _Own.ABOVE_HIGHEST
     if used > advice.highest:
-        return f"Nothing to do with a dynamic scaler; a static one is safer at {with_power(advice.recommended)}."
+        return _Own.ABOVE_MARGIN
+    if used == advice.highest:
+        return _Own.AT_TOP if used >= advice.lowest else None
+    return _Own.IN_WINDOW if used >= advice.lowest else None
+
+
+class _Next(Sentences):
+    """What to do after a healthy run."""
+
+    KEEP_BF16 = "Numerically nothing to do: keep BF16."
+    SHOW_FORMAT = "Nothing to do in what was seen; eager_samples=True (mpinspect run --eager-samples) shows the format."
+    NOTHING = "Nothing to do."
+    TRY_BF16 = "Numerically nothing to do; to train in 16 bits try BF16 autocast."
+    TRY_EITHER = (
+        "Numerically nothing to do; to train in 16 bits try BF16 autocast, or FP16 autocast with a GradScaler, which skips a "
+        "step that overflows."
+    )
+    TRY_EITHER_FROM = (
+        "Numerically nothing to do; to train in 16 bits try BF16 autocast, or FP16 autocast with a GradScaler from "
+        "{start:scale}, which skips a step that overflows."
+    )
+    IN_WHAT_WAS_SEEN = "Nothing to do in what was seen."
+    COUNT_IN_FP32 = (
+        "Nothing to do; to know what FP16 flushed, count the gradients of a few batches in FP32 (autocast off)."
+    )
+    STATIC_LOWER = "Nothing to do with a dynamic scaler; a static one is safer at {recommended:scale}."
+    RAISE = "Take the loss scale {recommended:scale} at the next start."
+    KEEP_SCALE = "Numerically nothing to do: keep FP16 with the loss scale {used:scale}."
+    KEEP_WITHOUT = "Numerically nothing to do: keep FP16 without a loss scale."
+
+
+def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -> str:
+    """Return what to do after a healthy run, in one line; ``fp16``: the advice for FP16."""
+    # A GradScaler begins at 2^16 by itself.
+    start = fp16.recommended if fp16.needed else min(fp16.highest or _INITIAL, _INITIAL)
+    figures = {"recommended": fp16.recommended, "used": session.last_scale, "start": start}
+    if format == FLOAT16:
+        return text(_next_in_float16(session.last_scale, fp16), figures)
+    says = _Next.NOTHING
+    if format == BFLOAT16:
+        says = _Next.KEEP_BF16
+    elif format is None and is_hidden(session):
+        says = _Next.SHOW_FORMAT
+    elif format == FLOAT32:
+        says = _Next.TRY_EITHER_FROM if fp16.needed or start != _INITIAL else _Next.TRY_EITHER
+        if not _takes_scaler(session) or not fp16.available or fp16.needed is None or fp16.serves_none:
+            says = _Next.TRY_BF16
+    return text(says, figures)
+
+
+def _takes_scaler(session: Session) -> bool:
+    """Return whether a GradScaler could step: it takes no closure, and no step that is made by hand."""
+    ledger = session.precision
+    by_hand = bool(ledger.weights) and not ledger.optimizers
+    return not by_hand and not any(optimizer.type == "LBFGS" for optimizer in ledger.optimizers)
+
+
+def _next_in_float16(used: float | None, advice: LossScaleAdvice) -> _Next:
+    if not advice.available or used is None:
+        return _Next.IN_WHAT_WAS_SEEN
+    if advice.needed is None or advice.lowest is None or advice.highest is None:
+        return _Next.COUNT_IN_FP32
+    if used > advice.highest:
+        return _Next.STATIC_LOWER
     if used < advice.lowest:
-        return f"Take the loss scale {with_power(advice.recommended)} at the next start."
-    scaled = f"with the loss scale {with_power(used)}" if used != 1 else "without a loss scale"
-    return f"Numerically nothing to do: keep FP16 {scaled}."
+        return _Next.RAISE
+    return _Next.KEEP_WITHOUT if used == 1 else _Next.KEEP_SCALE
 
 
 def _window(advice: LossScaleAdvice) -> str:

@@ -8,7 +8,7 @@ from mpinspect.ranges.analysis.comparison import LayerChange, Parting, RangeDiff
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.analysis.parting import LEAST_BEYOND
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
-from mpinspect.ranges.faults.diagnose import what_broke
+from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import kind_named, phrase
 from mpinspect.ranges.report.explorer import Mapped, widget
 from mpinspect.ranges.report.scale_line import scale_in_brief

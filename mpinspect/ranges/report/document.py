@@ -15,7 +15,6 @@ from mpinspect.ranges.analysis.precision import is_hidden, run_format
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
-from mpinspect.ranges.faults.rank_findings import rank_sentences
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
 from mpinspect.ranges.report.explorer import NO_NOTES, Mapped, ModuleNotes, widget
 from mpinspect.ranges.report.layers import (
@@ -30,6 +29,7 @@ from mpinspect.ranges.report.layers import (
     repeated,
     seen_layers,
 )
+from mpinspect.ranges.report.rank_words import rank_sentences
 from mpinspect.ranges.report.scale_line import (
     event_facts,
     event_line,

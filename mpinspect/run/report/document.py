@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.faults.diagnose import what_broke
+from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.report.document import TERMS, change_blocks, title, verdict_blocks
 from mpinspect.ranges.report.explorer import Mapped, widget
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples

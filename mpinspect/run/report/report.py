@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from mpinspect.ranges.analysis.first_line import first_line
-from mpinspect.ranges.faults.diagnose import what_broke
+from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.faults.verdict import of_what_was_seen
 from mpinspect.reporting.finding import Finding, gravest_first
 from mpinspect.reporting.rendering import RendersItself

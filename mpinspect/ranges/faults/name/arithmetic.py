@@ -1,21 +1,69 @@
-"""Diagnoses of losses, statistics, normalisations, positions and scores that are computed or kept in 16 bits."""
+"""Faults of losses, statistics, normalisations, positions and scores that are computed or kept in 16 bits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
-from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, Diagnosis, quoted
-from mpinspect.ranges.session import MOST_ROWS, Measurement, module_named
-from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
-from mpinspect.reporting.words import format_name, percent, some
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
+from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
+from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.session import MOST_ROWS, Event, Measurement, module_named
+from mpinspect.reporting.finding import INFERRED, MEASURED
+from mpinspect.reporting.sentences import Sentences
 
-#: Statistics that were reset are those of no data.
-_ANEW = "; before the model is evaluated, run training batches through it in train(), which makes them anew"
+# -- statistics ---------------------------------------------------------------------------------------------------------
 
 
-def statistics_broken(case: Case) -> Iterator[Finding]:
+class _Statistics(Sentences):
+    MEAN_IS_NAN = (
+        "running_mean of {module} ({dtype:format}) has not been finite since step {step}: training uses the batch's own "
+        "statistics and goes on, but evaluation uses the running statistics and gives NaN."
+    )
+    BOTH_ARE_NAN = (
+        "{buffers} of {module} ({dtype:format}) have not been finite since step {step}: training uses the batch's own "
+        "statistics and goes on, but evaluation uses the running statistics and gives NaN."
+    )
+    VARIANCE_IS_INFINITE = (
+        "{buffers} of {module} ({dtype:format}) has not been finite since step {step}: training uses the batch's own statistics "
+        "and goes on, but evaluation uses the running statistics: a channel whose variance is infinite gives the same output "
+        "for every input, one with NaN gives NaN."
+    )
+    WRITTEN_ONE = "A forward that was not finite wrote it; skipping its step does not undo that."
+    WRITTEN_BOTH = "A forward that was not finite wrote them; skipping its step does not undo that."
+    STUCK_ONE = (
+        "{names:some} was written {writes:.0f} times and never moved: {dtype:format} rounds its updates away, "
+        "or they are zero."
+    )
+    STUCK_MANY = (
+        "{names:some} were written {writes:.0f} times and never moved: {dtype:format} rounds their updates away, or they are "
+        "zero."
+    )
+
+    KEEP_IN_FP32 = (
+        "Keep normalisations and their statistics in FP32, and reset the running statistics; before the model is evaluated, run "
+        "training batches through it in train(), which makes them anew."
+    )
+    KEEP_IN_FP32_NOT_FP16 = (
+        "Keep normalisations and their statistics in FP32 (a variance exceeds 65504 long before the values do), and reset the "
+        "running statistics; before the model is evaluated, run training batches through it in train(), which makes them anew."
+    )
+    FIND_LARGE_VALUES = (
+        "Look at what makes the values too large, infinite or NaN, and reset the running statistics; before the model is "
+        "evaluated, run training batches through it in train(), which makes them anew."
+    )
+    REPAIR_FORWARD = (
+        "Mend {origin}, which was not finite in step {origin_step}{why}, and reset the running statistics; before the model is "
+        "evaluated, run training batches through it in train(), which makes them anew."
+    )
+    KEEP_ALL_IN_FP32 = "Keep the statistics of all normalisations in FP32, or take a larger momentum."
+    TO_FP32 = "model.get_submodule({path}).float()"
+    RESET = "model.get_submodule({path}).reset_running_stats()  # then train on, or run batches in train()"
+    ALL_TO_FP32 = "for name in [{paths}]:\n    model.get_submodule(name).float()"
+
+
+def _statistics_broken(case: Case) -> Iterator[Found]:
     """Running statistics that are not finite, or that never move.
 
     False alarms: Statistics that are frozen on purpose are not written, and so are not reported. A mean of zeros stays
@@ -25,58 +73,127 @@ def statistics_broken(case: Case) -> Iterator[Finding]:
     broken = [each for each in found if each.text.startswith("not finite")]
     stuck = [each for each in found if each.text.startswith("stuck")]
     if broken:
-        first = broken[0]
-        module, kind = first.name.rpartition(".")[0], format_name(first.text.rpartition(" ")[2])
-        places = [each.name.rpartition(".") for each in broken if each.step == first.step]
-        buffers = [buffer for where, _, buffer in places if where == module]
-        has, it = ("has", "it") if len(buffers) == 1 else ("have", "them")
-        # Where only the variance is infinite, what is divided by it is zero, and the layer's bias is left.
-        gives = (
-            " and gives NaN"
-            if "running_mean" in buffers
-            else ": a channel whose variance is infinite gives the same output for every input, one with NaN gives NaN"
-        )
-        is_wide = first.text.endswith("float32")
-        early = f" (a variance exceeds {FLOAT16.max_finite:g} long before the values do)" if kind == "FP16" else ""
-        begun = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
-        mend = "Look at what makes the values too large, infinite or NaN"
-        if begun is not None:
-            what = "the batch" if begun.given else f"the forward of {module_named(begun.module)}"
-            why = f" ({begun.explanation})" if begun.explanation else ""
-            mend = f"Mend {what}, which was not finite in step {begun.step}{why}"
-        yield Finding(
-            "statistics-broken",
-            "error",
-            module,
-            f"{' and '.join(buffers)} of {module_named(module)} ({kind}) {has} not been finite since step {first.step}: "
-            "training uses the batch's own statistics and goes on, but evaluation uses the running statistics"
-            f"{gives}."
-            + (f" A forward that was not finite wrote {it}; skipping its step does not undo that." if begun else ""),
-            {"buffers": [each.name for each in broken]},
-            f"{mend}, and reset the running statistics{_ANEW}."
-            if is_wide
-            else f"Keep normalisations and their statistics in FP32{early}, and reset the running statistics{_ANEW}.",
-            ("" if is_wide else f"model.get_submodule({quoted(module)}).float()\n")
-            + f"model.get_submodule({quoted(module)}).reset_running_stats()  # then train on, or run batches in train()",
-            step=first.step,
-        )
+        yield _not_finite(broken, case)
     if stuck:
-        first, names = stuck[0], list(dict.fromkeys(each.name for each in stuck))
-        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-        was, its = ("was", "its") if len(names) == 1 else ("were", "their")
-        yield Finding(
-            "statistics-broken",
-            "warning",
-            modules[0],
-            f"{some(names)} {was} written {first.figures['writes']:.0f} times and never moved: "
-            f"{format_name(first.text.rpartition(' ')[2])} rounds {its} updates away, or they are zero.",
-            {"buffers": names},
-            "Keep the statistics of all normalisations in FP32, or take a larger momentum.",
-            f"for name in [{', '.join(map(quoted, modules[:MOST_ROWS]))}]:\n    model.get_submodule(name).float()",
-        )
+        yield _stuck(stuck)
 
 
-def loss_in_16_bits(case: Case) -> Iterator[Finding]:
+def _not_finite(broken: Sequence[Measurement], case: Case) -> Found:
+    first = broken[0]
+    module, dtype = first.name.rpartition(".")[0], first.text.rpartition(" ")[2]
+    places = [each.name.rpartition(".") for each in broken if each.step == first.step]
+    buffers = [buffer for path, _, buffer in places if path == module]
+    origin = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
+    is_one, is_wide = len(buffers) == 1, dtype == "float32"
+    # Division by an infinite variance gives zero, and leaves the layer's bias.
+    says = _Statistics.VARIANCE_IS_INFINITE
+    if "running_mean" in buffers:
+        says = _Statistics.MEAN_IS_NAN if is_one else _Statistics.BOTH_ARE_NAN
+    written = None
+    if origin is not None:
+        written = _Statistics.WRITTEN_ONE if is_one else _Statistics.WRITTEN_BOTH
+    return Found(
+        (says, written),
+        {"buffers": [each.name for each in broken]},
+        {
+            "module": module_named(module),
+            "dtype": dtype,
+            "path": quoted(module),
+            **_origin(origin),
+            "buffers": " and ".join(buffers),
+        },
+        _repair(dtype, origin),
+        (None if is_wide else _Statistics.TO_FP32, _Statistics.RESET),
+        layer=module,
+        severity="error",
+        step=first.step,
+    )
+
+
+def _origin(event: Event | None) -> dict[str, object]:
+    """Return in words the forward that wrote infinities or NaNs."""
+    if event is None:
+        return {}
+    return {
+        "origin": "the batch" if event.given else f"the forward of {module_named(event.module)}",
+        "origin_step": event.step,
+        "why": f" ({event.explanation})" if event.explanation else "",
+    }
+
+
+def _repair(dtype: str, origin: Event | None) -> _Statistics:
+    if dtype == "float32":
+        return _Statistics.FIND_LARGE_VALUES if origin is None else _Statistics.REPAIR_FORWARD
+    return _Statistics.KEEP_IN_FP32_NOT_FP16 if dtype == FLOAT16.name else _Statistics.KEEP_IN_FP32
+
+
+def _stuck(stuck: Sequence[Measurement]) -> Found:
+    names = list(dict.fromkeys(each.name for each in stuck))
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    return Found(
+        _Statistics.STUCK_ONE if len(names) == 1 else _Statistics.STUCK_MANY,
+        {"buffers": names},
+        {
+            "names": names,
+            "writes": stuck[0].figures["writes"],
+            "dtype": stuck[0].text.rpartition(" ")[2],
+            "paths": ", ".join(map(quoted, modules[:MOST_ROWS])),
+        },
+        _Statistics.KEEP_ALL_IN_FP32,
+        _Statistics.ALL_TO_FP32,
+        layer=modules[0],
+    )
+
+
+# -- the loss -----------------------------------------------------------------------------------------------------------
+
+
+class _Loss(Sentences):
+    OVERFLOWED = (
+        "The loss is computed in {dtype:format}, and in step {step}, which was examined, it is {value:g}: a square or a sum "
+        "inside it exceeds {largest:g}."
+    )
+    OVERFLOWED_ALONE = (
+        "The loss is computed in {dtype:format}, and in step {step}, which was examined, it is {value:g}: a square or a sum "
+        "inside it exceeds {largest:g}; the gradients are finite all the same."
+    )
+    CANCELS = (
+        "The loss is computed in {dtype:format} (autograd's {made_by}): each of its terms is rounded to {bits} bits (a relative "
+        "2^-{bits}), so that where they nearly cancel only rounding error is left."
+    )
+    ROUNDED_ONCE = "The loss is computed in {dtype:format}: its value and first gradient have {bits} bits."
+    TERM_CANCELS = (
+        "A term of the loss is computed in {dtype:format} (autograd's {made_by}): each of its own terms is rounded to {bits} "
+        "bits (a relative 2^-{bits}), so that where they nearly cancel only rounding error is left, whatever the dtype of the "
+        "loss that it is added to."
+    )
+    TERM_ROUNDED_ONCE = (
+        "A term of the loss is computed in {dtype:format} (autograd's {made_by}): its value and first gradient have {bits} "
+        "bits."
+    )
+    ON_A_CPU_ONLY = "Within autocast this is so on a CPU only: CUDA's autocast computes it in FP32."
+
+    IN_FP32 = "Compute the loss in FP32: cast the model's output to FP32 before the loss."
+    IN_FP32_WITH_TARGET = (
+        "Compute the loss in FP32: cast the model's output to FP32 before the loss; if the target is a softmax, cast its logits "
+        "first, too."
+    )
+    TERMS_IN_FP32 = (
+        "Compute every term of the loss in FP32: cast the logits, and a reference's, before the log-softmax, and keep the "
+        "log-probabilities, and sums of them, in FP32."
+    )
+    CAST = "output = model(x).float()\nloss = loss_fn(output, target)"
+    CAST_WITH_TARGET = (
+        "output = model(x).float()  # and the logits of a target that is a softmax\nloss = loss_fn(output, target)"
+    )
+    CAST_TERMS = "log_p = model(x).float().log_softmax(-1)\nlog_q = reference(x).float().log_softmax(-1)"
+
+
+#: Operators, as autograd names them, whose results may cancel in a sum.
+_CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
+
+
+def _loss_in_16_bits(case: Case) -> Iterator[Found]:
     """A loss computed in 16 bits: it may overflow, and the rest of a sum whose terms cancel is rounding error.
 
     A term of a loss is told likewise: a mean or sum in 16 bits that the loss adds to others, or a difference of 16-bit
@@ -86,95 +203,101 @@ def loss_in_16_bits(case: Case) -> Iterator[Finding]:
     whether or not they do in this run. In a term of it a product with a constant is no such operator.
     """
     terms = sorted(case.measured("loss-term"), key=lambda each: not each.figures["cancels"])
-    whole = [
-        each for each in case.measured("loss") if not (terms and terms[0].figures["cancels"] and _is_rounded_once(each))
-    ]
-    for found in terms[:1] if not whole else ():
-        yield _narrow_term(found, case)
-    for found in whole:
-        value, name, bits = found.figures["value"], format_name(found.text), SIGNIFICAND_BITS[found.text]
-        overflowed = bool(found.figures["is_known"]) and not math.isfinite(value)
-        # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
-        broke = any(event.step == found.step and event.gradients_finite is False for event in case.events)
-        cancels = overflowed or not _is_rounded_once(found)
-        weighs = any(operator in ("Mul", "KlDiv") for operator in found.names)
-        yield Finding(
-            "loss-in-16-bits",
-            "error" if overflowed else "warning" if cancels else "info",
-            "",
-            f"The loss is computed in {name}"
-            + (
-                f", and in step {found.step}, which was examined, it is {value:g}: a square or a sum inside it exceeds "
-                f"{FORMATS[found.text].max_finite:g}" + ("." if broke else "; the gradients are finite all the same.")
-                if overflowed
-                else f" (autograd's {' of '.join(found.names[:4]).lower()}): each of its terms is rounded to {bits} bits "
-                f"(a relative 2^-{bits}), so that where they nearly cancel only rounding error is left."
-                if cancels
-                else f": its value and first gradient have {bits} bits."
-            )
-            + _on_a_cpu_only(found, case),
-            {
-                "value": value if found.figures["is_known"] else None,
-                "dtype": found.text,
-                "operators": list(found.names),
-            },
-            "Compute the loss in FP32: cast the model's output to FP32 before the loss"
-            f"{'; if the target is a softmax, cast its logits first, too' if weighs else ''}."
-            if overflowed or cancels
-            else "",
-            f"output = model(x).float(){_AND_TARGET if weighs else ''}\nloss = loss_fn(output, target)"
-            if overflowed or cancels
-            else "",
-            step=found.step,
-        )
-        return
+    has_cancelling_term = bool(terms and terms[0].figures["cancels"])
+    whole = [each for each in case.measured("loss") if not (has_cancelling_term and _is_rounded_once(each))]
+    if whole:
+        yield _whole_loss(whole[0], case)
+    elif terms:
+        yield _term(terms[0], case)
+
+
+def _whole_loss(loss: Measurement, case: Case) -> Found:
+    overflowed, value = _overflowed(loss), loss.figures["value"]
+    with_target = any(operator in ("Mul", "KlDiv") for operator in loss.names)
+    is_harmless = not overflowed and _is_rounded_once(loss)
+    # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
+    says, severity = _Loss.CANCELS, "warning"
+    if overflowed:
+        broke = any(event.step == loss.step and event.gradients_finite is False for event in case.events)
+        says, severity = (_Loss.OVERFLOWED if broke else _Loss.OVERFLOWED_ALONE), "error"
+    elif is_harmless:
+        says, severity = _Loss.ROUNDED_ONCE, "info"
+    fix, code = _Loss.IN_FP32, _Loss.CAST
+    if with_target:
+        fix, code = _Loss.IN_FP32_WITH_TARGET, _Loss.CAST_WITH_TARGET
+    return Found(
+        (says, _on_a_cpu_only(loss, case)),
+        {"value": value if loss.figures["is_known"] else None, "dtype": loss.text, "operators": list(loss.names)},
+        {**_rounding(loss), "value": value, "largest": FORMATS[loss.text].max_finite},
+        () if is_harmless else fix,
+        () if is_harmless else code,
+        severity=severity,
+        step=loss.step,
+    )
+
+
+def _term(term: Measurement, case: Case) -> Found:
+    cancels = bool(term.figures["cancels"])
+    return Found(
+        (_Loss.TERM_CANCELS if cancels else _Loss.TERM_ROUNDED_ONCE, _on_a_cpu_only(term, case)),
+        {"dtype": term.text, "operators": list(term.names)},
+        _rounding(term),
+        _Loss.TERMS_IN_FP32 if cancels else (),
+        _Loss.CAST_TERMS if cancels else (),
+        severity="warning" if cancels else "info",
+        step=term.step,
+    )
+
+
+def _rounding(loss: Measurement) -> dict[str, object]:
+    return {"bits": SIGNIFICAND_BITS[loss.text], "made_by": " of ".join(loss.names[:4]).lower()}
+
+
+def _overflowed(loss: Measurement) -> bool:
+    return bool(loss.figures["is_known"]) and not math.isfinite(loss.figures["value"])
 
 
 def _is_rounded_once(loss: Measurement) -> bool:
     """Return whether a loss did not overflow, and no operators of it may cancel: a cross-entropy, say."""
-    if loss.figures["is_known"] and not math.isfinite(loss.figures["value"]):
+    if _overflowed(loss):
         return False
     return "NllLoss" in loss.names or not any(operator in _CANCELLING for operator in loss.names)
 
 
-def _on_a_cpu_only(found: Measurement, case: Case) -> str:
-    """Return a sentence on a loss that CUDA's autocast, unlike a CPU's, would compute in FP32; else ""."""
-    if not any(case.precision.autocast) or not found.figures.get("is_wide_on_cuda"):
-        return ""
-    return " Within autocast this is so on a CPU only: CUDA's autocast computes it in FP32."
+def _on_a_cpu_only(loss: Measurement, case: Case) -> _Loss | None:
+    is_wide_on_cuda = any(case.precision.autocast) and loss.figures.get("is_wide_on_cuda")
+    return _Loss.ON_A_CPU_ONLY if is_wide_on_cuda else None
 
 
-def _narrow_term(found: Measurement, case: Case) -> Finding:
-    """Return the finding of a term of the loss that is computed in 16 bits."""
-    name, bits, cancels = format_name(found.text), SIGNIFICAND_BITS[found.text], bool(found.figures["cancels"])
-    return Finding(
-        "loss-in-16-bits",
-        "warning" if cancels else "info",
-        "",
-        f"A term of the loss is computed in {name} (autograd's {' of '.join(found.names[:4]).lower()}): "
-        + (
-            f"each of its own terms is rounded to {bits} bits (a relative 2^-{bits}), so that where they nearly cancel only "
-            "rounding error is left, whatever the dtype of the loss that it is added to."
-            if cancels
-            else f"its value and first gradient have {bits} bits."
-        )
-        + _on_a_cpu_only(found, case),
-        {"dtype": found.text, "operators": list(found.names)},
-        "Compute every term of the loss in FP32: cast the logits, and a reference's, before the log-softmax, and keep the "
-        "log-probabilities, and sums of them, in FP32."
-        if cancels
-        else "",
-        "log_p = model(x).float().log_softmax(-1)\nlog_q = reference(x).float().log_softmax(-1)" if cancels else "",
-        step=found.step,
+# -- normalisations by hand ---------------------------------------------------------------------------------------------
+
+
+class _Norm(Sentences):
+    ALL_ZERO = (
+        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: "
+        "everything that is divided by that root became zero, and stays finite, so that no infinity or NaN shows it."
+    )
+    ROWS_ZERO = (
+        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: in "
+        "{elements} of {of} rows what is divided by that root became zero, and stays finite, so that no infinity or NaN shows "
+        "it."
+    )
+    ELEMENTS_ZERO = (
+        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: what is "
+        "divided by {elements} of that root's {of} elements became zero, and stays finite, so that no infinity or NaN shows it."
+    )
+    ELSEWHERE = "The same was found in {others}."
+    IN_FP32 = (
+        "Compute the normalisation in FP32 and cast its result back: in FP16 the square of a value of 256 or "
+        "more is infinite."
+    )
+    WIDE = (
+        "wide = x.float()  # before it is squared\n"
+        "x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)"
     )
 
 
-_AND_TARGET = "  # and the logits of a target that is a softmax"
-#: Operators, as autograd names them, whose results may cancel in a sum.
-_CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
-
-
-def norm_overflows(case: Case) -> Iterator[Finding]:
+def _norm_overflows(case: Case) -> Iterator[Found]:
     """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that what it normalises becomes zero.
 
     It is looked for in the code of the model's own modules, in the first four steps and ever fewer later ones. What needs no
@@ -184,37 +307,55 @@ def norm_overflows(case: Case) -> Iterator[Finding]:
     padding, count as well.
     """
     found = list(case.measured("overflowed-norm"))
-    for first in found[:1]:
-        figures, others = first.figures, [each.name for each in found[1:]]
-        elements, of = int(figures["elements"]), int(figures["of"])
-        if elements == of:
-            zeroed = "everything that is divided by that root became zero"
-        elif figures["is_by_row"]:
-            zeroed = f"in {elements} of {of} rows what is divided by that root became zero"
-        else:
-            zeroed = f"what is divided by {elements} of that root's {of} elements became zero"
-        likewise = f" The same was found in {' and in '.join(map(module_named, others))}." if others else ""
-        yield Finding(
-            "norm-overflows",
-            "error",
-            first.name,
-            f"In {module_named(first.name)}, first in step {first.step}, a square or a sum under a root exceeded 65504 in FP16 "
-            f"and became infinite: {zeroed}, and stays finite, so that no infinity or NaN shows it.{likewise}",
-            {
-                "elements": elements,
-                "of": of,
-                "operator": first.text.rpartition(" ")[2],
-                "modules": [each.name for each in found],
-            },
-            "Compute the normalisation in FP32 and cast its result back: in FP16 the square of a value of 256 or more is "
-            "infinite.",
-            "wide = x.float()  # before it is squared\n"
-            "x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)",
-            step=first.step,
-        )
+    if not found:
+        return
+    first, others = found[0], [each.name for each in found[1:]]
+    elements, of = int(first.figures["elements"]), int(first.figures["of"])
+    says = _Norm.ELEMENTS_ZERO
+    if elements == of:
+        says = _Norm.ALL_ZERO
+    elif first.figures["is_by_row"]:
+        says = _Norm.ROWS_ZERO
+    yield Found(
+        (says, _Norm.ELSEWHERE if others else None),
+        {
+            "elements": elements,
+            "of": of,
+            "operator": first.text.rpartition(" ")[2],
+            "modules": [each.name for each in found],
+        },
+        {"module": module_named(first.name), "others": " and in ".join(map(module_named, others))},
+        _Norm.IN_FP32,
+        _Norm.WIDE,
+        layer=first.name,
+        step=first.step,
+    )
 
 
-def positions_collapse(case: Case) -> Iterator[Finding]:
+# -- whole numbers ------------------------------------------------------------------------------------------------------
+
+
+class _Positions(Sentences):
+    COLLAPSED = (
+        "In {module} {which} are in {dtype:format}, which keeps {after:.0f} of these {before:.0f} distinct: neighbours become "
+        "one position, timestep or index."
+    )
+    COLLAPSED_BEFORE_USE = (
+        "In {module} {which} are in {dtype:format}, which keeps {after:.0f} of these {before:.0f} distinct: neighbours become "
+        "one position, timestep or index before they {used}."
+    )
+    ANGLES = "Compute positions, and everything derived from them, in FP32; cast only the cosines and sines."
+    SUMS = "Add up in integers."
+    INDICES = "Keep positions, indices and counts as integers, or in FP32."
+    WIDE_ANGLES = (
+        "angles = positions.float()[:, None] * inv_freq.float()\n"
+        "cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)"
+    )
+    INTEGER_SUMS = "slots = torch.cumsum(mask.long(), dim=0) - 1"
+    INTEGER_INDICES = "indices = torch.arange(n, device=x.device)  # not in the dtype of x"
+
+
+def _positions_collapse(case: Case) -> Iterator[Found]:
     """Positions, or other whole numbers, that become equal to their neighbours in 16 bits.
 
     False alarms: It is measured if a table has equal neighbours where consecutive whole numbers in the format have them: in
@@ -225,48 +366,48 @@ def positions_collapse(case: Case) -> Iterator[Finding]:
     something is divided by, and targets of a regression, are not reported. It is inferred if a module's input holds one whole
     number per row and the largest exceeds 264 (BF16; 2056 in FP16): it may be a count that is meant to be rounded.
     """
-    for found in sorted(case.measured("positions"), key=lambda each: not each.figures["is_table"]):
-        figures = found.figures
-        operator, used = found.names or ("", "")
-        which = f"whole numbers up to {figures['largest']:.0f}" if "largest" in figures else ""
+    found = sorted(case.measured("positions"), key=lambda each: not each.figures["is_table"])
+    for measured in found[:1]:
+        operator, used = measured.names or ("", "")
+        fix, code = _Positions.INDICES, _Positions.INTEGER_INDICES
         if operator == "cumsum":
-            which = f"the sums of a cumsum, {which},"
-            fix, code = _FIX_OF_SUMS
-        else:
-            fix, code = _FIX_OF_ANGLES if used in ("", "get a sine or cosine") else _FIX_OF_INDICES
-        yield Finding(
-            "positions-collapse",
-            "warning",
-            found.name,
-            f"In {module_named(found.name)} {which or _whole_numbers_from(figures)} are in "
-            f"{format_name(found.text)}, which keeps {figures['after']:.0f} of these {figures['before']:.0f} distinct: "
-            f"neighbours become one position, timestep or index{' before they ' + used if used else ''}.",
-            {**figures, "dtype": found.text},
+            fix, code = _Positions.SUMS, _Positions.INTEGER_SUMS
+        elif used in ("", "get a sine or cosine"):
+            fix, code = _Positions.ANGLES, _Positions.WIDE_ANGLES
+        yield Found(
+            _Positions.COLLAPSED_BEFORE_USE if used else _Positions.COLLAPSED,
+            {**measured.figures, "dtype": measured.text},
+            {"module": module_named(measured.name), "which": _whole_numbers(measured, operator), "used": used},
             fix,
             code,
-            certainty=MEASURED if figures["is_table"] else INFERRED,
-            step=found.step,
+            layer=measured.name,
+            certainty=MEASURED if measured.figures["is_table"] else INFERRED,
+            step=measured.step,
         )
-        return
 
 
-_FIX_OF_ANGLES = (
-    "Compute positions, and everything derived from them, in FP32; cast only the cosines and sines.",
-    "angles = positions.float()[:, None] * inv_freq.float()\ncos, sin = angles.cos().to(dtype), angles.sin().to(dtype)",
-)
-_FIX_OF_SUMS = ("Add up in integers.", "slots = torch.cumsum(mask.long(), dim=0) - 1")
-_FIX_OF_INDICES = (
-    "Keep positions, indices and counts as integers, or in FP32.",
-    "indices = torch.arange(n, device=x.device)  # not in the dtype of x",
-)
+def _whole_numbers(measured: Measurement, operator: str) -> str:
+    """Return in words the whole numbers that were rounded; of a table only the least possible value is known."""
+    figures = measured.figures
+    up_to = f"whole numbers up to {figures['largest']:.0f}" if "largest" in figures else ""
+    if operator == "cumsum":
+        return f"the sums of a cumsum, {up_to},"
+    return up_to or f"{figures['before']:.0f} consecutive whole numbers, {figures['least']:.0f} or larger,"
 
 
-def _whole_numbers_from(figures: Mapping[str, float]) -> str:
-    """Return in words the consecutive whole numbers of which only the least possible value is known."""
-    return f"{figures['before']:.0f} consecutive whole numbers, {figures['least']:.0f} or larger,"
+# -- scores -------------------------------------------------------------------------------------------------------------
 
 
-def router_ties(case: Case) -> Iterator[Finding]:
+class _Ties(Sentences):
+    TIED = (
+        "The top {k:.0f} of the {scores:.0f} scores of {module} are chosen in {dtype:format}: in {fraction:percent} of the rows "
+        "the last one chosen ties with one that is left out, and it is not the scores that decide between them."
+    )
+    IN_FP32 = "Compute the router's scores in FP32."
+    WIDE = "with torch.autocast(device_type, enabled=False):\n    scores = router(x.float()).softmax(-1)"
+
+
+def _router_ties(case: Case) -> Iterator[Found]:
     """Scores in 16 bits of which several are equal at the edge of the top k.
 
     The scores are those of a top k, of a gathering of the k largest, or of a mask that leaves the k largest. If a constant
@@ -275,27 +416,23 @@ def router_ties(case: Case) -> Iterator[Finding]:
     False alarms: Ties are reported from one row in a hundred on, even if a random choice among equal experts is intended.
     Ties at zero and rows of one value only do not count.
     """
-    for found in case.measured("ties"):
-        share = found.figures["fraction"]
-        yield Finding(
-            "router-ties",
-            "warning",
-            found.name,
-            f"The top {found.figures['k']:.0f} of the {found.figures['scores']:.0f} scores of {module_named(found.name)} are "
-            f"chosen in {format_name(found.text)}: in {percent(share)} of the rows the last one chosen ties with one that is "
-            "left out, and it is not the scores that decide between them.",
-            {**found.figures, "dtype": found.text},
-            "Compute the router's scores in FP32.",
-            "with torch.autocast(device_type, enabled=False):\n    scores = router(x.float()).softmax(-1)",
-            step=found.step,
+    for measured in case.measured("ties"):
+        yield Found(
+            _Ties.TIED,
+            {**measured.figures, "dtype": measured.text},
+            {"module": module_named(measured.name)},
+            _Ties.IN_FP32,
+            _Ties.WIDE,
+            layer=measured.name,
+            step=measured.step,
         )
         return
 
 
-DIAGNOSES: tuple[Diagnosis, ...] = (
-    statistics_broken,
-    loss_in_16_bits,
-    norm_overflows,
-    positions_collapse,
-    router_ties,
+FAULTS = (
+    Fault("statistics-broken", "warning", _statistics_broken, (_Statistics,)),
+    Fault("loss-in-16-bits", "warning", _loss_in_16_bits, (_Loss,), OF_FORWARD),
+    Fault("norm-overflows", "error", _norm_overflows, (_Norm,)),
+    Fault("positions-collapse", "warning", _positions_collapse, (_Positions,)),
+    Fault("router-ties", "warning", _router_ties, (_Ties,)),
 )

@@ -1,13 +1,14 @@
-"""The input of every diagnosis: the record of a run, and the results derived from its ranges."""
+"""The input of every rule: the record of a run, and the results derived from its ranges."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FloatFormat
-from mpinspect.ranges.analysis.report import LayerReport
+from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.session import (
     Event,
@@ -20,15 +21,20 @@ from mpinspect.ranges.session import (
     TensorKey,
     TensorWindow,
 )
-from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import some
 
+#: How many layers the evidence lists.
+MOST_LAYERS_LISTED = 20
+#: Share of the parameters, of which gradients must be zero or left over, before all count as such.
+MOST_LEFT_OVER = 0.9
 #: Bits of the significand, including the hidden one: 8 in BF16, 11 in FP16.
 SIGNIFICAND_BITS = {format.name: format.mantissa_bits + 1 for format in (BFLOAT16, FLOAT16)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run, with the results that diagnoses need.
+    """One run, with the results that rules need.
 
     Args:
         session: the record of the run.
@@ -37,6 +43,8 @@ class Case:
         infos: every tensor's description.
         advised: the advice on the loss scale, with the decision behind it.
         format: the format in which the run is judged.
+        coverage: what was watched and never seen.
+        is_explained: whether a finding names the cause of the steps that were not finite.
     """
 
     session: Session
@@ -45,6 +53,8 @@ class Case:
     infos: Mapping[TensorKey, TensorInfo]
     advised: Advised
     format: FloatFormat
+    coverage: Coverage
+    is_explained: bool = False
 
     @property
     def precision(self) -> Precision:
@@ -68,15 +78,26 @@ class Case:
         return (each for each in self.session.measurements if each.what == what)
 
 
-def fp32_weights(dtype: str = BFLOAT16.name) -> str:
-    """Return the code of FP32 weights whose products are computed in a 16-bit dtype by autocast."""
-    narrow = FLOAT16.name if dtype == FLOAT16.name else BFLOAT16.name
-    return (
+class FP32Weights(Sentences):
+    """The code of FP32 weights whose products autocast computes in 16 bits."""
+
+    IN_BF16 = (
         "model.float()  # FP32 weights, and with them the optimizer's states\n"
-        f"with torch.autocast(device_type, dtype=torch.{narrow}):\n"
+        "with torch.autocast(device_type, dtype=torch.bfloat16):\n"
         "    output = model(x)\n"
-        f"loss = loss_fn(output.float(), target){'  # for torch.amp.GradScaler to scale' if narrow == FLOAT16.name else ''}"
+        "loss = loss_fn(output.float(), target)"
     )
+    IN_FP16 = (
+        "model.float()  # FP32 weights, and with them the optimizer's states\n"
+        "with torch.autocast(device_type, dtype=torch.float16):\n"
+        "    output = model(x)\n"
+        "loss = loss_fn(output.float(), target)  # for torch.amp.GradScaler to scale"
+    )
+
+    @classmethod
+    def of(cls, dtype: str) -> FP32Weights:
+        """Return the code for a 16-bit dtype; BF16's for any other."""
+        return cls.IN_FP16 if dtype == FLOAT16.name else cls.IN_BF16
 
 
 def quoted(name: str) -> str:
@@ -84,4 +105,23 @@ def quoted(name: str) -> str:
     return json.dumps(name, ensure_ascii=False)
 
 
-Diagnosis = Callable[[Case], Iterable[Finding]]
+def again(measured: Sequence[Measurement]) -> str:
+    """Return words on the further checked steps with the same fault, to follow "In step 3"; "" if there are none."""
+    more = len(measured) - 1
+    return f", and in {more} more of the few steps that are checked for this," if more else ""
+
+
+def grouped(names: Iterable[str]) -> str:
+    """Return the parameters' modules in words, with repeated blocks as one: "'h.{0..11}.attn', 'head'"."""
+    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+    groups: dict[str, list[str]] = {}
+    for module in modules:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "{}", module), []).append(module)
+    shown = []
+    for pattern, members in groups.items():
+        numbers = sorted({int(number) for member in members for number in re.findall(r"(?<=\.)(\d+)(?=\.)", member)})
+        if len(members) > 1 and pattern.count("{}") == 1:
+            shown.append(pattern.replace("{}", f"{{{numbers[0]}..{numbers[-1]}}}"))
+        else:
+            shown += members
+    return some(shown)

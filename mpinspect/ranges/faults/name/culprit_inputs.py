@@ -1,4 +1,4 @@
-"""Diagnoses of the operation in which the first infinity or NaN arose, made from its arguments."""
+"""Faults of the operation in which the first infinity or NaN arose, found in its arguments."""
 
 from __future__ import annotations
 
@@ -7,249 +7,360 @@ from collections.abc import Iterator
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.precision import run_format
-from mpinspect.ranges.faults.name.case import Case, Diagnosis
+from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event, Measurement
-from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
-from mpinspect.reporting.words import number_of, some
+from mpinspect.reporting.finding import INFERRED, MEASURED
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import number_of
+
+#: Ids of the findings that follow from a forward or a loss that was not finite.
+OF_FORWARD = ("non-finite-event", "scale-falls-for-forward")
+
+
+class _Aftermath(Sentences):
+    REPLACED = "The gradients were made finite before the optimizer's step, which was taken on them."
+    WEIGHTS_LOST = "The optimizer took the step: the weights are lost, go back to a checkpoint before that step."
+
+
+def _aftermath(case: Case, event: Event | None) -> _Aftermath | None:
+    """Return what an optimizer's step on non-finite gradients did; None if there was no such step or it did no harm."""
+    if event is None or event.skipped is not False or event.gradients_finite:
+        return None
+    if any(each.step == event.step for each in case.measured("replaced-before-step")):
+        return _Aftermath.REPLACED
+    later = [each for each in case.events if each.step > event.step]
+    recovered = case.progress.steps > event.step + 1 and all(each.forward_finite for each in later)
+    return None if recovered else _Aftermath.WEIGHTS_LOST
 
 
 def _event_at(case: Case, step: int) -> Event | None:
-    """Return the step's first event, if there is one."""
+    """Return the first event of a step, if there is one."""
     return next((event for event in case.events if event.step == step), None)
 
 
-def _where(case: Case, found: Measurement) -> str:
+def _module(case: Case, measured: Measurement) -> str:
     """Return the module in which the infinity or NaN arose; "" for the loss and for code after the last module."""
-    event = _event_at(case, found.step)
-    is_after = event is None or event.after or event.what in LOSSES
-    return found.name or ("" if is_after or event is None else event.module)
+    event = _event_at(case, measured.step)
+    if measured.name or event is None or event.after or event.what in LOSSES:
+        return measured.name
+    return event.module
 
 
-def _rows(found: Measurement, one: str = "row", several: str = "rows", of: str = "the batch") -> str:
+def _when(step: int, module: str) -> str:
+    """Return the step and, if it is known, the module, to begin a sentence."""
+    return f"In step {step}, in {module!r}," if module else f"In step {step}"
+
+
+def _rows(measured: Measurement, one: str = "row", several: str = "rows", of: str = "the batch") -> str:
     """Return the positions along the first dimension in words: "row 5 of the batch", "all 32 rows of the batch"."""
-    if not found.names:
+    names, number = measured.names, measured.figures.get("rows", math.inf)
+    if not names:
         return ""
-    if found.figures.get("rows") == found.figures.get("of_rows", 0) > 1:
-        return f"all {found.figures['rows']:.0f} {several} of {of}"
-    more = ", ..." if found.figures.get("rows", math.inf) > len(found.names) >= MOST_ROWS else ""
-    return f"{several if len(found.names) > 1 else one} {', '.join(found.names)}{more} of {of}"
+    if number == measured.figures.get("of_rows", 0) > 1:
+        return f"all {number:.0f} {several} of {of}"
+    noun = several if len(names) > 1 else one
+    if number > len(names) >= MOST_ROWS:
+        return f"{noun} {', '.join(names)}, ... of {of}"
+    return f"{noun} {', '.join(names)} of {of}"
 
 
 def _brackets(*parts: str) -> str:
-    told = ", ".join(part for part in parts if part)
-    return f" ({told})" if told else ""
+    """Return the parts that are not empty in brackets after a space; "" if all are empty."""
+    inside = ", ".join(filter(None, parts))
+    return f" ({inside})" if inside else ""
 
 
-def _aftermath(case: Case, event: Event | None) -> str:
-    """Return a sentence that the weights are lost, if the optimizer stepped on non-finite gradients; else ""."""
-    if event is None or event.skipped is not False or event.gradients_finite:
-        return ""
-    later = [each for each in case.events if each.step > event.step]
-    if any(each.step == event.step for each in case.measured("replaced-before-step")):
-        return " The gradients were made finite before the optimizer's step, which was taken on them."
-    if case.progress.steps > event.step + 1 and all(each.forward_finite for each in later):
-        return ""
-    return " The optimizer took the step: the weights are lost, go back to a checkpoint before that step."
+def _elements(measured: Measurement) -> str:
+    return number_of(round(measured.figures["elements"]), "element")
 
 
-def _elements(found: Measurement) -> str:
-    number = found.figures["elements"]
-    return f"{number:.0f} element{'' if number == 1 else 's'}"
+# -- the batch ----------------------------------------------------------------------------------------------------------
 
 
-#: Records of operations that make infinities and NaNs whatever the weights are.
-_SINGULAR = frozenset({"examined-argument", "examined-mask", "examined-zero-row"})
-_EDGE = (
-    "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the gradient "
-    "of the discarded value is computed too."
-)
-_EXP = "x.clamp_max(80).exp()  # FP16 ends at exp(11.09), BF16 and FP32 at exp(88.7)"
-#: The remedy, in words and as code, for each word that the operation's description may contain.
-_MENDS = (
-    (
-        "ignored",
-        "Divide by the number of targets that count, at least 1, or leave such a batch out.",
-        'F.cross_entropy(logits, labels, reduction="sum") / labels.ne(-100).sum().clamp_min(1)',
-    ),
-    (
-        "CTC",
-        "Leave out the samples whose target, with a blank between equal labels, is longer than its input, or lengthen the input. "
-        "zero_infinity=True gives them no loss and no gradient.",
-        "loss_fn = torch.nn.CTCLoss(zero_infinity=True)",
-    ),
-    (
-        "of an infinity",
-        "Apply the mask after this operation, or mask by a large finite number: the gradient of a masked score is zero, and zero "
-        "times infinity is NaN.",
-        'scores = (scores / temperature).masked_fill(mask, float("-inf"))  # divided first, then masked',
-    ),
-    (
-        "with a constant",
-        "Look at where the constant comes from: a mean over nothing, the deviation of one sample, a division of targets.",
-        "assert torch.isfinite(constant).all()",
-    ),
-    (
-        "with a weight",
-        "Look at how the weights are made: dividing by the count of a class that never occurs gives infinity.",
-        "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out",
-    ),
-    (
-        "of a softmax",
-        "Take log_softmax of the logits: it is finite, and so is its gradient. A clamp would be finite too, but gives the "
-        "clamped elements no gradient.",
-        "log_probabilities = torch.log_softmax(logits, -1)",
-    ),
-    ("logarithm", _EDGE, "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"),
-    ("square root", _EDGE, "(x + 1e-12).sqrt()"),
-    ("sqrt", _EDGE, "(x + 1e-12).rsqrt()"),
-    ("division", _EDGE, "a / b.clamp_min(1e-6)"),
-    ("1 / x", _EDGE, "1 / x.clamp_min(1e-6)"),
-    ("power", _EDGE, "x.clamp_min(1e-6) ** p"),
-    (
-        "exp",
-        "Subtract the largest first (torch.softmax and torch.logsumexp do), bound the argument, or compute it in FP32.",
-        _EXP,
-    ),
-    ("acos", _EDGE, "x.clamp(-1 + 1e-6, 1 - 1e-6).acos()"),
-    ("asin", _EDGE, "x.clamp(-1 + 1e-6, 1 - 1e-6).asin()"),
-    ("atanh", _EDGE, "x.clamp(-1 + 1e-6, 1 - 1e-6).atanh()"),
-)
+class _Batch(Sentences):
+    BATCH = "In step {step} the batch itself holds infinities or NaNs{places}: neither the model nor the precision made them."
+    TARGETS = (
+        "In step {step} the targets hold infinities or NaNs{places}: neither the model nor the precision made them."
+    )
+    LOOK = "Look at these samples and their preprocessing; leave them out or repair them before they reach the model."
+    CHECK_BATCH = 'assert torch.isfinite(batch).all(), "bad sample"'
+    CHECK_TARGETS = 'assert torch.isfinite(targets).all(), "bad sample"'
 
 
-def batch_not_finite(case: Case) -> Iterator[Finding]:
+def _batch_not_finite(case: Case) -> Iterator[Found]:
     """The batch itself held infinities or NaNs.
 
     False alarms: Only the inputs of the model's outermost call are searched, and the targets that its loss keeps. A batch
     that the model is meant to clean (NaN for missing values) is still reported if the loss is not finite.
     """
-    for found in case.session.measurements:
-        if not found.what.startswith("examined-"):
+    for measured in case.session.measurements:
+        event = _event_at(case, measured.step)
+        of_targets = _is_of_targets(measured, event)
+        if not of_targets and measured.what != "examined-batch":
             continue
-        event = _event_at(case, found.step)
-        # A non-finite difference from a target is the target's fault only if the model's own output was finite.
-        of_targets = found.what == "examined-target" or (
-            found.what == "examined-difference"
-            and (event is None or event.what in LOSSES or event.forward_finite is not False)
-        )
-        if not of_targets and found.what != "examined-batch":
+        if event is not None and event.rank != measured.rank:
+            # Another rank may have made it first and sent it to this one.
             continue
-        # What another rank made first may have been sent to this one as its input.
-        if event is not None and event.rank != found.rank:
-            continue
-        whose, name = ("targets", "targets hold") if of_targets else ("batch", "batch itself holds")
-        yield Finding(
-            "batch-not-finite",
-            "error" if event is not None else "warning",
-            "",
-            f"In step {found.step} the {name} infinities or NaNs{_brackets(_elements(found), _rows(found))}: neither the "
-            f"model nor the precision made them.{_aftermath(case, event)}",
-            {"elements": found.figures["elements"], "rows": list(found.names)},
-            "Look at these samples and their preprocessing; leave them out or repair them before they reach the model.",
-            f'assert torch.isfinite({whose}).all(), "bad sample"',
-            INFERRED if found.what == "examined-difference" else MEASURED,
-            found.step,
+        yield Found(
+            (_Batch.TARGETS if of_targets else _Batch.BATCH, _aftermath(case, event)),
+            {"elements": measured.figures["elements"], "rows": list(measured.names)},
+            {"places": _brackets(_elements(measured), _rows(measured))},
+            _Batch.LOOK,
+            _Batch.CHECK_TARGETS if of_targets else _Batch.CHECK_BATCH,
+            severity="warning" if event is None else "error",
+            certainty=INFERRED if measured.what == "examined-difference" else MEASURED,
+            step=measured.step,
         )
         return
 
 
-def mask_hides_whole_row(case: Case) -> Iterator[Finding]:
+def _is_of_targets(measured: Measurement, event: Event | None) -> bool:
+    """Return whether the loss's targets were not finite: of a difference only if the model's own output was finite."""
+    if measured.what != "examined-difference":
+        return measured.what == "examined-target"
+    return event is None or event.what in LOSSES or event.forward_finite is not False
+
+
+# -- masks and rows of zeros --------------------------------------------------------------------------------------------
+
+
+class _Mask(Sentences):
+    ROW = "{when} a mask hides all scores of 1 row{places}: its softmax is 0/0, which is NaN."
+    ROWS = "{when} a mask hides all scores of {elements:.0f} rows{places}: their softmax is 0/0, which is NaN."
+    KEEP_A_KEY = (
+        "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
+        "torch.finfo(scores.dtype).min."
+    )
+    KEEP_A_KEY_IN_16_BITS = (
+        "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
+        "torch.finfo(scores.dtype).min (that of float32 becomes -inf in 16 bits)."
+    )
+    CAUSES = "Possible causes: an empty sample, padding on the wrong side, a mask that is applied twice."
+    UNMASK = "# True: visible. A row without keys gets them all; ignore it in the loss\nmask[~mask.any(-1)] = True"
+
+
+def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
     """A softmax or an attention in which a mask hides every element of a row.
 
     False alarms: A softmax is reported only if the autograd graph shows a mask just before it; scores that are -inf for
     another reason are not reported.
     """
-    for found in case.measured("examined-mask"):
-        module, rows = _where(case, found), int(found.figures["elements"])
+    for measured in case.measured("examined-mask"):
+        module, elements = _module(case, measured), measured.figures["elements"]
         is_narrow = run_format(case.session) in (FLOAT16, BFLOAT16)
-        rounded = " (that of float32 becomes -inf in 16 bits)" if is_narrow else ""
-        yield Finding(
-            "mask-hides-whole-row",
-            "error",
-            module,
-            f"In step {found.step}{f', in {module!r},' if module else ''} a mask hides all scores of {number_of(rows, 'row')}"
-            f"{_brackets(_rows(found, 'index', 'indices', 'the first dimension'))}: {'its' if rows == 1 else 'their'} softmax is "
-            f"0/0, which is NaN.{_aftermath(case, _event_at(case, found.step))}",
-            {"elements": found.figures["elements"], "rows": list(found.names)},
-            "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
-            f"torch.finfo(scores.dtype).min{rounded}. Possible causes: an empty sample, padding on the wrong side, a mask that "
-            "is applied twice.",
-            "# True: visible. A row without keys gets them all; ignore it in the loss\nmask[~mask.any(-1)] = True",
-            step=found.step,
+        places = _brackets(_rows(measured, "index", "indices", "the first dimension"))
+        yield Found(
+            (_Mask.ROW if elements == 1 else _Mask.ROWS, _aftermath(case, _event_at(case, measured.step))),
+            {"elements": elements, "rows": list(measured.names)},
+            {"when": _when(measured.step, module), "places": places},
+            (_Mask.KEEP_A_KEY_IN_16_BITS if is_narrow else _Mask.KEEP_A_KEY, _Mask.CAUSES),
+            _Mask.UNMASK,
+            layer=module,
+            step=measured.step,
         )
         return
 
 
-def zero_row_normalized(case: Case) -> Iterator[Finding]:
+class _ZeroRow(Sentences):
+    DIVIDED = (
+        "{when} a row of zeros was divided by its own largest magnitude or norm, which is zero{places}: 0/0 is NaN."
+    )
+    ADD_EPSILON = "Add an epsilon to the divisor, or bound it from below."
+    CLAMP = "x / x.abs().amax(-1, keepdim=True).clamp_min(1e-6)"
+
+
+def _zero_row_normalized(case: Case) -> Iterator[Found]:
     """A row of zeros divided by its own maximum or norm.
 
     False alarms: If nothing in a module is trained, there is no graph: rows of zeros that come out as NaN are then taken
     for a division, and the finding is inferred.
     """
-    for found in case.measured("examined-zero-row"):
-        module = _where(case, found)
-        yield Finding(
-            "zero-row-normalized",
-            "error",
-            module,
-            f"In step {found.step}{f', in {module!r},' if module else ''} a row of zeros was divided by its own largest "
-            f"magnitude or norm, which is zero{_brackets(_rows(found))}: 0/0 is NaN."
-            f"{_aftermath(case, _event_at(case, found.step))}",
-            {"rows": list(found.names)},
-            "Add an epsilon to the divisor, or bound it from below.",
-            "x / x.abs().amax(-1, keepdim=True).clamp_min(1e-6)",
-            INFERRED if found.name else MEASURED,
-            found.step,
+    for measured in case.measured("examined-zero-row"):
+        module = _module(case, measured)
+        yield Found(
+            (_ZeroRow.DIVIDED, _aftermath(case, _event_at(case, measured.step))),
+            {"rows": list(measured.names)},
+            {"when": _when(measured.step, module), "places": _brackets(_rows(measured))},
+            _ZeroRow.ADD_EPSILON,
+            _ZeroRow.CLAMP,
+            layer=module,
+            certainty=INFERRED if measured.name else MEASURED,
+            step=measured.step,
         )
         return
 
 
-def argument_out_of_range(case: Case) -> Iterator[Finding]:
+# -- arguments out of range ---------------------------------------------------------------------------------------------
+
+
+class _Argument(Sentences):
+    NO_HARM = (
+        "In step {step} {place} computes {operator}{places}: the loss is not finite, but its gradients are: the step did no "
+        "harm."
+    )
+    GRADIENT_BROKEN = "In step {step} {place} computes {operator}{places}: the loss is finite, but its gradient is not."
+    ALL_BROKEN = "In step {step} {place} computes {operator}{places}: what follows is not finite."
+
+    AT_AN_EDGE = (
+        "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the "
+        "gradient of the discarded value is computed too."
+    )
+    IN_FP32 = "Do it in FP32: in 16 bits the constant may be rounded away."
+    COUNT_TARGETS = "Divide by the number of targets that count, at least 1, or leave such a batch out."
+    CTC = (
+        "Leave out the samples whose target, with a blank between equal labels, is longer than its input, or lengthen the "
+        "input. zero_infinity=True gives them no loss and no gradient."
+    )
+    MASK_LAST = (
+        "Apply the mask after this operation, or mask by a large finite number: the gradient of a masked score is zero, and "
+        "zero times infinity is NaN."
+    )
+    CONSTANT = "Look at where the constant comes from: a mean over nothing, the deviation of one sample, a division of targets."
+    CLASS_WEIGHTS = (
+        "Look at how the weights are made: dividing by the count of a class that never occurs gives infinity."
+    )
+    LOG_SOFTMAX = (
+        "Take log_softmax of the logits: it is finite, and so is its gradient. A clamp would be finite too, but gives the "
+        "clamped elements no gradient."
+    )
+    EXP = (
+        "Subtract the largest first (torch.softmax and torch.logsumexp do), bound the argument, or compute it in FP32."
+    )
+    WITHOUT_AUTOCAST = (
+        "with torch.autocast(device_type, enabled=False):  # x in FP32: x = x.float()\n    y = {expression}"
+    )
+
+
+class _ArgumentCode(Sentences):
+    COUNT_TARGETS = 'F.cross_entropy(logits, labels, reduction="sum") / labels.ne(-100).sum().clamp_min(1)'
+    CTC = "loss_fn = torch.nn.CTCLoss(zero_infinity=True)"
+    MASK_LAST = 'scores = (scores / temperature).masked_fill(mask, float("-inf"))  # divided first, then masked'
+    CONSTANT = "assert torch.isfinite(constant).all()"
+    CLASS_WEIGHTS = "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out"
+    LOG_SOFTMAX = "log_probabilities = torch.log_softmax(logits, -1)"
+    LOG = "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"
+    SQRT = "(x + 1e-12).sqrt()"
+    RSQRT = "(x + 1e-12).rsqrt()"
+    DIVISION = "a / b.clamp_min(1e-6)"
+    RECIPROCAL = "1 / x.clamp_min(1e-6)"
+    POWER = "x.clamp_min(1e-6) ** p"
+    EXP = "x.clamp_max(80).exp()  # FP16 ends at exp(11.09), BF16 and FP32 at exp(88.7)"
+    ACOS = "x.clamp(-1 + 1e-6, 1 - 1e-6).acos()"
+    ASIN = "x.clamp(-1 + 1e-6, 1 - 1e-6).asin()"
+    ATANH = "x.clamp(-1 + 1e-6, 1 - 1e-6).atanh()"
+
+
+#: The remedy for each word that the operation's description may contain; the first one that it contains counts.
+_REMEDIES = {
+    "ignored": (_Argument.COUNT_TARGETS, _ArgumentCode.COUNT_TARGETS),
+    "CTC": (_Argument.CTC, _ArgumentCode.CTC),
+    "of an infinity": (_Argument.MASK_LAST, _ArgumentCode.MASK_LAST),
+    "with a constant": (_Argument.CONSTANT, _ArgumentCode.CONSTANT),
+    "with a weight": (_Argument.CLASS_WEIGHTS, _ArgumentCode.CLASS_WEIGHTS),
+    "of a softmax": (_Argument.LOG_SOFTMAX, _ArgumentCode.LOG_SOFTMAX),
+    "logarithm": (_Argument.AT_AN_EDGE, _ArgumentCode.LOG),
+    "square root": (_Argument.AT_AN_EDGE, _ArgumentCode.SQRT),
+    "sqrt": (_Argument.AT_AN_EDGE, _ArgumentCode.RSQRT),
+    "division": (_Argument.AT_AN_EDGE, _ArgumentCode.DIVISION),
+    "1 / x": (_Argument.AT_AN_EDGE, _ArgumentCode.RECIPROCAL),
+    "power": (_Argument.AT_AN_EDGE, _ArgumentCode.POWER),
+    "exp": (_Argument.EXP, _ArgumentCode.EXP),
+    "acos": (_Argument.AT_AN_EDGE, _ArgumentCode.ACOS),
+    "asin": (_Argument.AT_AN_EDGE, _ArgumentCode.ASIN),
+    "atanh": (_Argument.AT_AN_EDGE, _ArgumentCode.ATANH),
+}
+
+
+def _argument_out_of_range(case: Case) -> Iterator[Found]:
     """An operation whose argument is at the edge of its domain, or beyond it.
 
     False alarms: The operation that ran first counts. If a later torch.where discards its result it may be harmless in the
     forward; its gradient is not.
     """
-    for found in case.measured("examined-argument"):
-        module, event = _where(case, found), _event_at(case, found.step)
-        loss_finite = bool(found.figures.get("loss_finite", 0.0))
-        in_model = event is not None and not event.after and event.what not in LOSSES
-        if module:
-            place = f"the code in or before {module!r}, or beside it on the same input,"
-        elif in_model:
-            place = f"the model's own code{'' if event is not None and event.of_input else ', or the loss,'}"
-        else:
-            place = "the loss, or the code that leads to it,"
-        fix, code = next(((fix, code) for word, fix, code in _MENDS if word in found.text), (_EDGE, ""))
-        bits = found.figures.get("bits")
-        is_narrow = bits == 16 if bits else run_format(case.session) in (FLOAT16, BFLOAT16)
-        if is_narrow and (fix is _EDGE or code is _EXP):
-            fix += " Do it in FP32: in 16 bits the constant may be rounded away." if fix is _EDGE else ""
-            code = (
-                f"with torch.autocast(device_type, enabled=False):  # x in FP32: x = x.float()\n    y = {code}"
-                if code
-                else ""
-            )
-        if event is None:
-            effect = "the loss is not finite, but its gradients are: the step did no harm"
-        elif loss_finite:
-            effect = "the loss is finite, but its gradient is not"
-        else:
-            effect = "what follows is not finite"
-        yield Finding(
-            "argument-out-of-range",
-            "error" if event is not None else "warning",
-            module,
-            f"In step {found.step} {place} computes {found.text}{_brackets(_elements(found), _rows(found))}: {effect}."
-            f"{_aftermath(case, event)}",
-            {"operator": found.text, "elements": found.figures["elements"], "rows": list(found.names)},
-            fix,
-            code,
-            step=found.step,
+    for measured in case.measured("examined-argument"):
+        module, event = _module(case, measured), _event_at(case, measured.step)
+        fix, code = next(
+            (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
+        )
+        at_an_edge = fix is _Argument.AT_AN_EDGE
+        is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
+        yield Found(
+            (_effect(measured, event), _aftermath(case, event)),
+            {"operator": measured.text, "elements": measured.figures["elements"], "rows": list(measured.names)},
+            {
+                "place": _place(module, event),
+                "places": _brackets(_elements(measured), _rows(measured)),
+                "expression": code and code.value,
+            },
+            (fix, _Argument.IN_FP32 if is_narrow and at_an_edge else None),
+            (_Argument.WITHOUT_AUTOCAST if code and is_narrow else code,),
+            layer=module,
+            severity="warning" if event is None else "error",
+            step=measured.step,
         )
         return
 
 
-def weights_exploded(case: Case) -> Iterator[Finding]:
+def _effect(measured: Measurement, event: Event | None) -> _Argument:
+    if event is None:
+        return _Argument.NO_HARM
+    return _Argument.GRADIENT_BROKEN if measured.figures.get("loss_finite") else _Argument.ALL_BROKEN
+
+
+def _place(module: str, event: Event | None) -> str:
+    """Return in words the code that computed."""
+    if module:
+        return f"the code in or before {module!r}, or beside it on the same input,"
+    if event is None or event.after or event.what in LOSSES:
+        return "the loss, or the code that leads to it,"
+    return "the model's own code" if event.of_input else "the model's own code, or the loss,"
+
+
+def _is_narrow(measured: Measurement, case: Case) -> bool:
+    """Return whether the operation was computed in 16 bits, as the run is if its own dtype is not known."""
+    bits = measured.figures.get("bits")
+    return bits == 16 if bits else run_format(case.session) in (FLOAT16, BFLOAT16)
+
+
+# -- weights ------------------------------------------------------------------------------------------------------------
+
+
+class _Weights(Sentences):
+    BROKE_THE_FORWARD = (
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
+        "at the start, and in step {before} the forward was no longer finite."
+    )
+    BROKE_THE_BACKWARD = (
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
+        "at the start, and in step {before} the backward was no longer finite."
+    )
+    RAISED_THE_LOSS = (
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
+        "at the start, and the loss to {loss_ratio:.2g} times the first one."
+    )
+    GREW = (
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
+        "at the start."
+    )
+    LOWER_RATE = (
+        "Lower the learning rate (to a tenth, and again if need be), with a warm-up or with clipped gradients. No precision and "
+        "no loss scale mends this."
+    )
+    LOWER_SCHEDULED_RATE = (
+        "Lower the largest learning rate of the scheduler (to a tenth, and again if need be), with a warm-up or with clipped "
+        "gradients. No precision and no loss scale mends this."
+    )
+    NEW_OPTIMIZER = "optimizer = torch.optim.{optimizer}(model.parameters(), lr={lower:g})"
+    NEW_RATE_OF_GROUP = 'optimizer.param_groups[{group:.0f}]["lr"] = {lower:g}'
+    CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # between backward() and step()"
+
+
+#: Records of operations that make infinities and NaNs whatever the weights are.
+_SINGULAR = frozenset({"examined-argument", "examined-mask", "examined-zero-row"})
+
+
+def _weights_exploded(case: Case) -> Iterator[Found]:
     """Weights that had grown out of all proportion before anything became infinite.
 
     False alarms: A norm that grows to 16 times its first value is no fault if the weights begin near zero (LoRA's B, a
@@ -257,61 +368,80 @@ def weights_exploded(case: Case) -> Iterator[Finding]:
     """
     grown = list(case.measured("weight-growth"))
     broken = [event for event in case.events if not event.gradients_finite and not event.skipped]
-    # Where a saturating model lets nothing become infinite, its loss shows it.
+    # A saturating model lets nothing become infinite; its loss grows.
     loss_ratio = max((each.figures.get("loss_ratio", 0.0) for each in grown), default=0.0)
     if not grown or not (broken or case.advised.diverged or loss_ratio):
         return
     first = min(grown, key=lambda each: each.step)
     at_once = [each for each in grown if each.step == first.step]
     before = min((event.step for event in broken), default=case.progress.steps)
-    in_forward = any(event.step == before and event.phase != "backward" for event in broken)
     ratio = max(each.figures["ratio"] for each in at_once)
-    is_singular = any(each.what in _SINGULAR and each.step == before for each in case.session.measurements)
-    if first.step > before or (is_singular and ratio < 2.0 ** (first.step + 1)):
+    if first.step > before or (_has_singularity(case, before) and ratio < 2.0 ** (first.step + 1)):
         # Beside an argument at the edge of its domain, weights that did not even double in each step are no explosion.
         return
     rate, initial = first.figures.get("lr"), first.figures.get("initial_lr")
-    optimizer = next((optimizer.type for optimizer in case.precision.optimizers), "")
-    scheduled = initial is not None and initial != rate
-    at_rate = f" at a learning rate of {rate:g}" if rate else ""
-    group = first.figures.get("group")
-    if rate and group is not None:
-        at_rate += f" (of group {group:.0f} of the optimizer, which has several)"
-    at_rate += f", to which a scheduler had brought it from {initial:g}" if rate and scheduled else ""
-    lower = "the largest learning rate of the scheduler" if scheduled else "the learning rate"
-    yield Finding(
-        "weights-exploded",
-        "error",
-        first.name.rpartition(".")[0] or first.name,
-        f"The weights exploded{at_rate}: after step {first.step} the norm of {some([each.name for each in at_once], 3)} had "
-        f"grown to {ratio:.2g} times what it was at the start"
-        + (
-            f", and in step {before} the {'forward' if in_forward else 'backward'} was no longer finite."
-            if broken
-            else f", and the loss to {loss_ratio:.2g} times the first one."
-            if loss_ratio
-            else "."
-        ),
+    is_scheduled = initial is not None and initial != rate
+    yield Found(
+        _consequence(broken, before, loss_ratio),
         {"ratios": {each.name: each.figures["ratio"] for each in grown}, "lr": rate},
-        f"Lower {lower} (to a tenth, and again if need be), with a warm-up or with clipped gradients. No precision and no loss "
-        "scale mends this.",
-        (
-            ""
-            if not rate or scheduled
-            else f"optimizer = torch.optim.{optimizer}(model.parameters(), lr={rate / 10:g})\n"
-            if group is None
-            else f'optimizer.param_groups[{group:.0f}]["lr"] = {rate / 10:g}\n'
-        )
-        + "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # between backward() and step()",
-        INFERRED,
-        first.step,
+        {
+            "at_rate": _at_rate(rate, initial, first.figures.get("group")),
+            "grown": [each.name for each in at_once],
+            "ratio": ratio,
+            "before": before,
+            "loss_ratio": loss_ratio,
+            "optimizer": next((optimizer.type for optimizer in case.precision.optimizers), ""),
+            "lower": (rate or 0.0) / 10,
+            "group": first.figures.get("group"),
+        },
+        _Weights.LOWER_SCHEDULED_RATE if is_scheduled else _Weights.LOWER_RATE,
+        (None if is_scheduled else _new_rate(first), _Weights.CLIP),
+        layer=first.name.rpartition(".")[0] or first.name,
+        certainty=INFERRED,
+        step=first.step,
     )
 
 
-DIAGNOSES: tuple[Diagnosis, ...] = (
-    batch_not_finite,
-    mask_hides_whole_row,
-    zero_row_normalized,
-    weights_exploded,
-    argument_out_of_range,
+def _has_singularity(case: Case, step: int) -> bool:
+    return any(each.what in _SINGULAR and each.step == step for each in case.session.measurements)
+
+
+def _consequence(broken: list[Event], before: int, loss_ratio: float) -> _Weights:
+    if not broken:
+        return _Weights.RAISED_THE_LOSS if loss_ratio else _Weights.GREW
+    in_forward = any(event.step == before and event.phase != "backward" for event in broken)
+    return _Weights.BROKE_THE_FORWARD if in_forward else _Weights.BROKE_THE_BACKWARD
+
+
+def _new_rate(grown: Measurement) -> _Weights | None:
+    """Return the code that lowers the learning rate; None if the rate is not known."""
+    if not grown.figures.get("lr"):
+        return None
+    return _Weights.NEW_OPTIMIZER if grown.figures.get("group") is None else _Weights.NEW_RATE_OF_GROUP
+
+
+def _at_rate(rate: float | None, initial: float | None, group: float | None) -> str:
+    """Return the learning rate in words, to follow "The weights exploded"; "" if it is not known."""
+    if not rate:
+        return ""
+    words = f" at a learning rate of {rate:g}"
+    if group is not None:
+        words += f" (of group {group:.0f} of the optimizer, which has several)"
+    if initial is not None and initial != rate:
+        words += f", to which a scheduler had brought it from {initial:g}"
+    return words
+
+
+FAULTS = (
+    Fault("batch-not-finite", "error", _batch_not_finite, (_Batch, _Aftermath), OF_FORWARD),
+    Fault("mask-hides-whole-row", "error", _mask_hides_whole_row, (_Mask, _Aftermath), OF_FORWARD),
+    Fault("zero-row-normalized", "error", _zero_row_normalized, (_ZeroRow, _Aftermath), OF_FORWARD),
+    Fault("weights-exploded", "error", _weights_exploded, (_Weights,), OF_FORWARD),
+    Fault(
+        "argument-out-of-range",
+        "error",
+        _argument_out_of_range,
+        (_Argument, _ArgumentCode, _Aftermath),
+        OF_FORWARD,
+    ),
 )

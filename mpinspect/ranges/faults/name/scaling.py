@@ -1,4 +1,4 @@
-"""Diagnoses of loss scales that are too high, too low, missing, shared or of no use."""
+"""Faults of loss scales that are too high, too low, missing, shared or of no use."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.scale_window import HEADROOM
-from mpinspect.ranges.faults.event_findings import look_at, loss_made_by, period, was_in_half
-from mpinspect.ranges.faults.name.case import Case, Diagnosis, fp32_weights
-from mpinspect.ranges.faults.name.handed_over import replaced
+from mpinspect.ranges.faults.name.case import Case, FP32Weights
+from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.forward import Inspect, loss_made_by, period, was_in_half, where_to_inspect
+from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
 from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, Measurement, module_named
-from mpinspect.reporting.finding import INFERRED, MEASURED, Finding
-from mpinspect.reporting.words import format_name, number_or_power, some, with_power
+from mpinspect.reporting.finding import INFERRED, MEASURED
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import number_or_power
 
 #: A scaler's initial search is worth a warning if it takes more than this share of the run, and at least three steps.
 _SEARCH_TOLERANCE = 0.1
@@ -31,6 +33,13 @@ _HARDLY_LOWER = 0.99
 _ALIKE = 0.01
 #: Share of overflowing steps from which on a scale counts as never settling.
 _MOST = 0.5
+
+
+class _Scaler(Sentences):
+    """Code that several of these faults share."""
+
+    NEW = "scaler = torch.amp.GradScaler(device_type)"
+    BEGINNING_AT = "scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{log2_start})"
 
 
 def _skips(case: Case) -> list[Event]:
@@ -77,7 +86,34 @@ def _restarts(case: Case) -> list[int]:
     ]
 
 
-def initial_scale_too_high(case: Case) -> Iterator[Finding]:
+def _numbered(steps: Sequence[int]) -> str:
+    """Return the numbers of the first steps of a list, in words."""
+    numbers = ", ".join(map(str, steps[:_NAMED]))
+    return f"{numbers}, ..." if len(steps) > _NAMED else numbers
+
+
+# -- the first search ---------------------------------------------------------------------------------------------------
+
+
+class _Initial(Sentences):
+    TOO_LARGE = (
+        "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
+        "{opened} skipped until the scaler had come down to {at_most:scale}."
+    )
+    TOO_LARGE_AND_AGAIN = (
+        "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
+        "{opened} skipped until the scaler had come down to {at_most:scale}; step {again} overflowed at that too."
+    )
+    NOT_SETTLED = (
+        "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
+        "{opened} skipped, so the scale is at most {at_most:scale}, and not settled."
+    )
+    BEGIN = "Begin at {start:scale}."
+    BEGIN_OR_LOWER = "Begin at {start:scale} or lower."
+    RUN_ON = "Run on until the scaler takes a step: only then is a scale known that holds."
+
+
+def _initial_scale_too_high(case: Case) -> Iterator[Found]:
     """A dynamic scaler whose first steps were all skipped until it had come down.
 
     False alarms: Every dynamic scaler may skip a few steps at first: up to two steps, or a tenth of the run, are only
@@ -85,66 +121,110 @@ def initial_scale_too_high(case: Case) -> Iterator[Finding]:
     """
     skips, steps = _skips(case), case.progress.steps
     opening = _opening(skips)
-    first = opening[0].loss_scale if opening else None
-    last = opening[-1].loss_scale if opening else None
-    if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
-        return
-    if len(_restarts(case)) > 1 or opening[0] in _periodic(case):
+    first = _search_begins_at(opening)
+    if first is None or len(_restarts(case)) > 1 or opening[0] in _periodic(case):
         # Recurring skips have a finding of their own.
         return
-    # The last of these scales overflowed too. The next one is known to hold only if a step was taken at it.
-    history = case.session.scale_history()
-    after = next((each.scale for each in history if each.step > opening[-1].step and each.scale), None)
-    settled = min(after or last / 2, last / 2)
+    settled = _settled(opening, case)
     again = next((event for event in skips[len(opening) :] if event.loss_scale == settled), None)
-    too_high = round(_powers(first) - _powers(settled)) + (again is not None)
-    skipped, share = len(opening), len(opening) / steps
+    powers = round(_powers(first) - _powers(settled)) + (again is not None)
+    skipped, advice = len(opening), case.advised.advice
     is_settled = skipped < steps
     # Where no one scale serves every layer, the scale at which nothing overflows is no remedy.
-    is_grave = skipped >= _FEWEST_STEPS and share > _SEARCH_TOLERANCE and not _serves_none(case)
-    advice = case.advised.advice
-    recommended, highest = advice.recommended, advice.highest or settled
-    or_lower = " or lower" if advice.needed is False else ""
-    start = min(
-        settled / 2 if again else settled,
-        highest,
-        recommended if recommended and advice.needed else 2.0**LOG2_INITIAL,
-    )
-    held = f"; step {again.step} overflowed at that too" if again else ""
-    conflicts = advice.conflicts if _serves_none(case) else ()
-    opened = f"the first of {steps} steps was" if skipped == 1 else f"the first {skipped} of {steps} steps were"
-    fate = (
-        f"{opened} skipped until the scaler had come down to {with_power(settled)}{held}"
-        if is_settled
-        else f"{'its only step was' if steps == 1 else f'all {steps} steps were'} skipped, so the scale is at most "
-        f"{with_power(settled)}, and not settled"
-    )
-    fix = (
-        f"Begin at {with_power(start)}{or_lower}."
-        if is_settled
-        else "Run on until the scaler takes a step: only then is a scale known that holds."
-    )
-    whom = f" for {conflicts[0].needs_small!r}" if conflicts else ""
-    yield Finding(
-        "initial-scale-too-high",
-        "warning" if is_grave else "info",
-        opening[0].module,
-        f"The initial loss scale, {with_power(first)}, is at least {2**too_high} times ({too_high} powers of two) too large"
-        f"{whom}: {fate}.",
+    is_grave = skipped >= _FEWEST_STEPS and skipped > _SEARCH_TOLERANCE * steps and not _serves_none(case)
+    needed = advice.recommended if advice.needed else None
+    start = min(settled if again is None else settled / 2, advice.highest or settled, needed or 2.0**LOG2_INITIAL)
+    says, fix = _Initial.NOT_SETTLED, _Initial.RUN_ON
+    if is_settled:
+        says = _Initial.TOO_LARGE if again is None else _Initial.TOO_LARGE_AND_AGAIN
+        fix = _Initial.BEGIN_OR_LOWER if advice.needed is False else _Initial.BEGIN
+    yield Found(
+        says,
         {
             "init_scale": first,
             "settled": settled if is_settled else None,
             "at_most": settled,
-            "powers_of_two": too_high,
+            "powers_of_two": powers,
             "skipped_steps": skipped,
             "steps": steps,
         },
-        fix if is_grave else "",
-        f"scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{round(_powers(start))})"
-        if is_grave and is_settled
-        else "",
+        {
+            "times": 2**powers,
+            "whom": _whom(case),
+            "opened": _opened(skipped, steps),
+            "again": again and again.step,
+            "start": start,
+            "log2_start": round(_powers(start)),
+        },
+        fix if is_grave else (),
+        _Scaler.BEGINNING_AT if is_grave and is_settled else (),
+        layer=opening[0].module,
+        severity="warning" if is_grave else "info",
         step=opening[0].step,
     )
+
+
+def _search_begins_at(opening: Sequence[Event]) -> float | None:
+    """Return the initial scale of a search by skipped steps; None if there was none, or its scale did not come down."""
+    first = opening[0].loss_scale if opening else None
+    last = opening[-1].loss_scale if opening else None
+    if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
+        return None
+    return first
+
+
+def _settled(opening: Sequence[Event], case: Case) -> float:
+    """Return the scale after the search. The last of its scales overflowed too; the next one holds if a step was taken at it."""
+    halved = (opening[-1].loss_scale or 0.0) / 2
+    history = case.session.scale_history()
+    after = next((each.scale for each in history if each.step > opening[-1].step and each.scale), None)
+    return min(after or halved, halved)
+
+
+def _whom(case: Case) -> str:
+    """Return the layer for which the scale is too large, if another one needs it; else ""."""
+    conflicts = case.advised.advice.conflicts if _serves_none(case) else ()
+    return f" for {conflicts[0].needs_small!r}" if conflicts else ""
+
+
+def _opened(skipped: int, steps: int) -> str:
+    """Return in words the steps with which the run begins, with their verb."""
+    if skipped < steps:
+        return f"the first of {steps} steps was" if skipped == 1 else f"the first {skipped} of {steps} steps were"
+    return "its only step was" if steps == 1 else f"all {steps} steps were"
+
+
+# -- scalers that are made again ----------------------------------------------------------------------------------------
+
+
+class _Anew(Sentences):
+    EACH_STEP = (
+        "A new GradScaler is made for each step ({counted}): what it learnt from an overflow is thrown away, and the loss scale "
+        "stays at {loss_scale:scale}."
+    )
+    EACH_STEP_OVERFLOWS = (
+        "A new GradScaler is made for each step ({counted}): what it learnt from an overflow is thrown away, and the loss scale "
+        "stays at {loss_scale:scale}, at which the gradients overflow: {skipped_steps} of {all_steps} steps were skipped."
+    )
+    EACH_PERIOD = (
+        "The loss scale began again at {loss_scale:scale} every {period} steps (steps {numbers}), as with a new GradScaler, and "
+        "its search was repeated each time: {skipped_steps} of {steps} steps were skipped."
+    )
+    SEVERAL_TIMES = (
+        "The loss scale began again at {loss_scale:scale} several times (steps {numbers}), as with a new GradScaler, and its "
+        "search was repeated each time: {skipped_steps} of {steps} steps were skipped."
+    )
+    ONCE_BEFORE_LOOP = "Make the scaler once, before the loop."
+    ONE_FOR_RUN = (
+        "Make one scaler for the run. Where a job continues from a checkpoint, save and load the scaler's state with it, or "
+        "begin at a lower scale."
+    )
+    BEFORE_LOOP = (
+        "scaler = torch.amp.GradScaler(device_type)\n"
+        "for batch in loader:\n"
+        "    train_step(model, optimizer, scaler, batch)"
+    )
+    SAVE_AND_LOAD = 'checkpoint["scaler"] = scaler.state_dict()\nscaler.load_state_dict(checkpoint["scaler"])'
 
 
 def _made_anew(case: Case) -> Measurement | None:
@@ -160,66 +240,83 @@ def _made_anew(case: Case) -> Measurement | None:
     return found[-1] if len(scales) == 1 and None not in scales else None
 
 
-def scaler_made_anew(case: Case) -> Iterator[Finding]:
+def _scaler_made_anew(case: Case) -> Iterator[Found]:
     """A scaler that is made again for each step, or each epoch or job, so that its scale is the initial one again.
 
     False alarms: A new scaler now and then (for each epoch, after a checkpoint) is reported only if the initial scale overflows
     each time and more than a tenth of the steps are skipped. One that continues with the state of the last is not reported.
     """
-    found = _made_anew(case)
-    if found is None:
+    made = _made_anew(case)
+    if made is None:
         yield from _search_repeated(case)
         return
-    skips, steps = _skips(case), case.progress.steps
-    lost = len([event for event in skips if event.skipped])
-    scale = case.session.scale_history()[0].scale
-    count, of = int(found.figures["new"]), int(found.figures["steps"])
-    where = f"{count} in {'the first ' if of < steps else ''}{of} steps"
-    outcome = f", at which the gradients overflow: {lost} of {steps} steps were skipped" if lost else ""
-    yield Finding(
-        "scaler-made-anew",
-        "error" if lost >= max(_MOST * steps, _FEWEST_STEPS) else "warning",
-        "",
-        f"A new GradScaler is made for each step ({where}): what it learnt from an overflow is thrown away, and the loss scale "
-        f"stays at {with_power(scale)}{outcome}.",
-        {**found.figures, "loss_scale": scale, "skipped_steps": lost},
-        "Make the scaler once, before the loop.",
-        "scaler = torch.amp.GradScaler(device_type)\nfor batch in loader:\n    train_step(model, optimizer, scaler, batch)",
-        step=found.step,
+    steps, lost = case.progress.steps, len([event for event in _skips(case) if event.skipped])
+    count, of = int(made.figures["new"]), int(made.figures["steps"])
+    yield Found(
+        _Anew.EACH_STEP_OVERFLOWS if lost else _Anew.EACH_STEP,
+        {**made.figures, "loss_scale": case.session.scale_history()[0].scale, "skipped_steps": lost},
+        {
+            "counted": f"{count} in the first {of} steps" if of < steps else f"{count} in {of} steps",
+            "all_steps": steps,
+        },
+        _Anew.ONCE_BEFORE_LOOP,
+        _Anew.BEFORE_LOOP,
+        severity="error" if lost >= max(_MOST * steps, _FEWEST_STEPS) else "warning",
+        step=made.step,
     )
 
 
-def _search_repeated(case: Case) -> Iterator[Finding]:
-    """Yield the finding on a loss scale that begins again at its initial value, as where a checkpoint lacks the scaler."""
+def _search_repeated(case: Case) -> Iterator[Found]:
+    """Yield a loss scale that begins again at its initial value, as where a checkpoint lacks the scaler."""
     restarts, steps = _restarts(case), case.progress.steps
     lost = max(len([event for event in _skips(case) if event.skipped]), case.progress.skipped_steps)
     if len(restarts) < 2 or lost < _FEWEST_STEPS or lost <= _SEARCH_TOLERANCE * steps:
         return
-    gaps = {after - before for before, after in pairwise([0, *restarts])}
-    period = gaps.pop() if len(gaps) == 1 else None
+    period = _only([after - before for before, after in pairwise([0, *restarts])])
     scale = next(change.scale for change in case.session.scale_history() if change.scale)
-    yield Finding(
-        "scaler-made-anew",
-        "error" if lost >= _MOST * steps else "warning",
-        "",
-        f"The loss scale began again at {with_power(scale)} {f'every {period} steps' if period else 'several times'} (steps "
-        f"{_numbered(restarts)}), as with a new GradScaler, and its search was repeated each time: {lost} of {steps} steps were "
-        "skipped.",
+    yield Found(
+        _Anew.EACH_PERIOD if period else _Anew.SEVERAL_TIMES,
         {"loss_scale": scale, "restarts": restarts, "period": period, "skipped_steps": lost, "steps": steps},
-        "Make one scaler for the run. Where a job continues from a checkpoint, save and load the scaler's state with it, or "
-        "begin at a lower scale.",
-        'checkpoint["scaler"] = scaler.state_dict()\nscaler.load_state_dict(checkpoint["scaler"])',
-        INFERRED,
-        restarts[0],
+        {"numbers": _numbered(restarts)},
+        _Anew.ONE_FOR_RUN,
+        _Anew.SAVE_AND_LOAD,
+        severity="error" if lost >= _MOST * steps else "warning",
+        certainty=INFERRED,
+        step=restarts[0],
     )
 
 
-def _numbered(steps: Sequence[int]) -> str:
-    """Return the numbers of the first steps of a list, in words."""
-    return ", ".join([*map(str, steps[:_NAMED]), *(["..."] if len(steps) > _NAMED else [])])
+def _only(gaps: Sequence[int]) -> int | None:
+    """Return the number that all of them are; None if they differ or there are none."""
+    return gaps[0] if len(set(gaps)) == 1 else None
 
 
-def scale_too_high(case: Case) -> Iterator[Finding]:
+# -- scales that stay too high or too low -------------------------------------------------------------------------------
+
+
+class _High(Sentences):
+    SKIPPED = (
+        "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
+        "finite: {skipped} of {steps} steps were skipped and nothing was learned in them."
+    )
+    STEPPED = (
+        "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
+        "finite: the optimizer stepped on infinities in step {stepped_in}."
+    )
+    STEPPED_ON_REPLACED = (
+        "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
+        "finite: the optimizer stepped all the same ({stepped} of {steps} steps), on gradients that had been made finite."
+    )
+    TAKE_REPLACEMENT_OUT = "Take the replacement out: the scaler then lowers the scale by itself."
+    DYNAMIC = "Let a dynamic scaler find the scale."
+    BEGIN = "Begin at {recommended:scale}, and let the scaler lower it by itself."
+    SCALE_BY = "Scale by {recommended:scale}, and let a scaler skip what overflows."
+    BACKOFF = (
+        "A backoff_factor of {backoff:.12g} hardly lowers it: leave backoff_factor and growth_factor at their defaults."
+    )
+
+
+def _scale_too_high(case: Case) -> Iterator[Found]:
     """A scale at which most steps overflow, and that does not come down.
 
     False alarms: A run that ends while the scaler is still searching is reported only if its scale has not fallen.
@@ -227,7 +324,7 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
     skips, steps = _skips(case), case.progress.steps
     over = [event for event in skips if event.value == "inf" and event.loss_scale and event.loss_scale > 1]
     if _made_anew(case) is not None or len(_restarts(case)) > 1:
-        # Why the scale stays has a finding of its own.
+        # The reason why the scale stays has a finding of its own.
         return
     if not over or len({event.step for event in skips}) < max(_MOST * steps, 1):
         return
@@ -236,50 +333,58 @@ def scale_too_high(case: Case) -> Iterator[Finding]:
     came_down = math.isfinite(first) and last <= first / 2
     if came_down or (not stepped and len(over) < _FEWEST_STEPS):
         return
-    outcome = (
-        f"the optimizer stepped all the same ({len({each.step for each in stepped})} of {steps} steps), on gradients that had "
-        "been made finite"
-        if stepped and replaced(case)
-        else f"the optimizer stepped on infinities in step {stepped[0].step}"
-        if stepped
-        else f"{len(skips)} of {steps} steps were skipped and nothing was learned in them"
-    )
-    # How far a gradient overflowed is not known: a scaler finds out, where the finite ones need no scale.
-    recommended = None if case.scalers and case.advised.advice.needed is False else case.advised.advice.recommended
-    wanted = recommended if recommended and recommended < first else None
-    factors = [scaler.backoff_factor for scaler in case.scalers if (scaler.backoff_factor or 0) > _HARDLY_LOWER]
-    static = (
-        f" A backoff_factor of {factors[0]:.12g} hardly lowers it: leave backoff_factor and growth_factor at their defaults."
-        if factors
-        else ""
-    )
-    is_hidden = bool(stepped and replaced(case) and case.scalers)
-    code = (
-        f"scaler = torch.amp.GradScaler(device_type{f', init_scale=2.0**{round(_powers(wanted))}' if wanted else ''})"
-    )
-    yield Finding(
-        "scale-too-high",
-        "error",
-        over[0].module,
-        f"The loss scale stays at {with_power(first)}, at which the gradients overflow from step {over[0].step} on while the "
-        f"forward is finite: {outcome}.",
+    on_replaced = bool(stepped and replaced(case))
+    wanted = _wanted(first, case)
+    backoff = next((each.backoff_factor for each in case.scalers if (each.backoff_factor or 0) > _HARDLY_LOWER), None)
+    says, fix, code = _High.SKIPPED, _High.DYNAMIC, _Scaler.NEW
+    if stepped:
+        says = _High.STEPPED_ON_REPLACED if on_replaced else _High.STEPPED
+    if wanted:
+        fix, code = _High.BEGIN if case.scalers else _High.SCALE_BY, _Scaler.BEGINNING_AT
+    is_hidden = on_replaced and bool(case.scalers)
+    yield Found(
+        says,
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
-        (
-            "Take the replacement out: the scaler then lowers the scale by itself."
-            if is_hidden
-            else "Let a dynamic scaler find the scale."
-            if not wanted
-            else f"Begin at {with_power(wanted)}, and let the scaler lower it by itself."
-            if case.scalers
-            else f"Scale by {with_power(wanted)}, and let a scaler skip what overflows."
-        )
-        + static,
-        "" if is_hidden else code,
+        {
+            "skipped": len(skips),
+            "stepped": len({each.step for each in stepped}),
+            "stepped_in": stepped[0].step if stepped else None,
+            "backoff": backoff,
+            "log2_start": round(_powers(wanted or 1.0)),
+        },
+        (_High.TAKE_REPLACEMENT_OUT if is_hidden else fix, _High.BACKOFF if backoff else None),
+        () if is_hidden else code,
+        layer=over[0].module,
         step=over[0].step,
     )
 
 
-def scale_too_low(case: Case) -> Iterator[Finding]:
+def _wanted(first: float, case: Case) -> float | None:
+    """Return a scale to begin at, below the run's; None if a scaler has to find it.
+
+    It is not known how far a gradient overflowed: a scaler finds out, where the finite ones need no scale.
+    """
+    advice = case.advised.advice
+    if (case.scalers and advice.needed is False) or not advice.recommended:
+        return None
+    return advice.recommended if advice.recommended < first else None
+
+
+class _Low(Sentences):
+    TOO_SMALL = (
+        "The loss scale, {loss_scale:scale}, is too small: FP16 flushes too much of {tensor}, whose values need one {times} "
+        "times ({powers_of_two} powers of two) larger, at least {lowest:scale}."
+    )
+    PROBABLY_TOO_SMALL = (
+        "The loss scale, {loss_scale:scale}, is probably too small: FP16 flushes too much of {tensor}, judging by the many "
+        "values just above the smallest that it keeps; {lowest:scale} would keep all but 1% of the sum of magnitudes, whatever "
+        "was flushed."
+    )
+    SCALE_BY = "Scale by {wanted:scale}, or begin with it in a dynamic scaler."
+    ZEROS = "The gradients of {zeros:some 3} were all zero: a large scale serves them best."
+
+
+def _scale_too_low(case: Case) -> Iterator[Found]:
     """An FP16 run whose loss scale is below what its gradients need in at least nine of ten steps.
 
     False alarms: The need is judged by the lost share of the sum of magnitudes. If small gradients were flushed before they
@@ -292,8 +397,7 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
     # Other findings cover a script that does not scale at all, and gradients that no scale serves.
     if _serves_none(case) or not case.precision.weights or (not case.scalers and set(known) == {1.0}):
         return
-    needs = decision.neediest
-    lowest, certainty = decision.window.log2_lowest, MEASURED
+    needs, lowest, certainty = decision.neediest, decision.window.log2_lowest, MEASURED
     if lowest <= _powers(known[-1]) and decision.likely_needed:
         # Values flushed before counting show by a crowd of values just above the flush edge.
         needs, lowest, certainty = decision.likely, decision.likely.log2_certain, INFERRED
@@ -304,32 +408,44 @@ def scale_too_low(case: Case) -> Iterator[Finding]:
     used = below[-1][0]
     powers = round(lowest - _powers(used))
     wanted = min(max(lowest, decision.log2_scale), max(decision.window.log2_highest, lowest))
-    yield Finding(
-        "scale-too-low",
-        "warning",
-        needs.key.name,
-        f"The loss scale, {with_power(used)}, is {'probably ' if certainty == INFERRED else ''}too small: FP16 flushes too "
-        f"much of {phrase(*needs.key)}, "
-        + (
-            "judging by the many values just above the smallest that it keeps; "
-            f"{with_power(2.0**lowest)} would keep all but 1% of the sum of magnitudes, whatever was flushed."
-            if certainty == INFERRED
-            else f"whose values need one {2**powers} times ({powers} powers of two) larger, at least {with_power(2.0**lowest)}."
-        ),
+    yield Found(
+        _Low.TOO_SMALL if certainty == MEASURED else _Low.PROBABLY_TOO_SMALL,
         {"loss_scale": used, "log2_lowest": lowest, "log2_recommended": wanted, "powers_of_two": powers},
-        f"Scale by {with_power(2.0**wanted)}, or begin with it in a dynamic scaler."
-        + (
-            f" The gradients of {some(list(decision.zeros), 3)} were all zero: a large scale serves them best."
-            if decision.zeros
-            else ""
-        ),
-        f"scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{wanted})",
-        certainty,
-        scales[0].step,
+        {
+            "tensor": phrase(*needs.key),
+            "times": 2**powers,
+            "lowest": 2.0**lowest,
+            "wanted": 2.0**wanted,
+            "zeros": decision.zeros,
+            "log2_start": wanted,
+        },
+        (_Low.SCALE_BY, _Low.ZEROS if decision.zeros else None),
+        _Scaler.BEGINNING_AT,
+        layer=needs.key.name,
+        certainty=certainty,
+        step=scales[0].step,
     )
 
 
-def scaler_shared(case: Case) -> Iterator[Finding]:
+# -- scales that fall for another reason --------------------------------------------------------------------------------
+
+
+class _Shared(Sentences):
+    NONE_OVERFLOWED = (
+        "The loss scale fell by {powers_of_two:.0f} powers of two, and none of this model's steps overflowed: another loss or "
+        "optimizer that uses the same GradScaler overflows and drags the scale of this one down."
+    )
+    FEW_OVERFLOWED = (
+        "The loss scale fell by {powers_of_two:.0f} powers of two, and only {own_overflows} of this model's steps overflowed: "
+        "another loss or optimizer that uses the same GradScaler overflows and drags the scale of this one down."
+    )
+    NOTHING_LOST = "It lost nothing by that: {lowest:scale}, the lowest, still serves it."
+    NOTHING_LOST_YET = "It lost nothing by that yet: {lowest:scale}, the lowest, still serves it."
+    ONE_EACH = "Give each network (each loss with an optimizer of its own) a scaler of its own."
+    OF_ITS_OWN = "scaler = torch.amp.GradScaler(device_type)  # one that scales this network's loss alone"
+
+
+def _scaler_shared(case: Case) -> Iterator[Found]:
     """A loss scale that falls more often than this model's steps overflow, since another loss that uses the scaler overflows.
 
     False alarms: A script that lowers its scaler's scale by hand looks the same. It is reported as information if the lowest
@@ -350,28 +466,41 @@ def scaler_shared(case: Case) -> Iterator[Finding]:
     least = case.advised.advice.lowest
     still_serves = bool(least and lowest >= least)
     is_harmless = still_serves and 2 * last < case.progress.steps
-    yet = "" if is_harmless else " yet"
-    harmless = (
-        f" It lost nothing by that{yet}: {with_power(lowest)}, the lowest, still serves it." if still_serves else ""
-    )
-    yield Finding(
-        "scaler-shared",
-        "info" if is_harmless else "warning",
-        "",
-        f"The loss scale fell by {fell:.0f} powers of two, and {f'only {own}' if own else 'none'} of this model's steps "
-        "overflowed: another loss or optimizer that uses the same GradScaler overflows and drags the scale of this one down."
-        f"{harmless}",
+    outcome = None
+    if still_serves:
+        outcome = _Shared.NOTHING_LOST if is_harmless else _Shared.NOTHING_LOST_YET
+    yield Found(
+        (_Shared.FEW_OVERFLOWED if own else _Shared.NONE_OVERFLOWED, outcome),
         {"powers_of_two": fell, "own_overflows": own},
-        "" if is_harmless else "Give each network (each loss with an optimizer of its own) a scaler of its own.",
-        ""
-        if is_harmless
-        else "scaler = torch.amp.GradScaler(device_type)  # one that scales this network's loss alone",
-        INFERRED,
-        first,
+        {"lowest": lowest},
+        () if is_harmless else _Shared.ONE_EACH,
+        () if is_harmless else _Shared.OF_ITS_OWN,
+        severity="info" if is_harmless else "warning",
+        certainty=INFERRED,
+        step=first,
     )
 
 
-def overflow_recurs(case: Case) -> Iterator[Finding]:
+class _Recurs(Sentences):
+    AT_INTERVALS = (
+        "Every {period} steps ({numbers}) the gradients overflow{where}, although {despite}: it was {scale_first:scale} at the "
+        "first and {scale_last:scale} at the last. The gradients of these steps are far larger than the others'."
+    )
+    AGAIN_AND_AGAIN = (
+        "In steps {numbers} the gradients overflow{where}, although {despite}: it was {scale_first:scale} at the first and "
+        "{scale_last:scale} at the last. The gradients of these steps are far larger than the others'."
+    )
+    NEVER_ACTS = (
+        "The scaler skips each of these steps, so whatever the loop does in them alone (a regulariser, another loss) never "
+        "acts."
+    )
+    LOOK = (
+        "Look at the batches of steps {numbers}: an outlier, a padded last batch, a sample or another loss once a period. Clip "
+        "its loss, make it smaller, or leave it out; each such step halves the scale for all the others."
+    )
+
+
+def _overflow_recurs(case: Case) -> Iterator[Found]:
     """Overflows that recur although the scaler has not raised its scale, or at equal intervals at scales that held before.
 
     False alarms: A scaler that overflows in the first step after it has raised its scale is left out, since that is how it
@@ -380,35 +509,45 @@ def overflow_recurs(case: Case) -> Iterator[Finding]:
     recurring = _periodic(case) or _without_growth(case)
     if not recurring:
         return
-    steps, scales = [event.step for event in recurring], [event.loss_scale or 0.0 for event in recurring]
-    gaps = {after - before for before, after in pairwise(steps)}
-    period = gaps.pop() if len(gaps) == 1 else None
-    numbers = _numbered(steps)
-    when = f"Every {period} steps ({numbers})" if period else f"In steps {numbers}"
-    falls = all(after < before for before, after in pairwise(scales))
-    rises = any(after > before for before, after in pairwise(scales))
-    despite = "the steps before had not" if rises else f"the scale {'fell each time' if falls else 'never grew'}"
-    places = {(event.module, event.after) for event in recurring}
-    module, is_after = places.pop() if len(places) == 1 else ("", False)
-    where = f" {'after' if is_after else 'in'} {module!r}" if module else ""
-    is_going_on = period is not None and steps[-1] + period >= case.progress.steps
-    never = (
-        " The scaler skips each of these steps, so whatever the loop does in them alone (a regulariser, another loss) never acts."
-        if is_going_on and all(event.story == SKIPPED for event in recurring)
-        else ""
-    )
-    yield Finding(
-        "overflow-recurs",
-        "warning" if is_going_on or period is None else "info",
-        recurring[0].module,
-        f"{when} the gradients overflow{where}, although {despite}: it was {with_power(scales[0])} at the first and "
-        f"{with_power(scales[-1])} at the last. The gradients of these steps are far larger than the others'.{never}",
+    steps = [event.step for event in recurring]
+    scales = [event.loss_scale or 0.0 for event in recurring]
+    period = _only([after - before for before, after in pairwise(steps)])
+    goes_on = period is not None and steps[-1] + period >= case.progress.steps
+    never_acts = goes_on and all(event.story == SKIPPED for event in recurring)
+    yield Found(
+        (_Recurs.AT_INTERVALS if period else _Recurs.AGAIN_AND_AGAIN, _Recurs.NEVER_ACTS if never_acts else None),
         {"steps": steps, "period": period, "scales": scales},
-        f"Look at the batches of steps {numbers}: an outlier, a padded last batch, a sample or another loss once a period. Clip "
-        "its loss, make it smaller, or leave it out; each such step halves the scale for all the others.",
+        {
+            "numbers": _numbered(steps),
+            "where": _common_place(recurring),
+            "despite": _despite(scales),
+            "scale_first": scales[0],
+            "scale_last": scales[-1],
+        },
+        _Recurs.LOOK,
+        layer=recurring[0].module,
+        severity="warning" if goes_on or period is None else "info",
         certainty=INFERRED,
         step=steps[0],
     )
+
+
+def _common_place(events: Sequence[Event]) -> str:
+    """Return in words the module in which all of them began; "" if they differ."""
+    places = {(event.module, event.after) for event in events}
+    module, is_after = places.pop()
+    if places or not module:
+        return ""
+    return f" after {module!r}" if is_after else f" in {module!r}"
+
+
+def _despite(scales: Sequence[float]) -> str:
+    """Return a clause on how the scale moved between the overflows."""
+    pairs = list(pairwise(scales))
+    if any(after > before for before, after in pairs):
+        return "the steps before had not"
+    fell = all(after < before for before, after in pairs)
+    return "the scale fell each time" if fell else "the scale never grew"
 
 
 def _without_growth(case: Case) -> list[Event]:
@@ -455,7 +594,29 @@ def _periodic(case: Case) -> list[Event]:
     return skips[: opening == 1 and gaps == {found[0].step - skips[0].step}] + found
 
 
-def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
+class _ForForward(Sentences):
+    LOSS = (
+        "The scaler backed off in {steps} steps because the loss itself{made_by} was not finite, from step {first_step} "
+        "on{period}: the loss scale is not the cause, and every such step halves it."
+    )
+    FORWARD = (
+        "The scaler backed off in {steps} steps because the forward itself was not finite, from step {first_step} on{period}: "
+        "the loss scale is not the cause, and every such step halves it."
+    )
+    LOSS_IN_FP32 = (
+        "Find what exceeds 65504 in the loss function{made_by}; compute it in FP32, from outputs in FP32; or compute the whole "
+        "model in BF16, without a scaler."
+    )
+    FORWARD_IN_FP32 = (
+        "Find what exceeds 65504 in the forward of {module}; compute it in FP32, and the modules that take its result until the "
+        "values are below that again; or compute the whole model in BF16, without a scaler."
+    )
+    NEW_SCALER = "In FP16 begin with a new scaler, since this one's scale was lowered without need."
+    CAST_OUTPUT = "loss = loss_fn(output.float(), target)"
+    WITHOUT_AUTOCAST = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
+
+
+def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
     """A scaler that lowers its scale because of a non-finite forward, which no scale mends.
 
     False alarms: It is reported from three skipped steps on; a single bad batch only gives a non-finite event.
@@ -465,39 +626,46 @@ def scale_falls_for_forward(case: Case) -> Iterator[Finding]:
     if len(steps) < _FEWEST_STEPS:
         return
     first = min(broken, key=lambda event: event.step)
-    is_loss, made_by = first.what in LOSSES, loss_made_by(first, case.session)
-    place = f"the loss function{made_by}" if is_loss else f"the forward of {module_named(first.module)}"
-    what = f"loss itself{made_by}" if is_loss else "forward itself"
-    mend, code = look_at(first, case.session), ""
+    is_loss = first.what in LOSSES
+    inspect, words = where_to_inspect(first, case.session)
+    fix: Sentences = inspect
+    code: _ForForward | tuple[()] = ()
     if run_format(case.session) == FLOAT16 and was_in_half(first, case.session):
-        after = (
-            "from outputs in FP32"
-            if is_loss
-            else "and the modules that take its result until the values are below that again"
-        )
-        mend = (
-            f"Find what exceeds {FLOAT16.max_finite:g} in {place}; compute it in FP32, {after}; or compute the whole model in "
-            "BF16, without a scaler."
-        )
-        code = (
-            "loss = loss_fn(output.float(), target)"
-            if is_loss
-            else "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
-        )
-    yield Finding(
-        "scale-falls-for-forward",
-        "error",
-        first.module,
-        f"The scaler backed off in {len(steps)} steps because the {what} was not finite, from step {steps[0]} on"
-        f"{period(steps)}: the loss scale is not the cause, and every such step halves it.",
+        fix = _ForForward.LOSS_IN_FP32 if is_loss else _ForForward.FORWARD_IN_FP32
+        code = _ForForward.CAST_OUTPUT if is_loss else _ForForward.WITHOUT_AUTOCAST
+    yield Found(
+        _ForForward.LOSS if is_loss else _ForForward.FORWARD,
         {"steps": len(steps), "first_step": steps[0]},
-        f"{mend} In FP16 begin with a new scaler, since this one's scale was lowered without need.",
+        {
+            **words,
+            "made_by": loss_made_by(first, case.session),
+            "module": module_named(first.module),
+            "period": period(steps),
+        },
+        (fix, _ForForward.NEW_SCALER),
         code,
+        layer=first.module,
         step=steps[0],
     )
 
 
-def scaler_of_no_use(case: Case) -> Iterator[Finding]:
+# -- no scale is needed, or none was seen -------------------------------------------------------------------------------
+
+
+class _OfNoUse(Sentences):
+    MAY_SKIP = (
+        "The run computes in {format:format}, whose range is FP32's, and multiplies its loss by a scale that it does not need; "
+        "if something became infinite or NaN, the scaler would silently skip that step."
+    )
+    SKIPPED = (
+        "The run computes in {format:format}, whose range is FP32's, and multiplies its loss by a scale that it does not need; "
+        "the scaler skipped {skipped_steps} steps, so that infinities and NaNs went unnoticed."
+    )
+    TAKE_OUT = "Take the scaler out, or switch it off."
+    DISABLED = "scaler = torch.amp.GradScaler(enabled=False)"
+
+
+def _scaler_of_no_use(case: Case) -> Iterator[Found]:
     """An enabled scaler in a run whose range is FP32's.
 
     False alarms: A scaler that is kept for a switch to FP16 is reported unless it is disabled.
@@ -505,20 +673,149 @@ def scaler_of_no_use(case: Case) -> Iterator[Finding]:
     format = run_format(case.session)
     if not case.scalers or format not in (BFLOAT16, FLOAT32):
         return
-    name, skipped = format_name(format.name), case.progress.skipped_steps
-    yield Finding(
-        "scaler-in-bfloat16",
-        "warning" if format == BFLOAT16 else "info",
-        "",
-        f"The run computes in {name}, whose range is FP32's, and multiplies its loss by a scale that it does not need"
-        + (
-            f"; the scaler skipped {skipped} steps, so that infinities and NaNs went unnoticed."
-            if skipped
-            else "; if something became infinite or NaN, the scaler would silently skip that step."
-        ),
+    skipped = case.progress.skipped_steps
+    yield Found(
+        _OfNoUse.SKIPPED if skipped else _OfNoUse.MAY_SKIP,
         {"format": format.name, "skipped_steps": skipped},
-        "Take the scaler out, or switch it off.",
-        "scaler = torch.amp.GradScaler(enabled=False)",
+        fix=_OfNoUse.TAKE_OUT,
+        code=_OfNoUse.DISABLED,
+        severity="warning" if format == BFLOAT16 else "info",
+    )
+
+
+class _Missing(Sentences):
+    BY_HAND = (
+        "The run computes in FP16 and no GradScaler was seen; the gradients that {whose} are {times} times smaller than the "
+        "backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the scale is not known, nor whether the "
+        "loop skips steps that overflow."
+    )
+    BY_HAND_SKIPS = (
+        "The run computes in FP16 and no GradScaler was seen; the gradients that {whose} are {times} times smaller than the "
+        "backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the scale is not known."
+    )
+    STEPPED_ON_OVERFLOW = (
+        "The run computes in FP16 and no GradScaler was seen: nothing skips a step that overflows, as step "
+        "{broken_step} did."
+    )
+    OVERFLOWED = (
+        "The run computes in FP16 and no GradScaler was seen: step {broken_step} overflowed, and whether the loop skips such "
+        "steps is not known."
+    )
+    FLUSHES_AND_DROPS = (
+        "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and the loop itself "
+        "drops gradients that overflow, as those of step {broken_step}."
+    )
+    FLUSHES = (
+        "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and no scaler skips a "
+        "step that overflows."
+    )
+
+    GIVE_SCALE = "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
+    IN_BF16 = "Compute in BF16, where such gradients are finite and nothing has to be scaled."
+    FP32_WEIGHTS_IN_BF16 = (
+        "Keep FP32 weights, and compute in BF16, where such gradients are finite and nothing has to be scaled."
+    )
+    SKIP_BY_HAND = (
+        "If the loop scales the loss by hand, give the inspector the scale (loss_scale=; mpinspect run: --loss-scale), and let "
+        "the loop skip steps that are not finite."
+    )
+    SCALE = (
+        "Scale the loss{room}; if the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: "
+        "--loss-scale)."
+    )
+    FP32_WEIGHTS_AND_SCALE = (
+        "Keep FP32 weights (GradScaler refuses FP16 gradients), and scale the loss{room}; if the loop does so by hand, give the "
+        "inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
+    )
+    AUTOCAST_BF16 = "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = ..."
+    SCALED_STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
+
+
+def _scaler_missing(case: Case) -> Iterator[Found]:
+    """An FP16 run in which no scaled loss was seen.
+
+    False alarms: A loop that scales by hand looks the same until the inspector is given the scale. Where gradients reach the
+    optimizer or its masters made smaller, all alike, the finding is information.
+    """
+    if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
+        return
+    if any(change.scale not in (1.0, None) for change in case.progress.scales):
+        # The loop scales by hand, and the inspector was given the scale.
+        return
+    overflowed = [event for event in _skips(case) if event.value == "inf" and event.forward_finite]
+    dropped = next((event for event in overflowed if event.story == DROPPED), None)
+    divisors = _divisors(case)
+    if divisors is not None:
+        yield _scaled_by_hand(divisors, dropped, case)
+    elif overflowed and dropped is None:
+        yield _unskipped(overflowed, case)
+    else:
+        yield _unscaled(dropped, case)
+
+
+def _evidence(case: Case) -> dict[str, object]:
+    return {"backwards": case.progress.backwards, "recommended": case.advised.advice.recommended}
+
+
+def _scaled_by_hand(divisors: tuple[float, float], dropped: Event | None, case: Case) -> Found:
+    least, most = (number_or_power(_rounded(divisor)) for divisor in divisors)
+    clips = ""
+    if least != most:
+        clips = ", which it changes" if all(map(_is_power, divisors)) else ", and may clip"
+    return Found(
+        _Missing.BY_HAND if dropped is None else _Missing.BY_HAND_SKIPS,
+        {"backwards": case.progress.backwards, "least": divisors[0], "most": divisors[1]},
+        {
+            "whose": "its masters get" if case.precision.has_masters else "its optimizer gets",
+            "times": least if least == most else f"{least} to {most}",
+            "clips": clips,
+        },
+        _Missing.GIVE_SCALE,
+        severity="info",
+    )
+
+
+def _rounded(divisor: float) -> float:
+    """Return the nearest power of two if the number is one up to rounding, else four significant digits of it."""
+    return 2.0 ** round(math.log2(divisor)) if _is_power(divisor) else float(f"{divisor:.4g}")
+
+
+def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
+    first = next((event for event in overflowed if event.story == TAKEN), overflowed[0])
+    is_stepped = first.story == TAKEN and not survived(first, case.session)
+    in_half = FLOAT16.name in case.precision.weights
+    return Found(
+        _Missing.STEPPED_ON_OVERFLOW if is_stepped else _Missing.OVERFLOWED,
+        _evidence(case),
+        {"broken_step": first.step},
+        _Missing.FP32_WEIGHTS_IN_BF16 if in_half else _Missing.IN_BF16,
+        FP32Weights.IN_BF16 if in_half else _Missing.AUTOCAST_BF16,
+    )
+
+
+def _unscaled(dropped: Event | None, case: Case) -> Found:
+    says = _Missing.FLUSHES if dropped is None else _Missing.FLUSHES_AND_DROPS
+    words = {"broken_step": dropped and dropped.step}
+    if case.precision.has_masters:
+        # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
+        return Found(says, _evidence(case), words, _Missing.SKIP_BY_HAND)
+    recommended = case.advised.advice.recommended
+    log2 = round(_powers(recommended)) if recommended else max((_room(case) or 0) - HEADROOM, 0)
+    has_start = bool(log2 and (recommended or log2 < LOG2_INITIAL))
+    room = ""
+    if has_start and not recommended:
+        room = f" (begin at 2^{log2}, {HEADROOM} powers of two below the largest at which nothing seen overflows; less may do)"
+    in_half = FLOAT16.name in case.precision.weights
+    return Found(
+        says,
+        _evidence(case),
+        {**words, "room": room, "log2_start": log2},
+        _Missing.FP32_WEIGHTS_AND_SCALE if in_half else _Missing.SCALE,
+        (
+            FP32Weights.IN_FP16 if in_half else None,
+            _Scaler.BEGINNING_AT if has_start else _Scaler.NEW,
+            _Missing.SCALED_STEP,
+        ),
     )
 
 
@@ -554,105 +851,22 @@ def _divisors(case: Case) -> tuple[float, float] | None:
     return (least, most) if (is_one or are_powers) and least > batches * (1 + _ALIKE) else None
 
 
-def scaler_missing(case: Case) -> Iterator[Finding]:
-    """An FP16 run in which no scaled loss was seen.
-
-    False alarms: A loop that scales by hand looks the same until the inspector is given the scale. Where gradients reach the
-    optimizer or its masters made smaller, all alike, the finding is information.
-    """
-    if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
-        return
-    if any(change.scale not in (1.0, None) for change in case.progress.scales):
-        # The loop scales by hand, and the inspector was given the scale.
-        return
-    recommended = case.advised.advice.recommended
-    in_half = FLOAT16.name in case.precision.weights
-    evidence = {"backwards": case.progress.backwards, "recommended": recommended}
-    overflowed = [event for event in _skips(case) if event.value == "inf" and event.forward_finite]
-    dropped = [event for event in overflowed if event.story == DROPPED]
-    divided = _divisors(case)
-    if divided is not None:
-        exact = [2.0 ** round(math.log2(end)) if _is_power(end) else float(f"{end:.4g}") for end in divided]
-        least, most = map(number_or_power, exact)
-        times = least if least == most else f"{least} to {most}"
-        clips = "" if least == most else ", which it changes" if all(map(_is_power, divided)) else ", and may clip"
-        whose = "its masters get" if case.precision.has_masters else "its optimizer gets"
-        skips = "" if dropped else ", nor whether the loop skips steps that overflow"
-        yield Finding(
-            "scaler-missing-in-float16",
-            "info",
-            "",
-            f"The run computes in FP16 and no GradScaler was seen; the gradients that {whose} are {times} times smaller than the "
-            f"backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the scale is not known{skips}.",
-            {"backwards": case.progress.backwards, "least": divided[0], "most": divided[1]},
-            "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale).",
-        )
-        return
-    if overflowed and not dropped:
-        first = next((event for event in overflowed if event.story == TAKEN), overflowed[0])
-        is_stepped = first.story == TAKEN and not survived(first, case.session)
-        yield Finding(
-            "scaler-missing-in-float16",
-            "warning",
-            "",
-            "The run computes in FP16 and no GradScaler was seen: "
-            + (
-                f"nothing skips a step that overflows, as step {first.step} did."
-                if is_stepped
-                else f"step {first.step} overflowed, and whether the loop skips such steps is not known."
-            ),
-            evidence,
-            f"{'Keep FP32 weights, and compute' if in_half else 'Compute'} in BF16, where such gradients are finite and "
-            "nothing has to be scaled.",
-            fp32_weights() if in_half else "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = ...",
-        )
-        return
-    highest = _room(case)
-    log2 = round(_powers(recommended)) if recommended else max((highest or 0) - HEADROOM, 0)
-    wanted = f", init_scale=2.0**{log2}" if log2 and (recommended or log2 < LOG2_INITIAL) else ""
-    room = (
-        f" (begin at 2^{log2}, {HEADROOM} powers of two below the largest at which nothing seen overflows; less may do)"
-        if wanted and not recommended
-        else ""
-    )
-    code = (
-        (f"{fp32_weights(FLOAT16.name)}\n" if in_half else "")
-        + f"scaler = torch.amp.GradScaler(device_type{wanted})\n"
-        + "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
-    )
-    by_hand = "give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)"
-    weights = "Keep FP32 weights (GradScaler refuses FP16 gradients), and scale" if in_half else "Scale"
-    fix = f"{weights} the loss{room}; if the loop does so by hand, {by_hand}."
-    if case.precision.has_masters:
-        # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
-        fix, code = (
-            f"If the loop scales the loss by hand, {by_hand}, and let the loop skip steps that are not finite.",
-            "",
-        )
-    yield Finding(
+FAULTS = (
+    Fault("scale-falls-for-forward", "error", _scale_falls_for_forward, (_ForForward, Inspect), ("non-finite-event",)),
+    Fault("scaler-made-anew", "warning", _scaler_made_anew, (_Anew,), ("non-finite-event",)),
+    Fault("scale-too-high", "error", _scale_too_high, (_High, _Scaler), ("non-finite-event",)),
+    Fault("initial-scale-too-high", "warning", _initial_scale_too_high, (_Initial, _Scaler)),
+    Fault(
         "scaler-missing-in-float16",
         "warning",
-        "",
-        "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, "
-        + (
-            f"and the loop itself drops gradients that overflow, as those of step {dropped[0].step}."
-            if dropped
-            else "and no scaler skips a step that overflows."
-        ),
-        evidence,
-        fix,
-        code,
-    )
-
-
-DIAGNOSES: tuple[Diagnosis, ...] = (
-    scale_falls_for_forward,
-    scaler_made_anew,
-    scale_too_high,
-    initial_scale_too_high,
-    scaler_missing,
-    scale_too_low,
-    overflow_recurs,
-    scaler_shared,
-    scaler_of_no_use,
+        _scaler_missing,
+        (_Missing, _Scaler, FP32Weights),
+        ("scale-unknown",),
+        explains_from="info",
+    ),
+    Fault("scale-too-low", "warning", _scale_too_low, (_Low, _Scaler), ("gradients-all-zero",), explains_from="info"),
+    # A scaler skips these steps, so that a warning explains them.
+    Fault("overflow-recurs", "warning", _overflow_recurs, (_Recurs,), ("non-finite-event",), explains_from="info"),
+    Fault("scaler-shared", "warning", _scaler_shared, (_Shared,)),
+    Fault("scaler-in-bfloat16", "warning", _scaler_of_no_use, (_OfNoUse,)),
 )

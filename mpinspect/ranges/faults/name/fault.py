@@ -1,0 +1,104 @@
+"""The form of a fault: its id, the rule that finds it in the record of a run, its sentences, and the findings it explains."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpinspect.ranges.faults.name.case import Case
+from mpinspect.reporting.finding import MEASURED, SEVERITIES, Finding
+from mpinspect.reporting.sentences import Said, Sentences, text
+
+
+@dataclass(frozen=True)
+class Found:
+    """One occurrence of a fault.
+
+    Args:
+        says: the sentences of the message.
+        evidence: the figures behind it, by name; the sentences may use them.
+        words: further values for the names in the sentences.
+        fix: the sentences of the change to make.
+        code: the fix as code, a member for each block of lines.
+        layer: name of the tensor or module; "" for the whole run.
+        severity: one of SEVERITIES; "" for the fault's own.
+        certainty: "measured" or "inferred".
+        step: the step in which the problem began, from 0; None if it belongs to no step.
+    """
+
+    says: Said
+    evidence: Mapping[str, Any]
+    words: Mapping[str, Any] = field(default_factory=dict)
+    fix: Said = ()
+    code: Said = ()
+    layer: str = ""
+    severity: str = ""
+    certainty: str = MEASURED
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A kind of finding.
+
+    Args:
+        id: the finding's id.
+        severity: one of SEVERITIES, unless an occurrence has its own.
+        rule: yields the occurrences in a run. Its docstring describes the fault and, after "False alarms:", the cases in
+            which it is reported without harm.
+        words: the sentences that it can print.
+        explains: ids of the findings that are consequences of this one.
+        explains_from: the least severity of an occurrence that explains them: a milder one did no harm.
+    """
+
+    id: str
+    severity: str
+    rule: Callable[[Case], Iterable[Found]]
+    words: tuple[type[Sentences], ...]
+    explains: tuple[str, ...] = ()
+    explains_from: str = "error"
+
+    @property
+    def about(self) -> str:
+        """The description of the fault, in one line."""
+        return self._documentation()[0]
+
+    @property
+    def false_alarms(self) -> str:
+        """The cases in which it is reported without harm, in one line; "" if there are none."""
+        return self._documentation()[1]
+
+    def _documentation(self) -> tuple[str, str]:
+        about, _, false_alarms = (inspect.getdoc(self.rule) or "").partition("\n\nFalse alarms: ")
+        return " ".join(about.split()), " ".join(false_alarms.split())
+
+    def findings(self, case: Case) -> Iterator[Finding]:
+        """Yield the findings of a run."""
+        return map(self.finding, self.rule(case))
+
+    def finding(self, found: Found) -> Finding:
+        """Return the finding of one occurrence."""
+        figures = {"step": found.step, **found.evidence, **found.words}
+        return Finding(
+            self.id,
+            found.severity or self.severity,
+            found.layer,
+            text(found.says, figures),
+            dict(found.evidence),
+            text(found.fix, figures),
+            text(found.code, figures, between="\n"),
+            found.certainty,
+            found.step,
+        )
+
+    def is_cause_of(self, finding: Finding, consequence: Finding) -> bool:
+        """Return whether a finding of this fault explains another one: it is grave enough and began no later."""
+        if consequence.id not in self.explains or not self.is_grave(finding):
+            return False
+        return consequence.step is None or (finding.step is not None and finding.step <= consequence.step)
+
+    def is_grave(self, finding: Finding) -> bool:
+        """Return whether a finding of this fault is as severe as one that explains others."""
+        return SEVERITIES.index(finding.severity) >= SEVERITIES.index(self.explains_from)

@@ -1,0 +1,73 @@
+"""Sentences on a forward that was not finite, which several faults share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from mpinspect.numeric.formats import FLOAT16, FORMATS
+from mpinspect.ranges.session import LOSSES, Event, Session, is_below, module_named
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import format_name
+
+#: The fewest steps that are said to recur with a period.
+_FEWEST_STEPS = 3
+
+
+class Inspect(Sentences):
+    """The code or data in which to search for the origin of an infinity or NaN of the forward."""
+
+    DATA = "Look at the data of step {step}, and at what is done to it before it reaches the model."
+    LOSS = "Look at the loss function{made_by}, and at the targets of step {step}."
+    LOSS_IN_FP16 = (
+        "Look at the loss function{made_by}, and at the targets of step {step}; where a sum or product in it exceeds 65504, "
+        "compute it in FP32, from outputs that are cast to FP32 before the loss."
+    )
+    MODULE = "Look at the inputs, the weights and the arithmetic of {module} at step {step}."
+    MODULE_IN_FP16 = (
+        "Look at the inputs, the weights and the arithmetic of {module} at step {step}; where its values exceed 65504, compute "
+        "it in FP32, and also the modules after it up to where the values are below that again."
+    )
+
+
+def where_to_inspect(first: Event, session: Session) -> tuple[Inspect, dict[str, object]]:
+    """Return the sentence for a forward that was not finite, and its figures."""
+    words = {"step": first.step, "made_by": loss_made_by(first, session), "module": module_named(first.module)}
+    in_half = was_in_half(first, session)
+    if first.given:
+        return Inspect.DATA, words
+    if first.what in LOSSES:
+        return (Inspect.LOSS_IN_FP16 if in_half else Inspect.LOSS), words
+    return (Inspect.MODULE_IN_FP16 if in_half else Inspect.MODULE), words
+
+
+def was_in_half(first: Event, session: Session) -> bool:
+    """Return whether FP16 was computed in where an event arose: in the loss's own code, a module, or those within it."""
+    loss = session.broken_loss(first.step) if first.what in LOSSES else None
+    if loss is not None:
+        return bool(loss.figures.get("in_half"))
+    if first.dtype and first.dtype != FLOAT16.name:
+        # A container that returns another dtype may compute in FP16 within.
+        has_modules = any(is_below(info.module, first.module) for info in session.watched)
+        return first.what not in LOSSES and has_modules and _has_half(session)
+    return first.dtype == FLOAT16.name or _has_half(session)
+
+
+def _has_half(session: Session) -> bool:
+    return FLOAT16.name in (*session.precision.outputs, *session.passed_through())
+
+
+def loss_made_by(first: Event, session: Session) -> str:
+    """Return the operations of a loss that was not finite and their dtype, in brackets after a space; "" if not known."""
+    found = session.broken_loss(first.step) if first.what in LOSSES else None
+    if found is None or not found.names:
+        return ""
+    dtype = f", in {format_name(found.text)}" if found.text in FORMATS else ""
+    return f" (autograd's {' of '.join(found.names)}{dtype})"
+
+
+def period(steps: Sequence[int]) -> str:
+    """Return " and then every 5 steps" if three steps or more recur with a period of more than one; else ""."""
+    gaps = {after - before for before, after in pairwise(steps)}
+    recurs = len(steps) >= _FEWEST_STEPS and len(gaps) == 1 and min(gaps) > 1
+    return f" and then every {min(gaps)} steps" if recurs else ""

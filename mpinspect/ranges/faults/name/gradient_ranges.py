@@ -1,0 +1,523 @@
+"""Ranges of gradients: flushing, flushing before counting, overflow, conflicting layers and drift."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, replace
+
+from mpinspect.numeric.formats import FLOAT16, FLOAT32, FloatFormat, floor_log2
+from mpinspect.ranges.analysis.drift import moved
+from mpinspect.ranges.analysis.precision import damped_by_epsilon, holds_without_scale
+from mpinspect.ranges.analysis.report import LayerReport
+from mpinspect.ranges.analysis.scale_advice import Decision, Loss
+from mpinspect.ranges.analysis.scale_window import HEADROOM
+from mpinspect.ranges.analysis.scale_words import in_steps
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
+from mpinspect.ranges.analysis.visibility import Visibility
+from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case
+from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
+from mpinspect.ranges.session import Session
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import scale_of, some, steps_named, with_power
+
+
+class _Spared(Sentences):
+    """The reason why a run needs no warning."""
+
+    HOLDS = "{holds}"
+    OWN_SCALE_SERVES = "The run's own loss scale serves it."
+    OWN_SCALE_SERVES_MANY = "The run's own loss scale serves them."
+    LAST_SCALE_SERVES = "The run's last loss scale, {last_scale:scale}, is small enough."
+
+
+def _gradients(case: Case) -> list[LayerReport]:
+    """Return the reports of the gradients that have a finite value other than zero."""
+    return [layer for layer in case.layers if layer.kind in GRADIENT_KINDS and layer.range_offset is not None]
+
+
+# -- without a known scale ----------------------------------------------------------------------------------------------
+
+
+class _Unknown(Sentences):
+    AS_THEY_ARRIVED = (
+        "The loss scale of a backward is not known: the gradients' ranges are those of the gradients as they arrived."
+    )
+    GIVE = "Give the inspector the scaler (scalers=...) or, where the loop scales by hand, the scale (loss_scale=...)."
+
+
+def _scale_unknown(case: Case) -> Iterator[Found]:
+    """A loss scale that is not known.
+
+    False alarms: A loop that scales by hand is reported until the inspector is given the scale.
+    """
+    if not case.progress.scale_known:
+        yield Found(_Unknown.AS_THEY_ARRIVED, {"reason": case.advised.advice.reason}, fix=_Unknown.GIVE)
+
+
+class _Diverged(Sentences):
+    REASON = "{reason}"
+    NOT_GROWN = (
+        "The weights have not grown beyond measure: look first at the data of the steps where it begins. Train at a lower "
+        "learning rate, with a warm-up or with clipped gradients."
+    )
+    LOWER_RATE = "Train at a lower learning rate, with a warm-up or with clipped gradients."
+
+
+def _training_diverged(case: Case) -> Iterator[Found]:
+    """Gradients that grew without bound.
+
+    False alarms: A training that recovers later is reported until its gradients are small again.
+    """
+    if case.advised.diverged:
+        has_grown = any(case.measured("weight-growth"))
+        yield Found(
+            _Diverged.REASON,
+            {},
+            {"reason": case.advised.advice.reason},
+            _Diverged.LOWER_RATE if has_grown else _Diverged.NOT_GROWN,
+        )
+
+
+# -- too small ----------------------------------------------------------------------------------------------------------
+
+
+class _Flushed(Sentences):
+    WORST = (
+        "Without loss scaling {format:format} would flush {flushed_fraction:percent} of the non-zero elements of "
+        "{tensor}{in_steps}, about {lost_l1_share:percent} of their sum of magnitudes."
+    )
+    ONE_MORE = "1 more tensor loses more than {limit:percent}{where}."
+    MORE = "{more} more tensors lose more than {limit:percent}{where}."
+    MULTIPLY = (
+        "Multiply the loss by {wanted:.17g}, or begin with that in a dynamic scaler. The batch size is part of it: a mean over "
+        "twice as many samples needs twice the scale."
+    )
+
+
+def _gradients_flushed(case: Case) -> Iterator[Found]:
+    """Gradients that the format would flush to zero without loss scaling.
+
+    False alarms: A run whose own loss scale serves them, or that holds them in a wider format, gets information.
+    """
+    decision = case.advised.decision
+    if decision is None or not decision.suffering:
+        return
+    worst, *more = decision.suffering
+    needed = max(loss.log2_lowest for loss in decision.suffering)
+    spared, words = _why_no_alarm(case.session, worst, needed, several=bool(more))
+    also = None
+    if more:
+        also = _Flushed.ONE_MORE if len(more) == 1 else _Flushed.MORE
+    yield Found(
+        (_Flushed.WORST, also, spared),
+        {
+            "kind": worst.key.kind,
+            "flushed_fraction": worst.flushed_fraction,
+            "lost_l1_share": worst.lost_l1_share,
+            "log2_scale_needed": needed,
+            "steps": list(worst.steps) if worst.steps else None,
+            "layers": {loss.key.name: loss.lost_l1_share for loss in decision.suffering[:MOST_LAYERS_LISTED]},
+            "layers_count": len(decision.suffering),
+        },
+        {
+            **words,
+            "format": decision.rules.format.name,
+            "tensor": phrase(*worst.key),
+            "in_steps": in_steps(worst.steps),
+            "more": len(more),
+            "limit": decision.rules.tolerance,
+            "where": ", over the run or in a part of it" if any(loss.steps for loss in decision.suffering) else "",
+            "wanted": scale_of(decision.log2_scale),
+        },
+        # If no scale serves every layer, another finding has the fix.
+        () if spared or decision.window.is_empty else _Flushed.MULTIPLY,
+        layer=worst.key.name,
+        severity="info" if spared or decision.window.is_empty else "warning",
+    )
+
+
+def _why_no_alarm(
+    session: Session, worst: Loss, needed: int, *, several: bool = False
+) -> tuple[_Spared | None, dict[str, object]]:
+    """Return why this run needs no warning about a layer (or ``several``) that flushes at scale 1, and the figures.
+
+    None if a warning is due.
+    """
+    if _runs_at_least(session, needed):
+        return (_Spared.OWN_SCALE_SERVES_MANY if several else _Spared.OWN_SCALE_SERVES), {}
+    return _held_without_scale(session, [worst])
+
+
+def _held_without_scale(
+    session: Session, losses: Sequence[Loss | LayerReport]
+) -> tuple[_Spared | None, dict[str, object]]:
+    holds = holds_without_scale(session, [loss.key for loss in losses])
+    return (_Spared.HOLDS if holds else None), {"holds": holds}
+
+
+def _runs_at_least(session: Session, log2_scale: int) -> bool:
+    """Return whether the run's loss scale was known and at least 2^log2_scale in at least 90% of the steps."""
+    spans = list(session.progress.scale_spans())
+    enough = sum(end - start for scale, start, end in spans if scale and math.log2(scale) >= log2_scale)
+    return bool(spans) and enough >= 0.9 * (spans[-1][2] - spans[0][1])
+
+
+class _Fine(Sentences):
+    WEIGHTS = (
+        "The weight gradients are fine without loss scaling ({format:format} loses {lost_l1_share:percent} of the sum of "
+        "magnitudes in the worst); it is {tensor} that would flush."
+    )
+
+
+def _weight_gradients_fine(case: Case) -> Iterator[Found]:
+    """Weight gradients that need no loss scale, beside gradients of activations that do.
+
+    False alarms: It is no alarm.
+    """
+    decision = case.advised.decision
+    if decision is None:
+        return
+    weights = [loss for loss in decision.losses if loss.key.kind == WEIGHT_GRADIENT]
+    others = [loss for loss in decision.suffering if loss.key.kind == ACTIVATION_GRADIENT]
+    if not weights or not others or weights[0].log2_lowest > 0:
+        return
+    yield Found(
+        _Fine.WEIGHTS,
+        {
+            "worst_weight_gradient": weights[0].key.name,
+            "lost_l1_share": weights[0].lost_l1_share,
+            "flushed_fraction": others[0].flushed_fraction,
+        },
+        {"format": decision.rules.format.name, "tensor": phrase(*others[0].key)},
+        layer=others[0].key.name,
+    )
+
+
+class _Before(Sentences):
+    SOME_WERE_VALUES = (
+        "Of {tensor} up to {already_flushed_fraction_high:percent} were flushed before they could be counted, being no larger "
+        "than 2^{floor_exponent}; the counts crowd just above that, so some of the zeros were values."
+    )
+    UNKNOWN = (
+        "Of {tensor} up to {already_flushed_fraction_high:percent} were flushed before they could be counted, being no larger "
+        "than 2^{floor_exponent}; how many of them is not known."
+    )
+    TAKE_OR_SCALE = "Take the gradients of a few batches in FP32 to see them, or scale the loss."
+    TAKE = "Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them."
+    TAKE_OR_RUN_AT = (
+        "Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them, or run at a loss scale of at least "
+        "2^{log2_certain}."
+    )
+
+
+def _already_flushed(case: Case) -> Iterator[Found]:
+    """Values flushed before counting that may need a larger scale than the counted ones; a warning if that is likely.
+
+    False alarms: That values were flushed is inferred from the crowd of values just above the flush edge.
+    """
+    layers = {layer.key: layer for layer in _gradients(case)}
+    if not case.progress.scale_known:
+        yield from _flushed_on_arrival(layers.values())
+    decision = case.advised.decision
+    if decision is None or not decision.hides:
+        return
+    doubtful = [loss for loss in decision.losses if loss.log2_certain > max(loss.log2_lowest, 0) and loss.key in layers]
+    if not doubtful:
+        return
+    worst = max(doubtful, key=lambda loss: (loss.gradient.seen.likely_hidden_l1_share(), loss.log2_certain))
+    seen, is_in_window = worst.gradient.seen, worst.log2_certain <= decision.window.log2_highest
+    is_likely = seen.likely_hidden_l1_share() > decision.rules.tolerance
+    fix = _Before.TAKE_OR_RUN_AT if is_in_window else _Before.TAKE
+    found = _were_flushed(layers[worst.key], seen, decision.rules.format, is_likely, len(doubtful), fix)
+    yield replace(found, words={**found.words, "log2_certain": worst.log2_certain})
+
+
+def _flushed_on_arrival(gradients: Collection[LayerReport]) -> Iterator[Found]:
+    """Yield a finding if gradients whose loss scale is not known likely lost too much before counting."""
+    hiding = {
+        layer.key: Visibility(layer.histogram, layer.floor_exponent)
+        for layer in gradients
+        if layer.histogram is not None and layer.floor_exponent is not None and not layer.rounding_noise
+    }
+    likely = {key: seen for key, seen in hiding.items() if seen.likely_hidden_l1_share() > LOST_L1_TOLERANCE}
+    if likely:
+        key = max(likely, key=lambda key: likely[key].likely_hidden_l1_share())
+        layer = next(layer for layer in gradients if layer.key == key)
+        yield _were_flushed(layer, likely[key], FLOAT16, True, len(likely), _Before.TAKE_OR_SCALE)
+
+
+def _were_flushed(
+    layer: LayerReport, seen: Visibility, format: FloatFormat, is_likely: bool, layers: int, fix: _Before
+) -> Found:
+    """Return the finding on the worst of the layers whose values may have been flushed before counting."""
+    return Found(
+        _Before.SOME_WERE_VALUES if is_likely else _Before.UNKNOWN,
+        {
+            "floor_exponent": layer.floor_exponent,
+            "already_flushed_fraction_high": layer.already_flushed_fraction.high
+            if layer.already_flushed_fraction
+            else 0.0,
+            "lost_l1_share_high": seen.lost_l1_share(format).high,
+            "lost_l1_share_likely": seen.likely_hidden_l1_share(),
+            "layers_count": layers,
+        },
+        {"tensor": phrase(layer.name, layer.kind)},
+        fix,
+        layer=layer.name,
+        severity="warning" if is_likely else "info",
+    )
+
+
+# -- too large ----------------------------------------------------------------------------------------------------------
+
+
+class _Overflow(Sentences):
+    LARGEST = (
+        "Without loss scaling {tensor} would overflow {format:format}: the largest is {largest:.3g}, the format ends at "
+        "{end:g}."
+    )
+    LARGEST_FINITE = (
+        "Without loss scaling {tensor} would overflow {format:format}: the largest finite one seen is {largest:.3g}, the format "
+        "ends at {end:g}."
+    )
+    MORE = "So would {more} more."
+    SMALLER_LOSS = (
+        "Make the loss smaller (a mean in place of a sum), begin a GradScaler at {wanted:.17g}, clip these gradients where they "
+        "arise, or use BF16."
+    )
+
+
+def _gradients_overflow(case: Case) -> Iterator[Found]:
+    """Gradients that overflow the format without loss scaling.
+
+    False alarms: A small share of overflowing steps is normal under a dynamic scaler and is not reported.
+    """
+    decision = case.advised.decision
+    if decision is None or not decision.overflows_unscaled:
+        return
+    judged = {loss.key for loss in decision.losses}
+    over = [layer for layer in _gradients(case) if layer.overflowed and layer.key in judged]
+    if not over:
+        return
+    worst = max(over, key=_largest)
+    is_finite = worst.histogram is not None and worst.histogram.nonfinite
+    spared, words = _spared_by(decision, over, case)
+    yield Found(
+        (
+            _Overflow.LARGEST_FINITE if is_finite else _Overflow.LARGEST,
+            _Overflow.MORE if len(over) > 1 else None,
+            spared,
+        ),
+        {
+            "overflowed": worst.overflowed,
+            "max_log2_scale": worst.max_log2_scale,
+            "layers": [layer.name for layer in over[:MOST_LAYERS_LISTED]],
+            "layers_count": len(over),
+        },
+        {
+            **words,
+            "tensor": phrase(worst.name, worst.kind),
+            "format": decision.rules.format.name,
+            "largest": _largest(worst),
+            "end": decision.rules.format.max_finite,
+            "more": len(over) - 1,
+            "wanted": scale_of(decision.log2_scale),
+        },
+        () if spared or decision.window.is_empty else _Overflow.SMALLER_LOSS,
+        layer=worst.name,
+        severity="info" if spared else "warning",
+    )
+
+
+def _largest(layer: LayerReport) -> float:
+    return layer.histogram.max_abs if layer.histogram else 0.0
+
+
+def _spared_by(decision: Decision, over: Sequence[LayerReport], case: Case) -> tuple[_Spared | None, dict[str, object]]:
+    spared, words = _held_without_scale(case.session, over)
+    last = case.session.last_scale
+    if spared is None and last is not None and 0 < last <= scale_of(decision.window.log2_highest):
+        return _Spared.LAST_SCALE_SERVES, {"last_scale": last}
+    return spared, words
+
+
+# -- no scale serves all ------------------------------------------------------------------------------------------------
+
+
+class _Window(Sentences):
+    TWO_LAYERS = (
+        "In {format:format} {large!r} needs a loss scale of at least 2^{lowest}, but {small!r} overflows above 2^{highest}: no "
+        "one loss scale serves both."
+    )
+    ONE_LAYER = (
+        "In {format:format} {large!r} needs a loss scale of at least 2^{lowest}, but gradients overflow above 2^{highest}: no "
+        "one loss scale serves the whole run."
+    )
+    AT_LAST_SCALE = (
+        "At the run's last scale, {last_scale:scale}, {flushed:percent} of the non-zero elements of "
+        "{neediest} are flushed."
+    )
+    IN_FP32 = (
+        "Compute {needing} in FP32, clip the large gradients where they arise, scale each branch by itself, or use BF16, which "
+        "needs no scale."
+    )
+    EITHER_IN_FP32 = (
+        "Compute {needing} in FP32 (or {overflowing} instead), clip the large gradients where they arise, scale each branch by "
+        "itself, or use BF16, which needs no scale."
+    )
+    WEIGH_MORE = "In any case let the part of the loss that trains {needing} weigh more: {damped}."
+
+
+def _scale_window_empty(case: Case) -> Iterator[Found]:
+    """Layers of which one needs a larger loss scale than another one holds.
+
+    False alarms: A run that holds the values of these layers in a wider format gets information.
+    """
+    decision, session = case.advised.decision, case.session
+    if decision is None or not decision.window.is_empty:
+        return
+    large, small, lowest, highest = _at_odds(decision)
+    spared, words = _held_without_scale(session, (*decision.needing_more, *decision.overflowing_first))
+    needs, scale = decision.neediest, session.last_scale
+    damped = damped_by_epsilon(session, needs.gradient.histogram.max_abs or math.inf)
+    needing, overflowing = _modules(decision.needing_more), _modules(decision.overflowing_first)
+    at_last_scale = _Window.AT_LAST_SCALE if scale else None
+    ways_out = (
+        _Window.EITHER_IN_FP32 if overflowing and overflowing != needing else _Window.IN_FP32,
+        _Window.WEIGH_MORE if damped else None,
+    )
+    yield Found(
+        (_Window.TWO_LAYERS if small else _Window.ONE_LAYER, spared or at_last_scale),
+        {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
+        {
+            **words,
+            "format": decision.rules.format.name,
+            "large": large,
+            "small": small,
+            "lowest": lowest,
+            "highest": highest,
+            "last_scale": scale,
+            "flushed": needs.gradient.histogram.flushed_fraction(decision.rules.format, floor_log2(scale or 1.0)),
+            "neediest": phrase(*needs.key),
+            "needing": needing,
+            "overflowing": overflowing,
+            "damped": damped,
+        },
+        () if spared else ways_out,
+        layer=large,
+        severity="info" if spared else "warning",
+    )
+
+
+def _modules(losses: Sequence[Loss]) -> str:
+    """Return the modules of these gradients in words."""
+    names = (loss.key.name.rpartition(".")[0] if loss.key.kind == WEIGHT_GRADIENT else loss.key.name for loss in losses)
+    return some([name or "(the model itself)" for name in dict.fromkeys(names)])
+
+
+def _at_odds(decision: Decision) -> tuple[str, str, int, int]:
+    """Return the layer that needs a large scale, the one that overflows at it ("": same or unknown), and their two limits."""
+    if decision.conflicts:
+        pair = decision.conflicts[0]
+        small = "" if pair.needs_large == pair.needs_small else pair.needs_small
+        return pair.needs_large, small, pair.log2_lowest, pair.log2_highest
+    needs = decision.neediest
+    return needs.key.name, "", needs.log2_lowest, decision.window.log2_highest
+
+
+class _Moves(Sentences):
+    BY_POWERS = (
+        "The largest safe loss scale moves by {powers_of_two} powers of two: {lowest} in {lowest_steps}, {highest} in "
+        "{highest_steps}."
+    )
+    DYNAMIC = "A dynamic loss scale follows it; a static one must fit the steps with the largest gradients."
+
+
+def _scale_window_moves(case: Case) -> Iterator[Found]:
+    """A largest safe loss scale that moves over the run by more than the headroom.
+
+    False alarms: It is information.
+    """
+    decision, advice = case.advised.decision, case.advised.advice
+    if decision is None or decision.rules.format.exponent_bits >= FLOAT32.exponent_bits:
+        # FP32's range holds them: there is no scale to move.
+        return
+    powers = moved(advice.blocks)
+    if powers <= HEADROOM:
+        return
+    known = [(block, block.log2_highest) for block in advice.blocks if block.log2_highest is not None]
+    (low, lowest), (high, highest) = min(known, key=lambda b: b[1]), max(known, key=lambda b: b[1])
+    yield Found(
+        _Moves.BY_POWERS,
+        {"powers_of_two": powers, "static_scale": advice.static_scale},
+        {
+            "lowest": with_power(2.0**lowest),
+            "lowest_steps": steps_named(low.first_step, low.last_step),
+            "highest": with_power(2.0**highest),
+            "highest_steps": steps_named(high.first_step, high.last_step),
+        },
+        _Moves.DYNAMIC,
+    )
+
+
+# -- noise --------------------------------------------------------------------------------------------------------------
+
+
+class _Noise(Sentences):
+    LIKE_NOISE = (
+        "The gradients of {names:some} look like the rounding noise of gradients that are zero in theory: ignore them when "
+        "choosing a loss scale."
+    )
+    ONE_BIAS = (
+        "{names:some} has no effect (a normalisation, a softmax or a difference that follows cancels it): leave it out "
+        "(bias=False)."
+    )
+    ALL_BIASES = (
+        "{names:some} have no effect (a normalisation, a softmax or a difference that follows cancels them): leave them out "
+        "(bias=False)."
+    )
+    ONE = (
+        "Nothing needs to be done. A bias among them has no effect (a normalisation, a softmax or a difference that follows "
+        "cancels it) and can be left out."
+    )
+    MANY = (
+        "Nothing needs to be done. A bias among them has no effect (a normalisation, a softmax or a difference that follows "
+        "cancels them) and can be left out."
+    )
+
+
+def _rounding_noise(case: Case) -> Iterator[Found]:
+    """Gradients that are zero in theory, and rounding noise in fact.
+
+    False alarms: It is information.
+    """
+    names = [layer.name for layer in _gradients(case) if layer.rounding_noise]
+    if not names or case.advised.diverged:
+        return
+    all_biases = all(name.rpartition(".")[2] == "bias" for name in names)
+    if all_biases:
+        fix = _Noise.ONE_BIAS if len(names) == 1 else _Noise.ALL_BIASES
+    else:
+        fix = _Noise.ONE if len(names) == 1 else _Noise.MANY
+    yield Found(
+        _Noise.LIKE_NOISE,
+        {"layers": names[:MOST_LAYERS_LISTED], "layers_count": len(names)},
+        {"names": names},
+        fix,
+        layer=names[0],
+    )
+
+
+FAULTS = (
+    Fault("scale-unknown", "warning", _scale_unknown, (_Unknown,)),
+    Fault("training-diverged", "warning", _training_diverged, (_Diverged,)),
+    Fault("scale-window-empty", "warning", _scale_window_empty, (_Window, _Spared)),
+    Fault("gradients-flushed", "warning", _gradients_flushed, (_Flushed, _Spared)),
+    Fault("weight-gradients-fine", "info", _weight_gradients_fine, (_Fine,)),
+    Fault("gradients-already-flushed", "warning", _already_flushed, (_Before,)),
+    Fault("gradients-overflow", "warning", _gradients_overflow, (_Overflow, _Spared)),
+    Fault("scale-window-moves", "info", _scale_window_moves, (_Moves,)),
+    Fault("rounding-noise", "info", _rounding_noise, (_Noise,)),
+)

@@ -1,0 +1,362 @@
+"""Faults by which gradients never become updates: no step, zeros in their place, gradients of earlier steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, Case, FP32Weights, again, grouped
+from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
+from mpinspect.ranges.session import Measurement
+from mpinspect.reporting.finding import INFERRED
+from mpinspect.reporting.sentences import Sentences
+
+#: Fewest backwards without an update that count as a training that never updates.
+_FEWEST_BACKWARDS = 3
+#: A smaller factor is not clipping: it leaves nothing to learn from.
+_NOTHING = 1e-6
+
+
+# -- no update ----------------------------------------------------------------------------------------------------------
+
+
+class _Never(Sentences):
+    NO_STEP = (
+        "None of {backwards:.0f} backwards led to an update: no step was seen, and the weights are what they "
+        "were at the start."
+    )
+    NO_STEP_OF = (
+        "None of {backwards:.0f} backwards led to an update: no step of its optimizer ({whose}) was seen, and the weights are "
+        "what they were at the start."
+    )
+    MAY_SKIP_ALL = "Gradients were infinite or NaN: a loop that skips such steps by itself may skip all."
+    NOT_COPIED = (
+        "The optimizer stepped masters, copies of the weights, in {steps:.0f} steps, and the model's weights are what they were "
+        "at the start: the updates never reach the model."
+    )
+    SMALLER_SCALE = "Take a smaller loss scale, or let torch.amp.GradScaler find one."
+    LET_SCALER_STEP = "Let the scaler step the optimizer of these weights after their backward."
+    STEP = "Call the optimizer's step after the backward; see that it holds these weights."
+    COPY = (
+        "Copy the masters into the weights after each step, and into the weights themselves: what .float(), .half() or .to() "
+        "returns is a copy, which holds what is written to it and is dropped."
+    )
+    SCALER_STEP = "scaler.step(optimizer)  # before the scaler's one update()"
+    OPTIMIZER_STEP = "optimizer.step()"
+    COPY_LOOP = "with torch.no_grad():\n    for weight, master in zip(model.parameters(), masters):\n        weight.copy_(master)"
+
+
+def _never_updated(case: Case) -> Iterator[Found]:
+    """Backwards of which none was followed by an update of the weights, or updates of masters that never reached them.
+
+    False alarms: A script that only looks at gradients is reported if it has an optimizer or a scaler, from three backwards on.
+    A run whose steps a scaler skipped is not: other findings cover it.
+    """
+    for measured in case.measured("never-updated"):
+        if measured.figures["backwards"] >= _FEWEST_BACKWARDS and not case.progress.skipped_steps:
+            yield _no_step(measured, case)
+    for measured in case.measured("masters-not-copied"):
+        yield Found(
+            _Never.NOT_COPIED,
+            {"steps": measured.figures["steps"], "names": list(measured.names[:20])},
+            fix=_Never.COPY,
+            code=_Never.COPY_LOOP,
+        )
+
+
+def _no_step(measured: Measurement, case: Case) -> Found:
+    broke = next((event for event in case.events if event.gradients_finite is False), None)
+    words: dict[str, object] = {}
+    fix: Sentences = _Never.LET_SCALER_STEP if case.scalers else _Never.STEP
+    if broke is not None:
+        fix = _Never.SMALLER_SCALE
+        if broke.forward_finite is False:
+            fix, words = where_to_inspect(broke, case.session)
+    return Found(
+        (
+            _Never.NO_STEP_OF if measured.names else _Never.NO_STEP,
+            None if broke is None else _Never.MAY_SKIP_ALL,
+        ),
+        {"backwards": measured.figures["backwards"], "optimizers": list(measured.names)},
+        {**words, "whose": " and ".join(dict.fromkeys(measured.names))},
+        fix,
+        _Never.SCALER_STEP if case.scalers or broke is not None else _Never.OPTIMIZER_STEP,
+    )
+
+
+# -- gradients that became zero -----------------------------------------------------------------------------------------
+
+
+class _Clipped(Sentences):
+    ZEROS = (
+        "In step {step}{again} the gradients{whose} that the optimizer was given were zeros: {cause}, and dividing by the norm "
+        "left nothing."
+    )
+    ZEROS_OR_NANS = (
+        "In step {step}{again} the gradients{whose} that the optimizer was given were zeros or NaNs: {cause}, and dividing by "
+        "the norm left nothing."
+    )
+    MASTERS_IN_FP32 = (
+        "Divide the masters' gradients by the loss scale and clip them, in FP32, and skip a step whose norm "
+        "is not finite."
+    )
+    FP32_WEIGHTS = (
+        "Keep the weights in FP32, so that their gradients are FP32 too, and compute in BF16, in which such gradients are "
+        "finite (or in FP16 with a GradScaler that begins below 1); compute the norm in FP32; skip a step whose norm is not "
+        "finite."
+    )
+    NORM_IN_FP32 = "Compute norms in FP32 and clip by that."
+    CLIP_MASTERS = (
+        "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float() / loss_scale\n"
+        "total = torch.nn.utils.clip_grad_norm_(masters, max_norm)  # FP32\n"
+        "if torch.isfinite(total):\n    optimizer.step()"
+    )
+    CLIP_AND_SKIP = (
+        "loss.backward()\n"
+        "total = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
+        "if torch.isfinite(total):\n    optimizer.step()"
+    )
+    CLIP_BY_FP32_NORM = (
+        "grads = [p.grad for p in model.parameters() if p.grad is not None]\n"
+        "total = torch.stack([grad.float().norm() for grad in grads]).norm()  # FP32\n"
+        "for grad in grads:\n    grad.mul_((max_norm / total).clamp(max=1))"
+    )
+
+
+class _Zeroed(Sentences):
+    ZEROS = (
+        "In step {step}{again} the backward gave gradients, and the optimizer was given zeros: the weights learn nothing from "
+        "them."
+    )
+    ZEROS_IN_MASTERS = (
+        "In step {step}{again} the backward gave gradients, and the optimizer was given zeros in its masters: the weights learn "
+        "nothing from them."
+    )
+    FACTOR = (
+        "In step {step}{again} the backward gave gradients, and the optimizer was given {factor:.1g} times their values: the "
+        "weights learn nothing from them."
+    )
+    FACTOR_IN_MASTERS = (
+        "In step {step}{again} the backward gave gradients, and the optimizer was given {factor:.1g} times their values in its "
+        "masters: the weights learn nothing from them."
+    )
+    LOOK = "Look at the code between backward() and step(): zero_grad(), a mask, a factor."
+    COPY = "Look at the code between backward() and step(): it is to copy the model's gradients to the masters."
+    ZERO_FIRST = "optimizer.zero_grad()\nloss.backward()\noptimizer.step()"
+    COPY_LOOP = "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float()\noptimizer.step()"
+
+
+def _gone(case: Case) -> list[Measurement]:
+    """Return the measured steps whose optimizer got zeros, or next to nothing, instead of the gradients."""
+    return [
+        each
+        for each in case.measured("changed-before-step")
+        if each.figures["zeroed"] >= MOST_LEFT_OVER * each.figures["of"]
+        # A copy may be divided by the loss scale on the way to a master.
+        or (0 < each.figures["factor"] < _NOTHING and "masters" not in each.figures)
+    ]
+
+
+def _is_by_norm(gone: Measurement) -> bool:
+    """Return whether the norm of these gradients was not finite in FP16, which explains the zeros."""
+    squares = gone.figures.get("sum_of_squares", 0.0)
+    return squares > FLOAT16.max_finite or bool(gone.figures.get("not_finite"))
+
+
+def _clipped_to_zero(case: Case) -> Iterator[Found]:
+    """Gradients that were finite after the backward, and zero or NaN after they were divided by a norm that was not finite.
+
+    False alarms: Gradients that a script zeroes on purpose before a step (a warm-up that trains nothing) are reported if their
+    norm would not be finite in FP16.
+    """
+    gone = _gone(case)
+    if not gone or not _is_by_norm(gone[0]):
+        return
+    first = gone[0]
+    of_masters = "masters" in first.figures
+    fix, code = (_Clipped.NORM_IN_FP32,), (_Clipped.CLIP_BY_FP32_NORM,)
+    codes: tuple[Sentences, ...] = code
+    if of_masters:
+        fix, codes = (_Clipped.MASTERS_IN_FP32,), (_Clipped.CLIP_MASTERS,)
+    elif first.figures.get("not_finite"):
+        fix, codes = (_Clipped.FP32_WEIGHTS,), (FP32Weights.IN_BF16, _Clipped.CLIP_AND_SKIP)
+    yield Found(
+        _Clipped.ZEROS if first.figures.get("nans") == 0 else _Clipped.ZEROS_OR_NANS,
+        {**first.figures, "measured_steps": len(gone)},
+        {"again": again(gone), "whose": " of the masters" if of_masters else "", "cause": _why_not_finite(first)},
+        fix,
+        codes,
+        certainty=INFERRED,
+        step=first.step,
+    )
+
+
+def _why_not_finite(gone: Measurement) -> str:
+    """Return a clause on why the norm was not finite."""
+    squares, not_finite = gone.figures.get("sum_of_squares", 0.0), gone.figures.get("not_finite", 0.0)
+    norm, limit = math.sqrt(squares), FLOAT16.max_finite
+    what, value = ("norm", norm) if norm > limit else ("sum of squares", squares)
+    if not not_finite:
+        return f"the {what} of the model's FP16 gradients, {value:.3g}, is beyond {limit:g}, where FP16 ends"
+    clause = f"{not_finite:.0f} of the model's gradients held infinities or NaNs, so that the norm was not finite"
+    if squares <= limit:
+        return clause
+    others = f"the {what} of the others, {value:.3g}, is beyond {limit:g} too: summed up in FP16 it is infinite as well"
+    return f"{clause} ({others})"
+
+
+def _zeroed(case: Case) -> Iterator[Found]:
+    """Gradients that were finite after the backward, and zero when the optimizer got them.
+
+    False alarms: Gradients that a script zeroes on purpose before a step (a warm-up that trains nothing) are reported.
+    """
+    gone = _gone(case)
+    if not gone or _is_by_norm(gone[0]):
+        return
+    first = gone[0]
+    of_masters = "masters" in first.figures
+    if first.figures["zeroed"]:
+        says = _Zeroed.ZEROS_IN_MASTERS if of_masters else _Zeroed.ZEROS
+    else:
+        says = _Zeroed.FACTOR_IN_MASTERS if of_masters else _Zeroed.FACTOR
+    yield Found(
+        says,
+        {**first.figures, "measured_steps": len(gone)},
+        {"again": again(gone)},
+        _Zeroed.COPY if of_masters else _Zeroed.LOOK,
+        _Zeroed.COPY_LOOP if of_masters else _Zeroed.ZERO_FIRST,
+        step=first.step,
+    )
+
+
+# -- gradients of earlier steps -----------------------------------------------------------------------------------------
+
+
+class _Sum(Sentences):
+    HELD = (
+        "In step {step}{again} .grad still held the gradients of the step before when the backward began: each step is taken "
+        "with the sum of all gradients so far."
+    )
+    HELD_AND_GROWN = (
+        "In step {step}{again} .grad still held the gradients of the step before when the backward began: each step is taken "
+        "with the sum of all gradients so far (the largest element of .grad rose from {largest_first:.3g} to "
+        "{largest_last:.3g})."
+    )
+    MASTERS = (
+        "In step {step}{again} the optimizer stepped with the sum of this step's gradients and of what the masters' .grad held "
+        "before: each step is taken with the sum of all gradients so far."
+    )
+    MASTERS_AND_GROWN = (
+        "In step {step}{again} the optimizer stepped with the sum of this step's gradients and of what the masters' .grad held "
+        "before: each step is taken with the sum of all gradients so far (the largest element of the masters' .grad, in the "
+        "tensors that were compared, rose from {largest_first:.3g} to {largest_last:.3g})."
+    )
+    ZERO = "Zero the gradients once a step."
+    ZERO_BOTH = "Zero the gradients once a step, those of the copies that the optimizer steps and the model's."
+    ZERO_MASTERS = "Zero the gradients of the masters once a step, as those of the model."
+    ZERO_GRAD = "optimizer.zero_grad()"
+    ZERO_GRAD_OF_BOTH = "optimizer.zero_grad()\nmodel.zero_grad()"
+    ZERO_GRAD_OF_MASTERS = "optimizer.zero_grad()  # the masters'\nmodel.zero_grad()"
+
+
+#: Fewest measured steps that must begin with gradients of earlier steps before these count as never zeroed.
+_FEWEST_LEFT_OVER = 2
+#: Ratios that differ by at most this relative amount count as equal.
+_SAME = 0.01
+
+
+def _never_zeroed(case: Case) -> Iterator[Found]:
+    """Gradients that add up over optimizer steps.
+
+    False alarms: It is reported only if at least nine in ten parameters still hold gradients when the next step's backward
+    begins. A loop that accumulates over several optimizer steps on purpose is reported too. Masters' gradients are reported
+    only if they are the sum of what they held before and of this step's gradients, all multiplied by one factor at most.
+    """
+    masters = [
+        each for each in case.measured("masters-added-up") if _is_kept_whole(each, case.progress.scale_at(each.step))
+    ]
+    if len(masters) >= _FEWEST_LEFT_OVER:
+        first = masters[0]
+        yield Found(
+            _Sum.MASTERS_AND_GROWN if _has_grown(masters) else _Sum.MASTERS,
+            {"measured_steps": len(masters), **first.figures, "names": list(first.names[:20])},
+            _growth(masters),
+            _Sum.ZERO_MASTERS,
+            _Sum.ZERO_GRAD_OF_MASTERS,
+            step=first.step,
+        )
+    left_over = case.measured("left-over")
+    held = [each for each in left_over if each.figures["parameters"] >= MOST_LEFT_OVER * each.figures["of"]]
+    if len(held) >= _FEWEST_LEFT_OVER:
+        has_masters = case.precision.has_masters
+        yield Found(
+            _Sum.HELD_AND_GROWN if _has_grown(held) else _Sum.HELD,
+            {"measured_steps": len(held), "largest": [each.figures["largest"] for each in held]},
+            _growth(held),
+            _Sum.ZERO_BOTH if has_masters else _Sum.ZERO,
+            _Sum.ZERO_GRAD_OF_BOTH if has_masters else _Sum.ZERO_GRAD,
+            step=held[0].step,
+        )
+
+
+def _growth(found: Sequence[Measurement]) -> dict[str, object]:
+    first, last = (each.figures["largest"] for each in (found[0], found[-1]))
+    return {"again": again(found), "largest_first": first, "largest_last": last}
+
+
+def _has_grown(found: Sequence[Measurement]) -> bool:
+    """Return whether the largest element grew from the first record to the last."""
+    return found[0].figures["largest"] < found[-1].figures["largest"]
+
+
+def _is_kept_whole(found: Measurement, scale: float | None) -> bool:
+    """Return whether old and new gradients have the same weight: a gradient with momentum keeps a part of the old ones."""
+    kept, added = found.figures["kept"], found.figures["added"] * (scale or 1.0)
+    return abs(kept - 1) <= _SAME or (kept < 1 and abs(kept - added) <= _SAME * kept)
+
+
+class _Stale(Sentences):
+    STEPPED = (
+        "In step {step}{again} the optimizer stepped {first} with gradients left over from an earlier step: no backward had "
+        "reached these parameters since."
+    )
+    STEPPED_AND_OTHERS = (
+        "In step {step}{again} the optimizer stepped {first}, later also {later}, with gradients left over from an earlier "
+        "step: no backward had reached these parameters since."
+    )
+    ZERO_ALL = "Zero all gradients once a step, also those of branches that this batch does not use."
+    SET_TO_NONE = "optimizer.zero_grad(set_to_none=True)"
+
+
+def _stale(case: Case) -> Iterator[Found]:
+    """Gradients of an earlier step that the optimizer received again.
+
+    False alarms: A branch whose gradients are kept over steps on purpose (accumulation over optimizer steps) is reported.
+    """
+    found = list(case.measured("stale"))
+    if not found:
+        return
+    names = list(dict.fromkeys(name for each in found for name in each.names))
+    later = [name for name in names if name not in found[0].names]
+    yield Found(
+        _Stale.STEPPED_AND_OTHERS if later else _Stale.STEPPED,
+        {"parameters": len(names), "names": names[:20], "measured_steps": len(found)},
+        {"again": again(found), "first": grouped(found[0].names), "later": grouped(later)},
+        _Stale.ZERO_ALL,
+        _Stale.SET_TO_NONE,
+        layer=names[0],
+        step=found[0].step,
+    )
+
+
+NEVER_UPDATED = Fault("never-updated", "error", _never_updated, (_Never, Inspect))
+GONE = (
+    Fault("gradients-clipped-to-zero", "error", _clipped_to_zero, (_Clipped, FP32Weights), ("non-finite-event",)),
+    Fault("gradients-zeroed", "error", _zeroed, (_Zeroed,)),
+)
+OF_EARLIER_STEPS = (
+    Fault("gradients-never-zeroed", "error", _never_zeroed, (_Sum,)),
+    Fault("gradients-stale", "warning", _stale, (_Stale,)),
+)

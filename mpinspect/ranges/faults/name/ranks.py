@@ -1,0 +1,473 @@
+"""Ranks that differ: ended early, missing, uneven, unlike, broken, elsewhere in the range."""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from mpinspect.ranges.analysis.comparison import scales_part
+from mpinspect.ranges.analysis.first_line import first_line
+from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
+from mpinspect.ranges.analysis.ranks import ENDED_EARLY, ENDINGS, MISSING, UNFINISHED, ranks_named
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case
+from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.kinds import phrase
+from mpinspect.ranges.session import UNEVEN_INPUTS, Measurement, Progress, RankRecord, RunInfo, Session
+from mpinspect.reporting.finding import INFERRED
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import steps_named, upper_first, with_power
+
+Value = TypeVar("Value", bound=Hashable)
+#: How many ranks the evidence lists.
+_MOST_RANKS = 100
+
+
+def _known_of(session: Session, what: str) -> dict[int, str]:
+    """Return the ranks of which this was measured, each with what is known of it."""
+    return {each.rank: each.text for each in session.measurements if each.what == what and each.rank is not None}
+
+
+def _by_value(found: Mapping[int, str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in found.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def _odd_ones(
+    ranks: Sequence[RankRecord], of: Callable[[RankRecord], Value]
+) -> tuple[Value, dict[Value, list[RankRecord]]]:
+    """Return the commonest value (in a tie the first rank's), and the ranks with any other, by value."""
+    common = Counter(map(of, ranks)).most_common(1)[0][0]
+    odd: dict[Value, list[RankRecord]] = {}
+    for rank in ranks:
+        if (value := of(rank)) != common:
+            odd.setdefault(value, []).append(rank)
+    return common, odd
+
+
+def _ranks_of(group: Sequence[RankRecord]) -> str:
+    return ranks_named([rank.info.rank for rank in group])
+
+
+# -- ended early --------------------------------------------------------------------------------------------------------
+
+_KILLED, _IN_A_COLLECTIVE, _STOPPED = map(ENDINGS.index, ("killed", "in a collective", "stopped"))
+
+
+class _Ended(Sentences):
+    FIRST = "{first}."
+    THEN = "Then {then}."
+    ALL_KILLED = "Either the job was stopped, or one of them died and the launcher stopped the others."
+    READ_LAUNCHER = (
+        "Read what the launcher says of {ranks}: signal 9 is mostly a lack of memory, 11 a crash in native code. The launcher "
+        "stops the other ranks once one has ended."
+    )
+    READ_SCHEDULER = (
+        "Read what the launcher, or the scheduler, says of the job: it stopped {ranks}. The launcher stops the other ranks once "
+        "one has ended."
+    )
+    READ_EXCEPTION = (
+        "Read what is printed of the exception on {ranks}. The launcher stops the other ranks once one has ended."
+    )
+
+
+def _ended_early(case: Case) -> Iterator[Found]:
+    """The ranks whose processes ended first, in which step and how, and what became of the others.
+
+    False alarms: A job that its scheduler stops is reported as a warning.
+    """
+    return ended_early(case.session)
+
+
+def ended_early(session: Session) -> Iterator[Found]:
+    """Yield the finding on ranks whose processes ended first, if there are any."""
+    left = [each for each in session.measurements if each.what == ENDED_EARLY and each.rank is not None]
+    if not left:
+        return
+    order = min(each.figures["order"] for each in left)
+    causes = [each for each in left if each.figures["order"] == order]
+    others = [each for each in left if each not in causes]
+    numbers = _ranks_in(causes)
+    all_killed = order == _KILLED and len(causes) >= session.info.world_size
+    then = _Ended.THEN if others else None
+    reading = {_KILLED: _Ended.READ_LAUNCHER, _STOPPED: _Ended.READ_SCHEDULER}
+    yield Found(
+        (_Ended.FIRST, _Ended.ALL_KILLED if all_killed else then),
+        {"ranks": numbers[:_MOST_RANKS], "count": len(numbers), "world_size": session.info.world_size},
+        {
+            "first": upper_first("; ".join(_endings(causes, session, others))),
+            "then": "; ".join(_endings(others, session)),
+            "ranks": ranks_named(numbers),
+        },
+        reading.get(int(order), _Ended.READ_EXCEPTION),
+        severity="warning" if all_killed or order == _STOPPED else "error",
+        step=min((rank.progress.steps for rank in session.ranks if rank.info.rank in numbers), default=None),
+    )
+
+
+def _ranks_in(left: Iterable[Measurement]) -> list[int]:
+    return [each.rank for each in left if each.rank is not None]
+
+
+def _endings(left: Sequence[Measurement], session: Session, later: Sequence[Measurement] = ()) -> Iterator[str]:
+    """Yield which ranks ended how, and in which step by what is in the session; ``later`` are the ranks that ended after them."""
+    ranks: dict[str, list[int]] = {}
+    for each in left:
+        ranks.setdefault(each.text, []).append(each.rank or 0)
+    waited = [each for each in later if each.figures["order"] == _IN_A_COLLECTIVE]
+    for how, numbers in ranks.items():
+        yield f"{ranks_named(numbers)} ended{_when(numbers, session, _ranks_in(waited))} {how}"
+
+
+def _when(numbers: Sequence[int], session: Session, waited: Sequence[int]) -> str:
+    """Return the step, by what the ranks wrote and by those that waited for them; "" if they recorded another model."""
+    first = _first_end(numbers, session)
+    if first is None:
+        is_missing = bool(set(_known_of(session, MISSING)) & set(numbers))
+        return " before a step was recorded," if is_missing else ""
+    if first.ended:
+        return f" in step {first.steps:,}"
+    # A process that was killed did more than it wrote, but no more than those that waited for it.
+    last = _first_end(waited, session)
+    if last is None or not last.ended or last.steps < first.steps:
+        return f" after step {first.steps - 1:,}" if first.steps else " in step 0 or later"
+    steps = steps_named(first.steps, last.steps)
+    return f" in {steps}" if first.steps == last.steps else f" in one of {steps}"
+
+
+def _first_end(numbers: Sequence[int], session: Session) -> Progress | None:
+    """Return the progress of the rank that came least far; None if none of them recorded the model."""
+    known = (rank.progress for rank in session.ranks if rank.info.rank in numbers)
+    return min(known, key=lambda progress: progress.steps, default=None)
+
+
+# -- missing, and with other events -------------------------------------------------------------------------------------
+
+
+class _Missing(Sentences):
+    LEFT_NOTHING = "{left} What is said here is of the others."
+
+
+def _rank_missing(case: Case) -> Iterator[Found]:
+    """Ranks that left nothing that can be added.
+
+    False alarms: A rank whose process ended early has a finding of its own.
+    """
+    session = case.session
+    known = _known_of(session, ENDED_EARLY)
+    gone = {rank: why for rank, why in _known_of(session, MISSING).items() if rank not in known}
+    if not session.ranks or not gone:
+        return
+    world = session.info.world_size
+    left = (
+        f"{upper_first(ranks_named(ranks))} of {world:,} left nothing that can be added{f': {why}' if why else ''}."
+        for why, ranks in _by_value(gone).items()
+    )
+    yield Found(
+        _Missing.LEFT_NOTHING,
+        {"missing": list(gone)[:_MOST_RANKS], "count": len(gone), "world_size": world},
+        {"left": " ".join(left)},
+    )
+
+
+class _Events(Sentences):
+    SOME = "Infinities or NaNs came on {ranks} in {most:count step}, the others saw none{began}."
+    MORE = "Infinities or NaNs came on {ranks} in {most:count step}, the others fewer{began}."
+    LOOK = "Look at that rank's data, and at its device if the data are as the others'."
+
+
+def _rank_events_differ(case: Case) -> Iterator[Found]:
+    """Infinities or NaNs that only some ranks saw, or of which some saw far more.
+
+    False alarms: A single rank whose batch was broken on purpose is reported.
+    """
+    counts = {rank.info.rank: rank.events for rank in case.session.ranks}
+    hit = {rank: count for rank, count in counts.items() if count}
+    if not hit or len(counts) < 2 or min(counts.values()) * 2 > max(counts.values()):
+        return
+    most = [rank for rank, count in counts.items() if count * 2 > max(counts.values())]
+    first = next(iter(case.session.events), None)
+    yield Found(
+        _Events.SOME if len(hit) == len(most) else _Events.MORE,
+        {"events": {str(rank): count for rank, count in list(hit.items())[:_MOST_RANKS]}},
+        {
+            "ranks": ranks_named(most),
+            "most": max(counts.values()),
+            "began": "" if first is None else f", first at {first_line(first)}",
+        },
+        _Events.LOOK,
+        layer="" if first is None else first.module,
+        step=None if first is None else first.step,
+    )
+
+
+# -- other weights, ranges, scales and steps ----------------------------------------------------------------------------
+
+
+class _Unequal(Sentences):
+    WEIGHTS = (
+        "Rank {rank} does not hold the weights that rank {first_rank} holds: {tensors:.0f} of {of:.0f} differ, {tensor} among "
+        "them."
+    )
+    ON_ALL_RANKS = (
+        "Something changes weights on one rank alone: load and initialise before wrapping, and step on all ranks."
+    )
+
+
+def _rank_replicas_unequal(case: Case) -> Iterator[Found]:
+    """Ranks that do not hold the weights that the first rank holds.
+
+    False alarms: The weights are compared bit by bit at the same step.
+    """
+    for each in case.session.measurements:
+        if case.session.ranks and each.what == UNEQUAL and each.rank is not None:
+            yield Found(
+                _Unequal.WEIGHTS,
+                {"rank": each.rank, **each.figures},
+                {"first_rank": case.session.ranks[0].info.rank, "tensor": phrase(each.name, each.text)},
+                _Unequal.ON_ALL_RANKS,
+                layer=each.name,
+            )
+
+
+class _Elsewhere(Sentences):
+    HIGHER = (
+        "On rank {rank} {tensors:.0f} of {of:.0f} tensors lie in other powers of two than on the other ranks, by more than they "
+        "change by themselves: {tensor} is {distance:.1f} powers higher on average{others}."
+    )
+    LOWER = (
+        "On rank {rank} {tensors:.0f} of {of:.0f} tensors lie in other powers of two than on the other ranks, by more than they "
+        "change by themselves: {tensor} is {distance:.1f} powers lower on average{others}."
+    )
+    LOOK = "Look whether this rank gets other data, another batch size or another loss."
+
+
+def _rank_ranges_differ(case: Case) -> Iterator[Found]:
+    """Ranks whose tensors lie in other powers of two than those of the other ranks.
+
+    False alarms: Ranks that train other data on purpose (a curriculum, an expert) are reported.
+    """
+    found = [each for each in case.session.measurements if each.what == DIFFERS and each.rank is not None]
+    if not case.session.ranks or not found:
+        return
+    worst = max(found, key=lambda each: (each.figures["tensors"], each.figures["beyond"]))
+    others = [each.rank for each in found if each is not worst and each.rank is not None]
+    yield Found(
+        _Elsewhere.HIGHER if worst.figures["powers"] > 0 else _Elsewhere.LOWER,
+        {"ranks": [each.rank for each in found[:_MOST_RANKS]], **worst.figures},
+        {
+            "rank": worst.rank,
+            "tensor": phrase(worst.name, worst.text),
+            "distance": abs(worst.figures["powers"]),
+            "others": f"; so do {ranks_named(others)}" if others else "",
+        },
+        _Elsewhere.LOOK,
+        layer=worst.name,
+        certainty=INFERRED,
+    )
+
+
+class _Scales(Sentences):
+    PARTED = (
+        "From step {step} on {parted} did not have the loss scale of rank {first_rank}: {other} on rank {rank}, {one} on rank "
+        "{first_rank}."
+    )
+    SHARE = (
+        "Ranks that average their gradients need one scale: share found_inf over the ranks (torch.amp.GradScaler under "
+        "DistributedDataParallel does by itself; sharded gradients need their scaler's support)."
+    )
+
+
+def _rank_scales_differ(case: Case) -> Iterator[Found]:
+    """Ranks that did not have the loss scale of the first one.
+
+    False alarms: Ranks that do not average their gradients may have scales of their own.
+    """
+    if not case.session.ranks:
+        return
+    first, *others = case.session.ranks
+    parted = {rank.info.rank: found for rank in others if (found := scales_part(first.progress, rank.progress))}
+    if not parted:
+        return
+    rank, (step, one, other) = min(parted.items(), key=lambda pair: pair[1][0])
+    yield Found(
+        _Scales.PARTED,
+        {"step": step, "ranks": list(parted)[:_MOST_RANKS], "scales": [one, other]},
+        {
+            "parted": ranks_named(list(parted)),
+            "first_rank": first.info.rank,
+            "rank": rank,
+            "one": _scale(one),
+            "other": _scale(other),
+        },
+        _Scales.SHARE,
+        step=step,
+    )
+
+
+def _scale(scale: float | None) -> str:
+    return "an unknown one" if scale is None else with_power(scale)
+
+
+class _Steps(Sentences):
+    DIFFER = "{ends}; the others' at {others:,}."
+    AGREE = "What every rank wrote ends at step {others:,}."
+    STILL = "{still}"
+    ATTACH = (
+        "Each rank counts its steps from where it was attached, and steps of one number are added up: attach on all ranks "
+        "before the same step, or look why some took fewer."
+    )
+
+
+#: Of a rank whose session has not ended, where nothing is known of its process.
+_UNFINISHED = "had not ended: still running, killed, or the file is cut off"
+
+
+def _rank_steps_differ(case: Case) -> Iterator[Found]:
+    """Ranks whose records end at another step, or have not ended.
+
+    False alarms: Uneven inputs that the script joins on purpose are not reported.
+    """
+    session = case.session
+    if not session.ranks:
+        return
+    common, odd = _odd_ones(session.ranks, lambda rank: rank.progress.steps)
+    early, known = _known_of(session, ENDED_EARLY), _known_of(session, UNFINISHED)
+    running = [rank.info.rank for rank in session.ranks if not rank.progress.ended and rank.info.rank not in early]
+    unfinished = {rank: known.get(rank) or _UNFINISHED for rank in running}
+    # All running, or all ended.
+    are_alike = len(unfinished) in (0, len(session.ranks)) and len(set(unfinished.values())) < 2
+    is_meant = any(each.what == UNEVEN_INPUTS for each in session.measurements)
+    if (not odd and (early or are_alike)) or (is_meant and not running and not early):
+        return
+    ends = "; ".join(f"what {_ranks_of(group)} wrote ends at step {steps:,}" for steps, group in list(odd.items())[:4])
+    still = (f"{upper_first(ranks_named(ranks))} {why}." for why, ranks in _by_value(unfinished).items())
+    yield Found(
+        (_Steps.DIFFER if odd else _Steps.AGREE, _Steps.STILL if unfinished else None),
+        {
+            "steps": {str(steps): [rank.info.rank for rank in group][:_MOST_RANKS] for steps, group in odd.items()},
+            "others": common,
+        },
+        {"ends": upper_first(ends), "still": " ".join(still)},
+        () if early or unfinished else _Steps.ATTACH,
+        # Where ranks ended early they are the finding.
+        severity="info" if early or (unfinished and are_alike) else "warning",
+        step=min((*odd, common)),
+    )
+
+
+# -- other settings -----------------------------------------------------------------------------------------------------
+
+
+class _Settings(Sentences):
+    DIFFER = "The ranks are not alike: {sentences}."
+    TWO_RUNS = (
+        "Ranks that began so far apart are of two runs, or one was started again: keep only one run's folders together."
+    )
+    ALIKE = "Start all ranks in the same environment and with the same options; counts are added up as they are."
+
+
+#: Ranks that start further apart than this, in seconds, are of two runs, or one was started again.
+_SECONDS_APART = 600.0
+
+
+def _versions(info: RunInfo) -> str:
+    return ", ".join(f"{name} {version}" for name, version in info.versions.items()) or "unknown versions"
+
+
+_PARTS: dict[str, Callable[[RunInfo], str]] = {
+    "model": lambda info: info.model or "?",
+    "versions": _versions,
+    "patterns": lambda info: f"include={list(info.include)}, exclude={list(info.exclude)}",
+    "kinds": lambda info: ", ".join(info.kinds),
+    "sampling": lambda info: f"every={info.every}, watch={info.watch}, max_overhead={info.max_overhead}",
+}
+
+
+def _rank_settings_differ(case: Case) -> Iterator[Found]:
+    """Ranks whose settings, versions or models differ from most ranks', or that began at another time.
+
+    False alarms: A rank of a pipeline has a model of its own.
+    """
+    ranks = case.session.ranks
+    found: dict[str, list[str]] = {}
+    # A damaged file has nothing of its run, which another finding names.
+    known = [rank for rank in ranks if rank.info != RunInfo(rank=rank.info.rank, world_size=rank.info.world_size)]
+    for name, words in _PARTS.items() if known else ():
+        common, odd = _odd_ones(known, lambda rank, words=words: words(rank.info))  # type: ignore[misc]
+        found[name] = [f"{_ranks_of(group)}: {name} {value} (the others: {common})" for value, group in odd.items()]
+    started = sorted(filter(None, (rank.info.started for rank in ranks)))
+    if started and (apart := _seconds(started[0], started[-1])) > _SECONDS_APART:
+        late = [rank.info.rank for rank in ranks if _seconds(started[0], rank.info.started) > _SECONDS_APART]
+        found["start"] = [f"{ranks_named(late)} began up to {apart / 60:.0f} minutes after the first"]
+    sentences = [sentence for each in found.values() for sentence in each]
+    if sentences:
+        shown = [*sentences[:4], *(["..."] if sentences[4:] else [])]
+        yield Found(
+            _Settings.DIFFER,
+            {name: each[:20] for name, each in found.items() if each},
+            {"sentences": "; ".join(shown)},
+            _Settings.TWO_RUNS if "start" in found else _Settings.ALIKE,
+        )
+
+
+def _seconds(first: str, second: str) -> float:
+    try:
+        one, other = map(datetime.datetime.fromisoformat, (first, second))
+        return (other - one).total_seconds()
+    except (TypeError, ValueError):
+        return 0.0
+
+
+# -- sums in 16 bits ----------------------------------------------------------------------------------------------------
+
+
+class _Summed(Sentences):
+    ROUNDED_AWAY = (
+        "The gradients of {world_size:,} ranks are summed in {dtype:format}: one rank's share is rounded away beside the sum of "
+        "the others ({dtype:format} has {bits} significant bits)."
+    )
+    ROUNDED = (
+        "The gradients of {world_size:,} ranks are summed in {dtype:format}: each addition rounds to it ({dtype:format} has "
+        "{bits} significant bits)."
+    )
+    IN_FP32 = (
+        "Sum in FP32: MixedPrecisionPolicy(reduce_dtype=torch.float32) for fully_shard; under DistributedDataParallel no "
+        "compressing hook, and FP32 weights."
+    )
+
+
+def _summed_in_16_bits(case: Case) -> Iterator[Found]:
+    """Gradients of ranks that are summed in 16 bits.
+
+    False alarms: Below 256 ranks (BF16; 2048 in FP16) it is information.
+    """
+    world = case.session.info.world_size
+    for dtype in case.precision.reduced if case.session.ranks else ():
+        bits = SIGNIFICAND_BITS.get(dtype)
+        if bits is None or world < 2:
+            continue
+        is_lost = world >= 2**bits
+        yield Found(
+            _Summed.ROUNDED_AWAY if is_lost else _Summed.ROUNDED,
+            {"dtype": dtype, "world_size": world, "headroom": case.advised.advice.headroom},
+            {"bits": bits},
+            _Summed.IN_FP32,
+            severity="warning" if is_lost else "info",
+        )
+
+
+RANK_ENDED_EARLY = Fault("rank-ended-early", "error", _ended_early, (_Ended,))
+FAULTS = (
+    Fault("rank-missing", "warning", _rank_missing, (_Missing,)),
+    Fault("rank-events-differ", "warning", _rank_events_differ, (_Events,)),
+    Fault("rank-replicas-unequal", "error", _rank_replicas_unequal, (_Unequal,)),
+    Fault("rank-ranges-differ", "warning", _rank_ranges_differ, (_Elsewhere,)),
+    Fault("rank-scales-differ", "warning", _rank_scales_differ, (_Scales,)),
+    Fault("rank-steps-differ", "warning", _rank_steps_differ, (_Steps,)),
+    Fault("rank-settings-differ", "warning", _rank_settings_differ, (_Settings,)),
+    Fault("gradients-summed-in-16-bits", "warning", _summed_in_16_bits, (_Summed,)),
+)

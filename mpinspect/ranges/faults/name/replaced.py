@@ -1,0 +1,139 @@
+"""Infinities and NaNs in gradients that were replaced by finite values before the optimizer's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpinspect.ranges.faults.name.case import Case, again, grouped
+from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.ranges.session import Event, TensorKey, TensorWindow
+from mpinspect.reporting.finding import INFERRED
+from mpinspect.reporting.sentences import Sentences
+
+#: Modules whose weights' gradients are sums of products with every element of the gradient at their output.
+_PRODUCTS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
+
+
+class _Replaced(Sentences):
+    BEFORE_STEP = (
+        "In step {step}{again} the gradients of {held:some 3} held infinities or NaNs, and were replaced by finite values "
+        "before the optimizer stepped: the step was taken on numbers that no backward gave."
+    )
+    IN_BACKWARD = (
+        "From step {step} on gradients held infinities or NaNs, which must have reached the weight gradients of {modules}, and "
+        "no step was skipped: a hook (nan_to_num) replaced them by finite values before the scaler looked. The optimizer "
+        "stepped on numbers that no backward gave."
+    )
+    IN_BACKWARD_AT_SCALE = (
+        "From step {step} on gradients held infinities or NaNs, which must have reached the weight gradients of {modules}, and "
+        "no step was skipped: a hook (nan_to_num) replaced them by finite values before the scaler looked, so that its scale "
+        "never falls from {loss_scale:scale}. The optimizer stepped on numbers that no backward gave."
+    )
+    TAKE_OUT = "Take the replacement out: the scaler then skips such steps, and lowers its scale until they end."
+    REPAIR = (
+        "Mend what makes the infinities and NaNs: they come in {broken} of {all_steps} steps, so skipping such steps would "
+        "leave few or none."
+    )
+    REPAIR_OR_SKIP = (
+        "Mend what makes the infinities and NaNs; until then skip a step that has any, as a GradScaler does."
+    )
+    SCALER_SKIPS = (
+        "scaler.scale(loss).backward()\n"
+        "scaler.unscale_(optimizer)  # looks for infinities and NaNs; clip after it\n"
+        "scaler.step(optimizer)  # skips the step if there were any\nscaler.update()"
+    )
+    SKIP = (
+        "# in place of the replacement\n"
+        "if all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters()):\n    optimizer.step()"
+    )
+
+
+def _gradients_replaced(case: Case) -> Iterator[Found]:
+    """Infinities and NaNs in gradients that were replaced by finite values before the optimizer's step.
+
+    False alarms: torch.nan_to_num on gradients is reported even if it is intended; a step that a scaler skips is not. What a
+    hook replaces within the backward is inferred, in runs with a scaler: where the gradient at the output of a linear layer or
+    convolution is not finite, those of its weights can't be.
+    """
+    fix, code, words = _remedy(case)
+    measured = list(case.measured("replaced-before-step"))
+    names = list(measured[0].names) if measured else _replaced_in_backward(case)
+    if measured:
+        yield Found(
+            _Replaced.BEFORE_STEP,
+            {"parameters": len(names), "of": measured[0].figures["of"], "names": names[:20]},
+            {**words, "again": again(measured), "held": names},
+            fix,
+            code,
+            layer=measured[0].name,
+            step=measured[0].step,
+        )
+    elif names:
+        first = _taken(case)[0]
+        yield Found(
+            _Replaced.IN_BACKWARD_AT_SCALE if first.loss_scale else _Replaced.IN_BACKWARD,
+            {"parameters": len(names), "names": names[:20], "loss_scale": first.loss_scale},
+            {**words, "modules": grouped(names)},
+            fix,
+            code,
+            layer=names[0],
+            certainty=INFERRED,
+            step=first.step,
+        )
+
+
+def replaced(case: Case) -> list[str]:
+    """Return the weights whose gradients held infinities or NaNs that were made finite before the optimizer's step."""
+    measured = [name for found in case.measured("replaced-before-step") for name in found.names]
+    return list(dict.fromkeys(measured)) or _replaced_in_backward(case)
+
+
+def _replaced_in_backward(case: Case) -> list[str]:
+    """Return the weights whose gradients must have been replaced within the backward, as the counts and the steps taken show.
+
+    A scaler would have skipped these steps, and of what it does not check the weights would have broken the next forward.
+    """
+    taken = _taken(case)
+    unchecked = any(each.what in ("not-optimized", "stepped-while-scaled") for each in case.session.measurements)
+    if not case.scalers or not taken or case.progress.skipped_steps or unchecked:
+        return []
+    if any(event.forward_finite is False for event in case.events):
+        return []
+    weights = {key: info for key, info in case.infos.items() if key.kind == WEIGHT_GRADIENT and key in case.totals}
+    broken = [key.name for key in weights if case.totals[key].histogram.nonfinite]
+    if broken:
+        # They were counted before a later hook.
+        return broken if taken[0].step + 2 < case.progress.steps else []
+    return [
+        key.name
+        for key, info in weights.items()
+        if _must_overflow(case.totals.get(TensorKey(info.module, ACTIVATION_GRADIENT)), case.totals[key].samples)
+        and info.module_type in _PRODUCTS
+    ]
+
+
+def _taken(case: Case) -> list[Event]:
+    """Return the events of backwards that were not finite, after which the optimizer stepped."""
+    return [event for event in case.events if event.phase == "backward" and event.skipped is False]
+
+
+def _must_overflow(at_output: TensorWindow | None, samples: int) -> bool:
+    """Return whether the gradient at a product's output was not finite, in as many backwards as gave its weights gradients."""
+    return at_output is not None and at_output.samples == samples and bool(at_output.histogram.nonfinite)
+
+
+def _remedy(case: Case) -> tuple[_Replaced, _Replaced | tuple[()], dict[str, int]]:
+    """Return the change to make instead of making gradients finite, its code, and their figures."""
+    broken, steps = [event for event in case.events if event.gradients_finite is False], case.progress.steps
+    number = len({event.step for event in broken})
+    words = {"broken": number, "all_steps": steps}
+    if case.scalers and any(each.value == "inf" and each.forward_finite and each.loss_scale != 1 for each in broken):
+        return _Replaced.TAKE_OUT, _Replaced.SCALER_SKIPS, words
+    if 2 * number >= steps:
+        # To skip most steps would be no training.
+        return _Replaced.REPAIR, (), words
+    return _Replaced.REPAIR_OR_SKIP, _Replaced.SKIP, words
+
+
+FAULTS = (Fault("gradients-replaced", "error", _gradients_replaced, (_Replaced,)),)

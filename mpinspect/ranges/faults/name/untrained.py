@@ -1,0 +1,344 @@
+"""Faults by which parameters do not learn: no gradient, gradients that are all zero, no optimizer."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges.analysis.precision import damped_by_epsilon, run_format
+from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
+from mpinspect.ranges.analysis.visibility import always_zero
+from mpinspect.ranges.faults.name.case import Case, grouped, quoted
+from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.replaced import replaced
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
+from mpinspect.ranges.session import FROZEN, Measurement
+from mpinspect.reporting.finding import INFERRED
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import as_power, with_power
+
+#: A loss scale that may be raised by this factor is to be raised before anything else is tried.
+_MUCH_ROOM = 256.0
+#: How many names the evidence lists.
+_MOST_NAMES = 20
+
+
+# -- no gradient --------------------------------------------------------------------------------------------------------
+
+
+class _Missing(Sentences):
+    ONE_NOT_CALLED = (
+        "{names[0]!r} is in the optimizer but never got a gradient: the module did not run in the steps that "
+        "were looked at."
+    )
+    MANY_NOT_CALLED = (
+        "The {parameters} parameters of {modules} are in the optimizer but never got a gradient: their modules did not run in "
+        "the steps that were looked at."
+    )
+    ONE_WITHOUT_GRAPH = (
+        "{names[0]!r} is in the optimizer but never got a gradient: the forward that uses it built no graph. It ran under "
+        "torch.no_grad(), or in a reentrant checkpoint none of whose inputs needs a gradient."
+    )
+    MANY_WITHOUT_GRAPH = (
+        "The {parameters} parameters of {modules} are in the optimizer but never got a gradient: the forward that uses them "
+        "built no graph. It ran under torch.no_grad(), or in a reentrant checkpoint none of whose inputs needs a gradient."
+    )
+    ONE_NOT_REACHED = (
+        "{names[0]!r} is in the optimizer but never got a gradient: the loss does not reach it. A result is detached, converted "
+        "to a number or computed under no_grad, or not used."
+    )
+    MANY_NOT_REACHED = (
+        "The {parameters} parameters of {modules} are in the optimizer but never got a gradient: the loss does not reach them. "
+        "A result is detached, converted to a number or computed under no_grad, or not used."
+    )
+    FROZEN_BY_PREFIX = (
+        "{frozen_with_it}, while all other blocks are trained: it looks as if names that begin with {prefixes} were frozen, "
+        "without the trailing dot."
+    )
+    CALL_WITH_GRADIENTS = "Call these modules with gradients enabled, and checkpoint without reentry."
+    LOOK_FOR_ONE = (
+        "Look for detach(), .data, .item(), argmax or torch.no_grad() in the code that uses these modules' outputs; freeze it "
+        "if it is not meant to learn."
+    )
+    LOOK_FOR_MANY = (
+        "Look for detach(), .data, .item(), argmax or torch.no_grad() in the code that uses these modules' outputs; freeze them "
+        "if they are not meant to learn."
+    )
+    COMPARE_WITH_DOT = "Compare with the trailing dot: names that begin with {dotted}."
+    NOT_REENTRANT = (
+        "torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)\n"
+        '# in Transformers: model.gradient_checkpointing_enable({{"use_reentrant": False}})'
+    )
+    STARTS_WITH = "if name.startswith({literal}):\n    parameter.requires_grad_(False)"
+
+
+def _gradients_missing(case: Case) -> Iterator[Found]:
+    """Parameters in an optimizer that never got a gradient, and parameters that a name's prefix froze by mistake.
+
+    False alarms: Modules that were not called (an expert without tokens, a head for a later phase) are reported as
+    information. A frozen prefix is inferred from names alone.
+    """
+    never = {
+        info.name
+        for key, info in case.infos.items()
+        if info.kind == WEIGHT_GRADIENT and (key not in case.totals or not case.totals[key].samples)
+    }
+    for measured in case.measured("missing"):
+        names = [name for name in measured.names if name in never]
+        if names:
+            yield _without_gradient(measured, names)
+    yield from _frozen_by_prefix(case)
+
+
+def _without_gradient(measured: Measurement, names: Sequence[str]) -> Found:
+    """Return the finding on parameters without gradients, by how their modules were called."""
+    is_one, severity = len(names) == 1, "warning"
+    says = _Missing.ONE_NOT_REACHED if is_one else _Missing.MANY_NOT_REACHED
+    fix: _Missing | tuple[()] = _Missing.LOOK_FOR_ONE if is_one else _Missing.LOOK_FOR_MANY
+    code: _Missing | tuple[()] = ()
+    if "not_called" in measured.figures:
+        severity, fix = "info", ()
+        says = _Missing.ONE_NOT_CALLED if is_one else _Missing.MANY_NOT_CALLED
+    elif "without_graph" in measured.figures:
+        fix, code = _Missing.CALL_WITH_GRADIENTS, _Missing.NOT_REENTRANT
+        says = _Missing.ONE_WITHOUT_GRAPH if is_one else _Missing.MANY_WITHOUT_GRAPH
+    return Found(
+        says,
+        {"parameters": len(names), "names": names[:_MOST_NAMES], **measured.figures},
+        {"modules": grouped(names)},
+        fix,
+        code,
+        layer=names[0],
+        severity=severity,
+        certainty=INFERRED,
+    )
+
+
+def _frozen_by_prefix(case: Case) -> Iterator[Found]:
+    """Yield a finding if blocks 1, 10, 11, ... are frozen and 2..9 are trained, as by a name's prefix without its final dot."""
+    frozen: dict[str, Counter[str]] = defaultdict(Counter)
+    trained: dict[str, Counter[str]] = defaultdict(Counter)
+    for info in case.infos.values():
+        match = re.search(r"\d+(?=\.)", info.name)
+        if info.kind == WEIGHT_GRADIENT and match is not None:
+            blocks = frozen if info.note.startswith(FROZEN) else trained
+            blocks[info.name[: match.start()]][match.group()] += 1
+    groups = {
+        f"{place}{meant}": [f"{place}{number}" for number in caught]
+        for place, numbers in frozen.items()
+        for meant, caught in _prefixes(numbers, trained.get(place, Counter())).items()
+    }
+    if not groups:
+        return
+    parameters = {f"{place}{number}": count for place, numbers in frozen.items() for number, count in numbers.items()}
+    caught_by = [
+        f"{meant} is frozen, and with it {', '.join(caught)} ({sum(parameters[each] for each in caught)} parameters)"
+        for meant, caught in groups.items()
+    ]
+    prefix, dotted = next(iter(groups)), [f"{meant}." for meant in groups]
+    place = next(place for place in frozen if prefix.removeprefix(place).isdecimal() and prefix.startswith(place))
+    literals = ", ".join(map(quoted, dotted))
+    yield Found(
+        _Missing.FROZEN_BY_PREFIX,
+        {
+            "frozen": sorted(frozen[place], key=int),
+            "trained": sorted(trained[place].keys() - frozen[place].keys(), key=int),
+            "groups": {meant: list(caught) for meant, caught in groups.items()},
+        },
+        {
+            "frozen_with_it": "; ".join(caught_by),
+            "prefixes": " or ".join(map(repr, groups)),
+            "dotted": " or ".join(map(repr, dotted)),
+            "literal": literals if len(dotted) == 1 else f"({literals})",
+        },
+        _Missing.COMPARE_WITH_DOT,
+        _Missing.STARTS_WITH,
+        layer=groups[prefix][0],
+        certainty=INFERRED,
+    )
+
+
+def _prefixes(frozen: Collection[str], trained: Collection[str]) -> dict[str, list[str]]:
+    """Return the numbers whose prefix explains all frozen blocks, each with those that it caught; empty if there are none."""
+    meant = [number for number in frozen if not any(number.startswith(other) for other in frozen if other != number)]
+    caught = {one: sorted((each for each in frozen if each.startswith(one) and each != one), key=int) for one in meant}
+    others = set(trained) - set(frozen)
+    spared = any(other.startswith(one) for other in others for one in meant)
+    return caught if others and not spared and all(caught.values()) else {}
+
+
+class _NeverFired(Sentences):
+    ONE = (
+        "{names[0]!r} needs a gradient and never got one in a sampled step, while other parameters did. No optimizer was seen, "
+        "so whether they are meant to be trained is not known."
+    )
+    MANY = (
+        "{count} parameters, such as {names[0]!r}, need a gradient and never got one in a sampled step, while other parameters "
+        "did. No optimizer was seen, so whether they are meant to be trained is not known."
+    )
+
+
+def _never_fired(case: Case) -> Iterator[Found]:
+    """Trainable parameters without any gradient, in a run that trained others and whose optimizer is unknown.
+
+    The diagnosis "gradients-missing" reports those that a known optimizer holds. Modules that were not called and activations
+    without gradients are no fault: coverage lists them.
+
+    False alarms: It is information, since the parameters may be meant for a later phase.
+    """
+    is_trained = any(key.kind == WEIGHT_GRADIENT and window.samples for key, window in case.totals.items())
+    never = case.coverage.never_fired
+    names = [name for name, kind, why in never if (kind, why) == (WEIGHT_GRADIENT, NO_GRADIENT_SEEN)]
+    if names and is_trained and not case.precision.optimizers:
+        yield Found(
+            _NeverFired.ONE if len(names) == 1 else _NeverFired.MANY,
+            {"names": names[:_MOST_NAMES], "count": len(names)},
+            layer=names[0],
+        )
+
+
+# -- gradients that are all zero ----------------------------------------------------------------------------------------
+
+
+class _Zero(Sentences):
+    REPLACED = (
+        "Every weight gradient of {modules} was zero in all sampled steps, since infinities and NaNs were replaced: these "
+        "weights do not learn."
+    )
+    ZERO = (
+        "Every weight gradient of {modules} was zero in all sampled steps: these weights do not learn. FP16 flushes gradients "
+        "up to 2^-25; whether that made the zeros is not known."
+    )
+    ZERO_AT_SCALE = (
+        "Every weight gradient of {modules} was zero in all sampled steps: these weights do not learn. FP16 flushes gradients "
+        "up to {edge} at the loss scale of {loss_scale:scale}; whether that made the zeros is not known."
+    )
+    RAISE = (
+        "Raise the loss scale to {raised:scale}, where nothing seen overflows. If the zeros stay, take the gradients of one "
+        "batch with autocast off."
+    )
+    TAKE_ONE_BATCH = "Take the gradients of one batch with autocast off."
+    OWN_FACTOR = (
+        "If they are not zero there, compute these modules in FP32, or multiply this part's loss by a factor "
+        "of its own{limit}."
+    )
+    OWN_FACTOR_ONLY = (
+        "If they are not zero there, multiply this part's loss by a factor of its own{limit}. Computing them in FP32 would not "
+        "do: {damped}."
+    )
+    BEGIN_AT = "scaler = torch.amp.GradScaler(device_type, init_scale={raised:.0f})"
+    AUTOCAST_OFF = "with torch.autocast(device_type, enabled=False):  # for this one batch\n    y = module(x.float())"
+
+
+def _gradients_all_zero(case: Case) -> Iterator[Found]:
+    """Modules whose weights get gradients in FP16 that are zero in every sampled step.
+
+    False alarms: Gradients that are zero in FP32 too (an expert that no sample reached, a dead ReLU) are reported likewise, since
+    the counts cannot tell them from flushed ones. A module is reported only if all its weights get zeros, in at least three
+    samples each.
+    """
+    if run_format(case.session) != FLOAT16:
+        return
+    zero, unseen = always_zero(case.totals), replaced(case)
+    names = [name for name in zero if name not in unseen]
+    if names:
+        yield _all_zero(names, case)
+    elif zero:
+        yield Found(
+            _Zero.REPLACED,
+            {"parameters": len(zero), "names": zero[:_MOST_NAMES]},
+            {"modules": grouped(zero)},
+            layer=zero[0],
+            severity="info",
+        )
+
+
+def _all_zero(names: Sequence[str], case: Case) -> Found:
+    scale, advice = case.session.last_scale, case.advised.advice
+    recommended = advice.recommended
+    raised = recommended if scale and recommended and recommended >= _MUCH_ROOM * scale else None
+    damped = damped_by_epsilon(case.session, 2.0**-25 / (scale or 1.0))
+    limit = ""
+    if advice.highest and not raised:
+        limit = f" rather than raise the loss scale for all: above {with_power(advice.highest)} the other layers may overflow"
+    return Found(
+        _Zero.ZERO_AT_SCALE if scale else _Zero.ZERO,
+        {"parameters": len(names), "names": names[:_MOST_NAMES], "loss_scale": scale},
+        {
+            "modules": grouped(names),
+            "edge": as_power(2.0**-25 / (scale or 1.0)),
+            "raised": raised,
+            "limit": limit,
+            "damped": damped,
+        },
+        (
+            _Zero.RAISE if raised else _Zero.TAKE_ONE_BATCH,
+            _Zero.OWN_FACTOR_ONLY if damped else _Zero.OWN_FACTOR,
+        ),
+        _Zero.BEGIN_AT if raised else _Zero.AUTOCAST_OFF,
+        layer=names[0],
+        certainty=INFERRED,
+    )
+
+
+# -- no optimizer -------------------------------------------------------------------------------------------------------
+
+
+class _NotOptimized(Sentences):
+    ONE = "{names[0]!r} gets gradients but is in no optimizer that was seen: it never changes."
+    MANY = "The {parameters} parameters of {modules} get gradients but are in no optimizer that was seen: they never change."
+    ONE_IDLE = (
+        "The optimizer holds 1 tensor that never got a gradient and is not in the model: it was made before parameters were "
+        "replaced."
+    )
+    MANY_IDLE = (
+        "The optimizer holds {idle} tensors that never got a gradient and are not in the model: it was made before parameters "
+        "were replaced."
+    )
+    MAKE_LAST = (
+        "Make the optimizer after the last module was added, or add that module's parameters to it; freeze what is not meant to "
+        "learn."
+    )
+    ADD_MODULE = 'optimizer.add_param_group({{"params": model.get_submodule({module}).parameters()}})'
+    ADD_ALL = (
+        'known = {{id(p) for group in optimizer.param_groups for p in group["params"]}}\n'
+        'optimizer.add_param_group({{"params": [p for p in model.parameters() if id(p) not in known]}})'
+    )
+
+
+def _parameters_not_optimized(case: Case) -> Iterator[Found]:
+    """Parameters that get gradients and that no optimizer steps.
+
+    False alarms: Parameters that the script steps by hand are reported. If most of the model is left out the finding is
+    only "info", since usually a head is trained on a backbone, unless the optimizer holds tensors that never get gradients.
+    """
+    for measured in case.measured("not-optimized"):
+        idle, share = int(measured.figures.get("idle", 0)), measured.figures["fraction"]
+        modules = {name.rpartition(".")[0] for name in measured.names}
+        also = None
+        if idle:
+            also = _NotOptimized.ONE_IDLE if idle == 1 else _NotOptimized.MANY_IDLE
+        yield Found(
+            (_NotOptimized.ONE if len(measured.names) == 1 else _NotOptimized.MANY, also),
+            {
+                "parameters": len(measured.names),
+                "fraction": share,
+                "idle": idle,
+                "names": list(measured.names[:_MOST_NAMES]),
+            },
+            {"modules": grouped(measured.names), "module": quoted(min(modules, default=""))},
+            _NotOptimized.MAKE_LAST,
+            _NotOptimized.ADD_MODULE if len(modules) == 1 else _NotOptimized.ADD_ALL,
+            layer=measured.name,
+            severity="warning" if share < 0.5 or idle else "info",
+        )
+
+
+WITHOUT_GRADIENT = (
+    Fault("gradients-missing", "warning", _gradients_missing, (_Missing,)),
+    Fault("gradients-all-zero", "warning", _gradients_all_zero, (_Zero,)),
+    Fault("parameters-not-optimized", "warning", _parameters_not_optimized, (_NotOptimized,)),
+)
+NEVER_FIRED = Fault("never-fired", "info", _never_fired, (_NeverFired,))

@@ -1,0 +1,77 @@
+"""The registry of faults: each once, in the order in which findings of one severity are listed.
+
+A new fault needs a file in ``name/`` and its line here. Ids, order and the findings that it explains follow from that entry.
+"""
+
+from __future__ import annotations
+
+from mpinspect.ranges.analysis.first_line import gravest
+from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.faults.name import (
+    arithmetic,
+    culprit_inputs,
+    events,
+    gradient_ranges,
+    gradients_lost,
+    ranks,
+    replaced,
+    scaling,
+    stores,
+    unscaling,
+    untrained,
+    values,
+)
+from mpinspect.ranges.faults.name.fault import Fault
+from mpinspect.ranges.session import Event
+from mpinspect.reporting.finding import Finding
+
+#: Before all others: a user sees first that a process is gone.
+FIRST: tuple[Fault, ...] = (ranks.RANK_ENDED_EARLY,)
+#: Faults that name a cause; those that explain most are first.
+DIAGNOSES: tuple[Fault, ...] = (
+    *culprit_inputs.FAULTS,
+    gradients_lost.NEVER_UPDATED,
+    *gradients_lost.GONE,
+    *replaced.FAULTS,
+    *gradients_lost.OF_EARLIER_STEPS,
+    *unscaling.FAULTS,
+    *untrained.WITHOUT_GRADIENT,
+    *scaling.FAULTS,
+    *arithmetic.FAULTS,
+    *stores.FAULTS,
+)
+#: Observations, of which a diagnosis may be the cause.
+CONSEQUENCES: tuple[Fault, ...] = (
+    *events.FAULTS,
+    *gradient_ranges.FAULTS,
+    *values.FAULTS,
+    untrained.NEVER_FIRED,
+    *ranks.FAULTS,
+)
+
+FAULTS: dict[str, Fault] = {fault.id: fault for fault in (*FIRST, *DIAGNOSES, *CONSEQUENCES)}
+#: The ids of all findings on ranges; "diagnosis-failed" takes the place of one whose record can't be read.
+FINDING_IDS = tuple(sorted([*FAULTS, "diagnosis-failed"]))
+
+_EVENT = "non-finite-event"
+
+
+def explains(cause: Finding, finding: Finding) -> bool:
+    """Return whether a diagnosis is the cause of a finding."""
+    fault = FAULTS.get(cause.id)
+    return fault is not None and fault.is_cause_of(cause, finding)
+
+
+def explains_events(finding: Finding) -> bool:
+    """Return whether a finding names the reason why steps were not finite, so that an event from its step on follows from it."""
+    fault = FAULTS.get(finding.id)
+    return fault is not None and _EVENT in fault.explains and fault.is_grave(finding)
+
+
+def what_broke(report: RangeReport) -> Event | None:
+    """Return the event that broke the run; None if no event did harm."""
+    alarming = any(
+        explains_events(finding) or (finding.id == _EVENT and finding.severity != "info") for finding in report.findings
+    )
+    # If the loss scale makes every step skip, each single skip looks like harmless probing: fall back on the first event.
+    return gravest(report.events) or (report.events[0] if alarming and report.events else None)
