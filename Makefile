@@ -33,7 +33,7 @@ demo: $(VENV)/.package ## train a small language model with the inspector on, th
 	$(BIN)/mpinspect demo --curves
 
 .PHONY: test
-test: $(VENV)/.dev ## run the tests, the README's and the docs' code among them
+test: $(VENV)/.dev $(VENV)/.js ## run the tests, the README's and the docs' code among them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 # What starts no process and trains no network: pure functions, records, reports.
@@ -108,6 +108,7 @@ bench: $(VENV)/.bench ## run every benchmark and renew docs/performance.md (ARGS
 .PHONY: gallery
 gallery: $(VENV)/.dev ## run broken and healthy scripts (examples/faults) and print which faults are named (ARGS=--peers: other tools too)
 	OMP_NUM_THREADS=1 $(BIN)/python examples/faults/gallery.py --check --page docs/diagnoses.md $(ARGS)
+	$(BIN)/python examples/faults/sentences.py docs/sentences.md
 
 # Beside torch for CUDA, what the tests and benchmarks of a GPU import. numba is left out: it is larger than the rest together.
 GPU_PACKAGES := numpy rich pytest hypothesis ml_dtypes
@@ -167,6 +168,12 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "installing mpinspect and what its tests need into $(VENV)"
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.package
+
+# TypeScript checks the types in the page's scripts. Without npm, or where no registry answers, those tests are skipped.
+$(VENV)/.js: $(VENV)/.torch
+	@command -v npm > /dev/null && npm install --prefix $(VENV)/js --silent --no-fund --no-audit typescript@5.9 || \
+		echo "TypeScript is not installed: the page's scripts are not checked" >&2
+	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
 	@echo "installing what builds the documentation and the distribution into $(VENV)"

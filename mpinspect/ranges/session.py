@@ -36,8 +36,6 @@ CALLS_LEFT_OUT, CLOSURES_LEFT_OUT = "calls-left-out", "closures-left-out"
 NEEDS_NO_GRADIENT = f"{FROZEN}: nothing in it or before it needs a gradient"
 #: The phase of an event found only when the run ended, not in any step.
 END = "end"
-#: The measurement of a loss that was not finite: its operations and their dtype.
-BROKEN_LOSS = "broken-loss"
 #: The measurement of an exception that ended the run (``capture/broken_off.py``), in one of these phases, its only name.
 ENDED_BY = "ended-by-exception"
 IN_FORWARD, AFTER_FORWARD, IN_BACKWARD, AFTER_BACKWARD = "forward", "after-forward", "backward", "after-backward"
@@ -290,7 +288,9 @@ MOST_ROWS = 8
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement of a run beyond the histograms; a diagnosis (``faults/name``) turns it into findings.
+    """A measurement of a run beyond the histograms; rules (``faults/name``) turn it into findings.
+
+    Most kinds have a class of their own in ``records``.
 
     Args:
         what: name of the measurement, set by the observer that makes it ("gradients-handed-over").
@@ -517,10 +517,6 @@ class Session:
         """Return a one-line summary, as the fields hold every count of a run."""
         progress, model = self.progress, self.info.model or "a model"
         return f"<Session of {model}: {progress.steps} steps, {progress.sampled_steps} sampled, {len(self.watched)} tensors>"
-
-    def broken_loss(self, step: int) -> Measurement | None:
-        """Return the operations of a loss that was not finite; None if they were not examined in this step."""
-        return next((each for each in self.measurements if (each.what, each.step) == (BROKEN_LOSS, step)), None)
 
     @property
     def ended_by(self) -> Measurement | None:

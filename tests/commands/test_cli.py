@@ -353,12 +353,8 @@ def test_every_finding_is_listed():
         for path in (Path(ranges.__file__).parent / room).rglob("*.py")
         if path.name != "report.py"
     ]
-    made = {
-        name
-        for text in texts
-        for name in re.findall(r'Finding\(\s*"([a-z0-9-]+)"|^_ID = "([a-z-]+)"', text, re.MULTILINE)
-    }
-    assert {one or other for one, other in made} == {*FINDING_IDS, *RANGE_DIFF_IDS}
+    made = {name for text in texts for name in re.findall(r'(?:Finding|Fault)\(\s*"([a-z0-9-]+)"', text)}
+    assert made == {*FINDING_IDS, *RANGE_DIFF_IDS}
 
 
 def test_a_session_is_read_and_reported_without_torch(run_dir):

@@ -9,10 +9,9 @@ from pathlib import Path
 import gallery
 import pytest
 
-from mpinspect.ranges.faults.registry import FINDING_IDS
-from mpinspect.ranges.faults.registry import DIAGNOSES
+from mpinspect.ranges.faults.registry import DIAGNOSES, FINDING_IDS
 
-SCRIPTS = sorted(path for path in gallery.HERE.rglob("*.py") if path.stem not in ("gallery", "peers"))
+SCRIPTS = sorted(path for path in gallery.HERE.rglob("*.py") if path.stem not in ("gallery", "peers", "sentences"))
 PAGE = (Path(__file__).parents[2] / "docs" / "diagnoses.md").read_text("utf-8")
 
 

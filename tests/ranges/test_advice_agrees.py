@@ -388,8 +388,8 @@ def test_a_finite_loss_with_an_infinite_gradient_has_a_scale_that_is_too_high():
     assert contradictions(report) == []
     assert report.session.progress.weights_moved is False
     broke = finding(report, "non-finite-event")
-    assert "the forward was finite, so whatever the loss is multiplied by is too high" in broke.message
-    assert "none of 12 backwards led to an update" in broke.message
+    assert "The forward was finite, so whatever the loss is multiplied by is too high" in broke.message
+    assert "None of 12 backwards led to an update." in broke.message
     assert "As the gradients arrive, they overflow FP16" in report.loss_scale.reason
     assert report.loss_scale.recommended is None
 

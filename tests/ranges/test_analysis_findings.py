@@ -248,7 +248,7 @@ def test_a_measurement_without_its_figures_costs_its_diagnosis_alone():
     assert set(ids(report)) == {"diagnosis-failed", "gradients-stale", "gradients-flushed"}
     failed = [finding.message for finding in report.findings if finding.id == "diagnosis-failed"]
     assert len(failed) == 2
-    assert "'loss in 16 bits' is not known: its record can't be read (KeyError('value'))" in " ".join(failed)
+    assert "'loss-in-16-bits' is not known: its record can't be read (KeyError('value'))" in " ".join(failed)
 
 
 def test_unknown_scale_is_said_and_nothing_is_claimed_of_the_gradients():

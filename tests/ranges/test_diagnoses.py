@@ -1470,7 +1470,7 @@ def test_a_loop_that_scales_by_hand_for_its_masters_is_not_said_to_lack_a_scaler
     assert said.severity == "info"
     assert "the gradients that its masters get are 1024 times smaller than the backward's" in said.message
     assert [(event.step, event.skipped, event.story) for event in report.events] == [(5, True, DROPPED)]
-    assert any("the loop dropped the gradients of the step." in finding.message for finding in report.findings)
+    assert any("The loop dropped the gradients of the step." in finding.message for finding in report.findings)
     assert report.verdict.healthy
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from mpinspect import Inspector, Session
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.faults.registry import what_broke
+from mpinspect.ranges.records import BrokenLoss, recorded
 from mpinspect.reporting.finding import Finding
 
 
@@ -289,9 +290,8 @@ def test_a_loss_that_is_infinite_for_its_targets_is_no_overflow_of_fp16() -> Non
     inspector = _scaled(_ctc)
     session, report = inspector.session(), inspector.report()
     assert {(event.what, event.dtype) for event in session.events} == {("loss", "float32")}
-    broken = session.broken_loss(3)
-    assert broken is not None
-    assert (broken.names, broken.text, broken.figures["in_half"]) == (("CtcLoss",), "float32", 0.0)
+    broken = next(each for each in recorded(session.measurements, BrokenLoss) if each.step == 3)
+    assert (broken.names, broken.text, broken.in_half) == (("CtcLoss",), "float32", False)
     cause, *others = report.findings
     assert (cause.id, cause.severity, cause.step) == ("argument-out-of-range", "error", 3)
     assert cause.evidence["operator"] == "a CTC loss of a target longer than its input"
@@ -300,7 +300,7 @@ def test_a_loss_that_is_infinite_for_its_targets_is_no_overflow_of_fp16() -> Non
     assert "65504" not in str(report)
     (event,) = (finding for finding in others if finding.id == "non-finite-event")
     assert "3 steps: first in step 3 and then every 5 steps" in event.message
-    unexplained = dataclasses.replace(session, measurements=(broken,))
+    unexplained = dataclasses.replace(session, measurements=(broken.measurement(),))
     fallen = next(each for each in analyse(unexplained).findings if each.id == "scale-falls-for-forward")
     assert "the loss itself (autograd's CtcLoss, in FP32)" in fallen.message
     assert fallen.fix.startswith(
@@ -319,9 +319,7 @@ def test_a_ctc_loss_of_impossible_labels_is_none_of_a_long_target() -> None:
         ).backward()
         optimizer.step()
     session = inspector.session()
-    broken = session.broken_loss(0)
-    assert broken is not None
-    assert broken.names == ("CtcLoss",)
+    assert next(recorded(session.measurements, BrokenLoss)).names == ("CtcLoss",)
     assert not any("CTC" in each.text for each in session.measurements)
 
 

@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,10 @@ from mpinspect.ranges.session import Precision, Progress, ScaleChange, Session, 
 from mpinspect.reporting import html
 from mpinspect.reporting.forms import document, render
 from mpinspect.reporting.html import fragment
+from mpinspect.reporting.scripts import bundled
 from mpinspect.run.report import ModelPart, RunReport
 
-SCRIPT = resources.files("mpinspect.ranges.report").joinpath("explorer.js").read_text("utf-8")
+SCRIPT = bundled("mpinspect.ranges.report", "explorer")
 NODE = shutil.which("node")
 SESSIONS = {name: session for name, session in sessions.all_sessions().items() if session.windows}
 SESSIONS["right_to_left"] = sessions.session(

@@ -18,8 +18,8 @@ from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY, NotOneModelError, RankSum, largest_of, merge_ranks, ranks_named
-from mpinspect.ranges.report.rank_words import rank_sentences
 from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.report.rank_words import rank_sentences
 from mpinspect.ranges.session import TensorKey
 
 quick = settings(

@@ -28,6 +28,7 @@ from mpinspect.ranges.capture.updates import Updates
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
+from mpinspect.ranges.records import NeverUpdated
 from mpinspect.ranges.session import CALLS_LEFT_OUT, CLOSURES_LEFT_OUT, UNEVEN_INPUTS, Event, Measurement
 from mpinspect.runtime.device_stopwatch import EventStopwatch
 from mpinspect.runtime.distributed import allows_uneven_inputs
@@ -344,5 +345,4 @@ class Capture(Dispatcher):
         # Without either the gradients may be all that is wanted.
         is_training = self.optimizers.known or self.scale.any_scaled
         if moved is False and is_training:
-            figures = {"backwards": float(self.clock.backwards)}
-            self._recording.measured(Measurement("never-updated", "", 0, figures, self.optimizers.known))
+            self._recording.record(NeverUpdated(backwards=self.clock.backwards, names=self.optimizers.known))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mpinspect.ranges.capture.sinks import Sink, Sinks
+from mpinspect.ranges.records import Record
 from mpinspect.ranges.session import (
     NEEDS_NO_GRADIENT,
     SKIPPED,
@@ -202,6 +203,10 @@ class Recording:
         if scale is None or event.phase != "backward" or event.micro_batch > last or event.story in (TAKEN, SKIPPED):
             return event
         return replace(event, aside=True, loss_scale=scale.number())
+
+    def record(self, record: Record) -> None:
+        """Store a typed record."""
+        self.measured(record.measurement())
 
     def measured(self, measurement: Measurement) -> None:
         """Record a measurement; ignore all after the first MEASUREMENT_LIMIT."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from mpinspect.ranges.session import Measurement, is_below
+from mpinspect.ranges.records import Record
+from mpinspect.ranges.session import is_below
 from mpinspect.reporting.active_run import ActiveRun
 from mpinspect.run.models.attach_lock import AttachLock, is_unsafe_to_detach
 from mpinspect.run.models.compiled import Compiled
@@ -170,13 +171,13 @@ class InspectedModels:
             if each.inspector.attached and (model := each.inspector.model) is not None
         }
 
-    def measured(self, names: Sequence[str], measurement: Measurement) -> None:
-        """Hand a measurement, made among several models, to the record of its model, as one of the current step.
+    def record(self, names: Sequence[str], record: Record) -> None:
+        """Hand a record, made among several models, to its model, as one of the current step.
 
         Args:
-            names: the models' names; if there are several, the measurement's name begins with its model's.
+            names: the models' names; if there are several, the record's name begins with its model's.
         """
-        path = measurement.name
+        path = record.name
         if not path and len(self.attached()) > len(names):
             # It may belong to a model that was attached in the middle of the recorded step.
             return
@@ -185,7 +186,7 @@ class InspectedModels:
             path = path.removeprefix(owner).removeprefix(".")
         for each in self.all:
             if each.name == owner:
-                each.inspector.measured(replace(measurement, name=path))
+                each.inspector.record(replace(record, name=path))
 
     def rest(self, resting: bool) -> None:
         """Suspend (True) or resume (False) counting and watching in all models."""

@@ -19,7 +19,8 @@ from mpinspect.ranges.capture.sinks import Sink
 from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.kinds import PARAMETER_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import Event, Measurement, is_below
+from mpinspect.ranges.records import Record
+from mpinspect.ranges.session import Event, is_below
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
 from mpinspect.run.models.owners import Parameters
@@ -113,9 +114,9 @@ class LaunchedInspector(Inspector):
         """Keep a sentence for the report."""
         self._recording.note(sentence)
 
-    def measured(self, measurement: Measurement) -> None:
-        """Record a measurement of the current step."""
-        self._recording.measured(replace(measurement, step=self._capture.clock.step))
+    def record(self, record: Record) -> None:
+        """Store a record as one of the current step."""
+        self._recording.record(replace(record, step=self._capture.clock.step))
 
     def pause(self) -> None:
         """Remove every hook and release the model, but keep the record open. Waits for the GPU."""

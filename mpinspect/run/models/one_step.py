@@ -180,7 +180,7 @@ class OneStep(Guarded):
         if reason:
             self._note_lint(reason)
             return
-        rounded = RoundedNumbers(partial(self._models.measured, tuple(models)))
+        rounded = RoundedNumbers(partial(self._models.record, tuple(models)))
         products = LiveMatmuls(models, rounded.watchers())
         products.begin()
         self._products = products

@@ -6,13 +6,13 @@ from functools import partial
 
 import torch
 
+from mpinspect.ranges import records
 from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Backward, Observer, ParameterGradient
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.session import Measurement
 
 _DTYPES = (torch.float16, torch.bfloat16)
 #: The most gradient elements that are copied, from one backward to the next.
@@ -92,8 +92,16 @@ class Accumulation(Observer):
         counts = (pair for copy in copies for pair in copy.values().tolist())
         rows = [(*each, *pair) for each, pair in zip(named, counts, strict=True)]
         rows.sort(key=lambda row: row[2] / max(row[3], 1), reverse=True)
-        of_all = {"all_lost": float(sum(row[2] for row in rows)), "all_nonzero": float(sum(row[3] for row in rows))}
-        of_all["micro_batches"] = float(micro_batches)
         for name, dtype, missed, added in rows[:_MOST_PARAMETERS]:
-            figures = {"lost": float(missed), "nonzero": float(added), **of_all}
-            self._recording.measured(Measurement("accumulation", name, step, figures, text=dtype))
+            self._recording.record(
+                records.Accumulation(
+                    name=name,
+                    step=step,
+                    text=dtype,
+                    lost=missed,
+                    nonzero=added,
+                    micro_batches=micro_batches,
+                    all_lost=sum(row[2] for row in rows),
+                    all_nonzero=sum(row[3] for row in rows),
+                )
+            )

@@ -19,7 +19,7 @@ from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.session import Measurement
+from mpinspect.ranges.records import Average
 from mpinspect.runtime.garbage_collection import living
 
 #: Steps at whose end copies are searched for among all Python objects, some 100 ms each time. Shorter runs are not searched.
@@ -101,9 +101,18 @@ class Averages(Observer):
             return
         unmoved, lagging = torch.stack(counts).sum(0).tolist()
         if lagging and unmoved >= _MOST_UNMOVED * lagging:
-            figures = {"unmoved_fraction": unmoved / lagging, "writes": float(writes), "tensors": float(len(counts))}
-            told = tuple(each.name for each in self._parameters if each.name in names)[:_MOST_NAMES]
-            self._recording.measured(Measurement("average", told[0], self._first_step, figures, told, dtype))
+            of = tuple(each.name for each in self._parameters if each.name in names)[:_MOST_NAMES]
+            self._recording.record(
+                Average(
+                    name=of[0],
+                    step=self._first_step,
+                    names=of,
+                    text=dtype,
+                    unmoved_fraction=unmoved / lagging,
+                    writes=writes,
+                    tensors=len(counts),
+                )
+            )
 
     @torch.no_grad()
     def _find(self, step: int) -> None:

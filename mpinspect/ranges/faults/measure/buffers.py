@@ -16,7 +16,7 @@ from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.session import Measurement
+from mpinspect.ranges.records import Statistics
 
 _NORMS = (torch.nn.modules.batchnorm._NormBase,)
 #: The number of updates after which a running statistic should have changed.
@@ -52,7 +52,7 @@ class Buffers(Observer):
     def __init__(self, layers: Sequence[Layer], clock: StepClock, recording: Recording) -> None:
         self._clock, self._recording = clock, recording
         self._norms = [layer for layer in layers if isinstance(layer.module, _NORMS)]
-        self._events = self._told = 0
+        self._events = self._records = 0
         #: Buffers that were not finite before the first step, and those already recorded.
         self._known: set[str] = set()
         #: Running statistics before the first step; None before that.
@@ -82,18 +82,19 @@ class Buffers(Observer):
         for name, (writes, value) in ended.read().items():
             before, first = began.get(name, (writes, math.nan))
             if writes - before >= _FEWEST_WRITES and value == first:
-                self._tell(name, 0, {"writes": writes - before}, f"stuck, {ended.dtypes[name]}")
+                text = f"{Statistics.STUCK}, {ended.dtypes[name]}"
+                self._record(Statistics(name=name, text=text, writes=writes - before))
 
     def _tell_broken(self, step: int, broken: dict[str, str]) -> None:
         for name, dtype in broken.items():
             if name not in self._known:
                 self._known.add(name)
-                self._tell(name, step, {}, f"not finite, {dtype}")
+                self._record(Statistics(name=name, step=step, text=f"{Statistics.NOT_FINITE}, {dtype}"))
 
-    def _tell(self, name: str, step: int, figures: dict[str, float], text: str) -> None:
-        if self._told < _MOST_RECORDS:
-            self._told += 1
-            self._recording.measured(Measurement("statistics", name, step, figures, text=text))
+    def _record(self, found: Statistics) -> None:
+        if self._records < _MOST_RECORDS:
+            self._records += 1
+            self._recording.record(found)
 
     @torch.no_grad()
     def _find_broken(self, tell: Callable[[dict[str, str]], object]) -> None:

@@ -20,7 +20,7 @@ from mpinspect.ranges.faults.measure.module_spans import ModuleSpans
 from mpinspect.ranges.faults.measure.rounded_numbers import FIRST_LOST
 from mpinspect.ranges.faults.measure.rounded_positions import angles_of_rounded, collapsed, repeating
 from mpinspect.ranges.faults.measure.singularities import is_packed
-from mpinspect.ranges.session import Measurement
+from mpinspect.ranges.records import Positions, Record, Ties
 
 _DTYPES = tuple(FIRST_LOST)
 #: The number of neighbours above that number that rounding must make equal, to rule out coincidence.
@@ -57,7 +57,7 @@ class EqualByRounding(Observer):
 
     def __init__(self, clock: StepClock, recording: Recording) -> None:
         self._clock, self._recording = clock, recording
-        self._told: dict[str, int] = {"positions": 0, "ties": 0}
+        self._records: dict[type[Record], int] = {Positions: 0, Ties: 0}
         #: Modules' 16-bit outputs with the module's name, by the graph node that made them; kept until backward is called.
         self._scores: dict[Any, tuple[str, torch.Tensor]] = {}
         #: The whole numbers that modules were given, and small tables that need no gradient; kept until backward is called.
@@ -71,7 +71,7 @@ class EqualByRounding(Observer):
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
-        self.at_work = self._clock.measured and min(self._told.values()) < _MOST_RECORDS
+        self.at_work = self._clock.measured and min(self._records.values()) < _MOST_RECORDS
         self._left = _MOST_ELEMENTS
         self._forget()
 
@@ -114,7 +114,7 @@ class EqualByRounding(Observer):
             with suppress(RuntimeError):
                 if name == "MulBackward0":
                     self._compare_factor(where, node)
-                if self._told["ties"] < _MOST_RECORDS:
+                if self._records[Ties] < _MOST_RECORDS:
                     self._compare_scores(where, node)
         self._compare_angles()
         self._forget()
@@ -131,7 +131,7 @@ class EqualByRounding(Observer):
 
     def _compare(self, where: Where, tensor: torch.Tensor) -> None:
         """Record a table whose rows equal their neighbours just where consecutive whole numbers rounded to 16 bits do."""
-        if self._told["positions"] >= _MOST_RECORDS or not 0 < tensor.numel() <= _MOST_ELEMENTS:
+        if self._records[Positions] >= _MOST_RECORDS or not 0 < tensor.numel() <= _MOST_ELEMENTS:
             return
         dims = repeating(tensor)
         cost = len(dims) * tensor.numel()
@@ -153,13 +153,17 @@ class EqualByRounding(Observer):
             dtype = tensor.dtype if tensor.dtype in _DTYPES else self._dtype or _DTYPES[0]
             # Numbers are 2 apart where the format no longer has all whole numbers, 4 apart from twice that number on.
             least = found.spacing * (FIRST_LOST[dtype] - 1) // 2
-            figures = {
-                "least": float(least),
-                "before": float(found.before),
-                "after": float(found.after),
-                "is_table": 1.0,
-            }
-            self._tell("positions", where() or "", figures, dtype)
+            self._record(
+                Positions(
+                    name=where() or "",
+                    step=self._clock.step,
+                    text=dtype_name(dtype),
+                    least=least,
+                    before=found.before,
+                    after=found.after,
+                    is_table=True,
+                )
+            )
 
     def _compare_factor(self, where: Where, node: Any) -> None:
         """Compare the factor of a product that needs no gradient, such as a table of cosines."""
@@ -185,7 +189,7 @@ class EqualByRounding(Observer):
         """Record a 16-bit tensor of whole numbers, one per row of a batch, if some are too large to be exact in its format."""
         largest, first_lost = float(tensor.max()), FIRST_LOST[tensor.dtype]
         if (
-            self._told["positions"] < _MOST_RECORDS
+            self._records[Positions] < _MOST_RECORDS
             and first_lost + 2 * _FEWEST_PAIRS <= largest < _MOST_ELEMENTS
             and float(tensor.min()) >= 0
             and bool((tensor == tensor.round()).all())
@@ -200,7 +204,7 @@ class EqualByRounding(Observer):
                 continue
             shape = [length for length in numbers.shape if length > 1]
             for where, table in self._tables.values():
-                if self._told["positions"] >= _MOST_RECORDS:
+                if self._records[Positions] >= _MOST_RECORDS:
                     return
                 if [length for length in table.shape[:-1] if length > 1] != shape:
                     continue
@@ -211,8 +215,17 @@ class EqualByRounding(Observer):
 
     def _tell_positions(self, module: str, length: int, dtype: torch.dtype, is_table: bool) -> None:
         left = length - float(_equal_neighbours(length, dtype).sum())
-        figures = {"largest": length - 1.0, "before": float(length), "after": left, "is_table": float(is_table)}
-        self._tell("positions", module, figures, dtype)
+        self._record(
+            Positions(
+                name=module,
+                step=self._clock.step,
+                text=dtype_name(dtype),
+                largest=length - 1,
+                before=length,
+                after=left,
+                is_table=is_table,
+            )
+        )
 
     def _compare_scores(self, where: Where, node: Any) -> None:
         """Record a choice if in enough rows the last chosen score ties with the first score not chosen."""
@@ -228,8 +241,16 @@ class EqualByRounding(Observer):
         module = where() if module is None else module
         # A choice in another model's code belongs to that model's record.
         if module is not None:
-            figures = {"fraction": share, "k": float(k), "scores": float(scores.shape[chosen.dim])}
-            self._tell("ties", module, figures, dtype)
+            self._record(
+                Ties(
+                    name=module,
+                    step=self._clock.step,
+                    text=dtype_name(dtype),
+                    fraction=share,
+                    k=k,
+                    scores=scores.shape[chosen.dim],
+                )
+            )
 
     def _cast_scores_of(self, node: Any) -> tuple[str | None, torch.Tensor | None]:
         """Return a module and its 16-bit output if a wider choice's scores are that output, only cast and normalised since.
@@ -260,9 +281,9 @@ class EqualByRounding(Observer):
                     break
         return None, scores
 
-    def _tell(self, what: str, module: str, figures: dict[str, float], dtype: torch.dtype) -> None:
-        self._told[what] += 1
-        self._recording.measured(Measurement(what, module, self._clock.step, figures, text=dtype_name(dtype)))
+    def _record(self, found: Record) -> None:
+        self._records[type(found)] += 1
+        self._recording.record(found)
 
 
 def _only_edge(node: Any) -> Any:

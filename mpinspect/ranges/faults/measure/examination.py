@@ -33,7 +33,20 @@ from mpinspect.ranges.faults.measure.singularities import (
     singular,
 )
 from mpinspect.ranges.kinds import ACTIVATION
-from mpinspect.ranges.session import BROKEN_LOSS, MOST_ROWS, Measurement, containers
+from mpinspect.ranges.records import (
+    BrokenLoss,
+    Examined,
+    ExaminedArgument,
+    ExaminedBatch,
+    ExaminedDifference,
+    ExaminedMask,
+    ExaminedTarget,
+    ExaminedZeroRow,
+    LossTerm,
+    WeightGrowth,
+    WholeLoss,
+)
+from mpinspect.ranges.session import MOST_ROWS, containers
 from mpinspect.runtime.distributed import is_from_stage_before
 
 #: The most nodes that are searched if the loss is not finite, and if it is finite.
@@ -60,6 +73,16 @@ class _Norms(NamedTuple):
         """Return the norms by name. Waits for the device if the copies are not complete."""
         found = [value for copy in self.copies for value in copy.values().tolist()]
         return dict(zip(self.names, found, strict=True))
+
+
+#: The records of singular operations, by their kind.
+_KINDS: dict[str, type[Examined]] = {
+    "argument": ExaminedArgument,
+    "mask": ExaminedMask,
+    "zero-row": ExaminedZeroRow,
+    "target": ExaminedTarget,
+    "difference": ExaminedDifference,
+}
 
 
 class Examination(Observer):
@@ -199,7 +222,7 @@ class Examination(Observer):
             return
         batch = self._batch_not_finite()
         if batch is not None:
-            self._tell("batch", step, int(batch.sum()), Rows.where(batch))
+            self._record(ExaminedBatch, step, int(batch.sum()), Rows.where(batch))
             return
         self._compare_norms(step, norms)
         if self._tell_graphless(step):
@@ -263,8 +286,7 @@ class Examination(Observer):
         """Record the operations of a loss that is not finite."""
         made = operations(starts, self._ends, self._products)
         dtype = "" if made.dtype is None else dtype_name(made.dtype)
-        figures = {"in_half": float(made.in_half)}
-        self._recording.measured(Measurement(BROKEN_LOSS, "", self._clock.step, figures, made.names, dtype))
+        self._recording.record(BrokenLoss(step=self._clock.step, names=made.names, text=dtype, in_half=made.in_half))
 
     def _batch_not_finite(self) -> torch.Tensor | None:
         """Return which elements of the first non-finite model input that still exists are not finite; None if there is none.
@@ -298,7 +320,7 @@ class Examination(Observer):
                 continue
             rows = broken.flatten(1).any(1)
             if bool((tensor.flatten(1)[rows] == 0).all()):
-                self._tell("zero-row", step, int(broken.sum()), Rows.where(rows), "a division", path)
+                self._record(ExaminedZeroRow, step, int(broken.sum()), Rows.where(rows), "a division", path)
                 return True
         return False
 
@@ -307,34 +329,53 @@ class Examination(Observer):
         by = next((each.name for each in self._parameters if each.parameter is found.by), None)
         if by is not None:
             text = text.replace("a tensor that takes a gradient", f"the parameter {by!r}")
-        self._tell(
-            found.kind,
+        self._record(
+            _KINDS[found.kind],
             step,
             found.elements,
             found.rows,
             text,
-            loss_finite=float(loss_finite),
-            bits=float(found.bits),
+            loss_finite=loss_finite,
+            bits=found.bits,
         )
 
-    def _tell(
-        self, kind: str, step: int, elements: int, rows: Rows, text: str = "", name: str = "", **more: float
+    def _record(
+        self,
+        kind: type[Examined],
+        step: int,
+        elements: int,
+        rows: Rows,
+        text: str = "",
+        name: str = "",
+        **figures: float,
     ) -> None:
-        figures = {"elements": float(elements), "rows": float(rows.number), "of_rows": float(rows.of), **more}
-        numbers = tuple(map(str, rows.first))
-        self._recording.measured(Measurement(f"examined-{kind}", name, step, figures, numbers, text))
+        record = kind(
+            name=name,
+            step=step,
+            names=tuple(map(str, rows.first)),
+            text=text,
+            elements=elements,
+            rows=rows.number,
+            of_rows=rows.of,
+            **figures,  # type: ignore[arg-type]
+        )
+        self._recording.record(record)
 
     def _look_at_dtype(self, losses: list[torch.Tensor]) -> None:
         """Record a loss that is computed in 16 bits: its dtype, and the operators nearest to it."""
         for loss in losses:
             if loss.dtype in (torch.float16, torch.bfloat16) and loss.numel() == 1:
                 operators = [node.name().partition("Backward")[0] for node in graph([loss.grad_fn], 12)]
-                value = float(loss.detach()) if self._on_cpu else float("nan")
-                figures = {"value": value, "is_known": float(self._on_cpu)}
-                figures["is_wide_on_cuda"] = float(self._on_cpu and is_wide_on_cuda(loss.grad_fn))
                 self._told_loss = True
-                self._recording.measured(
-                    Measurement("loss", "", self._clock.step, figures, tuple(operators), dtype_name(loss.dtype))
+                self._recording.record(
+                    WholeLoss(
+                        step=self._clock.step,
+                        names=tuple(operators),
+                        text=dtype_name(loss.dtype),
+                        value=float(loss.detach()) if self._on_cpu else math.nan,
+                        is_known=self._on_cpu,
+                        is_wide_on_cuda=self._on_cpu and is_wide_on_cuda(loss.grad_fn),
+                    )
                 )
 
     def _look_at_terms(self, losses: list[torch.Tensor]) -> None:
@@ -342,10 +383,14 @@ class Examination(Observer):
         term = narrow_term([loss.grad_fn for loss in losses], self._ends)
         if term is not None:
             self._told_term = True
-            figures = {"cancels": float(term.cancels)}
-            figures["is_wide_on_cuda"] = float(self._on_cpu and term.is_wide_on_cuda)
-            self._recording.measured(
-                Measurement("loss-term", "", self._clock.step, figures, term.operators, dtype_name(term.dtype))
+            self._recording.record(
+                LossTerm(
+                    step=self._clock.step,
+                    names=term.operators,
+                    text=dtype_name(term.dtype),
+                    cancels=term.cancels,
+                    is_wide_on_cuda=self._on_cpu and term.is_wide_on_cuda,
+                )
             )
 
     @torch.no_grad()
@@ -386,8 +431,16 @@ class Examination(Observer):
         for name, ratio in _ratios(norms, began).items():
             if name not in self._grown and _GROWN <= ratio < math.inf and len(self._grown) < MOST_ROWS:
                 self._grown.add(name)
-                figures = {"ratio": ratio, "began": began[name], "loss_ratio": loss_ratio, **self._rates_of(name)}
-                self._recording.measured(Measurement("weight-growth", name, step, figures))
+                self._recording.record(
+                    WeightGrowth(
+                        name=name,
+                        step=step,
+                        ratio=ratio,
+                        began=began[name],
+                        loss_ratio=loss_ratio,
+                        **self._rates_of(name),  # type: ignore[arg-type]
+                    )
+                )
 
     def _rates_of(self, name: str) -> dict[str, float]:
         """Return the learning rates with which a weight was last stepped, and its group's number if groups have several."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,13 +25,20 @@ from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.faults.measure.masters import Masters
-from mpinspect.ranges.session import Measurement
+from mpinspect.ranges.records import (
+    ChangedBeforeStep,
+    ChangedWhileScaled,
+    LeftOver,
+    MissingGradients,
+    NotOptimized,
+    Record,
+    ReplacedBeforeStep,
+    Stale,
+    SteppedWhileScaled,
+    UnscaledAgain,
+    UnscaledNeverScaled,
+)
 from mpinspect.runtime.distributed import has_process_group
-
-#: The names of the measurements, which the diagnoses look up.
-CHANGED_SCALED, CHANGED, REPLACED = "changed-while-scaled", "changed-before-step", "replaced-before-step"
-STALE, LEFT_OVER, MISSING, NOT_OPTIMIZED = "stale", "left-over", "missing", "not-optimized"
-STEPPED_SCALED, UNSCALED_AGAIN, NEVER_SCALED = "stepped-while-scaled", "unscaled-again", "unscaled-never-scaled"
 
 #: The number of steps after each event in which the observer is active too, and the most such steps in a run.
 _AFTER_EVENT, _MOST_AFTER_EVENTS = 3, 30
@@ -109,14 +117,13 @@ class Records:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._told: dict[str, int] = {}
+        self._made: Counter[type[Record]] = Counter()
 
-    def tell(self, what: str, step: int, names: Sequence[str], figures: Mapping[str, float]) -> None:
-        """Record one; ``names`` must not be empty."""
-        told = self._told.get(what, 0)
-        if told < _MOST_RECORDS:
-            self._told[what] = told + 1
-            self._recording.measured(Measurement(what, names[0], step, dict(figures), tuple(names[:_MOST_NAMES])))
+    def add(self, record: Record) -> None:
+        """Store one, named after the first of its names; it must have one."""
+        self._made[type(record)] += 1
+        if self._made[type(record)] <= _MOST_RECORDS:
+            self._recording.record(replace(record, name=record.names[0], names=record.names[:_MOST_NAMES]))
 
 
 @dataclass
@@ -317,14 +324,17 @@ class HandedOver(Observer):
             if watched.parameter.requires_grad and watched.name in never:
                 missing.setdefault(self._how_called(watched.owner), []).append(watched.name)
         for how, names in missing.items():
-            self._records.tell(MISSING, self._clock.step, names, {"of": float(len(self._parameters)), how: 1.0})
+            self._records.add(
+                MissingGradients(step=self._clock.step, names=tuple(names), of=len(self._parameters), **{how: True})  # type: ignore[arg-type]
+            )
         left_out = [watched for watched in self._parameters if watched.name in only_ever]
         # A tensor that an optimizer steps and that is not known may be a copy of one of them.
         if left_out and not self._masters.may_be_of(left_out):
             elements = sum(watched.parameter.numel() for watched in self._parameters)
             share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
-            figures = {"fraction": share, "idle": float(self._masters.idle())}
-            self._records.tell(NOT_OPTIMIZED, self._clock.step, [watched.name for watched in left_out], figures)
+            names_left_out = tuple(watched.name for watched in left_out)
+            idle = self._masters.idle()
+            self._records.add(NotOptimized(step=self._clock.step, names=names_left_out, fraction=share, idle=idle))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -357,35 +367,43 @@ class HandedOver(Observer):
         self._find_divided_too_often(step, seen, scaled)
         changed = ratios(given, scaled)
         if any(ratio != 1 for ratio in changed.values()):
-            self._records.tell(CHANGED_SCALED, step, _named(changed), described(changed))
+            self._records.add(ChangedWhileScaled(step=step, names=_named(changed), **described(changed)._asdict()))
         # The changes between the last known gradients (after unscaling if there is a scaler) and the optimizer's step.
         before = unscaled or given
         factors = ratios(before, handed)
         zeroed = [name for name, ratio in factors.items() if ratio == 0 or math.isnan(ratio)]
         if factors and (zeroed or any(ratio != 1 for ratio in factors.values())):
-            squares = seen.moments["unscaled" if unscaled else "given"].sum_of_squares()
-            overflowed = sum(not math.isfinite(value) for value in before.values())
-            figures = {"zeroed": float(len(zeroed)), "sum_of_squares": squares, "not_finite": float(overflowed)}
-            figures["nans"] = float(sum(not math.isfinite(value) for value in handed.values()))
-            self._records.tell(CHANGED, step, zeroed or _named(factors), {**described(factors), **figures})
+            self._records.add(
+                ChangedBeforeStep(
+                    step=step,
+                    names=tuple(zeroed) or _named(factors),
+                    **described(factors)._asdict(),
+                    zeroed=len(zeroed),
+                    sum_of_squares=seen.moments["unscaled" if unscaled else "given"].sum_of_squares(),
+                    not_finite=sum(not math.isfinite(value) for value in before.values()),
+                    nans=sum(not math.isfinite(value) for value in handed.values()),
+                )
+            )
         still_scaled = {name: ratio for name, ratio in ratios(given, handed).items() if name in seen.still_scaled}
         if still_scaled:
-            self._records.tell(STEPPED_SCALED, step, list(still_scaled), described(still_scaled))
+            self._records.add(
+                SteppedWhileScaled(step=step, names=tuple(still_scaled), **described(still_scaled)._asdict())
+            )
         broken = [name for name, value in given.items() if not math.isfinite(value)]
         replaced = [name for name in broken if math.isfinite(handed.get(name, math.nan))]
         if replaced:
-            self._records.tell(REPLACED, step, replaced, {"of": float(len(given))})
+            self._records.add(ReplacedBeforeStep(step=step, names=tuple(replaced), of=len(given)))
 
     def _find_divided_too_often(self, step: int, seen: _Step, scaled: Mapping[str, float]) -> None:
         """Record the gradients that a scaler divided by the scale again, or without a scaled loss."""
         never = [name for name in scaled if name in seen.never_scaled and scaled[name] > 0]
         if never:
-            self._records.tell(NEVER_SCALED, step, never, {"of": float(len(scaled))})
+            self._records.add(UnscaledNeverScaled(step=step, names=tuple(never), of=len(scaled)))
         kept, counts = seen.again or (Magnitudes([], [], []), {})
         again = [name for name, value in kept.read().items() if value > 0 and name in counts]
         if again:
-            times = float(max(counts[name] for name in again))
-            self._records.tell(UNSCALED_AGAIN, step, again, {"of": float(len(counts)), "times": times})
+            times = max(counts[name] for name in again)
+            self._records.add(UnscaledAgain(step=step, names=tuple(again), of=len(counts), times=times))
 
     def _find_stale(self, step: int, seen: _Step, ever: frozenset[str]) -> None:
         """Record the gradients that the optimizer received although no backward of this step produced them."""
@@ -394,7 +412,7 @@ class HandedOver(Observer):
         handed = seen.read("handed") | seen.read("masters")
         stale = [name for name, value in handed.items() if value > 0 and name in ever and name not in seen.arrived]
         if stale:
-            self._records.tell(STALE, step, stale, {"parameters": float(len(stale)), "of": float(len(handed))})
+            self._records.add(Stale(step=step, names=tuple(stale), parameters=len(stale), of=len(handed)))
 
     def _gradients_places(self) -> dict[str, int]:
         """Return where the memory of each plain gradient lies."""
@@ -408,8 +426,8 @@ class HandedOver(Observer):
         left = [found.read() for found in seen.left]
         old = [name for name, value in left[0].items() if value > 0 and name in seen.in_place] if left else []
         if old and all(any(value > 0 for value in values.values()) for values in left):
-            figures = {"parameters": float(len(old)), "of": float(number), "largest": max(left[0].values())}
-            self._records.tell(LEFT_OVER, step, old, figures)
+            largest = max(left[0].values())
+            self._records.add(LeftOver(step=step, names=tuple(old), parameters=len(old), of=number, largest=largest))
 
 
 def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
@@ -421,15 +439,23 @@ def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
     }
 
 
-def _named(ratios: Mapping[str, float]) -> list[str]:
-    return [name for name, ratio in ratios.items() if ratio != 1]
+def _named(ratios: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(name for name, ratio in ratios.items() if ratio != 1)
 
 
-def described(ratios: Mapping[str, float]) -> dict[str, float]:
+class Described(NamedTuple):
+    """The fields of a ``Change``."""
+
+    factor: float
+    is_uniform: bool
+    of: float
+
+
+def described(ratios: Mapping[str, float]) -> Described:
     """Return the median factor by which the gradients changed, whether all share it, and the number of gradients."""
     finite = [ratio for ratio in ratios.values() if math.isfinite(ratio)]
     if not finite:
-        return {"factor": math.nan, "is_uniform": 0.0, "of": float(len(ratios))}
+        return Described(math.nan, False, len(ratios))
     factor = statistics.median(finite)
-    uniform = all(abs(ratio - factor) <= _SAME * abs(factor) for ratio in finite)
-    return {"factor": factor, "is_uniform": float(uniform), "of": float(len(ratios))}
+    is_uniform = all(abs(ratio - factor) <= _SAME * abs(factor) for ratio in finite)
+    return Described(factor, is_uniform, len(ratios))

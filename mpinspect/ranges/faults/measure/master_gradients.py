@@ -20,8 +20,6 @@ from mpinspect.ranges.capture.observations import Backward, Observer
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.faults.measure.handed_over import (
-    CHANGED,
-    REPLACED,
     Magnitudes,
     Records,
     described,
@@ -29,11 +27,14 @@ from mpinspect.ranges.faults.measure.handed_over import (
     ratios,
 )
 from mpinspect.ranges.faults.measure.masters import Masters, Samples, samples
+from mpinspect.ranges.records import (
+    ChangedBeforeStep,
+    MastersAddedUp,
+    MastersGivenSmaller,
+    MastersNotCopied,
+    ReplacedBeforeStep,
+)
 from mpinspect.runtime.distributed import has_process_group
-
-#: The names of the measurements of masters whose gradients hold those of earlier steps, of masters that are never copied back,
-#: and of gradients that reach the masters made smaller, all by one factor.
-ADDED_UP, NOT_COPIED, DIVIDED = "masters-added-up", "masters-not-copied", "masters-given-smaller"
 
 #: The fewest steps of the masters' optimizers after which their weights must have moved.
 _FEWEST_STEPS = 3
@@ -154,8 +155,15 @@ class MasterGradients(Observer):
         self._arrivals.take(wait=True)
         self._masters.settle()
         if self._divisors and all(divisor >= _DIVIDED for divisor in self._divisors):
-            figures = {"least": min(self._divisors), "most": max(self._divisors), "steps": float(len(self._divisors))}
-            self._records.tell(DIVIDED, self._clock.step, [each.name for each in self._masters.weights()], figures)
+            self._records.add(
+                MastersGivenSmaller(
+                    step=self._clock.step,
+                    names=tuple(each.name for each in self._masters.weights()),
+                    least=min(self._divisors),
+                    most=max(self._divisors),
+                    steps=len(self._divisors),
+                )
+            )
         if self._began is None or self._steps < _FEWEST_STEPS:
             return
         weights = {each.name: each.parameter for each in self._masters.weights()}
@@ -169,8 +177,9 @@ class MasterGradients(Observer):
             if name in ended and not torch.equal(values.to(weights[name].dtype).double(), ended[name])
         ]
         if is_still and 2 * len(moved) > len(masters):
-            figures = {"steps": float(self._steps), "of": float(len(masters))}
-            self._records.tell(NOT_COPIED, self._clock.step, moved, figures)
+            self._records.add(
+                MastersNotCopied(step=self._clock.step, names=tuple(moved), steps=self._steps, of=len(masters))
+            )
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -190,24 +199,28 @@ class MasterGradients(Observer):
             # A loop that skips a step may do so by giving its optimizer nothing.
             return
         changes = ratios(given, {**dict.fromkeys(given, 0.0), **handed})
-        factor = described(changes)
-        self._divisors.append(1 / factor["factor"] if factor["is_uniform"] and factor["factor"] else math.nan)
+        change = described(changes)
+        self._divisors.append(1 / change.factor if change.is_uniform and change.factor else math.nan)
         # An earlier backward of the step may have been infinite: only of a single one it is known that this was not.
         is_single = seen.backwards == 1
         zeroed = [name for name, ratio in changes.items() if ratio == 0 or (is_single and math.isnan(ratio))]
         if zeroed:
-            figures = {
-                "zeroed": float(len(zeroed)),
-                "sum_of_squares": squares,
-                "not_finite": float(len(broken)),
-                "masters": 1.0,
-                "nans": float(sum(not math.isfinite(value) for value in handed.values())),
-                "without": float(sum(name not in handed for name in zeroed)),
-            }
-            self._records.tell(CHANGED, step, zeroed, {**described(changes), **figures})
+            self._records.add(
+                ChangedBeforeStep(
+                    step=step,
+                    names=tuple(zeroed),
+                    **change._asdict(),
+                    zeroed=len(zeroed),
+                    sum_of_squares=squares,
+                    not_finite=len(broken),
+                    masters=True,
+                    nans=sum(not math.isfinite(value) for value in handed.values()),
+                    without=sum(name not in handed for name in zeroed),
+                )
+            )
         replaced = [name for name in broken if 0 < handed.get(name, math.nan) < math.inf] if is_single else []
         if replaced:
-            self._records.tell(REPLACED, step, replaced, {"of": float(len(given))})
+            self._records.add(ReplacedBeforeStep(step=step, names=tuple(replaced), of=len(given)))
 
     def _find_added_up(self, step: int, seen: _Step) -> None:
         """Record that the masters' gradients are those of this step's backwards and what they held before, added up."""
@@ -226,14 +239,17 @@ class MasterGradients(Observer):
         _, unexplained = _fitted(columns[1:], wanted)
         (kept, *_, added), rest = _fitted(columns, wanted)
         if unexplained >= _UNEXPLAINED and rest <= _REST * unexplained and kept > _REST:
-            figures = {
-                "kept": kept,
-                "added": added,
-                "largest": float(wanted.abs().max()),
-                "parameters": float(len(names)),
-                "of": float(len(sums)),
-            }
-            self._records.tell(ADDED_UP, step, names, figures)
+            self._records.add(
+                MastersAddedUp(
+                    step=step,
+                    names=tuple(names),
+                    kept=kept,
+                    added=added,
+                    largest=float(wanted.abs().max()),
+                    parameters=len(names),
+                    of=len(sums),
+                )
+            )
 
 
 def _gradients(parameters: Iterable[WatchedParameter]) -> list[tuple[str, torch.Tensor | None]]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from mpinspect.ranges import records
 from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.session import Measurement
 
-#: The name of the measurement, which the diagnosis looks up.
-NEW_SCALERS = "new-scalers"
 #: The number of steps with a new scaler at which it is recorded for the first time: a process may be killed before its end.
 _MANY = 3
 #: The number of observed steps: an observer at work takes some time of every call of a module.
@@ -60,5 +58,4 @@ class NewScalers(Observer):
             self._record()
 
     def _record(self) -> None:
-        figures = {"new": float(self._new), "steps": float(self._steps)}
-        self._recording.measured(Measurement(NEW_SCALERS, "", self._first, figures))
+        self._recording.record(records.NewScalers(step=self._first, new=self._new, steps=self._steps))

@@ -21,7 +21,7 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.faults.measure.module_spans import ModuleSpans
 from mpinspect.ranges.faults.measure.singularities import SAME_VALUES, is_packed
-from mpinspect.ranges.session import Measurement
+from mpinspect.ranges.records import OverflowedNorm
 
 #: The most nodes of the graph that are searched, and those before a root that are searched for a square or a sum.
 _MOST_NODES, _MOST_BEFORE = 20_000, 12
@@ -131,8 +131,16 @@ class OverflowedNorms(Observer):
             return
         self._told.add(module)
         number = root.shape.numel()
-        figures = {"elements": elements, "of": float(number), "is_by_row": float(number > 1 and root.shape[-1] == 1)}
-        self._recording.measured(Measurement("overflowed-norm", module, step, figures, text=f"float16 {root.operator}"))
+        self._recording.record(
+            OverflowedNorm(
+                name=module,
+                step=step,
+                text=f"float16 {root.operator}",
+                elements=elements,
+                of=number,
+                is_by_row=number > 1 and root.shape[-1] == 1,
+            )
+        )
 
 
 def _same(module: str | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.ranges.capture.largest import has_memory
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.session import Measurement
+from mpinspect.ranges.records import Positions, Record
 from mpinspect.runtime.device import is_capturing
 
 aten = torch.ops.aten
@@ -45,9 +46,7 @@ class _Rounded(NamedTuple):
     """Whole numbers that were rounded: by which operator, in which module, and how many operators ago."""
 
     operator: str
-    module: str
-    dtype: torch.dtype
-    figures: dict[str, float]
+    numbers: Positions
     storage: StorageWeakRef
     hops: int = 0
 
@@ -63,8 +62,8 @@ class RoundedNumbers:
         tell: receives the measurement, once; its step is not set.
     """
 
-    def __init__(self, tell: Callable[[Measurement], None]) -> None:
-        self._tell: Callable[[Measurement], None] | None = tell
+    def __init__(self, tell: Callable[[Record], None]) -> None:
+        self._tell: Callable[[Record], None] | None = tell
         #: By the address of their storage.
         self._rounded: dict[int, _Rounded] = {}
         self._left, self._left_on_gpu = _MOST_IN_ALL, _MOST_ON_GPU
@@ -128,10 +127,11 @@ class RoundedNumbers:
         self, operator: str, exact: torch.Tensor, rounded: torch.Tensor, result: torch.Tensor, where: Where
     ) -> None:
         """Remember a result if rounding has made enough neighbours equal."""
-        figures = _collapsed(exact.flatten(), rounded.flatten())
-        module = where() if figures is not None else None
-        if figures is not None and module is not None:
-            self._remember(result, _Rounded(operator, module, result.dtype, figures, _reference(result)))
+        numbers = _collapsed(exact.flatten(), rounded.flatten())
+        module = None if numbers is None else where()
+        if numbers is not None and module is not None:
+            numbers = replace(numbers, name=module, text=dtype_name(result.dtype))
+            self._remember(result, _Rounded(operator, numbers, _reference(result)))
 
     def _is_worth_reading(self, source: Any, result: Any) -> bool:
         """Return whether values may be compared; take what that costs from what may still be spent."""
@@ -186,10 +186,7 @@ class RoundedNumbers:
         origin = origins[0]
         if origin is None or None in origins or self._tell is None:
             return
-        names = (origin.operator, how)
-        self._tell(
-            Measurement("positions", origin.module, 0, origin.figures, names=names, text=dtype_name(origin.dtype))
-        )
+        self._tell(replace(origin.numbers, names=(origin.operator, how)))
         self._tell = None
         self._rounded.clear()
 
@@ -236,12 +233,12 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return all(bool((each == each.round()).all()) for each in (part.flatten()[:_FEW], part))
 
 
-def _collapsed(exact: torch.Tensor, rounded: torch.Tensor) -> dict[str, float] | None:
+def _collapsed(exact: torch.Tensor, rounded: torch.Tensor) -> Positions | None:
     """Return how many distinct whole numbers there were and are, if rounding has made enough of them equal."""
     largest = float(exact.abs().max())
     if not FIRST_LOST[rounded.dtype] <= largest < float("inf"):
         return None
-    before, after = (float(len(torch.unique(each))) for each in (exact, rounded))
+    before, after = (len(torch.unique(each)) for each in (exact, rounded))
     if before - after < _FEWEST_LOST:
         return None
-    return {"largest": largest, "before": before, "after": after, "is_table": 1.0}
+    return Positions(largest=largest, before=before, after=after, is_table=True)

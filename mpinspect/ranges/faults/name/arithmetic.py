@@ -9,14 +9,15 @@ from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.session import MOST_ROWS, Event, Measurement, module_named
+from mpinspect.ranges.records import LossTerm, OverflowedNorm, Positions, Statistics, Ties, WholeLoss
+from mpinspect.ranges.session import MOST_ROWS, Event, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
 
 # -- statistics ---------------------------------------------------------------------------------------------------------
 
 
-class _Statistics(Sentences):
+class _Running(Sentences):
     MEAN_IS_NAN = (
         "running_mean of {module} ({dtype:format}) has not been finite since step {step}: training uses the batch's own "
         "statistics and goes on, but evaluation uses the running statistics and gives NaN."
@@ -69,29 +70,29 @@ def _statistics_broken(case: Case) -> Iterator[Found]:
     False alarms: Statistics that are frozen on purpose are not written, and so are not reported. A mean of zeros stays
     zero, and is reported.
     """
-    found = list(case.measured("statistics"))
-    broken = [each for each in found if each.text.startswith("not finite")]
-    stuck = [each for each in found if each.text.startswith("stuck")]
+    found = list(case.recorded(Statistics))
+    broken = [each for each in found if not each.is_stuck]
+    stuck = [each for each in found if each.is_stuck]
     if broken:
         yield _not_finite(broken, case)
     if stuck:
         yield _stuck(stuck)
 
 
-def _not_finite(broken: Sequence[Measurement], case: Case) -> Found:
+def _not_finite(broken: Sequence[Statistics], case: Case) -> Found:
     first = broken[0]
-    module, dtype = first.name.rpartition(".")[0], first.text.rpartition(" ")[2]
+    module, dtype = first.name.rpartition(".")[0], first.dtype
     places = [each.name.rpartition(".") for each in broken if each.step == first.step]
     buffers = [buffer for path, _, buffer in places if path == module]
     origin = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
     is_one, is_wide = len(buffers) == 1, dtype == "float32"
     # Division by an infinite variance gives zero, and leaves the layer's bias.
-    says = _Statistics.VARIANCE_IS_INFINITE
+    says = _Running.VARIANCE_IS_INFINITE
     if "running_mean" in buffers:
-        says = _Statistics.MEAN_IS_NAN if is_one else _Statistics.BOTH_ARE_NAN
+        says = _Running.MEAN_IS_NAN if is_one else _Running.BOTH_ARE_NAN
     written = None
     if origin is not None:
-        written = _Statistics.WRITTEN_ONE if is_one else _Statistics.WRITTEN_BOTH
+        written = _Running.WRITTEN_ONE if is_one else _Running.WRITTEN_BOTH
     return Found(
         (says, written),
         {"buffers": [each.name for each in broken]},
@@ -103,7 +104,7 @@ def _not_finite(broken: Sequence[Measurement], case: Case) -> Found:
             "buffers": " and ".join(buffers),
         },
         _repair(dtype, origin),
-        (None if is_wide else _Statistics.TO_FP32, _Statistics.RESET),
+        (None if is_wide else _Running.TO_FP32, _Running.RESET),
         layer=module,
         severity="error",
         step=first.step,
@@ -121,26 +122,26 @@ def _origin(event: Event | None) -> dict[str, object]:
     }
 
 
-def _repair(dtype: str, origin: Event | None) -> _Statistics:
+def _repair(dtype: str, origin: Event | None) -> _Running:
     if dtype == "float32":
-        return _Statistics.FIND_LARGE_VALUES if origin is None else _Statistics.REPAIR_FORWARD
-    return _Statistics.KEEP_IN_FP32_NOT_FP16 if dtype == FLOAT16.name else _Statistics.KEEP_IN_FP32
+        return _Running.FIND_LARGE_VALUES if origin is None else _Running.REPAIR_FORWARD
+    return _Running.KEEP_IN_FP32_NOT_FP16 if dtype == FLOAT16.name else _Running.KEEP_IN_FP32
 
 
-def _stuck(stuck: Sequence[Measurement]) -> Found:
+def _stuck(stuck: Sequence[Statistics]) -> Found:
     names = list(dict.fromkeys(each.name for each in stuck))
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     return Found(
-        _Statistics.STUCK_ONE if len(names) == 1 else _Statistics.STUCK_MANY,
+        _Running.STUCK_ONE if len(names) == 1 else _Running.STUCK_MANY,
         {"buffers": names},
         {
             "names": names,
-            "writes": stuck[0].figures["writes"],
-            "dtype": stuck[0].text.rpartition(" ")[2],
+            "writes": stuck[0].writes,
+            "dtype": stuck[0].dtype,
             "paths": ", ".join(map(quoted, modules[:MOST_ROWS])),
         },
-        _Statistics.KEEP_ALL_IN_FP32,
-        _Statistics.ALL_TO_FP32,
+        _Running.KEEP_ALL_IN_FP32,
+        _Running.ALL_TO_FP32,
         layer=modules[0],
     )
 
@@ -202,17 +203,17 @@ def _loss_in_16_bits(case: Case) -> Iterator[Found]:
     False alarms: The warning is given if the loss has operators whose results may cancel (differences, products, KL),
     whether or not they do in this run. In a term of it a product with a constant is no such operator.
     """
-    terms = sorted(case.measured("loss-term"), key=lambda each: not each.figures["cancels"])
-    has_cancelling_term = bool(terms and terms[0].figures["cancels"])
-    whole = [each for each in case.measured("loss") if not (has_cancelling_term and _is_rounded_once(each))]
+    terms = sorted(case.recorded(LossTerm), key=lambda each: not each.cancels)
+    has_cancelling_term = bool(terms and terms[0].cancels)
+    whole = [each for each in case.recorded(WholeLoss) if not (has_cancelling_term and _is_rounded_once(each))]
     if whole:
         yield _whole_loss(whole[0], case)
     elif terms:
         yield _term(terms[0], case)
 
 
-def _whole_loss(loss: Measurement, case: Case) -> Found:
-    overflowed, value = _overflowed(loss), loss.figures["value"]
+def _whole_loss(loss: WholeLoss, case: Case) -> Found:
+    overflowed, value = _overflowed(loss), loss.value
     with_target = any(operator in ("Mul", "KlDiv") for operator in loss.names)
     is_harmless = not overflowed and _is_rounded_once(loss)
     # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
@@ -227,7 +228,7 @@ def _whole_loss(loss: Measurement, case: Case) -> Found:
         fix, code = _Loss.IN_FP32_WITH_TARGET, _Loss.CAST_WITH_TARGET
     return Found(
         (says, _on_a_cpu_only(loss, case)),
-        {"value": value if loss.figures["is_known"] else None, "dtype": loss.text, "operators": list(loss.names)},
+        {"value": value if loss.is_known else None, "dtype": loss.text, "operators": list(loss.names)},
         {**_rounding(loss), "value": value, "largest": FORMATS[loss.text].max_finite},
         () if is_harmless else fix,
         () if is_harmless else code,
@@ -236,8 +237,8 @@ def _whole_loss(loss: Measurement, case: Case) -> Found:
     )
 
 
-def _term(term: Measurement, case: Case) -> Found:
-    cancels = bool(term.figures["cancels"])
+def _term(term: LossTerm, case: Case) -> Found:
+    cancels = bool(term.cancels)
     return Found(
         (_Loss.TERM_CANCELS if cancels else _Loss.TERM_ROUNDED_ONCE, _on_a_cpu_only(term, case)),
         {"dtype": term.text, "operators": list(term.names)},
@@ -249,23 +250,23 @@ def _term(term: Measurement, case: Case) -> Found:
     )
 
 
-def _rounding(loss: Measurement) -> dict[str, object]:
+def _rounding(loss: WholeLoss | LossTerm) -> dict[str, object]:
     return {"bits": SIGNIFICAND_BITS[loss.text], "made_by": " of ".join(loss.names[:4]).lower()}
 
 
-def _overflowed(loss: Measurement) -> bool:
-    return bool(loss.figures["is_known"]) and not math.isfinite(loss.figures["value"])
+def _overflowed(loss: WholeLoss) -> bool:
+    return bool(loss.is_known) and not math.isfinite(loss.value)
 
 
-def _is_rounded_once(loss: Measurement) -> bool:
+def _is_rounded_once(loss: WholeLoss) -> bool:
     """Return whether a loss did not overflow, and no operators of it may cancel: a cross-entropy, say."""
     if _overflowed(loss):
         return False
     return "NllLoss" in loss.names or not any(operator in _CANCELLING for operator in loss.names)
 
 
-def _on_a_cpu_only(loss: Measurement, case: Case) -> _Loss | None:
-    is_wide_on_cuda = any(case.precision.autocast) and loss.figures.get("is_wide_on_cuda")
+def _on_a_cpu_only(loss: WholeLoss | LossTerm, case: Case) -> _Loss | None:
+    is_wide_on_cuda = any(case.precision.autocast) and loss.is_wide_on_cuda
     return _Loss.ON_A_CPU_ONLY if is_wide_on_cuda else None
 
 
@@ -306,22 +307,22 @@ def _norm_overflows(case: Case) -> Iterator[Found]:
     False alarms: It is measured: the root's argument is infinite, and the loss is finite. Rows that nothing uses, such as
     padding, count as well.
     """
-    found = list(case.measured("overflowed-norm"))
+    found = list(case.recorded(OverflowedNorm))
     if not found:
         return
     first, others = found[0], [each.name for each in found[1:]]
-    elements, of = int(first.figures["elements"]), int(first.figures["of"])
+    elements, of = int(first.elements), int(first.of)
     says = _Norm.ELEMENTS_ZERO
     if elements == of:
         says = _Norm.ALL_ZERO
-    elif first.figures["is_by_row"]:
+    elif first.is_by_row:
         says = _Norm.ROWS_ZERO
     yield Found(
         (says, _Norm.ELSEWHERE if others else None),
         {
             "elements": elements,
             "of": of,
-            "operator": first.text.rpartition(" ")[2],
+            "operator": first.operator,
             "modules": [each.name for each in found],
         },
         {"module": module_named(first.name), "others": " and in ".join(map(module_named, others))},
@@ -335,7 +336,7 @@ def _norm_overflows(case: Case) -> Iterator[Found]:
 # -- whole numbers ------------------------------------------------------------------------------------------------------
 
 
-class _Positions(Sentences):
+class _Whole(Sentences):
     COLLAPSED = (
         "In {module} {which} are in {dtype:format}, which keeps {after:.0f} of these {before:.0f} distinct: neighbours become "
         "one position, timestep or index."
@@ -366,39 +367,38 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
     something is divided by, and targets of a regression, are not reported. It is inferred if a module's input holds one whole
     number per row and the largest exceeds 264 (BF16; 2056 in FP16): it may be a count that is meant to be rounded.
     """
-    found = sorted(case.measured("positions"), key=lambda each: not each.figures["is_table"])
+    found = sorted(case.recorded(Positions), key=lambda each: not each.is_table)
     for measured in found[:1]:
         operator, used = measured.names or ("", "")
-        fix, code = _Positions.INDICES, _Positions.INTEGER_INDICES
+        fix, code = _Whole.INDICES, _Whole.INTEGER_INDICES
         if operator == "cumsum":
-            fix, code = _Positions.SUMS, _Positions.INTEGER_SUMS
+            fix, code = _Whole.SUMS, _Whole.INTEGER_SUMS
         elif used in ("", "get a sine or cosine"):
-            fix, code = _Positions.ANGLES, _Positions.WIDE_ANGLES
+            fix, code = _Whole.ANGLES, _Whole.WIDE_ANGLES
         yield Found(
-            _Positions.COLLAPSED_BEFORE_USE if used else _Positions.COLLAPSED,
+            _Whole.COLLAPSED_BEFORE_USE if used else _Whole.COLLAPSED,
             {**measured.figures, "dtype": measured.text},
             {"module": module_named(measured.name), "which": _whole_numbers(measured, operator), "used": used},
             fix,
             code,
             layer=measured.name,
-            certainty=MEASURED if measured.figures["is_table"] else INFERRED,
+            certainty=MEASURED if measured.is_table else INFERRED,
             step=measured.step,
         )
 
 
-def _whole_numbers(measured: Measurement, operator: str) -> str:
+def _whole_numbers(measured: Positions, operator: str) -> str:
     """Return in words the whole numbers that were rounded; of a table only the least possible value is known."""
-    figures = measured.figures
-    up_to = f"whole numbers up to {figures['largest']:.0f}" if "largest" in figures else ""
+    up_to = "" if measured.largest is None else f"whole numbers up to {measured.largest:.0f}"
     if operator == "cumsum":
         return f"the sums of a cumsum, {up_to},"
-    return up_to or f"{figures['before']:.0f} consecutive whole numbers, {figures['least']:.0f} or larger,"
+    return up_to or f"{measured.before:.0f} consecutive whole numbers, {measured.least:.0f} or larger,"
 
 
 # -- scores -------------------------------------------------------------------------------------------------------------
 
 
-class _Ties(Sentences):
+class _Tied(Sentences):
     TIED = (
         "The top {k:.0f} of the {scores:.0f} scores of {module} are chosen in {dtype:format}: in {fraction:percent} of the rows "
         "the last one chosen ties with one that is left out, and it is not the scores that decide between them."
@@ -416,13 +416,13 @@ def _router_ties(case: Case) -> Iterator[Found]:
     False alarms: Ties are reported from one row in a hundred on, even if a random choice among equal experts is intended.
     Ties at zero and rows of one value only do not count.
     """
-    for measured in case.measured("ties"):
+    for measured in case.recorded(Ties):
         yield Found(
-            _Ties.TIED,
+            _Tied.TIED,
             {**measured.figures, "dtype": measured.text},
             {"module": module_named(measured.name)},
-            _Ties.IN_FP32,
-            _Ties.WIDE,
+            _Tied.IN_FP32,
+            _Tied.WIDE,
             layer=measured.name,
             step=measured.step,
         )
@@ -430,9 +430,9 @@ def _router_ties(case: Case) -> Iterator[Found]:
 
 
 FAULTS = (
-    Fault("statistics-broken", "warning", _statistics_broken, (_Statistics,)),
+    Fault("statistics-broken", "warning", _statistics_broken, (_Running,)),
     Fault("loss-in-16-bits", "warning", _loss_in_16_bits, (_Loss,), OF_FORWARD),
     Fault("norm-overflows", "error", _norm_overflows, (_Norm,)),
-    Fault("positions-collapse", "warning", _positions_collapse, (_Positions,)),
-    Fault("router-ties", "warning", _router_ties, (_Ties,)),
+    Fault("positions-collapse", "warning", _positions_collapse, (_Whole,)),
+    Fault("router-ties", "warning", _router_ties, (_Tied,)),
 )

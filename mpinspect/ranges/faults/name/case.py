@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FloatFormat
 from mpinspect.ranges.analysis.report import Coverage, LayerReport
 from mpinspect.ranges.analysis.scale_advice import Advised
+from mpinspect.ranges.records import AnyRecord, Record, recorded
 from mpinspect.ranges.session import (
     Event,
-    Measurement,
     Precision,
     Progress,
     ScalerRecord,
@@ -73,9 +73,9 @@ class Case:
         """The enabled gradient scalers."""
         return [scaler for scaler in self.precision.scalers if scaler.enabled]
 
-    def measured(self, what: str) -> Iterator[Measurement]:
-        """Return the measurements of one kind, in the order in which they were made."""
-        return (each for each in self.session.measurements if each.what == what)
+    def recorded(self, of: type[AnyRecord]) -> Iterator[AnyRecord]:
+        """Yield the records of a class, in the order in which they were made."""
+        return recorded(self.session.measurements, of)
 
 
 class FP32Weights(Sentences):
@@ -105,7 +105,7 @@ def quoted(name: str) -> str:
     return json.dumps(name, ensure_ascii=False)
 
 
-def again(measured: Sequence[Measurement]) -> str:
+def again(measured: Sequence[Record]) -> str:
     """Return words on the further checked steps with the same fault, to follow "In step 3"; "" if there are none."""
     more = len(measured) - 1
     return f", and in {more} more of the few steps that are checked for this," if more else ""

@@ -9,7 +9,18 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event, Measurement
+from mpinspect.ranges.records import (
+    Examined,
+    ExaminedArgument,
+    ExaminedBatch,
+    ExaminedDifference,
+    ExaminedMask,
+    ExaminedTarget,
+    ExaminedZeroRow,
+    ReplacedBeforeStep,
+    WeightGrowth,
+)
+from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event
 from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import number_of
@@ -27,7 +38,7 @@ def _aftermath(case: Case, event: Event | None) -> _Aftermath | None:
     """Return what an optimizer's step on non-finite gradients did; None if there was no such step or it did no harm."""
     if event is None or event.skipped is not False or event.gradients_finite:
         return None
-    if any(each.step == event.step for each in case.measured("replaced-before-step")):
+    if any(each.step == event.step for each in case.recorded(ReplacedBeforeStep)):
         return _Aftermath.REPLACED
     later = [each for each in case.events if each.step > event.step]
     recovered = case.progress.steps > event.step + 1 and all(each.forward_finite for each in later)
@@ -39,7 +50,7 @@ def _event_at(case: Case, step: int) -> Event | None:
     return next((event for event in case.events if event.step == step), None)
 
 
-def _module(case: Case, measured: Measurement) -> str:
+def _module(case: Case, measured: Examined) -> str:
     """Return the module in which the infinity or NaN arose; "" for the loss and for code after the last module."""
     event = _event_at(case, measured.step)
     if measured.name or event is None or event.after or event.what in LOSSES:
@@ -52,12 +63,12 @@ def _when(step: int, module: str) -> str:
     return f"In step {step}, in {module!r}," if module else f"In step {step}"
 
 
-def _rows(measured: Measurement, one: str = "row", several: str = "rows", of: str = "the batch") -> str:
+def _rows(measured: Examined, one: str = "row", several: str = "rows", of: str = "the batch") -> str:
     """Return the positions along the first dimension in words: "row 5 of the batch", "all 32 rows of the batch"."""
-    names, number = measured.names, measured.figures.get("rows", math.inf)
+    names, number = measured.names, math.inf if measured.rows is None else measured.rows
     if not names:
         return ""
-    if number == measured.figures.get("of_rows", 0) > 1:
+    if number == (measured.of_rows or 0) > 1:
         return f"all {number:.0f} {several} of {of}"
     noun = several if len(names) > 1 else one
     if number > len(names) >= MOST_ROWS:
@@ -71,8 +82,8 @@ def _brackets(*parts: str) -> str:
     return f" ({inside})" if inside else ""
 
 
-def _elements(measured: Measurement) -> str:
-    return number_of(round(measured.figures["elements"]), "element")
+def _elements(measured: Examined) -> str:
+    return number_of(round(measured.elements), "element")
 
 
 # -- the batch ----------------------------------------------------------------------------------------------------------
@@ -94,31 +105,31 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
     False alarms: Only the inputs of the model's outermost call are searched, and the targets that its loss keeps. A batch
     that the model is meant to clean (NaN for missing values) is still reported if the loss is not finite.
     """
-    for measured in case.session.measurements:
+    for measured in case.recorded(Examined):
         event = _event_at(case, measured.step)
         of_targets = _is_of_targets(measured, event)
-        if not of_targets and measured.what != "examined-batch":
+        if not of_targets and not isinstance(measured, ExaminedBatch):
             continue
         if event is not None and event.rank != measured.rank:
             # Another rank may have made it first and sent it to this one.
             continue
         yield Found(
             (_Batch.TARGETS if of_targets else _Batch.BATCH, _aftermath(case, event)),
-            {"elements": measured.figures["elements"], "rows": list(measured.names)},
+            {"elements": measured.elements, "rows": list(measured.names)},
             {"places": _brackets(_elements(measured), _rows(measured))},
             _Batch.LOOK,
             _Batch.CHECK_TARGETS if of_targets else _Batch.CHECK_BATCH,
             severity="warning" if event is None else "error",
-            certainty=INFERRED if measured.what == "examined-difference" else MEASURED,
+            certainty=INFERRED if isinstance(measured, ExaminedDifference) else MEASURED,
             step=measured.step,
         )
         return
 
 
-def _is_of_targets(measured: Measurement, event: Event | None) -> bool:
+def _is_of_targets(measured: Examined, event: Event | None) -> bool:
     """Return whether the loss's targets were not finite: of a difference only if the model's own output was finite."""
-    if measured.what != "examined-difference":
-        return measured.what == "examined-target"
+    if not isinstance(measured, ExaminedDifference):
+        return isinstance(measured, ExaminedTarget)
     return event is None or event.what in LOSSES or event.forward_finite is not False
 
 
@@ -146,8 +157,8 @@ def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
     False alarms: A softmax is reported only if the autograd graph shows a mask just before it; scores that are -inf for
     another reason are not reported.
     """
-    for measured in case.measured("examined-mask"):
-        module, elements = _module(case, measured), measured.figures["elements"]
+    for measured in case.recorded(ExaminedMask):
+        module, elements = _module(case, measured), measured.elements
         is_narrow = run_format(case.session) in (FLOAT16, BFLOAT16)
         places = _brackets(_rows(measured, "index", "indices", "the first dimension"))
         yield Found(
@@ -176,7 +187,7 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
     False alarms: If nothing in a module is trained, there is no graph: rows of zeros that come out as NaN are then taken
     for a division, and the finding is inferred.
     """
-    for measured in case.measured("examined-zero-row"):
+    for measured in case.recorded(ExaminedZeroRow):
         module = _module(case, measured)
         yield Found(
             (_ZeroRow.DIVIDED, _aftermath(case, _event_at(case, measured.step))),
@@ -278,7 +289,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
     False alarms: The operation that ran first counts. If a later torch.where discards its result it may be harmless in the
     forward; its gradient is not.
     """
-    for measured in case.measured("examined-argument"):
+    for measured in case.recorded(ExaminedArgument):
         module, event = _module(case, measured), _event_at(case, measured.step)
         fix, code = next(
             (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
@@ -287,7 +298,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
         yield Found(
             (_effect(measured, event), _aftermath(case, event)),
-            {"operator": measured.text, "elements": measured.figures["elements"], "rows": list(measured.names)},
+            {"operator": measured.text, "elements": measured.elements, "rows": list(measured.names)},
             {
                 "place": _place(module, event),
                 "places": _brackets(_elements(measured), _rows(measured)),
@@ -302,10 +313,10 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         return
 
 
-def _effect(measured: Measurement, event: Event | None) -> _Argument:
+def _effect(measured: Examined, event: Event | None) -> _Argument:
     if event is None:
         return _Argument.NO_HARM
-    return _Argument.GRADIENT_BROKEN if measured.figures.get("loss_finite") else _Argument.ALL_BROKEN
+    return _Argument.GRADIENT_BROKEN if measured.loss_finite else _Argument.ALL_BROKEN
 
 
 def _place(module: str, event: Event | None) -> str:
@@ -317,9 +328,9 @@ def _place(module: str, event: Event | None) -> str:
     return "the model's own code" if event.of_input else "the model's own code, or the loss,"
 
 
-def _is_narrow(measured: Measurement, case: Case) -> bool:
+def _is_narrow(measured: Examined, case: Case) -> bool:
     """Return whether the operation was computed in 16 bits, as the run is if its own dtype is not known."""
-    bits = measured.figures.get("bits")
+    bits = measured.bits
     return bits == 16 if bits else run_format(case.session) in (FLOAT16, BFLOAT16)
 
 
@@ -357,7 +368,7 @@ class _Weights(Sentences):
 
 
 #: Records of operations that make infinities and NaNs whatever the weights are.
-_SINGULAR = frozenset({"examined-argument", "examined-mask", "examined-zero-row"})
+_SINGULAR = (ExaminedArgument, ExaminedMask, ExaminedZeroRow)
 
 
 def _weights_exploded(case: Case) -> Iterator[Found]:
@@ -366,33 +377,33 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     False alarms: A norm that grows to 16 times its first value is no fault if the weights begin near zero (LoRA's B, a
     zero-initialised head): it is reported only if something also became infinite or the training diverged.
     """
-    grown = list(case.measured("weight-growth"))
+    grown = list(case.recorded(WeightGrowth))
     broken = [event for event in case.events if not event.gradients_finite and not event.skipped]
     # A saturating model lets nothing become infinite; its loss grows.
-    loss_ratio = max((each.figures.get("loss_ratio", 0.0) for each in grown), default=0.0)
+    loss_ratio = max((each.loss_ratio or 0.0 for each in grown), default=0.0)
     if not grown or not (broken or case.advised.diverged or loss_ratio):
         return
     first = min(grown, key=lambda each: each.step)
     at_once = [each for each in grown if each.step == first.step]
     before = min((event.step for event in broken), default=case.progress.steps)
-    ratio = max(each.figures["ratio"] for each in at_once)
+    ratio = max(each.ratio for each in at_once)
     if first.step > before or (_has_singularity(case, before) and ratio < 2.0 ** (first.step + 1)):
         # Beside an argument at the edge of its domain, weights that did not even double in each step are no explosion.
         return
-    rate, initial = first.figures.get("lr"), first.figures.get("initial_lr")
+    rate, initial = first.lr, first.initial_lr
     is_scheduled = initial is not None and initial != rate
     yield Found(
         _consequence(broken, before, loss_ratio),
-        {"ratios": {each.name: each.figures["ratio"] for each in grown}, "lr": rate},
+        {"ratios": {each.name: each.ratio for each in grown}, "lr": rate},
         {
-            "at_rate": _at_rate(rate, initial, first.figures.get("group")),
+            "at_rate": _at_rate(rate, initial, first.group),
             "grown": [each.name for each in at_once],
             "ratio": ratio,
             "before": before,
             "loss_ratio": loss_ratio,
             "optimizer": next((optimizer.type for optimizer in case.precision.optimizers), ""),
             "lower": (rate or 0.0) / 10,
-            "group": first.figures.get("group"),
+            "group": first.group,
         },
         _Weights.LOWER_SCHEDULED_RATE if is_scheduled else _Weights.LOWER_RATE,
         (None if is_scheduled else _new_rate(first), _Weights.CLIP),
@@ -403,7 +414,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
 
 
 def _has_singularity(case: Case, step: int) -> bool:
-    return any(each.what in _SINGULAR and each.step == step for each in case.session.measurements)
+    return any(isinstance(each, _SINGULAR) and each.step == step for each in case.recorded(Examined))
 
 
 def _consequence(broken: list[Event], before: int, loss_ratio: float) -> _Weights:
@@ -413,11 +424,11 @@ def _consequence(broken: list[Event], before: int, loss_ratio: float) -> _Weight
     return _Weights.BROKE_THE_FORWARD if in_forward else _Weights.BROKE_THE_BACKWARD
 
 
-def _new_rate(grown: Measurement) -> _Weights | None:
+def _new_rate(grown: WeightGrowth) -> _Weights | None:
     """Return the code that lowers the learning rate; None if the rate is not known."""
-    if not grown.figures.get("lr"):
+    if not grown.lr:
         return None
-    return _Weights.NEW_OPTIMIZER if grown.figures.get("group") is None else _Weights.NEW_RATE_OF_GROUP
+    return _Weights.NEW_OPTIMIZER if grown.group is None else _Weights.NEW_RATE_OF_GROUP
 
 
 def _at_rate(rate: float | None, initial: float | None, group: float | None) -> str:

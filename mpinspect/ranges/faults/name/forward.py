@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
+from mpinspect.ranges.records import BrokenLoss, recorded
 from mpinspect.ranges.session import LOSSES, Event, Session, is_below, module_named
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import format_name
@@ -43,14 +44,20 @@ def where_to_inspect(first: Event, session: Session) -> tuple[Inspect, dict[str,
 
 def was_in_half(first: Event, session: Session) -> bool:
     """Return whether FP16 was computed in where an event arose: in the loss's own code, a module, or those within it."""
-    loss = session.broken_loss(first.step) if first.what in LOSSES else None
+    loss = _broken_loss(first, session)
     if loss is not None:
-        return bool(loss.figures.get("in_half"))
+        return loss.in_half
     if first.dtype and first.dtype != FLOAT16.name:
         # A container that returns another dtype may compute in FP16 within.
         has_modules = any(is_below(info.module, first.module) for info in session.watched)
         return first.what not in LOSSES and has_modules and _has_half(session)
     return first.dtype == FLOAT16.name or _has_half(session)
+
+
+def _broken_loss(first: Event, session: Session) -> BrokenLoss | None:
+    """Return the record of the loss of an event, if the event is one and its operations are known."""
+    losses = recorded(session.measurements, BrokenLoss) if first.what in LOSSES else ()
+    return next((each for each in losses if each.step == first.step), None)
 
 
 def _has_half(session: Session) -> bool:
@@ -59,7 +66,7 @@ def _has_half(session: Session) -> bool:
 
 def loss_made_by(first: Event, session: Session) -> str:
     """Return the operations of a loss that was not finite and their dtype, in brackets after a space; "" if not known."""
-    found = session.broken_loss(first.step) if first.what in LOSSES else None
+    found = _broken_loss(first, session)
     if found is None or not found.names:
         return ""
     dtype = f", in {format_name(found.text)}" if found.text in FORMATS else ""

@@ -18,6 +18,7 @@ from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
+from mpinspect.ranges.records import WeightGrowth
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import scale_of, some, steps_named, with_power
@@ -71,7 +72,7 @@ def _training_diverged(case: Case) -> Iterator[Found]:
     False alarms: A training that recovers later is reported until its gradients are small again.
     """
     if case.advised.diverged:
-        has_grown = any(case.measured("weight-growth"))
+        has_grown = any(case.recorded(WeightGrowth))
         yield Found(
             _Diverged.REASON,
             {},

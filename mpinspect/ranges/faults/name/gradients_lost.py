@@ -9,7 +9,7 @@ from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, Case, FP32Weights, again, grouped
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
-from mpinspect.ranges.session import Measurement
+from mpinspect.ranges.records import ChangedBeforeStep, LeftOver, MastersAddedUp, MastersNotCopied, NeverUpdated, Stale
 from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
 
@@ -54,19 +54,19 @@ def _never_updated(case: Case) -> Iterator[Found]:
     False alarms: A script that only looks at gradients is reported if it has an optimizer or a scaler, from three backwards on.
     A run whose steps a scaler skipped is not: other findings cover it.
     """
-    for measured in case.measured("never-updated"):
-        if measured.figures["backwards"] >= _FEWEST_BACKWARDS and not case.progress.skipped_steps:
+    for measured in case.recorded(NeverUpdated):
+        if measured.backwards >= _FEWEST_BACKWARDS and not case.progress.skipped_steps:
             yield _no_step(measured, case)
-    for measured in case.measured("masters-not-copied"):
+    for masters in case.recorded(MastersNotCopied):
         yield Found(
             _Never.NOT_COPIED,
-            {"steps": measured.figures["steps"], "names": list(measured.names[:20])},
+            {"steps": masters.steps, "names": list(masters.names[:20])},
             fix=_Never.COPY,
             code=_Never.COPY_LOOP,
         )
 
 
-def _no_step(measured: Measurement, case: Case) -> Found:
+def _no_step(measured: NeverUpdated, case: Case) -> Found:
     broke = next((event for event in case.events if event.gradients_finite is False), None)
     words: dict[str, object] = {}
     fix: Sentences = _Never.LET_SCALER_STEP if case.scalers else _Never.STEP
@@ -79,7 +79,7 @@ def _no_step(measured: Measurement, case: Case) -> Found:
             _Never.NO_STEP_OF if measured.names else _Never.NO_STEP,
             None if broke is None else _Never.MAY_SKIP_ALL,
         ),
-        {"backwards": measured.figures["backwards"], "optimizers": list(measured.names)},
+        {"backwards": measured.backwards, "optimizers": list(measured.names)},
         {**words, "whose": " and ".join(dict.fromkeys(measured.names))},
         fix,
         _Never.SCALER_STEP if case.scalers or broke is not None else _Never.OPTIMIZER_STEP,
@@ -148,21 +148,21 @@ class _Zeroed(Sentences):
     COPY_LOOP = "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float()\noptimizer.step()"
 
 
-def _gone(case: Case) -> list[Measurement]:
+def _gone(case: Case) -> list[ChangedBeforeStep]:
     """Return the measured steps whose optimizer got zeros, or next to nothing, instead of the gradients."""
     return [
         each
-        for each in case.measured("changed-before-step")
-        if each.figures["zeroed"] >= MOST_LEFT_OVER * each.figures["of"]
+        for each in case.recorded(ChangedBeforeStep)
+        if each.zeroed >= MOST_LEFT_OVER * each.of
         # A copy may be divided by the loss scale on the way to a master.
-        or (0 < each.figures["factor"] < _NOTHING and "masters" not in each.figures)
+        or (0 < each.factor < _NOTHING and not each.masters)
     ]
 
 
-def _is_by_norm(gone: Measurement) -> bool:
+def _is_by_norm(gone: ChangedBeforeStep) -> bool:
     """Return whether the norm of these gradients was not finite in FP16, which explains the zeros."""
-    squares = gone.figures.get("sum_of_squares", 0.0)
-    return squares > FLOAT16.max_finite or bool(gone.figures.get("not_finite"))
+    squares = gone.sum_of_squares
+    return squares > FLOAT16.max_finite or bool(gone.not_finite)
 
 
 def _clipped_to_zero(case: Case) -> Iterator[Found]:
@@ -175,15 +175,15 @@ def _clipped_to_zero(case: Case) -> Iterator[Found]:
     if not gone or not _is_by_norm(gone[0]):
         return
     first = gone[0]
-    of_masters = "masters" in first.figures
+    of_masters = first.masters
     fix, code = (_Clipped.NORM_IN_FP32,), (_Clipped.CLIP_BY_FP32_NORM,)
     codes: tuple[Sentences, ...] = code
     if of_masters:
         fix, codes = (_Clipped.MASTERS_IN_FP32,), (_Clipped.CLIP_MASTERS,)
-    elif first.figures.get("not_finite"):
+    elif first.not_finite:
         fix, codes = (_Clipped.FP32_WEIGHTS,), (FP32Weights.IN_BF16, _Clipped.CLIP_AND_SKIP)
     yield Found(
-        _Clipped.ZEROS if first.figures.get("nans") == 0 else _Clipped.ZEROS_OR_NANS,
+        _Clipped.ZEROS if first.nans == 0 else _Clipped.ZEROS_OR_NANS,
         {**first.figures, "measured_steps": len(gone)},
         {"again": again(gone), "whose": " of the masters" if of_masters else "", "cause": _why_not_finite(first)},
         fix,
@@ -193,9 +193,9 @@ def _clipped_to_zero(case: Case) -> Iterator[Found]:
     )
 
 
-def _why_not_finite(gone: Measurement) -> str:
+def _why_not_finite(gone: ChangedBeforeStep) -> str:
     """Return a clause on why the norm was not finite."""
-    squares, not_finite = gone.figures.get("sum_of_squares", 0.0), gone.figures.get("not_finite", 0.0)
+    squares, not_finite = gone.sum_of_squares, gone.not_finite
     norm, limit = math.sqrt(squares), FLOAT16.max_finite
     what, value = ("norm", norm) if norm > limit else ("sum of squares", squares)
     if not not_finite:
@@ -216,8 +216,8 @@ def _zeroed(case: Case) -> Iterator[Found]:
     if not gone or _is_by_norm(gone[0]):
         return
     first = gone[0]
-    of_masters = "masters" in first.figures
-    if first.figures["zeroed"]:
+    of_masters = first.masters
+    if first.zeroed:
         says = _Zeroed.ZEROS_IN_MASTERS if of_masters else _Zeroed.ZEROS
     else:
         says = _Zeroed.FACTOR_IN_MASTERS if of_masters else _Zeroed.FACTOR
@@ -275,7 +275,7 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
     only if they are the sum of what they held before and of this step's gradients, all multiplied by one factor at most.
     """
     masters = [
-        each for each in case.measured("masters-added-up") if _is_kept_whole(each, case.progress.scale_at(each.step))
+        each for each in case.recorded(MastersAddedUp) if _is_kept_whole(each, case.progress.scale_at(each.step))
     ]
     if len(masters) >= _FEWEST_LEFT_OVER:
         first = masters[0]
@@ -287,13 +287,13 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
             _Sum.ZERO_GRAD_OF_MASTERS,
             step=first.step,
         )
-    left_over = case.measured("left-over")
-    held = [each for each in left_over if each.figures["parameters"] >= MOST_LEFT_OVER * each.figures["of"]]
+    left_over = case.recorded(LeftOver)
+    held = [each for each in left_over if each.parameters >= MOST_LEFT_OVER * each.of]
     if len(held) >= _FEWEST_LEFT_OVER:
         has_masters = case.precision.has_masters
         yield Found(
             _Sum.HELD_AND_GROWN if _has_grown(held) else _Sum.HELD,
-            {"measured_steps": len(held), "largest": [each.figures["largest"] for each in held]},
+            {"measured_steps": len(held), "largest": [each.largest for each in held]},
             _growth(held),
             _Sum.ZERO_BOTH if has_masters else _Sum.ZERO,
             _Sum.ZERO_GRAD_OF_BOTH if has_masters else _Sum.ZERO_GRAD,
@@ -301,19 +301,19 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
         )
 
 
-def _growth(found: Sequence[Measurement]) -> dict[str, object]:
-    first, last = (each.figures["largest"] for each in (found[0], found[-1]))
+def _growth(found: Sequence[MastersAddedUp | LeftOver]) -> dict[str, object]:
+    first, last = (each.largest for each in (found[0], found[-1]))
     return {"again": again(found), "largest_first": first, "largest_last": last}
 
 
-def _has_grown(found: Sequence[Measurement]) -> bool:
+def _has_grown(found: Sequence[MastersAddedUp | LeftOver]) -> bool:
     """Return whether the largest element grew from the first record to the last."""
-    return found[0].figures["largest"] < found[-1].figures["largest"]
+    return found[0].largest < found[-1].largest
 
 
-def _is_kept_whole(found: Measurement, scale: float | None) -> bool:
+def _is_kept_whole(found: MastersAddedUp, scale: float | None) -> bool:
     """Return whether old and new gradients have the same weight: a gradient with momentum keeps a part of the old ones."""
-    kept, added = found.figures["kept"], found.figures["added"] * (scale or 1.0)
+    kept, added = found.kept, found.added * (scale or 1.0)
     return abs(kept - 1) <= _SAME or (kept < 1 and abs(kept - added) <= _SAME * kept)
 
 
@@ -335,7 +335,7 @@ def _stale(case: Case) -> Iterator[Found]:
 
     False alarms: A branch whose gradients are kept over steps on purpose (accumulation over optimizer steps) is reported.
     """
-    found = list(case.measured("stale"))
+    found = list(case.recorded(Stale))
     if not found:
         return
     names = list(dict.fromkeys(name for each in found for name in each.names))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mpinspect.ranges.faults.name.case import Case, again, grouped
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.ranges.records import ReplacedBeforeStep
 from mpinspect.ranges.session import Event, TensorKey, TensorWindow
 from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
@@ -57,12 +58,12 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
     convolution is not finite, those of its weights can't be.
     """
     fix, code, words = _remedy(case)
-    measured = list(case.measured("replaced-before-step"))
+    measured = list(case.recorded(ReplacedBeforeStep))
     names = list(measured[0].names) if measured else _replaced_in_backward(case)
     if measured:
         yield Found(
             _Replaced.BEFORE_STEP,
-            {"parameters": len(names), "of": measured[0].figures["of"], "names": names[:20]},
+            {"parameters": len(names), "of": measured[0].of, "names": names[:20]},
             {**words, "again": again(measured), "held": names},
             fix,
             code,
@@ -85,7 +86,7 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
 
 def replaced(case: Case) -> list[str]:
     """Return the weights whose gradients held infinities or NaNs that were made finite before the optimizer's step."""
-    measured = [name for found in case.measured("replaced-before-step") for name in found.names]
+    measured = [name for found in case.recorded(ReplacedBeforeStep) for name in found.names]
     return list(dict.fromkeys(measured)) or _replaced_in_backward(case)
 
 

@@ -15,7 +15,8 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, loss_made_by, period, was_in_half, where_to_inspect
 from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
-from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, Measurement, module_named
+from mpinspect.ranges.records import ChangedBeforeStep, MastersGivenSmaller, NewScalers
+from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import number_or_power
@@ -227,13 +228,13 @@ class _Anew(Sentences):
     SAVE_AND_LOAD = 'checkpoint["scaler"] = scaler.state_dict()\nscaler.load_state_dict(checkpoint["scaler"])'
 
 
-def _made_anew(case: Case) -> Measurement | None:
+def _made_anew(case: Case) -> NewScalers | None:
     """Return the last count of steps with a new scaler, if most steps have one and the scale never changed."""
-    found = list(case.measured("new-scalers"))
+    found = list(case.recorded(NewScalers))
     if run_format(case.session) in (BFLOAT16, FLOAT32):
         # There no scale is of use.
         return None
-    if not found or found[-1].figures["new"] <= _MOST * found[-1].figures["steps"]:
+    if not found or found[-1].new <= _MOST * found[-1].steps:
         return None
     # A new scaler that loads the state of the last one continues with its scale.
     scales = {change.scale for change in case.session.scale_history()}
@@ -251,7 +252,7 @@ def _scaler_made_anew(case: Case) -> Iterator[Found]:
         yield from _search_repeated(case)
         return
     steps, lost = case.progress.steps, len([event for event in _skips(case) if event.skipped])
-    count, of = int(made.figures["new"]), int(made.figures["steps"])
+    count, of = int(made.new), int(made.steps)
     yield Found(
         _Anew.EACH_STEP_OVERFLOWS if lost else _Anew.EACH_STEP,
         {**made.figures, "loss_scale": case.session.scale_history()[0].scale, "skipped_steps": lost},
@@ -837,11 +838,11 @@ def _divisors(case: Case) -> tuple[float, float] | None:
     None if they were not. A scale is a power of two or stays the same; clipping divides by other numbers in each step, and
     averaging by the number of a step's backwards.
     """
-    of_masters = next(case.measured("masters-given-smaller"), None)
+    of_masters = next(case.recorded(MastersGivenSmaller), None)
     if of_masters is not None:
-        return of_masters.figures["least"], of_masters.figures["most"]
-    found = [each.figures for each in case.measured("changed-before-step") if "masters" not in each.figures]
-    divisors = [1 / each["factor"] for each in found if each["is_uniform"] and 0 < each["factor"] < 1]
+        return of_masters.least, of_masters.most
+    found = [each for each in case.recorded(ChangedBeforeStep) if not each.masters]
+    divisors = [1 / each.factor for each in found if each.is_uniform and 0 < each.factor < 1]
     if len(divisors) < max(len(found), 2):
         return None
     least, most = min(divisors), max(divisors)

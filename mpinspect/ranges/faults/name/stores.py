@@ -10,6 +10,7 @@ from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
+from mpinspect.ranges.records import Accumulation, Average
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
@@ -333,9 +334,9 @@ def _average_lost(case: Case) -> Iterator[Found]:
     False alarms: An average that has caught up with its weights moves little, so only elements that differ from the weights
     count.
     """
-    for measured in case.measured("average"):
+    for measured in case.recorded(Average):
         yield Found(
-            _Average.COPY if measured.figures["tensors"] == 1 else _Average.COPIES,
+            _Average.COPY if measured.tensors == 1 else _Average.COPIES,
             {"dtype": measured.text, "copies_of": list(measured.names), **measured.figures},
             {"since": measured.step},
             _Average.IN_FP32,
@@ -357,16 +358,15 @@ def _accumulation_lost(case: Case) -> Iterator[Found]:
 
     False alarms: A micro-batch whose gradient really is negligible beside the others' is reported likewise.
     """
-    found = [each for each in case.measured("accumulation") if each.figures.get("nonzero", 0) > 0]
+    found = [each for each in case.recorded(Accumulation) if each.nonzero > 0]
     if not found:
         return
     # The sums over all parameters of a step stand beside each of the worst; older files have the worst alone.
-    of_all = {each.step: each.figures for each in found if "all_lost" in each.figures}.values()
-    sums = [(each["all_lost"], each["all_nonzero"]) for each in of_all]
-    sums = sums or [(each.figures["lost"], each.figures["nonzero"]) for each in found]
-    worst = max(found, key=lambda each: each.figures["lost"] / each.figures["nonzero"])
-    share = worst.figures["lost"] / worst.figures["nonzero"]
-    micro_batches = int(max(each.figures.get("micro_batches", 0) for each in found))
+    of_all = {each.step: (each.all_lost, each.all_nonzero or 0.0) for each in found if each.all_lost is not None}
+    sums = list(of_all.values()) or [(each.lost, each.nonzero) for each in found]
+    worst = max(found, key=lambda each: each.lost / each.nonzero)
+    share = worst.lost / worst.nonzero
+    micro_batches = int(max(each.micro_batches for each in found))
     # A sum of equal terms stops growing after 2^bits additions. From half of that on, the losses of the additions add up.
     few = 2.0 ** (SIGNIFICAND_BITS.get(worst.text, 0) - 1)
     if share <= _LOST_TOLERANCE * min(1.0, few / max(micro_batches, 1)):
@@ -388,10 +388,10 @@ def _accumulation_lost(case: Case) -> Iterator[Found]:
 
 
 FAULTS = (
-    Fault("epsilon-zero", "warning", _epsilon_zero, (_Epsilon,), ("non-finite-event",)),
-    Fault("updates-lost", "warning", _updates_lost, (_Updates,)),
+    Fault("epsilon-zero", "warning", _epsilon_zero, (_Epsilon, FP32Weights), ("non-finite-event",)),
+    Fault("updates-lost", "warning", _updates_lost, (_Updates, FP32Weights)),
     Fault("average-lost", "warning", _average_lost, (_Average,)),
-    Fault("accumulation-lost", "warning", _accumulation_lost, (_Accumulation,)),
-    Fault("moments-cannot-decay", "warning", _moments_cannot_decay, (_Moments,)),
-    Fault("weight-decay-lost", "warning", _weight_decay_lost, (_Decay,)),
+    Fault("accumulation-lost", "warning", _accumulation_lost, (_Accumulation, FP32Weights)),
+    Fault("moments-cannot-decay", "warning", _moments_cannot_decay, (_Moments, FP32Weights)),
+    Fault("weight-decay-lost", "warning", _weight_decay_lost, (_Decay, FP32Weights)),
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from mpinspect.ranges.faults.name.case import Case, again, grouped
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.session import Measurement
+from mpinspect.ranges.records import ChangedWhileScaled, SteppedWhileScaled, UnscaledAgain, UnscaledNeverScaled
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import with_power
 
@@ -72,8 +72,8 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
     is_scaled = not scales <= {1.0, None}
     if changed and is_scaled and not _is_divided_by_hand(case, changed) and not _is_average(changed):
         yield _clipped(changed, case)
-    for measured in case.measured("stepped-while-scaled"):
-        scale, factor = case.progress.scale_at(measured.step), measured.figures["factor"]
+    for measured in case.recorded(SteppedWhileScaled):
+        scale, factor = case.progress.scale_at(measured.step), measured.factor
         if scale and scale > 1 and factor * scale > _UNSCALED_BY_HAND:
             yield Found(
                 _Unscale.STEPPED,
@@ -86,9 +86,9 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
             return
 
 
-def _clipped(changed: Sequence[Measurement], case: Case) -> Found:
+def _clipped(changed: Sequence[ChangedWhileScaled], case: Case) -> Found:
     first = changed[0]
-    scale, is_by_norm = case.progress.scale_at(first.step), bool(first.figures["is_uniform"])
+    scale, is_by_norm = case.progress.scale_at(first.step), bool(first.is_uniform)
     if scale:
         says = _Unscale.CLIPPED if is_by_norm else _Unscale.CHANGED
     else:
@@ -96,7 +96,7 @@ def _clipped(changed: Sequence[Measurement], case: Case) -> Found:
     return Found(
         says,
         {
-            "factor": first.figures["factor"],
+            "factor": first.factor,
             "is_uniform": is_by_norm,
             "loss_scale": scale,
             "measured_steps": len(changed),
@@ -108,9 +108,9 @@ def _clipped(changed: Sequence[Measurement], case: Case) -> Found:
     )
 
 
-def _changed(case: Case) -> list[Measurement]:
+def _changed(case: Case) -> list[ChangedWhileScaled]:
     """Return the measured changes of gradients before they were unscaled."""
-    return [each for each in case.measured("changed-while-scaled") if not math.isnan(each.figures["factor"])]
+    return [each for each in case.recorded(ChangedWhileScaled) if not math.isnan(each.factor)]
 
 
 class _TooOften(Sentences):
@@ -143,7 +143,7 @@ def _unscaled_too_often(case: Case) -> Iterator[Found]:
     reported.
     """
     by_hand = _changed(case)
-    repeated, never = list(case.measured("unscaled-again")), list(case.measured("unscaled-never-scaled"))
+    repeated, never = list(case.recorded(UnscaledAgain)), list(case.recorded(UnscaledNeverScaled))
     if _is_divided_by_hand(case, by_hand):
         yield from _too_often(case, by_hand, (_TooOften.BY_HAND, _TooOften.DIVIDE_NOTHING, _TooOften.CLIP), ())
     elif repeated:
@@ -156,7 +156,7 @@ def _unscaled_too_often(case: Case) -> Iterator[Found]:
 
 def _too_often(
     case: Case,
-    found: Sequence[Measurement],
+    found: Sequence[ChangedWhileScaled | UnscaledAgain | UnscaledNeverScaled],
     says: tuple[_TooOften, _TooOften, _TooOften],
     names: tuple[str, ...],
 ) -> Iterator[Found]:
@@ -171,7 +171,7 @@ def _too_often(
         {
             "again": again(found),
             "of": f" of {with_power(scale)}" if scale else "",
-            "times": round(first.figures.get("times", 0.0)),
+            "times": round(first.times) if isinstance(first, UnscaledAgain) else 0,
             "modules": grouped(names),
         },
         fix,
@@ -181,7 +181,7 @@ def _too_often(
     )
 
 
-def _is_divided_by_hand(case: Case, changed: Sequence[Measurement]) -> bool:
+def _is_divided_by_hand(case: Case, changed: Sequence[ChangedWhileScaled]) -> bool:
     """Return whether all gradients were divided by exactly the loss scale before a scaler unscaled them."""
     batches = round(case.progress.backwards / max(case.progress.steps, 1))
     scales = [case.progress.scale_at(each.step) for each in changed]
@@ -189,19 +189,19 @@ def _is_divided_by_hand(case: Case, changed: Sequence[Measurement]) -> bool:
         scale is not None
         and scale > 1
         and scale != batches
-        and each.figures["is_uniform"]
-        and abs(each.figures["factor"] * scale - 1) <= _SAME
+        and each.is_uniform
+        and abs(each.factor * scale - 1) <= _SAME
         for each, scale in zip(changed, scales, strict=True)
     )
 
 
-def _is_average(changed: Sequence[Measurement]) -> bool:
+def _is_average(changed: Sequence[ChangedWhileScaled]) -> bool:
     """Return whether all gradients were divided by the same small whole number: an average over micro-batches."""
-    factors = [each.figures["factor"] for each in changed]
+    factors = [each.factor for each in changed]
     divisor = 1 / factors[0] if factors[0] > 0 else math.inf
     is_whole = divisor <= _MOST_MICRO_BATCHES and abs(divisor - round(divisor)) < _SAME * divisor
     is_one = all(abs(factor - factors[0]) <= _SAME * factors[0] for factor in factors)
-    return is_whole and is_one and all(each.figures["is_uniform"] for each in changed)
+    return is_whole and is_one and all(each.is_uniform for each in changed)
 
 
 FAULTS = (

@@ -14,7 +14,8 @@ from mpinspect.ranges.faults.name.case import Case, grouped, quoted
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.session import FROZEN, Measurement
+from mpinspect.ranges.records import MissingGradients, NotOptimized
+from mpinspect.ranges.session import FROZEN
 from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import as_power, with_power
@@ -85,23 +86,23 @@ def _gradients_missing(case: Case) -> Iterator[Found]:
         for key, info in case.infos.items()
         if info.kind == WEIGHT_GRADIENT and (key not in case.totals or not case.totals[key].samples)
     }
-    for measured in case.measured("missing"):
+    for measured in case.recorded(MissingGradients):
         names = [name for name in measured.names if name in never]
         if names:
             yield _without_gradient(measured, names)
     yield from _frozen_by_prefix(case)
 
 
-def _without_gradient(measured: Measurement, names: Sequence[str]) -> Found:
+def _without_gradient(measured: MissingGradients, names: Sequence[str]) -> Found:
     """Return the finding on parameters without gradients, by how their modules were called."""
     is_one, severity = len(names) == 1, "warning"
     says = _Missing.ONE_NOT_REACHED if is_one else _Missing.MANY_NOT_REACHED
     fix: _Missing | tuple[()] = _Missing.LOOK_FOR_ONE if is_one else _Missing.LOOK_FOR_MANY
     code: _Missing | tuple[()] = ()
-    if "not_called" in measured.figures:
+    if measured.not_called:
         severity, fix = "info", ()
         says = _Missing.ONE_NOT_CALLED if is_one else _Missing.MANY_NOT_CALLED
-    elif "without_graph" in measured.figures:
+    elif measured.without_graph:
         fix, code = _Missing.CALL_WITH_GRADIENTS, _Missing.NOT_REENTRANT
         says = _Missing.ONE_WITHOUT_GRAPH if is_one else _Missing.MANY_WITHOUT_GRAPH
     return Found(
@@ -314,8 +315,8 @@ def _parameters_not_optimized(case: Case) -> Iterator[Found]:
     False alarms: Parameters that the script steps by hand are reported. If most of the model is left out the finding is
     only "info", since usually a head is trained on a backbone, unless the optimizer holds tensors that never get gradients.
     """
-    for measured in case.measured("not-optimized"):
-        idle, share = int(measured.figures.get("idle", 0)), measured.figures["fraction"]
+    for measured in case.recorded(NotOptimized):
+        idle, share = int(measured.idle or 0), measured.fraction
         modules = {name.rpartition(".")[0] for name in measured.names}
         also = None
         if idle:

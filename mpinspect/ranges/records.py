@@ -1,0 +1,454 @@
+"""Typed records: one class for each kind of measurement that observers make and rules read.
+
+A session stores a record as a ``Measurement``, whose figures are numbers by name. These classes are the only place that knows
+those names: an observer makes a record, a rule reads the same class. A figure whose value is None is not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, TypeVar, get_type_hints
+
+from mpinspect.ranges.session import Measurement
+
+AnyRecord = TypeVar("AnyRecord", bound="Record")
+#: The fields of every record; those that a class adds are its figures.
+_COMMON = ("name", "step", "names", "text", "rank")
+_BY_KIND: dict[str, type[Record]] = {}
+_CASTS: dict[type[Record], dict[str, Any]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """Base of all records.
+
+    Args:
+        name: dotted path of the module or parameter; "" for the whole model.
+        step: counted from 0.
+        names: further dotted paths, or a few words.
+        text: a few words: a dtype, an operator, a class name.
+        rank: the rank that made it; None in a session of one process.
+    """
+
+    #: The name under which sessions store records of this class; "" if it has none of its own.
+    kind: ClassVar[str] = ""
+
+    name: str = ""
+    step: int = 0
+    names: tuple[str, ...] = ()
+    text: str = ""
+    rank: int | None = None
+
+    def __init_subclass__(cls, kind: str = "") -> None:
+        cls.kind = kind
+        if kind:
+            _BY_KIND[kind] = cls
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The figures as a session stores them: numbers, flags as 0 and 1."""
+        values = {name: getattr(self, name) for name in _casts(type(self))}
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+    def measurement(self) -> Measurement:
+        """Return the record as a session stores it."""
+        return Measurement(self.kind, self.name, self.step, self.figures, self.names, self.text, self.rank)
+
+    @classmethod
+    def read(cls: type[AnyRecord], stored: Measurement) -> AnyRecord:
+        """Return the record that was stored.
+
+        Raises:
+            KeyError, ValueError, OverflowError: a figure is missing, or is no number of its type.
+        """
+        optional = {each.name for each in fields(cls) if each.default is not MISSING}
+        missing = [name for name in _casts(cls) if name not in stored.figures and name not in optional]
+        if missing:
+            raise KeyError(missing[0])
+        figures = {name: cast(stored.figures[name]) for name, cast in _casts(cls).items() if name in stored.figures}
+        common = {name: getattr(stored, name) for name in _COMMON}
+        return cls(**common, **figures)
+
+
+def recorded(measurements: Iterable[Measurement], of: type[AnyRecord]) -> Iterator[AnyRecord]:
+    """Yield the records of a class and of those derived from it, in the order in which they were made."""
+    for each in measurements:
+        kind = _BY_KIND.get(each.what)
+        if kind is not None and issubclass(kind, of):
+            yield kind.read(each)
+
+
+def _casts(record: type[Record]) -> Mapping[str, Any]:
+    """Return the figures of a class, each with its type."""
+    if record not in _CASTS:
+        hints = get_type_hints(record)
+        named = [each.name for each in fields(record) if each.name not in _COMMON]
+        types = {name: [kind for kind in (bool, int, float) if hints[name] in (kind, kind | None)] for name in named}
+        _CASTS[record] = {name: kinds[0] for name, kinds in types.items()}
+    return _CASTS[record]
+
+
+# -- the operation in which an infinity or NaN arose; names: rows of the batch --------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined(Record):
+    """Arguments of an operation or of the model that were not finite, or made something infinite or NaN.
+
+    Args:
+        elements: the number of such elements.
+        rows, of_rows: the number of such rows along the first dimension, and of all.
+        loss_finite: whether the loss was finite.
+        bits: width of the dtype in which it was computed; 0 or None if unknown.
+    """
+
+    elements: float
+    rows: float | None = None
+    of_rows: float | None = None
+    loss_finite: bool | None = None
+    bits: int | None = None
+
+
+class ExaminedBatch(Examined, kind="examined-batch"):
+    """The model's input."""
+
+
+class ExaminedTarget(Examined, kind="examined-target"):
+    """The loss's target."""
+
+
+class ExaminedDifference(Examined, kind="examined-difference"):
+    """A difference that the loss computes."""
+
+
+class ExaminedMask(Examined, kind="examined-mask"):
+    """A mask that hides whole rows."""
+
+
+class ExaminedZeroRow(Examined, kind="examined-zero-row"):
+    """A row of zeros that is divided by its norm."""
+
+
+class ExaminedArgument(Examined, kind="examined-argument"):
+    """An argument at the edge of its operation's domain, or beyond. ``text``: the operation in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGrowth(Record, kind="weight-growth"):
+    """A parameter whose norm grew out of proportion.
+
+    Args:
+        ratio: its norm over that at the start.
+        began: its norm at the start.
+        loss_ratio: the loss over the first one; 0 if it did not grow.
+        lr, initial_lr: the learning rate of its group, and the group's first.
+        group: the number of its group, if the optimizer has several.
+    """
+
+    ratio: float
+    began: float | None = None
+    loss_ratio: float = 0.0
+    lr: float | None = None
+    initial_lr: float | None = None
+    group: float | None = None
+
+
+# -- gradients between the backward and the optimizer; names: the parameters -----------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Record):
+    """Gradients that changed.
+
+    Args:
+        factor: the median factor by which they changed; NaN if none stayed finite.
+        is_uniform: whether all share it.
+        of: the number of gradients compared.
+    """
+
+    factor: float
+    is_uniform: bool = False
+    of: float = 0.0
+
+
+class ChangedWhileScaled(Change, kind="changed-while-scaled"):
+    """Between the backward and the scaler's division."""
+
+
+class SteppedWhileScaled(Change, kind="stepped-while-scaled"):
+    """Of those that an optimizer stepped with before a scaler divided them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangedBeforeStep(Change, kind="changed-before-step"):
+    """After the scaler's division, if any, and before the optimizer's step.
+
+    Args:
+        zeroed: how many became zero or NaN.
+        sum_of_squares: of the finite FP16 gradients.
+        not_finite: how many were not finite before.
+        nans: how many were not finite after.
+        masters: True if masters were given them.
+        without: how many masters were given none.
+    """
+
+    zeroed: float
+    sum_of_squares: float = 0.0
+    not_finite: float = 0.0
+    masters: bool | None = None
+    nans: float | None = None
+    without: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplacedBeforeStep(Record, kind="replaced-before-step"):
+    """Infinities and NaNs that became finite. ``of``: the number of gradients."""
+
+    of: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnscaledNeverScaled(Record, kind="unscaled-never-scaled"):
+    """Gradients that a scaler divided although no scaler had multiplied their loss. ``of``: the number of gradients."""
+
+    of: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnscaledAgain(Record, kind="unscaled-again"):
+    """Gradients that a scaler divided ``times`` times while they were accumulated. ``of``: the number of gradients."""
+
+    of: float
+    times: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stale(Record, kind="stale"):
+    """``parameters`` gradients of an earlier step that the optimizer was given, of ``of``."""
+
+    parameters: float = 0.0
+    of: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOver(Record, kind="left-over"):
+    """``parameters`` of ``of`` gradients that were not zeroed; ``largest``: their largest magnitude."""
+
+    parameters: float
+    of: float
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingGradients(Record, kind="missing"):
+    """Optimized parameters that never got a gradient, of ``of``; a flag is set by how their module was called."""
+
+    of: float
+    unknown: bool | None = None
+    not_called: bool | None = None
+    called: bool | None = None
+    without_graph: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotOptimized(Record, kind="not-optimized"):
+    """Parameters with gradients in no optimizer.
+
+    Args:
+        fraction: their share of the model's elements, 0..1.
+        idle: how many tensors the optimizer holds that never got a gradient and are not in the model.
+    """
+
+    fraction: float
+    idle: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeverUpdated(Record, kind="never-updated"):
+    """``backwards`` backwards without an update. ``names``: the optimizers."""
+
+    backwards: float
+
+
+# -- masters --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MastersNotCopied(Record, kind="masters-not-copied"):
+    """Masters that moved in ``steps`` steps, of ``of``, and whose weights did not."""
+
+    steps: float
+    of: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MastersGivenSmaller(Record, kind="masters-given-smaller"):
+    """Gradients that reached the masters divided by ``least`` to ``most``, in ``steps`` steps."""
+
+    least: float
+    most: float
+    steps: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MastersAddedUp(Record, kind="masters-added-up"):
+    """Masters' gradients that are a sum of old and new ones.
+
+    Args:
+        kept, added: the weights of the old ones and of the step's last backward in the sum.
+        largest: the largest magnitude.
+        parameters, of: how many were compared, of all.
+    """
+
+    kept: float
+    added: float
+    largest: float
+    parameters: float | None = None
+    of: float | None = None
+
+
+# -- sums and numbers in 16 bits; text: the dtype ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average(Record, kind="average"):
+    """Copies of the weights. ``names``: the weights.
+
+    Args:
+        unmoved_fraction: the share of the elements that differ from the weights and never moved, 0..1.
+        writes: how often the copies were written.
+        tensors: the number of copies.
+    """
+
+    unmoved_fraction: float
+    writes: float | None = None
+    tensors: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulation(Record, kind="accumulation"):
+    """Elements of a micro-batch's gradient that were lost when they were added.
+
+    Args:
+        lost, nonzero: the lost elements, of all that are not zero.
+        micro_batches: the number of micro-batches.
+        all_lost, all_nonzero: the same of all parameters together.
+    """
+
+    lost: float
+    nonzero: float = 0.0
+    micro_batches: float = 0.0
+    all_lost: float | None = None
+    all_nonzero: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics(Record, kind="statistics"):
+    """Running statistics that are not finite, or that ``writes`` writes did not move. ``text``: which of both, and the dtype."""
+
+    NOT_FINITE: ClassVar[str] = "not finite"
+    STUCK: ClassVar[str] = "stuck"
+
+    writes: float | None = None
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.text.startswith(self.STUCK)
+
+    @property
+    def dtype(self) -> str:
+        return self.text.rpartition(" ")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeLoss(Record, kind="loss"):
+    """A loss in 16 bits. ``names``: autograd's operators.
+
+    Args:
+        value: the loss.
+        is_known: whether its value was read.
+        is_wide_on_cuda: whether CUDA's autocast would compute it in FP32.
+    """
+
+    value: float
+    is_known: bool
+    is_wide_on_cuda: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenLoss(Record, kind="broken-loss"):
+    """A loss that was not finite. ``names``: autograd's operators. ``in_half``: whether one of them computed in FP16."""
+
+    in_half: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerm(Record, kind="loss-term"):
+    """A term of a loss in 16 bits. ``names``: autograd's operators.
+
+    Args:
+        cancels: whether its own terms may cancel.
+        is_wide_on_cuda: whether CUDA's autocast would compute it in FP32.
+    """
+
+    cancels: bool
+    is_wide_on_cuda: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverflowedNorm(Record, kind="overflowed-norm"):
+    """A root of a sum that overflowed in FP16.
+
+    Args:
+        elements, of: the infinite elements of the root's argument, of all.
+        is_by_row: whether each is the sum of a row.
+    """
+
+    elements: float
+    of: float
+    is_by_row: bool
+
+    @property
+    def operator(self) -> str:
+        return self.text.rpartition(" ")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions(Record, kind="positions"):
+    """Whole numbers of which neighbours became equal. ``names``: the operator that rounded them, and their use.
+
+    Args:
+        largest: the largest of them, if known.
+        least: the least possible value of the largest, if only that is known.
+        before, after: the number of distinct ones before and after.
+        is_table: whether it is measured: a whole table was seen.
+    """
+
+    largest: float | None = None
+    least: float | None = None
+    before: float
+    after: float
+    is_table: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ties(Record, kind="ties"):
+    """Scores that are equal at the edge of the top k.
+
+    Args:
+        fraction: the share of the rows, 0..1.
+        k, scores: how many are chosen, of how many.
+    """
+
+    fraction: float
+    k: float
+    scores: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewScalers(Record, kind="new-scalers"):
+    """``new`` of ``steps`` steps with a scaler that was made in them."""
+
+    new: float
+    steps: float

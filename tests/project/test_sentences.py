@@ -1,0 +1,62 @@
+"""The registry of faults and the sentences that they print belong together."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+import sentences
+
+from mpinspect.ranges.faults import name
+from mpinspect.ranges.faults.registry import CONSEQUENCES, DIAGNOSES, FAULTS, FINDING_IDS, FIRST
+from mpinspect.reporting.finding import SEVERITIES
+from mpinspect.reporting.sentences import Sentences, text
+
+PAGE = Path(__file__).parents[2] / "docs" / "sentences.md"
+
+
+def written() -> set[type[Sentences]]:
+    """Return all enumerations of sentences in the room of the faults' rules."""
+    modules = [importlib.import_module(f"{name.__name__}.{each.name}") for each in pkgutil.iter_modules(name.__path__)]
+    found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
+    return {each for each in found if issubclass(each, Sentences) and each is not Sentences}
+
+
+def test_an_id_has_one_entry():
+    assert len(FAULTS) == len([*FIRST, *DIAGNOSES, *CONSEQUENCES]) == len(FINDING_IDS) - 1
+
+
+def test_every_sentence_belongs_to_a_finding():
+    assert written() == {words for fault in FAULTS.values() for words in fault.words}
+
+
+def test_the_page_has_every_sentence():
+    assert PAGE.read_text("utf-8") == sentences.page()
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_an_entry_is_complete(fault):
+    assert fault.severity in SEVERITIES
+    assert fault.explains_from in SEVERITIES
+    assert fault.about
+    assert fault.false_alarms
+    assert fault.words
+    assert set(fault.explains) <= set(FAULTS)
+
+
+class Example(Sentences):
+    ALL = "{share:percent} of {names:some 1} at {scale:scale} or {scale:power}, {factor:factor}, {dtype:format}, {n:count step}"
+    LITERAL = "{{{value:.2f}}}"
+
+
+def test_a_sentence_prints_its_figures_in_words():
+    figures = {"share": 0.5, "names": ["a", "b"], "scale": 8192.0, "factor": 128.0, "dtype": "float16", "n": 2}
+    assert text(Example.ALL, figures) == "50% of 'a' and 1 more at 8192 (2^13) or 2^13, 128, FP16, 2 steps"
+    assert text((Example.LITERAL, None, Example.LITERAL), {"value": 1.0}, between="\n") == "{1.00}\n{1.00}"
+
+
+def test_a_figure_that_is_missing_is_named():
+    with pytest.raises(KeyError, match="share"):
+        text(Example.ALL, {})
