@@ -37,8 +37,8 @@ class RangesPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
         """Return the page's routes."""
         return {
-            "/tensorboard.js": Request.application(_script("mpinspect.integrations", "tensorboard.js")),
-            "/explorer.js": Request.application(_script("mpinspect.ranges.report", "explorer.js")),
+            "/tensorboard.js": Request.application(_page),
+            "/explorer.js": Request.application(_explorer),
             "/style.css": Request.application(_style),
             "/runs": Request.application(self._serve_runs),
             "/run": Request.application(self._serve_run),
@@ -56,8 +56,14 @@ class RangesPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return _respond(request, answer, "application/json")
 
 
-def _script(package: str, name: str) -> Callable[[Request], Response]:
-    return lambda request: _respond(request, _text(package, name), "text/javascript")
+def _page(request: Request) -> Response:
+    return _respond(request, _text("mpinspect.integrations", "tensorboard.js"), "text/javascript")
+
+
+def _explorer(request: Request) -> Response:
+    from mpinspect.reporting.scripts import bundled
+
+    return _respond(request, bundled("mpinspect.ranges.report", "explorer"), "text/javascript")
 
 
 def _style(request: Request) -> Response:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpinspect.reporting.palette import light
+
 
 @dataclass(frozen=True)
 class TensorKind:
@@ -13,7 +15,6 @@ class TensorKind:
         name: the name used in ``capture=`` and in session files.
         title: heading of the kind's table in a report.
         phrase: words that precede a tensor's quoted name in a sentence.
-        colour: colour of outlines; all differ for every kind of colour vision.
         is_scaled: whether a loss scale multiplies tensors of this kind.
         is_of_parameters: whether a tensor has the name of a parameter; otherwise that of the module whose output it is.
         is_default: whether the kind is captured by default.
@@ -22,10 +23,14 @@ class TensorKind:
     name: str
     title: str
     phrase: str
-    colour: str
     is_scaled: bool = False
     is_of_parameters: bool = False
     is_default: bool = False
+
+    @property
+    def colour(self) -> str:
+        """The colour of its outlines, "#rrggbb"; all differ for every kind of colour vision."""
+        return light(self.name)
 
 
 WEIGHT_GRADIENT = "weight_gradient"
@@ -40,7 +45,6 @@ TABLE = (
         WEIGHT_GRADIENT,
         "Weight gradients",
         "the weight gradient of",
-        "#0072b2",
         is_scaled=True,
         is_of_parameters=True,
         is_default=True,
@@ -49,14 +53,13 @@ TABLE = (
         ACTIVATION_GRADIENT,
         "Activation gradients",
         "the activation gradients of",
-        "#d55e00",
         is_scaled=True,
         is_default=True,
     ),
-    TensorKind(ACTIVATION, "Activations", "the activations of", "#009e73"),
-    TensorKind(WEIGHT, "Weights", "the weight", "#56b4e9", is_of_parameters=True),
+    TensorKind(ACTIVATION, "Activations", "the activations of"),
+    TensorKind(WEIGHT, "Weights", "the weight", is_of_parameters=True),
     # Captured by default, too, where parameters are stored in FP16 or BF16 (inspector.py).
-    TensorKind(UPDATE, "Updates", "the update of", "#882255", is_of_parameters=True),
+    TensorKind(UPDATE, "Updates", "the update of", is_of_parameters=True),
 )
 
 KINDS = tuple(kind.name for kind in TABLE)

@@ -36,15 +36,18 @@ from mpinspect.reporting.document import (
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
 from mpinspect.reporting.page import for_page
+from mpinspect.reporting.palette import css_variables
+from mpinspect.reporting.scripts import bundled
 
-#: Colours have a contrast of at least 4.5:1 against both backgrounds of their scheme.
-STYLE = """
-.mpinspect{--ground:#fff;--raised:#f6f7f9;--ink:#1c2126;--soft:#59636e;--line:#d8dde3;--good:#116b35;--warning:#8a5a00;
---error:#b3261e;--unknown:#8a3f80;--info:#1f5fa8;--fill:#2f6fb5;background:var(--ground);color:var(--ink);
+STYLE = f"""
+.mpinspect{{color-scheme:light dark;{css_variables()}}}
+@media (prefers-color-scheme:dark){{.mpinspect{{{css_variables(is_dark=True)}}}}}
+@media print{{.mpinspect{{{css_variables()}color-scheme:light}}}}
+"""
+STYLE += """
+.mpinspect{background:var(--ground);color:var(--ink);
 font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;text-align:left;padding:1px 0;
-overflow-wrap:anywhere;color-scheme:light dark}
-@media (prefers-color-scheme:dark){.mpinspect{--ground:#15181c;--raised:#1e2227;--ink:#e4e8ec;--soft:#9aa5b1;--line:#363d45;
---good:#5fcf8a;--warning:#e3b341;--error:#ff8a80;--unknown:#e29bd6;--info:#7fb8f5;--fill:#6aa9ee}}
+overflow-wrap:anywhere}
 .mpinspect h1,.mpinspect h2,.mpinspect h3,.mpinspect h4{line-height:1.25;margin:1.6em 0 .5em;font-weight:600;color:inherit}
 .mpinspect h1{font-size:1.5em;margin-top:.4em}.mpinspect h2{font-size:1.15em}.mpinspect h3{font-size:1em}
 .mpinspect h4{font-size:1em;color:var(--soft)}
@@ -81,9 +84,7 @@ white-space:normal;overflow-wrap:normal}
 @media (max-width:480px){.mpinspect .p1,.mpinspect .p2{display:none}
 .mpinspect td.name{min-width:7.5em}.mpinspect td.long{min-width:12em}
 .mpinspect th,.mpinspect td{padding:.28em .3em}}
-@media print{.mpinspect{--ground:#fff;--raised:#f6f7f9;--ink:#1c2126;--soft:#59636e;--line:#d8dde3;--good:#116b35;
---warning:#8a5a00;--error:#b3261e;--unknown:#8a3f80;--info:#1f5fa8;--fill:#2f6fb5;color-scheme:light}
-.mpinspect .scroll{overflow:visible}.mpinspect .finding,.mpinspect tr,.mpinspect figure{break-inside:avoid}}
+@media print{.mpinspect .scroll{overflow:visible}.mpinspect .finding,.mpinspect tr,.mpinspect figure{break-inside:avoid}}
 """
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -125,11 +126,11 @@ def render(document: Document) -> str:
     document = for_page(escaped(document))
     body = _article(document)
     kinds = {(widget.package, widget.name): widget for widget in _widgets(document.blocks)}
-    scripts = [_resource(*kind, "js") + "\nstart();\n" for kind in kinds]
+    scripts = [bundled(*kind) + "\nstart();\n" for kind in kinds]
     hashes = [base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts]
     return _PAGE.format(
         title=escape(document.title),
-        style=STYLE + "".join(_resource(*kind, "css") for kind in kinds),
+        style=STYLE + "".join(_sheet(*kind) for kind in kinds),
         body=body,
         scripts_allowed="; script-src" + "".join(f" 'sha256-{hash}'" for hash in hashes) if hashes else "",
         scripts="".join(f'\n<script type="module">{script}</script>' for script in scripts),
@@ -141,8 +142,8 @@ def fragment(document: Document) -> str:
     return f"<style>{STYLE}</style>\n{_article(static(for_page(escaped(document))))}\n"
 
 
-def _resource(package: str, name: str, suffix: str) -> str:
-    return resources.files(package).joinpath(f"{name}.{suffix}").read_text("utf-8")
+def _sheet(package: str, name: str) -> str:
+    return resources.files(package).joinpath(f"{name}.css").read_text("utf-8")
 
 
 def _widgets(blocks: Iterable[Block]) -> Iterator[Widget]:

@@ -25,6 +25,7 @@ from PIL import Image
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FloatFormat
+from mpinspect.reporting.palette import light, tint
 from mpinspect.reporting.streams import printable
 from mpinspect.runtime.appending import replace_whole
 
@@ -39,7 +40,10 @@ _TITLE, _NOTE = 96, 168
 LEAST_SHARE = 1e-5
 #: Powers of two shown beyond a format's range: at least this share of the range and this many, and at most.
 _MARGIN, _LEAST_MARGIN, _MOST_MARGIN = 0.15, 10, 40
-INK, FAINT = "#222222", "#555555"
+INK, FAINT = light("ink"), light("soft")
+
+#: How much of its colour a region keeps beneath coloured lines and cells.
+_TINT = 0.2
 
 #: Set while a figure is drawn, so that the user's own style does not apply. Any, since matplotlib types each key.
 RC: Any = {
@@ -48,15 +52,15 @@ RC: Any = {
     "text.usetex": False,
     "text.color": INK,
     "axes.labelcolor": INK,
-    "axes.edgecolor": "#666666",
+    "axes.edgecolor": FAINT,
     "axes.facecolor": "white",
     "axes.grid": False,
     "axes.titlesize": 10.0,
     "axes.unicode_minus": False,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
-    "xtick.color": "#444444",
-    "ytick.color": "#444444",
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
     "legend.frameon": False,
 }
 
@@ -65,7 +69,7 @@ RC: Any = {
 class Region:
     """The effect of a format on magnitudes between 2^low and 2^high; None means unbounded.
 
-    Regions differ in lightness and hatching, not in hue, so that everybody can distinguish them beneath coloured lines.
+    Regions differ in hatching too, so that everybody can distinguish them beneath coloured lines.
     """
 
     name: str
@@ -79,11 +83,11 @@ def regions(format: FloatFormat) -> tuple[Region, ...]:
     """Return a format's regions along log2|x|, smallest magnitudes first; edges account for rounding (FP16: 2^-25)."""
     flush = format.flush_exponent
     top = format.max_exponent + 1
-    found = [Region("flushed", None, flush, "#e2e2e2", "///")]
+    found = [Region("flushed", None, flush, tint("flushed", _TINT), "///")]
     if flush < format.min_normal_exponent:
-        found.append(Region("subnormal", flush, format.min_normal_exponent, "#efefef"))
+        found.append(Region("subnormal", flush, format.min_normal_exponent, tint("subnormal", _TINT)))
     found.append(Region("normal", format.min_normal_exponent, top))
-    found.append(Region("overflow", top, None, "#e2e2e2", "xxx"))
+    found.append(Region("overflow", top, None, tint("overflow", _TINT), "xxx"))
     return tuple(found)
 
 
@@ -110,7 +114,7 @@ def exponent_axis(axes: Axes, format: FloatFormat, low: int, high: int) -> None:
         left = low if region.low is None else region.low
         right = high if region.high is None else region.high
         axes.axvspan(
-            left, right, facecolor=region.colour, edgecolor="#cfcfcf", hatch=region.hatch, linewidth=0, zorder=0
+            left, right, facecolor=region.colour, edgecolor=light("line"), hatch=region.hatch, linewidth=0, zorder=0
         )
         if region.high is not None:
             # The dashes are seen on white and on the darkest cell.

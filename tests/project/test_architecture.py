@@ -51,7 +51,8 @@ WITHOUT_TORCH = (
     *("numeric", "reporting", "ranges.session", "ranges.store"),
     *(
         "ranges.analysis",
-        "ranges.faults.diagnose",
+        "ranges.faults.registry",
+        "ranges.records",
         "ranges.faults.name",
         "ranges.report",
         "shapes.records",

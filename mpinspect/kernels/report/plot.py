@@ -17,19 +17,26 @@ from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.report.document import clean_name, figures, has_modules, share_words, title
 from mpinspect.reporting import words
 from mpinspect.reporting.escaping import escaped
-from mpinspect.reporting.plot_style import INK, drawn, headline, legend_below, notes, percent_axis, shortened, write
+from mpinspect.reporting.palette import light
+from mpinspect.reporting.plot_style import (
+    FAINT,
+    INK,
+    drawn,
+    headline,
+    legend_below,
+    notes,
+    percent_axis,
+    shortened,
+    write,
+)
 
 #: Maximum number of bars for modules or kernels.
 MAX_BARS = 15
-#: Colours that differ for all kinds of colour vision, by hue or lightness; greys for kernels that are not products.
+#: By verdict, and by other use of a kernel; the others are no products.
 COLOURS = {
-    "native": "#0072b2",
-    "degraded": "#f0c000",
-    "off": "#d55e00",
-    "unknown": "#cc79a7",
-    "helper": "#8fd0f5",
-    "other": "#d0d0d0",
-    "communication": "#555555",
+    **{verdict: light(verdict) for verdict in ("native", "degraded", "off")},
+    "unknown": light("unknown-kernel"),
+    **{use: light(use) for use in ("helper", "other", "communication")},
 }
 _LABEL_LENGTH = 58
 #: Drawn over the part of a bar that could be regained, from the bar's left end on.
@@ -157,7 +164,7 @@ def _lower(axes: Axes, found: tuple[Bar, ...], report: KernelReport) -> None:
             "textcoords": "offset points",
             "va": "center",
             "fontsize": 8,
-            "color": "#444444",
+            "color": FAINT,
         }
         axes.annotate(words.duration(bar.total) + regained, (bar.total / total, place), **beside)
     axes.set_yticks(range(len(found)), [bar.label for bar in found], fontsize=8, parse_math=False)

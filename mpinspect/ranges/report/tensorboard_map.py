@@ -15,6 +15,7 @@ from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
 from mpinspect.ranges.kinds import UPDATE, kind_named
 from mpinspect.ranges.report.layers import Repeated, repeated, seen_layers
+from mpinspect.reporting.palette import light, tint, tint_rgb
 from mpinspect.reporting.streams import printable
 from mpinspect.reporting.words import format_name
 
@@ -30,8 +31,8 @@ _FONT_SIZE, _MOST_LETTERS = 12, 46
 _LEAST_MARGIN, _MOST_MARGIN = 6, 24
 #: Decades of shares that the shading distinguishes: shares below 10^-5 look alike.
 _DECADES = 5
-_INK, _SOFT, _GRID = (28, 33, 38), (89, 99, 110), (225, 229, 234)
-_FILL, _FLUSHED, _SUBNORMAL, _OVERFLOWED = (0, 84, 147), (253, 236, 200), (250, 247, 236), (249, 214, 210)
+_INK, _SOFT, _GRID = (light(name) for name in ("ink", "soft", "line"))
+_FLUSHED, _SUBNORMAL, _OVERFLOWED = (tint(name, 0.2) for name in ("flushed", "subnormal", "overflow"))
 
 
 def layers_by_kind(report: RangeReport) -> dict[str, list[LayerReport]]:
@@ -124,9 +125,8 @@ def _cells(pen: ImageDraw, row: Repeated, low: int, high: int, left: int, top: i
     for column, share in enumerate(shares):
         if share:
             strength = 0.15 + 0.85 * min(max(1 + math.log10(share) / _DECADES, 0.0), 1.0)
-            colour = tuple(round(255 + (part - 255) * strength) for part in _FILL)
             x = left + column * _COLUMN
-            pen.rectangle((x, top + 2, x + _COLUMN - 1, top + _ROW - 3), colour)
+            pen.rectangle((x, top + 2, x + _COLUMN - 1, top + _ROW - 3), tint_rgb("fill", strength))
 
 
 def _shortened(name: str) -> str:

@@ -1,0 +1,27 @@
+// The page's address keeps the reader's choice, so that a link shows the same.
+// @ts-check
+
+/** The choice of all models of a page, in its switch and its address. */
+export const ALL = "all";
+
+export const asked = () => new URLSearchParams(location.hash.slice(1));
+
+/** What the address asks for a model; null where it asks for nothing, or for another model. @param {any} data @param {string} name */
+export function wanted(data, name) {
+  const found = asked();
+  const isMine = !found.has("model") || found.get("model") === data.model || data.view === ALL;
+  return isMine ? found.get(name) : null;
+}
+
+/** Keeps what is shown in the address. Browsers allow some hundred such changes a minute. @param {import("./view.js").View} view */
+export function keep({ data, state }) {
+  const kept = new URLSearchParams({ model: data.model, kind: state.kind ?? "", format: state.format.name, scale: String(state.scale) });
+  if (state.block >= 0) kept.set("block", String(state.block));
+  if (state.layer !== null) kept.set("layer", state.layer);
+  if (data.view) kept.set("view", data.view);
+  try {
+    history.replaceState(null, "", `#${kept}`);
+  } catch {
+    // A frame without an address of its own, as in a notebook.
+  }
+}

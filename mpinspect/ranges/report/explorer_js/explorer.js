@@ -1,0 +1,113 @@
+// The map of a run's layers: the same integers as in the session, and the figures of ExponentHistogram computed from them.
+// render(root, data) draws the map of one model into an element; start() draws every map of a page.
+// @ts-check
+
+import { ALL, asked } from "./address.js";
+import { decode, element } from "./dom.js";
+import { LayerMap } from "./map.js";
+
+export { decode } from "./dom.js";
+export { nonzero } from "./histogram.js";
+export { percent } from "./words.js";
+
+/** The map of each element that shows one. @type {WeakMap<HTMLElement, LayerMap>} */
+const drawn = new WeakMap();
+
+/**
+ * Draws the map of one model; called again with newer data it keeps what the reader chose. Choices are sent as events "chosen".
+ * @param {HTMLElement} root what is in it gives way
+ * @param {any} data as explorer.py makes it
+ */
+export function render(root, data) {
+  const before = drawn.get(root);
+  before?.gone.abort();
+  drawn.set(root, new LayerMap(root, data, before?.view));
+}
+
+/** Takes over in one map what was chosen in another: the detail of its event "chosen". @param {HTMLElement} root @param {any} choice */
+export const follow = (root, choice) => drawn.get(root)?.follow(choice);
+
+/** Ends a map that is taken out of the page. @param {HTMLElement} root */
+export function forget(root) {
+  drawn.get(root)?.gone.abort();
+  drawn.delete(root);
+}
+
+/** What the reader chose in a map. @param {HTMLElement} root */
+export const chosenIn = (root) => drawn.get(root)?.view.state;
+
+/** The format in which maps are compared: the narrowest of those in which each would open. @param {any[]} several data of each */
+export function comparedIn(several) {
+  const own = several.map((data) => data.formats.find((/** @type {any} */ each) => each.name === data.format));
+  return own.reduce((one, other) => (other.top - other.low < one.top - one.low ? other : one)).name;
+}
+
+/** The figures that a map shows, by layer. @param {HTMLElement} root @returns {Map<string, any>} */
+export function figuresIn(root) {
+  const view = drawn.get(root)?.view;
+  const own = view ? view.ofKind.map((/** @type {any} */ layer) => [layer.name, view.figures(layer)]) : [];
+  return new Map(own.filter((/** @type {any} */ [, figures]) => figures));
+}
+
+/** Several models with a switch: one at a time, or the maps of all, which move together. What the reader chose in one holds for the next. */
+class Models {
+  /** @param {HTMLElement} root @param {string[]} packed @param {string[]} names */
+  constructor(root, packed, names) {
+    this.root = root;
+    this.packed = packed;
+    this.names = names;
+    this.select = element("select", {}, ...names.map((name, place) => element("option", { value: place }, name)), element("option", { value: ALL }, "all, which move together"));
+    this.maps = element("div", {});
+    /** Of each model decoded so far. @type {Promise<any>[]} */
+    this.known = [];
+    /** @type {HTMLElement[]} */
+    this.shown = [];
+    this.choice = {};
+    root.classList.add("explorer");
+    this.select.value = this.opens();
+    this.select.addEventListener("change", () => this.show().then(() => drawn.get(this.shown[0])?.keep()));
+  }
+
+  /** The model that the address names, or the first; all where the page or the address asks for all. */
+  opens() {
+    const found = asked();
+    const isTogether = found.get("view") === ALL || (!found.has("model") && this.root.dataset.together !== undefined);
+    return isTogether ? ALL : String(Math.max(this.names.indexOf(found.get("model") ?? ""), 0));
+  }
+
+  async show() {
+    const view = this.select.value;
+    const places = view === ALL ? this.names.map((_, place) => place) : [Number(view)];
+    const data = await Promise.all(places.map((place) => (this.known[place] ??= decode(this.packed[place]))));
+    // Another was chosen meanwhile.
+    if (this.select.value !== view) return;
+    for (const map of this.shown) forget(map);
+    if (!this.maps.isConnected) this.root.replaceChildren(element("div", { className: "controls" }, element("label", {}, element("span", {}, "Model"), this.select)), this.maps);
+    this.shown = places.map(() => element("div", {}));
+    this.maps.replaceChildren(...this.shown.flatMap((map, place) => (view === ALL ? [element("h3", {}, element("bdi", {}, this.names[places[place]])), map] : [map])));
+    this.shown.forEach((map, place) => this.begin(map, view === ALL ? { ...data[place], view, format: comparedIn(data) } : data[place]));
+  }
+
+  /** @param {HTMLElement} map @param {any} data */
+  begin(map, data) {
+    render(map, data);
+    follow(map, this.choice);
+    map.addEventListener("chosen", (/** @type {any} */ event) => {
+      Object.assign(this.choice, event.detail);
+      for (const other of this.shown) if (other !== map) follow(other, event.detail);
+    });
+  }
+}
+
+/** Draws every map of the page; where one can't be, what stands there stays and says why. */
+export async function start() {
+  for (const root of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[data-widget]"))) {
+    try {
+      const packed = (root.dataset.widget ?? "").split(" ");
+      if (packed.length === 1) render(root, await decode(packed[0]));
+      else await new Models(root, packed, JSON.parse(root.dataset.names ?? "[]")).show();
+    } catch (error) {
+      root.append(element("p", { className: "error" }, `The map could not be drawn: ${error}`));
+    }
+  }
+}

@@ -1,0 +1,36 @@
+// What is known of the chosen layer, in sentences.
+// @ts-check
+
+import { element } from "./dom.js";
+import { number, percent } from "./words.js";
+
+/** The elements on the chosen layer; none if nothing of it was counted. @param {import("./view.js").View} view @returns {HTMLElement[]} */
+export function layerDetail(view) {
+  const layer = view.chosen;
+  const found = layer && view.figures(layer);
+  if (!found) return [];
+  const notes = (view.data.notes.lines[layer.module] ?? []).map((/** @type {string} */ line) => element("li", {}, line));
+  return [
+    element("h4", {}, element("bdi", {}, layer.name || "(the model itself)")),
+    ...facts(view, layer, found).map((fact) => element("p", {}, fact)),
+    ...(notes.length ? [element("ul", {}, ...notes)] : []),
+  ];
+}
+
+/** @param {import("./view.js").View} view @param {any} layer @param {any} found */
+function facts(view, layer, { h, all, flushed, subnormal, low, high }) {
+  const { format, scale } = view.state;
+  const over = low === high ? number(low) : `${number(low)} to ${number(high)}`;
+  const fate = all ? `${number(flushed)} flushed to zero, ${number(subnormal)} kept with fewer bits, ${over} overflowed` : "no finite non-zero element, so its losses are unknown";
+  const said = [
+    `${number(all)} finite non-zero elements were counted in ${view.stepsInWords}, ${number(h.zeros)} zeros, ${number(h.infs)} infinities, ${number(h.nans)} NaNs.`,
+    `${format.label}${view.isScaled() ? ` at a loss scale of 2^${scale}` : ""}: ${fate}.`,
+  ];
+  if (layer.floor !== null && h.zeros > 0) said.push(`Magnitudes up to 2^${layer.floor} may have been flushed before they were counted: then they are among the zeros.`);
+  if (layer.noise) said.push("In theory this gradient is zero: what was counted is rounding noise.");
+  for (const storage of view.storages) {
+    const lost = view.lostOf(storage, layer);
+    if (lost !== null) said.push(`Stored in ${storage.label}, ${percent(lost)} of its updates ${storage.measured ? "were" : "would be"} lost: weight and update together round back to the weight.`);
+  }
+  return said;
+}

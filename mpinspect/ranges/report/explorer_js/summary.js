@@ -1,0 +1,51 @@
+// One sentence on the layers that are shown, and the list of events.
+// @ts-check
+
+import { element } from "./dom.js";
+import { share } from "./histogram.js";
+import { number, numberOf, spanInWords } from "./words.js";
+
+/** @param {number} count @param {string} one @param {string} several */
+const verb = (count, one, several) => (count === 1 ? one : several);
+
+/** @param {import("./view.js").View} view */
+export function summary(view) {
+  const { format, scale } = view.state;
+  const own = view.ofKind;
+  const found = own.map((/** @type {any} */ layer) => view.figures(layer)).filter(Boolean);
+  const valued = found.filter((/** @type {any} */ each) => each.all > 0);
+  const broken = found.filter((/** @type {any} */ each) => each.h.infs + each.h.nans > 0).length;
+  const without = valued.length && valued.length < own.length ? `, ${own.length - valued.length} without a finite non-zero element` : "";
+  const nonFinite = broken ? `, ${broken} ${verb(broken, "holds", "hold")} infinities or NaNs` : "";
+  return `${format.label}${view.isScaled() ? ` at 2^${scale}` : ""}, ${view.stepsInWords}: ${losses(own, valued)}${without}${nonFinite}.${eventInWords(view)}`;
+}
+
+/** @param {any[]} own @param {any[]} valued */
+function losses(own, valued) {
+  if (!valued.length) return `losses are unknown, since ${own.length === 1 ? "the tensor holds" : `the ${own.length} tensors hold`} no finite non-zero element`;
+  const losing = valued.filter((each) => share(each.flushed, each.all) > 0.01).length;
+  const over = valued.filter((each) => each.high > 0).length;
+  return `${losing} of ${numberOf(own.length, "tensor")} ${verb(losing, "loses", "lose")} over 1% of ${verb(losing, "its", "their")} elements to zero, ${over} ${verb(over, "overflows", "overflow")}`;
+}
+
+/** A sentence on a chosen event whose step is not, or may not be, among the steps shown. @param {import("./view.js").View} view */
+function eventInWords({ state, data }) {
+  if (state.step === null) return "";
+  const block = data.blocks[Math.max(state.block, 0)];
+  const isInside = block.first <= state.step && state.step <= block.last;
+  if (isInside && block.counted > block.last - block.first) return "";
+  const counted = isInside ? `${number(block.counted)} of ${spanInWords(block)} were counted, perhaps without it` : `it was not counted; the nearest counted: ${spanInWords(block)}`;
+  return ` The event is in step ${number(state.step)}; ${counted}.`;
+}
+
+/** The events, as a list of buttons; "" without any. @param {import("./view.js").View} view @param {(event: any) => void} choose */
+export function eventList({ data }, choose) {
+  if (!data.events.length) return "";
+  const list = data.events.map((/** @type {any} */ event) => {
+    const button = element("button", { type: "button" }, element("bdi", {}, event.words));
+    button.addEventListener("click", () => choose(event));
+    const facts = [event.facts, event.maxima, event.explanation].filter(Boolean).join("; ");
+    return element("li", {}, button, ` ${facts}`);
+  });
+  return element("details", {}, element("summary", {}, `${numberOf(list.length, "event")}, the first: ${data.events[0].words}`), element("ol", {}, ...list));
+}

@@ -1,0 +1,153 @@
+// The loss scale over the steps, with what happened, and below it the lost updates; the scrubber lies below on the same axis.
+// @ts-check
+
+import { align, chart, ticks, TOP } from "./chart.js";
+import { element, entry, key, svg } from "./dom.js";
+import { clamp } from "./histogram.js";
+import { number, numberOf, power } from "./words.js";
+
+export class Timeline {
+  /** @param {import("./view.js").View} view @param {(changed: any, isFinal?: boolean) => void} change @param {() => void} keep */
+  constructor(view, change, keep) {
+    this.view = view;
+    this.change = change;
+    this.block = element("input", { type: "range", min: 0, max: view.lastStep, step: 1, "aria-label": "Steps shown" });
+    this.words = element("output", {});
+    this.whole = element("button", { type: "button" }, "show the whole run");
+    this.pictures = element("div", {});
+    this.legend = element("figcaption", { className: "legend" });
+    const { hasScrubber } = view;
+    this.element = element("figure", {},
+      element("div", { className: "controls" }, element("b", {}, "Steps"), this.words, ...(hasScrubber ? [this.whole] : [])),
+      this.pictures, ...(hasScrubber ? [this.block] : []), this.legend);
+    this.whole.addEventListener("click", () => change({ block: -1 }));
+    this.block.addEventListener("change", keep);
+    this.block.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.pressed(event));
+    this.block.addEventListener("input", () => {
+      this.block.classList.remove("whole");
+      change({ block: view.blockAt(Number(this.block.value)) }, false);
+    });
+  }
+
+  /** A key moves by a block; before the first one is the whole run. @param {KeyboardEvent} event */
+  pressed(event) {
+    const { block } = this.view.state;
+    const last = this.view.data.blocks.length - 1;
+    const to = { ArrowLeft: block - 1, ArrowDown: block - 1, ArrowRight: block + 1, ArrowUp: block + 1, Home: -1, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    this.change({ block: clamp(to, -1, last) });
+  }
+
+  /** @param {number} wide in pixels */
+  draw(wide) {
+    const { view } = this;
+    const { block, step, kind, layer } = view.state;
+    const [slider, isWhole] = [this.block, block < 0];
+    if (isWhole) slider.value = String(view.lastStep);
+    else if (step !== null) slider.value = String(step);
+    else if (view.blockAt(Number(slider.value)) !== block || slider.classList.contains("whole")) slider.value = String(view.data.blocks[block].first);
+    slider.classList.toggle("whole", isWhole);
+    slider.setAttribute("aria-valuetext", view.stepsInWords);
+    this.whole.hidden = isWhole;
+    this.words.textContent = view.stepsInWords;
+    const of = JSON.stringify([wide, block, kind, layer]);
+    if (this.pictures.dataset.of !== of) this.drawPictures(wide);
+    this.pictures.dataset.of = of;
+    align(slider, wide);
+  }
+
+  /** @param {number} wide */
+  drawPictures(wide) {
+    const { view } = this;
+    const end = Math.max(view.lastStep, 1);
+    const across = { ends: /** @type {[number, number]} */ ([0, end]), ticks: ticks(0, end, wide / 90), words: number, title: "step" };
+    const drawn = this.scales(wide, across);
+    this.pictures.replaceChildren(drawn.picture);
+    this.legend.replaceChildren(...this.legendOf());
+    if (view.storages.length) this.drawLost(wide, across);
+    if (view.hasScrubber) this.pictures.onclick = (/** @type {MouseEvent} */ event) => this.change({ block: view.blockAt(drawn.under(event)) });
+  }
+
+  /** The known loss scales, as powers of two. @returns {number[]} */
+  get known() {
+    return this.view.data.scales.map((/** @type {[number, number | null]} */ [, value]) => value).filter((/** @type {number | null} */ value) => value !== null);
+  }
+
+  /** The changes by which the scale fell. @returns {any[]} */
+  get falls() {
+    const { scales } = this.view.data;
+    return scales.filter((/** @type {any} */ [, value], /** @type {number} */ place) => place && value !== null && value < (scales[place - 1][1] ?? -Infinity));
+  }
+
+  /** @param {number} wide @param {import("./chart.js").Axis} across */
+  scales(wide, across) {
+    const { data } = this.view;
+    const { known } = this;
+    const ends = /** @type {[number, number]} */ (known.length ? [Math.floor(Math.min(...known)) - 1, Math.ceil(Math.max(...known)) + 1] : [0, 1]);
+    const drawn = chart(wide, 176, `The loss scale over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps.`,
+      across, { ends, ticks: known.length ? ticks(ends[0], ends[1], 5) : [], words: power, title: "loss scale" });
+    const { picture, x, y, bottom } = drawn;
+    this.shade(drawn, bottom);
+    const cross = (/** @type {number} */ at) => `M${at - 4} ${TOP - 2}l8 8m0 -8l-8 8`;
+    const ring = (/** @type {number} */ at) => `M${at - 4} ${TOP + 2}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0`;
+    picture.append(svg("path", { d: this.path(drawn, across.ends[1]), class: "curve scales" }),
+      ...this.falls.map(([step, value]) => svg("path", { d: `M${x(step) - 4} ${y(value) + 4}h8l-4 7z`, class: "fall" }, svg("title", {}, `step ${number(step)}: the scale fell to ${power(value)}`))),
+      ...data.events.map((/** @type {any} */ event) => svg("g", { class: "event" },
+        svg("title", {}, event.words), svg("line", { x1: x(event.step), x2: x(event.step), y1: TOP + 6, y2: bottom }),
+        svg("path", { d: (event.value === "nan" ? ring : cross)(x(event.step)) }))));
+    return drawn;
+  }
+
+  /** The steps of the loss scale; a gap where it is not known. @param {any} drawn @param {number} end */
+  path({ x, y }, end) {
+    const { scales } = this.view.data;
+    return scales.map((/** @type {[number, number | null]} */ [step, value], /** @type {number} */ place) => {
+      if (value === null) return "";
+      const isNew = !place || scales[place - 1][1] === null;
+      return `${isNew ? `M${x(step).toFixed(1)} ` : "V"}${y(value).toFixed(1)}H${x(scales[place + 1]?.[0] ?? end).toFixed(1)}`;
+    }).join("");
+  }
+
+  /** Marks the steps that are shown. @param {any} drawn @param {number} low */
+  shade(drawn, low) {
+    const { data, state, hasScrubber } = this.view;
+    if (state.block < 0 || !hasScrubber) return;
+    const { first, last } = data.blocks[state.block];
+    drawn.picture.append(svg("rect", { x: drawn.x(first) - 1, width: Math.max(drawn.x(last) - drawn.x(first), 1) + 2, y: TOP, height: low - TOP, class: "shown" }));
+  }
+
+  legendOf() {
+    const { data, state, hasScrubber, stepsInWords } = this.view;
+    const has = (/** @type {string} */ value) => data.events.some((/** @type {any} */ event) => event.value === value);
+    return [
+      this.known.length ? key("scales", "loss scale") : entry("the loss scale is not known"),
+      ...(this.falls.length ? [key("fall", "the scale fell, as after a skipped step")] : []),
+      ...(data.skipped ? [entry(`${numberOf(data.skipped, "step")} ${data.skipped === 1 ? "was" : "were"} skipped`)] : []),
+      ...(has("inf") ? [key("inf", "first infinity of a step")] : []),
+      ...(has("nan") ? [key("nan", "first NaN of a step")] : []),
+      ...(state.block < 0 || !hasScrubber ? [] : [key("shown", `shown, ${stepsInWords}`)]),
+    ];
+  }
+
+  /** @param {number} wide @param {import("./chart.js").Axis} across */
+  drawLost(wide, across) {
+    const { storages, data, chosen: layer } = this.view;
+    const one = layer && storages.some((storage) => storage.tensors[layer.name]) ? layer : null;
+    const of = one ? "of the chosen layer" : "of all parameters";
+    const drawn = chart(wide, 130, `Share of the updates lost, ${of}, over the steps.`, across,
+      { ends: [0, 1], ticks: [0, 0.5, 1], words: (part) => `${100 * part}%`, title: "updates" });
+    this.shade(drawn, drawn.bottom);
+    storages.forEach((storage, place) => {
+      let path = "";
+      data.blocks.forEach((/** @type {any} */ each, /** @type {number} */ block) => {
+        const lost = this.view.lostOf(storage, one, block);
+        if (lost === null) return;
+        path += `${path ? "L" : "M"}${drawn.x(each.first).toFixed(1)} ${drawn.y(lost).toFixed(1)}H${Math.max(drawn.x(each.last), drawn.x(each.first) + 1).toFixed(1)}`;
+      });
+      drawn.picture.append(svg("path", { d: path, class: `curve lost${place}` }));
+    });
+    this.pictures.append(drawn.picture);
+    this.legend.append(...storages.map((storage, place) => key(`lost${place}`, `updates lost in ${storage.label}, ${of}${storage.measured ? "" : ", if stored so"}`)));
+  }
+}

@@ -1,0 +1,201 @@
+// What is shown of a model: its layers, the reader's choice, and the figures that follow from both.
+// @ts-check
+
+import { wanted } from "./address.js";
+import { clamp, flushed, merge, nonzero, overflowed, share, subnormal, unpack } from "./histogram.js";
+import { spanInWords } from "./words.js";
+
+/** The least and the largest loss scale, as powers of two. */
+export const SCALES = /** @type {[number, number]} */ ([-24, 40]);
+
+/** The layers of a model with their histograms, block by block and over the run. @param {any} data */
+function unpacked(data) {
+  const layers = data.tensors.map((/** @type {any} */ tensor, /** @type {number} */ place) => ({
+    ...tensor,
+    place,
+    blocks: tensor.blocks.map((/** @type {any} */ packed) => packed && unpack(packed)),
+  }));
+  for (const layer of layers) layer.whole = merge(layer.blocks.filter(Boolean));
+  return layers;
+}
+
+export class View {
+  /** @param {any} data as explorer.py makes it @param {View | undefined} before the view of older data of the same model */
+  constructor(data, before) {
+    /** @type {any} */
+    this.data = data;
+    this.layers = unpacked(data);
+    this.kinds = data.kinds.filter((/** @type {any} */ kind) => this.layers.some((/** @type {any} */ layer) => layer.kind === kind.name));
+    /** Storage formats in which updates are lost, the measured ones first. @type {any[]} */
+    this.storages = Object.values(data.lost).sort((one, other) => Number(other.measured) - Number(one.measured));
+    this.lastStep = Math.max(data.steps - 1, ...data.blocks.map((/** @type {any} */ each) => each.last), ...data.events.map((/** @type {any} */ each) => each.step));
+    this.hasScrubber = data.blocks.length > 1;
+    const [suggestedFormat, suggestedScale] = data.suggested ?? ["", 0];
+    this.suggested = { format: this.formatNamed(suggestedFormat), scale: suggestedScale };
+    /** @type {any} */
+    this.state = this.opening();
+    for (const layer of this.layers) if (layer.name === this.state.layer && this.isRepeated(layer)) this.state.open.add(layer.group);
+    if (before) Object.assign(this.state, before.state, { format: this.sameFormat(before.state.format), block: before.blockNow(data.blocks) });
+    else if (!wanted(data, "kind") && !wanted(data, "layer")) this.state.kind = this.worstKind();
+  }
+
+  /** What is shown at first: what the page's address asks for, else the run's own format and scale. @returns {any} */
+  opening() {
+    const { data } = this;
+    const asked = (/** @type {string} */ name) => wanted(data, name);
+    return {
+      kind: this.kinds.some((/** @type {any} */ kind) => kind.name === asked("kind")) ? asked("kind") : this.kinds[0]?.name,
+      format: this.formatNamed(asked("format")) ?? this.formatNamed(data.format) ?? data.formats[0],
+      scale: clamp(Number(asked("scale") ?? data.own) || 0, ...SCALES),
+      block: clamp(Number(asked("block") ?? -1), -1, data.blocks.length - 1),
+      /** The step of the chosen event. @type {number | null} */
+      step: null,
+      search: "",
+      sort: "model",
+      layer: asked("layer"),
+      open: new Set(),
+    };
+  }
+
+  /** @param {string | null} name */
+  formatNamed(name) {
+    return this.data.formats.find((/** @type {any} */ each) => each.name === name);
+  }
+
+  /** The format of this model's data that equals one of other data. @param {any} other */
+  sameFormat(other) {
+    return this.formatNamed(other.name) ?? this.data.formats[0];
+  }
+
+  /** @param {any} layer */
+  isRepeated(layer) {
+    return this.data.groups[layer.group].size > 1;
+  }
+
+  /** Whether a loss scale multiplies a kind of tensor. */
+  isScaled(name = this.state.kind) {
+    return Boolean(this.kinds.find((/** @type {any} */ each) => each.name === name)?.is_scaled);
+  }
+
+  get log2Scale() {
+    return this.isScaled() ? this.state.scale : 0;
+  }
+
+  /** The layers of the kind that is shown. */
+  get ofKind() {
+    return this.layers.filter((/** @type {any} */ layer) => layer.kind === this.state.kind);
+  }
+
+  get chosen() {
+    return this.layers.find((/** @type {any} */ each) => each.kind === this.state.kind && each.name === this.state.layer);
+  }
+
+  /** @param {any} layer */
+  counted(layer) {
+    return this.state.block < 0 ? layer.whole : layer.blocks[this.state.block];
+  }
+
+  /** What the format does to a layer; null where nothing was counted. @param {any} layer */
+  figures(layer) {
+    const h = this.counted(layer);
+    if (!h) return null;
+    const [k, f, all] = [this.isScaled(layer.kind) ? this.state.scale : 0, this.state.format, nonzero(h)];
+    const [low, high] = overflowed(h, f, k);
+    return { h, all, flushed: flushed(h, f, k), subnormal: subnormal(h, f, k), low, high };
+  }
+
+  /** Share of a parameter's updates that are lost, or of all parameters'; null where none was seen. @param {any} storage @param {any} layer @param {number} block */
+  lostOf(storage, layer, block = this.state.block) {
+    /** @type {any[]} */
+    const chosen = layer ? [storage.tensors[layer.name] ?? []] : Object.values(storage.tensors);
+    const seen = chosen.flatMap((blocks) => (block < 0 ? blocks : [blocks[block]])).filter(Boolean);
+    const all = seen.reduce((sum, each) => sum + each[1], 0);
+    return all ? seen.reduce((sum, each) => sum + each[0], 0) / all : null;
+  }
+
+  /** By what the rows are sorted; the largest is first. @param {any} layer @returns {number} */
+  rank(layer) {
+    const { sort } = this.state;
+    const found = this.figures(layer);
+    if (!found) return -1;
+    if (sort === "flushed") return share(found.flushed, found.all);
+    if (sort === "subnormal") return share(found.subnormal, found.all);
+    if (sort === "overflow") return share(found.high, found.all);
+    if (sort === "broken") return found.h.infs + found.h.nans;
+    if (sort === "lost") return this.lostOf(this.storages[0], layer) ?? -1;
+    if (sort.startsWith("note")) return this.data.notes.cells[layer.module]?.[Number(sort.slice(4))]?.[2] ?? -1;
+    return found.all ? found.h.min + found.h.counts.length + 400 : 0;
+  }
+
+  /** One entry a row: a layer, or a group of repeated ones with the member that is worst. */
+  rows() {
+    const words = this.state.search.toLowerCase();
+    const found = this.ofKind.filter((/** @type {any} */ layer) => !words || layer.name.toLowerCase().includes(words));
+    if (this.state.sort === "model") return words ? found.map((/** @type {any} */ layer) => ({ layer })) : this.grouped(found);
+    return found.map((/** @type {any} */ layer) => ({ layer, rank: this.rank(layer) }))
+      .sort((/** @type {any} */ one, /** @type {any} */ other) => other.rank - one.rank || one.layer.place - other.layer.place);
+  }
+
+  /** @param {any[]} layers in the model's order */
+  grouped(layers) {
+    const made = [];
+    const groups = new Map();
+    for (const layer of layers) {
+      const group = this.data.groups[layer.group];
+      if (group.size < 2) {
+        made.push({ layer });
+      } else if (groups.has(layer.group)) {
+        groups.get(layer.group).members.push(layer);
+      } else {
+        const row = { group: layer.group, name: group.name, members: [layer], layer };
+        groups.set(layer.group, row);
+        made.push(row);
+      }
+    }
+    for (const row of groups.values()) row.layer = this.worst(row.members);
+    return made.flatMap((/** @type {any} */ row) => (row.members && this.state.open.has(row.group)
+      ? [row, ...row.members.map((/** @type {any} */ layer) => ({ layer, inside: true }))] : [row]));
+  }
+
+  /** @param {any} layer */
+  badness(layer) {
+    const found = this.figures(layer);
+    return found && !layer.noise ? share(found.high, found.all) * 2 + share(found.flushed, found.all) : -1;
+  }
+
+  /** @param {any[]} members */
+  worst(members) {
+    return members.reduce((one, other) => (this.badness(other) > this.badness(one) ? other : one));
+  }
+
+  /** The scaled kind whose worst layer loses most, where the page opens. */
+  worstKind() {
+    const scaled = this.layers.filter((/** @type {any} */ layer) => this.isScaled(layer.kind));
+    return (scaled.length ? this.worst(scaled) : this.layers[0])?.kind;
+  }
+
+  /** Exponents at the left and the right end of the map: the same at every scale, so that only the limits move. @returns {[number, number]} */
+  span() {
+    const seen = this.ofKind.filter((/** @type {any} */ layer) => nonzero(layer.whole)).map((/** @type {any} */ layer) => layer.whole);
+    const f = this.state.format;
+    const ends = seen.flatMap((/** @type {any} */ h) => [h.min, h.min + h.counts.length]);
+    const isNarrowFormat = f.top - f.low < 64;
+    return [Math.min(...ends, isNarrowFormat ? f.low - 4 : 0) - 1, Math.max(...ends, isNarrowFormat ? f.top + 2 : 0) + 1];
+  }
+
+  /** The block that contains a step. @param {number} step */
+  blockAt(step) {
+    return Math.max(0, this.data.blocks.findLastIndex((/** @type {any} */ each) => each.first <= step));
+  }
+
+  /** The block that was shown, among those of newer data: they grow together, and the last goes on. @param {any[]} blocks */
+  blockNow(blocks) {
+    if (this.state.block < 0) return -1;
+    const { first } = this.data.blocks[this.state.block];
+    return this.state.block === this.data.blocks.length - 1 ? blocks.length - 1 : blocks.findIndex((each) => each.last >= first);
+  }
+
+  get stepsInWords() {
+    return this.state.block < 0 ? "the whole run" : spanInWords(this.data.blocks[this.state.block]);
+  }
+}

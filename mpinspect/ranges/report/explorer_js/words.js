@@ -1,0 +1,24 @@
+// Figures in words.
+// @ts-check
+
+/** A share with two digits, never rounded to 0% or 100%. @param {number} fraction */
+export function percent(fraction) {
+  const value = 100 * fraction;
+  if (value === 0 || value === 100) return `${value}%`;
+  if (value < 0.001) return "<0.001%";
+  if (value < 10) return `${Number(value.toPrecision(2))}%`;
+  if (value < 99.5) return `${Math.round(value)}%`;
+  return value < 99.995 ? `${Number(value.toPrecision(4))}%` : ">99.99%";
+}
+
+/** A power of two. @param {number} exponent */
+export const power = (exponent) => `2^${Number(exponent.toFixed(1))}`;
+
+/** @param {number} count */
+export const number = (count) => count.toLocaleString("en");
+
+/** A number of things. @param {number} count @param {string} thing */
+export const numberOf = (count, thing) => `${number(count)} ${thing}${count === 1 ? "" : "s"}`;
+
+/** @param {{first: number, last: number}} block */
+export const spanInWords = ({ first, last }) => (first === last ? `step ${first}` : `steps ${first} to ${last}`);
