@@ -2,7 +2,7 @@
 // TensorBoard imports this module into a frame of its own and calls render().
 // @ts-check
 
-import { chosenIn, comparedIn, decode, figuresIn, follow, forget, nonzero, percent, render as draw } from "./explorer.js";
+import { chosenIn, comparedIn, decode, element, figuresIn, follow, forget, nonzero, percent, render as draw } from "./explorer.js";
 
 /** Milliseconds between two looks at the runs, and how much longer than an answer took they are at least. */
 const [PAUSE, PAUSES] = [4000, 10];
@@ -12,13 +12,6 @@ const MOST_SHOWN = 8;
 const MOST_ROWS = 10;
 /** Where the choice is kept for as long as the tab is open. */
 const KEPT = "mpinspect.runs";
-
-/** @param {string} tag @param {Record<string, any>} fields @param {(Node | string)[]} children @returns {any} */
-function element(tag, fields = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), fields);
-  made.append(...children);
-  return made;
-}
 
 /** @param {string} path @param {Record<string, string>} query */
 async function asked(path, query = {}) {
@@ -141,128 +134,154 @@ function differences(runs) {
 
 let isHeld = false;
 
-/** Shows the page, and goes on showing what the runs write. TensorBoard calls it once. */
-export function render() {
+/** Makes the frame a page of ours, with listeners that know whether a pointer is held down. */
+function prepare() {
   // TensorBoard's base is not the frame's own address: a permalink would lead elsewhere.
   document.querySelector("base")?.remove();
   document.documentElement.lang = "en";
   document.head.append(element("link", { rel: "stylesheet", href: String(new URL("./style.css", import.meta.url)) }));
-  const search = element("input", { type: "search", placeholder: "part of a name" });
-  search.setAttribute("aria-label", "Search runs");
-  const list = element("div", { className: "list" });
-  const said = element("p", { className: "dim" }, "Looking for runs ...");
-  said.setAttribute("role", "status");
-  const troubles = element("div");
-  const hint = element("p", { className: "dim" }, "Choose a run of the list; of several the maps move together.");
-  const table = element("section", { className: "differences" });
-  const parts = element("main", {}, hint, table);
   document.body.className = "mpinspect ranges-page";
-  document.body.append(element("nav", {}, element("h1", {}, "Runs"), search, said, list, troubles), parts);
   for (const [name, is] of /** @type {[string, boolean][]} */ ([["pointerdown", true], ["pointerup", false], ["pointercancel", false]])) {
     addEventListener(name, () => { isHeld = is; }, true);
   }
+}
 
-  /** @type {any[]} */
-  let runs = [];
-  /** @type {Map<string, Shown>} */
-  const shown = new Map();
-  /** @type {Map<string, any>} */
-  const entries = new Map();
-  let slowest = 0;
-  const chosen = new Set(remembered());
-  const moved = (/** @type {Shown} */ from, /** @type {any} */ choice) => {
-    for (const each of shown.values()) if (each !== from) follow(each.map, choice);
-    compare();
-  };
-  const compare = () => table.replaceChildren(...(shown.size > 1 ? differences([...shown.values()]) : []));
+/** The list of runs, and those of them that are chosen. */
+class Runs {
+  constructor() {
+    this.search = element("input", { type: "search", placeholder: "part of a name" });
+    this.search.setAttribute("aria-label", "Search runs");
+    this.search.addEventListener("input", () => this.drawList());
+    this.list = element("div", { className: "list" });
+    this.said = element("p", { className: "dim" }, "Looking for runs ...");
+    this.said.setAttribute("role", "status");
+    this.troubles = element("div");
+    this.hint = element("p", { className: "dim" }, "Choose a run of the list; of several the maps move together.");
+    this.table = element("section", { className: "differences" });
+    this.parts = element("main", {}, this.hint, this.table);
+    document.body.append(element("nav", {}, element("h1", {}, "Runs"), this.search, this.said, this.list, this.troubles), this.parts);
+    /** @type {any[]} */
+    this.known = [];
+    /** @type {Map<string, Shown>} */
+    this.shown = new Map();
+    /** @type {Map<string, any>} */
+    this.entries = new Map();
+    this.chosen = new Set(remembered());
+    this.slowest = 0;
+    this.isLooking = false;
+  }
 
   /** The entry of a run, made once: one that is being clicked must not be replaced. @param {any} run */
-  function entry(run) {
-    if (!entries.has(run.id)) {
+  entry(run) {
+    if (!this.entries.has(run.id)) {
       const box = element("input", { type: "checkbox", value: run.id });
-      box.addEventListener("change", () => choose(run.id, box.checked));
+      box.addEventListener("change", () => this.choose(run.id, box.checked));
       const age = element("span", { className: "dim" });
       const name = run.name === "." ? "(the log directory itself)" : run.name;
-      entries.set(run.id, { box, age, row: element("label", { title: name }, box, element("span", {}, name), age) });
+      this.entries.set(run.id, { box, age, row: element("label", { title: name }, box, element("span", {}, name), age) });
     }
-    const made = entries.get(run.id);
-    Object.assign(made.box, { checked: chosen.has(run.id), disabled: !chosen.has(run.id) && chosen.size >= MOST_SHOWN });
+    const made = this.entries.get(run.id);
+    const isChosen = this.chosen.has(run.id);
+    Object.assign(made.box, { checked: isChosen, disabled: !isChosen && this.chosen.size >= MOST_SHOWN });
     made.age.textContent = run.age;
     return made.row;
   }
-  function drawList() {
-    const words = search.value.toLowerCase();
-    const rows = runs.filter((run) => run.name.toLowerCase().includes(words)).map(entry);
+
+  drawList() {
+    const words = this.search.value.toLowerCase();
+    const rows = this.known.filter((run) => run.name.toLowerCase().includes(words)).map((run) => this.entry(run));
+    const { list } = this;
     if (rows.length !== list.children.length || rows.some((row, place) => row !== list.children[place])) list.replaceChildren(...rows);
   }
 
   /** @param {string} id @param {boolean} is */
-  function choose(id, is) {
-    if (is) chosen.add(id);
-    else chosen.delete(id);
+  choose(id, is) {
+    if (is) this.chosen.add(id);
+    else this.chosen.delete(id);
     try {
-      sessionStorage.setItem(KEPT, JSON.stringify([...chosen]));
+      sessionStorage.setItem(KEPT, JSON.stringify([...this.chosen]));
     } catch {
       // A browser that keeps nothing: the choice lasts as long as the page.
     }
-    drawList();
-    look();
+    this.drawList();
+    this.look();
   }
 
-  async function refreshList() {
+  async refreshList() {
     const answer = await asked("./runs");
-    runs = answer.runs.map((/** @type {any} */ run) => ({ ...run, age: ago(answer.now - run.written) }));
-    for (const id of chosen) if (!runs.some((run) => run.id === id)) chosen.delete(id);
-    const newest = runs.reduce((one, other) => (one && one.written >= other.written ? one : other), null);
-    if (!chosen.size && newest && !shown.size) chosen.add(newest.id);
-    said.textContent = runs.length
-      ? `${runs.length} in ${answer.where}`
+    this.known = answer.runs.map((/** @type {any} */ run) => ({ ...run, age: ago(answer.now - run.written) }));
+    for (const id of this.chosen) if (!this.known.some((run) => run.id === id)) this.chosen.delete(id);
+    const newest = this.known.reduce((one, other) => (one && one.written >= other.written ? one : other), null);
+    if (!this.chosen.size && newest && !this.shown.size) this.chosen.add(newest.id);
+    this.said.textContent = this.known.length
+      ? `${this.known.length} in ${answer.where}`
       : `No run of mpinspect lies below ${answer.where}. An Inspector writes one into its log_dir, and mpinspect run into its --log-dir; give TensorBoard a directory above these.`;
-    hint.hidden = !runs.length || chosen.size > 1;
-    troubles.replaceChildren(...answer.troubles.map((/** @type {string} */ words) => element("p", { className: "warning" }, words)));
-    drawList();
+    this.hint.hidden = !this.known.length || this.chosen.size > 1;
+    this.troubles.replaceChildren(...answer.troubles.map((/** @type {string} */ words) => element("p", { className: "warning" }, words)));
+    this.drawList();
   }
 
-  let isLooking = false;
+  /** Takes the maps of runs that are no longer chosen out of the page. */
+  dropOthers() {
+    for (const [id, each] of this.shown) {
+      if (this.chosen.has(id)) continue;
+      forget(each.map);
+      each.element.remove();
+      this.shown.delete(id);
+    }
+  }
+
+  /** Shows a chosen run, or refreshes it. @param {string} id */
+  async refresh(id) {
+    const run = this.known.find((each) => each.id === id);
+    if (!this.shown.has(id)) {
+      const made = new Shown(id, run.name === "." ? "The log directory itself" : run.name, (from, choice) => this.moved(from, choice));
+      this.shown.set(id, made);
+      this.parts.append(made.element);
+    }
+    await this.shown.get(id)?.refresh([...this.shown.values()].filter((each) => each.id !== id));
+  }
+
+  /** Lets the other maps follow one. @param {Shown} from @param {any} choice */
+  moved(from, choice) {
+    for (const each of this.shown.values()) if (each !== from) follow(each.map, choice);
+    this.compare();
+  }
+
+  compare() {
+    this.table.replaceChildren(...(this.shown.size > 1 ? differences([...this.shown.values()]) : []));
+  }
+
   /** Asks for the list and the runs chosen, each at a time. */
-  async function look() {
-    if (isLooking) return;
-    isLooking = true;
+  async look() {
+    if (this.isLooking) return;
+    this.isLooking = true;
     const begun = performance.now();
     try {
-      await refreshList();
-      for (const [id, each] of shown) {
-        if (chosen.has(id)) continue;
-        forget(each.map);
-        each.element.remove();
-        shown.delete(id);
-      }
-      for (const id of chosen) {
-        const run = runs.find((each) => each.id === id);
-        if (!shown.has(id)) {
-          const made = new Shown(id, run.name === "." ? "The log directory itself" : run.name, moved);
-          shown.set(id, made);
-          parts.append(made.element);
-        }
-        await shown.get(id)?.refresh([...shown.values()].filter((each) => each.id !== id));
-      }
+      await this.refreshList();
+      this.dropOthers();
+      for (const id of this.chosen) await this.refresh(id);
     } catch (error) {
-      said.textContent = `TensorBoard does not answer (${error}): what stands here is the last that it said.`;
+      this.said.textContent = `TensorBoard does not answer (${error}): what stands here is the last that it said.`;
     }
-    compare();
-    slowest = performance.now() - begun;
-    isLooking = false;
+    this.compare();
+    this.slowest = performance.now() - begun;
+    this.isLooking = false;
     // Something was chosen meanwhile.
-    if ([...chosen].some((id) => !shown.has(id)) || [...shown.keys()].some((id) => !chosen.has(id))) look();
+    if ([...this.chosen].some((id) => !this.shown.has(id)) || [...this.shown.keys()].some((id) => !this.chosen.has(id))) this.look();
   }
 
-  async function goOn() {
+  async goOn() {
     // Of a page that nobody sees nothing is asked: another tab, or another page of TensorBoard, which hides the frame.
-    if (!document.hidden && innerWidth) await look();
-    setTimeout(goOn, Math.max(PAUSE, PAUSES * slowest));
+    if (!document.hidden && innerWidth) await this.look();
+    setTimeout(() => this.goOn(), Math.max(PAUSE, PAUSES * this.slowest));
   }
-  search.addEventListener("input", drawList);
-  goOn();
+}
+
+/** Shows the page, and goes on showing what the runs write. TensorBoard calls it once. */
+export function render() {
+  prepare();
+  new Runs().goOn();
 }
 
 /** @returns {string[]} */

@@ -6,7 +6,7 @@ import { ALL, asked } from "./address.js";
 import { decode, element } from "./dom.js";
 import { LayerMap } from "./map.js";
 
-export { decode } from "./dom.js";
+export { decode, element } from "./dom.js";
 export { nonzero } from "./histogram.js";
 export { percent } from "./words.js";
 
