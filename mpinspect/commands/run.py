@@ -21,6 +21,12 @@ FLAGS = ("-h", "--help", "--no-watch", "--lint", "--no-lint", "--kernels", "--ea
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = _USAGE
+    _add_script(parser)
+    _add_sampling(parser)
+    _add_reports(parser)
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "script",
         metavar="SCRIPT",
@@ -30,6 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", action="store_true", dest="is_code", help="SCRIPT is the program itself, as after python -c"
     )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--every", type=positive, metavar="N", help="sample every N-th step (10; with --max-overhead at most: 1)"
     )
@@ -54,15 +63,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--include", action="append", metavar="PATTERN", help=f"inspect only these: a {pattern}")
     parser.add_argument("--exclude", action="append", metavar="PATTERN", help=f"do not inspect these: a {pattern}")
     parser.add_argument(
-        "--log-dir",
-        metavar="DIR",
-        help="the run directory (runs/SCRIPT-DATE-TIME, or beside the folder that the script's own --output_dir names)",
-    )
-    parser.add_argument(
         "--no-watch", action="store_false", dest="watch", help="do not check every step for infinities and NaNs"
     )
     parser.add_argument(
         "--loss-scale", type=_scale, metavar="S", help="of a script that multiplies its loss by hand (1 if it does not)"
+    )
+
+
+def _add_reports(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log-dir",
+        metavar="DIR",
+        help="the run directory (runs/SCRIPT-DATE-TIME, or beside the folder that the script's own --output_dir names)",
     )
     parser.add_argument(
         "--lint",

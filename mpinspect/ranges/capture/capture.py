@@ -108,19 +108,15 @@ class Capture(Dispatcher):
         self._updates = Updates(self._tally, self.optimizers, UPDATE in self._kinds)
         self._observers = (self._counting, self._updates)
         if watch:
-            modules = {layer.path: layer.module for layer in self._layers}
-            self._watch = Watch(
-                modules,
-                self.optimizers,
-                self._broken_weights,
-                step_clock,
-                recording,
-                may_pause=is_metered,
-                choice=self._choice,
-            )
+            self._watch = self._made_watch(step_clock, recording, may_pause=is_metered)
             self._observers += (self._watch,)
         if diagnosing is not None:
             self._observers += diagnosing(self._layers, self._parameters, self.optimizers, step_clock, recording)
+
+    def _made_watch(self, clock: StepClock, recording: Recording, *, may_pause: bool) -> Watch:
+        modules = {layer.path: layer.module for layer in self._layers}
+        broken, choice = self._broken_weights, self._choice
+        return Watch(modules, self.optimizers, broken, clock, recording, may_pause=may_pause, choice=choice)
 
     # -- attaching and detaching ----------------------------------------------------------------------------------
 

@@ -76,16 +76,8 @@ def record_matmuls(
             f"model is of type {type(model).__name__}, not a torch.nn.Module: wrap a function in a module"
         )
     inner, notes = _unwrapped(model)
-    positional, named = _arguments(args, kwargs)
-    run = _Run(inner, positional, named, lower, backward, _kind_of_device(inner, device))
-    try:
-        attempt = run.attempt()
-        if attempt.lacks_values and run.device == "meta":
-            # Keeping values takes time, and few models read any: values are kept only if the first attempt lacked one.
-            second = run.attempt(Values())
-            attempt = second if len(second.mode.matmuls()) >= len(attempt.mode.matmuls()) else attempt
-    except LazyModelError as error:
-        raise RecordingError(str(error)) from None
+    run = _Run(inner, *_arguments(args, kwargs), lower, backward, _kind_of_device(inner, device))
+    attempt = _attempted(run)
     if attempt.error is not None and not attempt.mode.matmuls() and not attempt.lacks_values:
         raise RecordingError(
             f"the model's forward raised {first_line(attempt.error)}. Nothing was recorded: check args and kwargs, they are "
@@ -105,6 +97,21 @@ def record_matmuls(
         notes=(*notes, *attempt.notes, *_unreadable(attempt.mode)),
         stopped=attempt.stopped,
     )
+
+
+def _attempted(run: _Run) -> _Attempt:
+    """Return the run's attempt; of two, the one with more products.
+
+    Keeping values takes time, and few models read any: values are kept only if the first attempt lacked one.
+    """
+    try:
+        attempt = run.attempt()
+        if not attempt.lacks_values or run.device != "meta":
+            return attempt
+        second = run.attempt(Values())
+        return second if len(second.mode.matmuls()) >= len(attempt.mode.matmuls()) else attempt
+    except LazyModelError as error:
+        raise RecordingError(str(error)) from None
 
 
 @dataclass
