@@ -446,6 +446,93 @@ class Ties(Record, kind="ties"):
     scores: float
 
 
+# -- autocast regions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaleCasts(Record, kind="autocast-stale-casts"):
+    """Forwards, in ``steps`` of the measured steps, with casts of weights that had been updated since."""
+
+    steps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutocastElsewhere(Record, kind="autocast-elsewhere"):
+    """``regions`` regions for another device. ``names``: the device of the regions, and that of the model."""
+
+    regions: float
+
+
+# -- the second computation; names: operator, line, phase, and the weight whose gradient is furthest off ---------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BornInfinite(Record, kind="second-born"):
+    """The first operator with a result that is infinite or NaN where the exact one is finite.
+
+    Args:
+        elements, of: the number of such elements, of all.
+        largest: the largest of their exact magnitudes; 0 if its own inputs had lost what keeps it finite.
+    """
+
+    elements: float
+    of: float
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenAlike(Record, kind="second-broken-alike"):
+    """The first operator with a result that is not finite in the exact computation either: ``elements`` of ``of``."""
+
+    elements: float
+    of: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostSum(Record, kind="second-lost-sum"):
+    """A sum that loses terms to rounding.
+
+    Args:
+        error: its local error, relative to the norm of the exact result.
+        value, exact: its worst element, and what that would be.
+        gradients_error: the largest relative error of a weight's gradient, of all arithmetic together.
+    """
+
+    error: float
+    value: float
+    exact: float
+    gradients_error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbsorbedOperand(Record, kind="second-absorbed"):
+    """An addition whose smaller operand is mostly lost.
+
+    Args:
+        error: the part of its norm that is lost.
+        unchanged: the share of elements that equal one of the operands, 0..1.
+        gradients_error: the largest relative error of a weight's gradient, of all arithmetic together.
+    """
+
+    error: float
+    unchanged: float
+    gradients_error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelledDifference(Record, kind="second-cancelled"):
+    """A sum or difference that leaves mostly the errors of its operands.
+
+    Args:
+        before, after: relative errors of the operands and of the result.
+        gradients_error: the largest relative error of a weight's gradient, of all arithmetic together.
+    """
+
+    before: float
+    after: float
+    gradients_error: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class NewScalers(Record, kind="new-scalers"):
     """``new`` of ``steps`` steps with a scaler that was made in them."""

@@ -96,6 +96,12 @@ def memory_of(device: torch.device) -> int:
     return 0 if properties is None else int(getattr(properties(device), "total_memory", 0))
 
 
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a CUDA device that torch could still allocate, those in its cache included. Does not synchronise."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def new_stream(device: torch.device) -> Any:
     """Return another stream of a device; None for a device without streams."""
     module = _module(device)

@@ -74,3 +74,7 @@ CLIP_WITH_NORM = Calls(
     parameters=0,
     total_norm=2,
 )
+#: An autocast region is made by this function. Listeners receive the type of its device, and whether it is enabled (None: yes).
+AUTOCAST_MADE = Calls((torch.amp.autocast_mode.autocast, "__init__"), device_type=1, enabled=3)
+#: The end of an outermost autocast region calls this function.
+AUTOCAST_CACHE_CLEARED = Calls((torch, "clear_autocast_cache"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from pathlib import Path
 from types import FrameType
 
 #: Packages between the user's code and ours: torch calls our hooks, trainers call torch.
@@ -16,10 +17,7 @@ def warn_user(message: str, category: type[Warning]) -> None:
     A stacklevel would not do, since it ignores packages, and ``skip_file_prefixes`` needs Python 3.12.
     """
     caller = sys._getframe(1)
-    frame: FrameType | None = caller
-    while frame is not None and _package(frame) in _BETWEEN:
-        frame = frame.f_back
-    frame = frame or caller
+    frame = _users(caller) or caller
     warnings.warn_explicit(
         message,
         category,
@@ -28,6 +26,18 @@ def warn_user(message: str, category: type[Warning]) -> None:
         module=frame.f_globals.get("__name__") or "sys",
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def innermost_line(frame: FrameType) -> str:
+    """Return the user's innermost line above a frame as "train.py:12"; "" if there is none, as on autograd's threads."""
+    users = _users(frame)
+    return "" if users is None else f"{Path(users.f_code.co_filename).name}:{users.f_lineno}"
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and _package(frame) in _BETWEEN:
+        frame = frame.f_back
+    return frame
 
 
 def _package(frame: FrameType) -> str:

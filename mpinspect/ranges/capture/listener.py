@@ -16,7 +16,7 @@ from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.capture.optimizers import stands_still
 from mpinspect.runtime.guard import Guarded, entrance
 from mpinspect.runtime.outputs import tensors_in
-from mpinspect.runtime.torch_calls import BACKWARD, CLIP_WITH_NORM
+from mpinspect.runtime.torch_calls import AUTOCAST_CACHE_CLEARED, AUTOCAST_MADE, BACKWARD, CLIP_WITH_NORM
 
 if TYPE_CHECKING:
     from mpinspect.ranges.capture.dispatcher import Dispatcher
@@ -51,9 +51,13 @@ class Listener(Guarded):
         scaler_watch.listen(self)
         BACKWARD.listen(self.backward_called)
         CLIP_WITH_NORM.listen(self.clipping)
+        AUTOCAST_MADE.listen(self.autocast_made)
+        AUTOCAST_CACHE_CLEARED.listen(self.autocast_cache_cleared)
 
     def unlisten(self) -> None:
         """Receive no more calls."""
+        AUTOCAST_CACHE_CLEARED.unlisten(self.autocast_cache_cleared)
+        AUTOCAST_MADE.unlisten(self.autocast_made)
         CLIP_WITH_NORM.unlisten(self.clipping)
         BACKWARD.unlisten(self.backward_called)
         scaler_watch.unlisten(self)
@@ -84,6 +88,18 @@ class Listener(Guarded):
         if self._clock.in_forward:
             for observer in self._dispatcher.at_work:
                 observer.backward_called(losses)
+
+    @entrance
+    def autocast_made(self, device: Any, enabled: Any) -> None:
+        """Notify the observers that an autocast region is made."""
+        for observer in self._dispatcher.observing:
+            observer.autocast_made(str(device), enabled is not False)
+
+    @entrance
+    def autocast_cache_cleared(self) -> None:
+        """Notify the observers that autocast's cache is cleared."""
+        for observer in self._dispatcher.observing:
+            observer.autocast_cache_cleared()
 
     @entrance
     def clipping(self, parameters: Any, norm: Any) -> None:

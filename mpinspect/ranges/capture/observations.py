@@ -209,6 +209,12 @@ class Observer:
     def clipping(self, parameters: list[WatchedParameter], norm: torch.Tensor) -> None:
         """Prepare for the gradients of these parameters of the model to be clipped; ``norm``: of these and perhaps others."""
 
+    def autocast_made(self, device: str, enabled: bool) -> None:
+        """Handle that an autocast region for a type of device is about to be made."""
+
+    def autocast_cache_cleared(self) -> None:
+        """Handle that autocast's cache of casts is about to be cleared, as at the end of an outermost region."""
+
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Handle a call of ``backward`` or ``torch.autograd.backward`` with these losses, before the backward begins."""
 

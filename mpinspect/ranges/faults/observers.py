@@ -10,6 +10,7 @@ from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.faults.measure.accumulation import Accumulation
+from mpinspect.ranges.faults.measure.autocasts import Autocasts
 from mpinspect.ranges.faults.measure.averaged import Averaged
 from mpinspect.ranges.faults.measure.averages import Averages
 from mpinspect.ranges.faults.measure.buffers import Buffers
@@ -42,6 +43,7 @@ def diagnosing_observers(
         Averaged(optimizers, clock, recording),
         Accumulation(clock, recording),
         Buffers(layers, clock, recording),
+        Autocasts(parameters, clock, recording),
         Examination(layers, parameters, clock, recording),
         EqualByRounding(clock, recording),
         OverflowedNorms(clock, recording),

@@ -9,6 +9,7 @@ from mpinspect.ranges.analysis.first_line import gravest
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.name import (
     arithmetic,
+    autocasts,
     culprit_inputs,
     events,
     gradient_ranges,
@@ -16,6 +17,7 @@ from mpinspect.ranges.faults.name import (
     ranks,
     replaced,
     scaling,
+    second,
     stores,
     unscaling,
     untrained,
@@ -35,14 +37,17 @@ DIAGNOSES: tuple[Fault, ...] = (
     *replaced.FAULTS,
     *gradients_lost.OF_EARLIER_STEPS,
     *unscaling.FAULTS,
+    *autocasts.FAULTS,
     *untrained.WITHOUT_GRADIENT,
     *scaling.FAULTS,
     *arithmetic.FAULTS,
+    *second.FAULTS,
     *stores.FAULTS,
 )
 #: Observations, of which a diagnosis may be the cause.
 CONSEQUENCES: tuple[Fault, ...] = (
     *events.FAULTS,
+    second.BREAKS_ALIKE,
     *gradient_ranges.FAULTS,
     *values.FAULTS,
     untrained.NEVER_FIRED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,11 +171,20 @@ class InspectedModels:
             if each.inspector.attached and (model := each.inspector.model) is not None
         }
 
-    def record(self, names: Sequence[str], record: Record) -> None:
-        """Hand a record, made among several models, to its model, as one of the current step.
+    def steps(self) -> dict[str, int]:
+        """Return the number of steps that have ended, by model."""
+        return {each.name: each.inspector.steps for each in self.all}
+
+    def forward_broke(self) -> bool:
+        """Return whether a forward or a loss of any model was infinite or NaN."""
+        return any(each.inspector.forward_broke for each in self.all)
+
+    def record(self, names: Sequence[str], record: Record, steps: Mapping[str, int] | None = None) -> None:
+        """Hand a record, made among several models, to its model.
 
         Args:
             names: the models' names; if there are several, the record's name begins with its model's.
+            steps: the step of which it is, by model; None: the current one.
         """
         path = record.name
         if not path and len(self.attached()) > len(names):
@@ -186,7 +195,7 @@ class InspectedModels:
             path = path.removeprefix(owner).removeprefix(".")
         for each in self.all:
             if each.name == owner:
-                each.inspector.record(replace(record, name=path))
+                each.inspector.record(replace(record, name=path), (steps or {}).get(owner))
 
     def rest(self, resting: bool) -> None:
         """Suspend (True) or resume (False) counting and watching in all models."""

@@ -114,9 +114,14 @@ class LaunchedInspector(Inspector):
         """Keep a sentence for the report."""
         self._recording.note(sentence)
 
-    def record(self, record: Record) -> None:
-        """Store a record as one of the current step."""
-        self._recording.record(replace(record, step=self._capture.clock.step))
+    @property
+    def forward_broke(self) -> bool:
+        """Whether a forward or a loss of this model was infinite or NaN."""
+        return any(event.forward_finite is False for event in self._recording.events)
+
+    def record(self, record: Record, step: int | None = None) -> None:
+        """Store a record as one of a step; None: of the current one."""
+        self._recording.record(replace(record, step=self.steps if step is None else step))
 
     def pause(self) -> None:
         """Remove every hook and release the model, but keep the record open. Waits for the GPU."""

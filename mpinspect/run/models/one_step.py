@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,12 +23,15 @@ from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
     from mpinspect.kernels.capture.live_profile import LiveProfile
+    from mpinspect.ranges.faults.measure.second import SecondComputation
     from mpinspect.shapes.record.live import LiveMatmuls
     from mpinspect.shapes.records import MatmulRecording
 
 
 #: An optimizer is chosen after this many steps, even if other optimizers have not stepped yet: they may never do so.
 _MOST_WAITED = 8
+#: The most further steps that are computed twice after an infinity or NaN.
+_AFTER_EVENTS = 2
 
 
 class OneStep(Guarded):
@@ -64,6 +67,11 @@ class OneStep(Guarded):
         #: Number of steps of each optimizer, by id, before one is chosen.
         self._steps: Counter[int] = Counter()
         self._products: LiveMatmuls | None = None
+        #: The second computation of the recorded step, its models, and their steps.
+        self._second: tuple[SecondComputation, tuple[str, ...], dict[str, int]] | None = None
+        #: Further steps that are computed twice once a forward is infinite or NaN.
+        self._left_after_events = _AFTER_EVENTS
+        self._is_again = False
         #: A recorder still on the stack of dispatch modes, because the script has entered another mode since.
         self._lingering: LiveMatmuls | None = None
         self._profile: LiveProfile | None = None
@@ -104,7 +112,13 @@ class OneStep(Guarded):
 
     @property
     def _is_needed(self) -> bool:
-        return self._wants_matmuls or self._wants_trace or self._products is not None or self._profile is not None
+        wants = self._wants_matmuls or self._wants_trace or self._wants_second
+        return wants or self._products is not None or self._profile is not None
+
+    @property
+    def _wants_second(self) -> bool:
+        """Whether another step is computed twice, because something broke after the recorded one."""
+        return self._left_after_events > 0 and not self._wants_matmuls and self._models.forward_broke()
 
     def give_up(self) -> None:
         """Stop recording because the script has ended, and note incomplete or missing recordings."""
@@ -151,7 +165,7 @@ class OneStep(Guarded):
             return
         self._optimizer = weakref.ref(optimizer)
         self._thread = threading.get_ident()
-        if self._wants_matmuls:
+        if self._wants_matmuls or self._wants_second:
             self._begin_products()
         elif self._wants_trace:
             self._begin_profile()
@@ -172,8 +186,11 @@ class OneStep(Guarded):
 
     def _begin_products(self) -> None:
         from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
+        from mpinspect.ranges.faults.measure.second import SecondComputation
         from mpinspect.shapes.record.live import LiveMatmuls, obstacle
 
+        self._is_again = not self._wants_matmuls
+        self._left_after_events -= self._is_again
         self._wants_matmuls = False
         models = self._models.attached()
         reason = obstacle(models.values()) or ("" if self._is_lint_asked else _doubt(models.values()))
@@ -182,6 +199,9 @@ class OneStep(Guarded):
             return
         rounded = RoundedNumbers(partial(self._models.record, tuple(models)))
         products = LiveMatmuls(models, rounded.watchers())
+        second = SecondComputation(products.running_module, _parameters(models))
+        products.compute_twice(second)
+        self._second = (second, tuple(models), self._models.steps())
         products.begin()
         self._products = products
 
@@ -193,8 +213,17 @@ class OneStep(Guarded):
         products, self._products = self._products, None
         if products is not None:
             matmuls = products.end(stopped)
-            self.matmuls = matmuls if self._is_lint_asked or not stopped else None
+            self._record_second()
+            if not self._is_again:
+                self.matmuls = matmuls if self._is_lint_asked or not stopped else None
             self._lingering = None if products.leave() else products
+
+    def _record_second(self) -> None:
+        if self._second is not None:
+            second, names, steps = self._second
+            self._second = None
+            for record in second.records():
+                self._models.record(names, record, steps)
 
     def _begin_profile(self) -> None:
         from mpinspect.kernels.capture.live_profile import LiveProfile, obstacle
@@ -222,6 +251,16 @@ class OneStep(Guarded):
         else:
             self.trace = profile.path
             self._seen.note("nothing was counted or watched in the 2 steps that --kernels took to profile one")
+
+
+def _parameters(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters of models, each with its path, which begins with the model's name if there are several."""
+    prefix = "{}." if len(models) > 1 else ""
+    return [
+        (prefix.format(name) + path, parameter)
+        for name, model in models.items()
+        for path, parameter in model.named_parameters()
+    ]
 
 
 def _doubt(models: Iterable[torch.nn.Module]) -> str:

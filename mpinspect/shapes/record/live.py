@@ -12,12 +12,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mpinspect.runtime import own_code
+from mpinspect.runtime.emulation.products import is_composite
 from mpinspect.runtime.hooks import HandleList, ModelHook
 from mpinspect.runtime.wrappers import compiled_functions
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
@@ -37,6 +38,16 @@ _ON_THE_WAY = (
 #: What wants to see an operator's calls: called with its arguments, its result, and a function that returns the running
 #: module's dotted path (None if mpinspect itself calls the operator).
 Watcher = Callable[[tuple[Any, ...], dict[str, Any], Any, Callable[[], str | None]], None]
+
+
+class Second(Protocol):
+    """Computes operators a second time (``ranges/faults/measure/second.py``)."""
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def after(self, pending: Any, result: Any, frame: FrameType) -> None: ...
+
+
 #: How many stack frames are searched upwards for the code that copies a tensor.
 _FRAMES = 12
 
@@ -79,6 +90,14 @@ class LiveMatmuls:
     @in_optimizer.setter
     def in_optimizer(self, value: bool) -> None:
         self._mode.in_optimizer = value
+
+    def compute_twice(self, second: Second) -> None:
+        """Let ``second`` compute each operator of the step again."""
+        self._mode.second = second
+
+    def running_module(self) -> str:
+        """Return the dotted path of the module that is running."""
+        return self._calls.paths[self._calls.current]
 
     def begin(self) -> None:
         """Enter the mode and register hooks on the modules."""
@@ -148,6 +167,8 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         self.notes: list[str] = []
         self._live_calls = calls
         self._watchers = watchers
+        #: Computes the step a second time, if anything does.
+        self.second: Second | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -179,11 +200,35 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         if not self.recording or getattr(func, "_schema", None) is None:
             return func(*args, **(kwargs or {}))
         self.autocast = self._live_calls.autocast_dtype is not None
+        pending = self._begin_second(func, types, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if pending is not None and result is not NotImplemented:
+            self._end_second(pending, result)
         watcher = self._watchers.get(func.overloadpacket)
         if watcher is not None and result is not NotImplemented:
             self._watch(watcher, args, kwargs or {}, result)
         return result
+
+    def _begin_second(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Prepare an operator's second computation; None if it has none, or is none of the step's."""
+        if self.second is None or is_composite(func) or self._is_beside_the_step() or _called_by_us(sys._getframe(1)):
+            return None
+        try:
+            return self.second.before(func, args, kwargs)
+        except Exception as error:
+            self._second_failed(error)
+            return None
+
+    def _end_second(self, pending: Any, result: Any) -> None:
+        try:
+            if self.second is not None:
+                self.second.after(pending, result, sys._getframe(1))
+        except Exception as error:
+            self._second_failed(error)
+
+    def _second_failed(self, error: Exception) -> None:
+        self.second = None
+        self.notes.append(f"mpinspect failed in computing the recorded step a second time ({error!r})")
 
     def _watch(self, watcher: Watcher, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Let a watcher see an operator of the forward; if it fails, no watcher sees any more."""

@@ -1,0 +1,79 @@
+"""An observer of autocast regions: for which devices they are opened, and whether weights are updated inside of one.
+
+Autocast keeps the 16-bit casts of FP32 weights until its outermost region ends. An update inside of the region changes the
+weights and not the casts, so that the next forward in the same region computes with the old ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.observations import Observer
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.records import AutocastElsewhere, StaleCasts
+
+
+class Autocasts(Observer):
+    """Records regions for another device than the model's, and forwards with casts of weights that were updated since.
+
+    Args:
+        parameters: the model's parameters.
+        clock: the run's step clock.
+        recording: receives the records.
+    """
+
+    def __init__(self, parameters: Sequence[WatchedParameter], clock: StepClock, recording: Recording) -> None:
+        self._parameters, self._clock, self._recording = parameters, clock, recording
+        #: Regions by the type of their device.
+        self._opened: Counter[str] = Counter()
+        #: Whether an optimizer has stepped in an autocast region whose cache was not cleared since.
+        self._stepped_inside = False
+        self._first_stale: int | None = None
+        self._stale = 0
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Observe the backwards of measured steps."""
+        self.at_work = self._clock.measured
+
+    def autocast_made(self, device: str, enabled: bool) -> None:
+        """Count a region."""
+        self._opened[device] += enabled
+
+    def autocast_cache_cleared(self) -> None:
+        """Record that no casts are kept any more."""
+        self._stepped_inside = False
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record whether a region is open whose cache holds casts of the weights."""
+        if torch.is_autocast_cache_enabled() and self._is_cast():
+            self._stepped_inside = True
+
+    def backward_called(self, losses: list[torch.Tensor]) -> None:
+        """Record that the forward before this backward ran in the region in which the weights were updated."""
+        if self._stepped_inside and self._is_cast():
+            self._stale += 1
+            self._first_stale = self._clock.step if self._first_stale is None else self._first_stale
+
+    def _is_cast(self) -> bool:
+        """Return whether autocast is on for a device with FP32 weights that it casts."""
+        devices = {
+            each.parameter.device.type
+            for each in self._parameters
+            if each.parameter.dtype is torch.float32 and each.parameter.requires_grad
+        }
+        return any(torch.is_autocast_enabled(device) for device in devices)
+
+    def run_ends(self) -> None:
+        """Record both."""
+        if self._first_stale is not None:
+            self._recording.record(StaleCasts(step=self._first_stale, steps=self._stale))
+        devices = {each.parameter.device.type for each in self._parameters}
+        asked = [device for device, times in self._opened.items() if times]
+        if asked and not devices.intersection(asked):
+            names = (" and ".join(sorted(asked)), " and ".join(sorted(devices)))
+            self._recording.record(AutocastElsewhere(names=names, regions=sum(self._opened.values())))

@@ -1,0 +1,386 @@
+"""A second computation of a step: every operator runs once more, on FP32 twins of what the run holds in 16 bits.
+
+The run's own tensors are neither read late nor written. A twin belongs to a storage, so that views and writes in place need no
+bookkeeping; a tensor without one equals its twin. Each operator is judged twice: its *local* error is that of its own arithmetic,
+on the inputs that it had, and its *inherited* error is that of all arithmetic so far. The first distinguishes an operator that
+loses values from one that passes losses on; the second shows whether more bits would have helped at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._autograd import _get_sequence_nr
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_map
+
+from mpinspect.ranges.records import AbsorbedOperand, BornInfinite, BrokenAlike, CancelledDifference, LostSum, Record
+from mpinspect.runtime.device import free_memory
+from mpinspect.runtime.user_line import innermost_line
+
+aten = torch.ops.aten
+
+_NARROW = (torch.float16, torch.bfloat16)
+#: Sums of many terms, whose rounding errors add up.
+_SUMS = frozenset(
+    {
+        *(aten.sum, aten.mean, aten.cumsum, aten.index_add, aten.index_add_, aten.index_put, aten.index_put_),
+        *(aten._index_put_impl_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.var, aten.std),
+        *(aten.linalg_vector_norm, aten.norm, aten.logsumexp, aten.var_mean, aten.embedding_dense_backward),
+    }
+)
+_ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+#: Operators whose results are not written yet, or have no exact result.
+_WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
+#: Bytes of twins, and seconds, after which the rest of the step is left out.
+_MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
+#: The least local error of a sum, relative to the norm of its exact result. Rounding a sum once makes at most 2^-9 in BF16.
+_LOST = 0.03
+#: The least part of the smaller operand that an addition loses, of its norm.
+_ABSORBED = 0.5
+#: The least number of elements of an addition that is judged: a few may be absorbed by chance.
+_FEWEST = 64
+#: The inherited error after a difference, and before it.
+_CANCELLED, _UNCANCELLED = 0.5, 0.05
+
+
+class Twin(NamedTuple):
+    """The FP32 values of a whole storage, and a reference that ends with the storage."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    values: torch.Tensor
+
+
+class Pending(NamedTuple):
+    """An operator that is about to run.
+
+    Args:
+        arguments: its arguments, with twins.
+        exact: its arguments as they are, in FP32; None if none of them has a twin of its own.
+        before: the largest relative error that its inputs had inherited.
+    """
+
+    func: Any
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    exact: tuple[tuple[Any, ...], dict[str, Any]] | None
+    before: float
+
+
+class Place(NamedTuple):
+    """Where an operator ran: its module, the line of the user's code, whether in the backward."""
+
+    module: str
+    line: str
+    is_backward: bool
+
+
+class SecondComputation:
+    """Computes what an ongoing step would give with more bits, operator by operator.
+
+    Args:
+        module: returns the dotted path of the module that is running.
+        parameters: the model's parameters by name, whose gradients are compared in the end.
+    """
+
+    def __init__(self, module: Callable[[], str], parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        self._module = module
+        self._parameters = list(parameters)
+        self._twins: dict[int, Twin] = {}
+        #: The modules of forward operators, by the sequence number of their autograd node.
+        self._modules: dict[int, str] = {}
+        self._bytes = 0
+        self._began = time.perf_counter()
+        #: Operators whose twin could not run, by name.
+        self.skipped: Counter[str] = Counter()
+        self._is_over = False
+        self._found: dict[type[Record], list[Record]] = {}
+
+    # -- the operators ----------------------------------------------------------------------------------------------
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
+        """Prepare an operator's second run; None if more bits would change nothing of it."""
+        schema = func._schema
+        writes = schema.is_mutable
+        if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
+            return None
+        mutated = _mutated(schema, args, kwargs) if writes else []
+        if func.namespace != "aten":
+            # A collective that ran twice would wait for other ranks, and the user's own operators may have effects.
+            self._forget([each for each in mutated if _is_plain(each)])
+            return None
+        tensors = [each for each in tree_flatten((args, kwargs))[0] if _is_plain(each)]
+        has_twin = any(self.twin(each) is not None for each in tensors)
+        if not has_twin and not any(each.dtype in _NARROW for each in tensors) and kwargs.get("dtype") not in _NARROW:
+            return None
+        if time.perf_counter() - self._began > _MOST_SECONDS or self._bytes > _MOST_BYTES:
+            self._end()
+            return None
+        if not torch._C._current_autograd_node():
+            self._modules[_get_sequence_nr() - 1] = self._module()
+        if not _fits(tensors):
+            self.skipped["too large"] += 1
+            self._forget([each for each in mutated if _is_plain(each)])
+            return None
+        written = {id(each) for each in mutated}
+        twins = tree_map(lambda each: self._twin_or_wide(each, id(each) in written), (args, _widened(kwargs)))
+        exact = tree_map(lambda each: _wide(each, id(each) in written), (args, _widened(kwargs))) if has_twin else None
+        before = max((self._error(each) for each in tensors), default=0.0) if func.overloadpacket in _ADDITIONS else 0.0
+        return Pending(func, twins, exact, before)
+
+    def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
+        """Run the operator again on the twins of its arguments, and compare the results."""
+        func = pending.func
+        name = func.overloadpacket.__name__
+        results = [each for each in tree_flatten(result)[0] if _is_plain(each)]
+        if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_WITHOUT_RESULT):
+            self._forget(results)
+            return
+        try:
+            twins = _plain(func(*pending.arguments[0], **pending.arguments[1]))
+            exact = twins if pending.exact is None else _plain(func(*pending.exact[0], **pending.exact[1]))
+        except Exception:
+            self.skipped[name] += 1
+            self._forget(results)
+            return
+        for place, (value, twin, local) in enumerate(zip(results, twins, exact, strict=False)):
+            if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
+                if not place:
+                    # Further results are for the backward alone, and may be written in part.
+                    self._compare(pending, value, twin, local, frame)
+                self._keep(value, twin)
+
+    # -- comparing --------------------------------------------------------------------------------------------------
+
+    def _compare(
+        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: torch.Tensor, frame: FrameType
+    ) -> None:
+        wide = value.float()
+        if not bool(wide.isfinite().all()):
+            self._compare_broken(pending, value, wide, twin, local, frame)
+            return
+        operator = pending.func.overloadpacket
+        size = float(local.norm())
+        if operator in _SUMS and value.dtype in _NARROW and size:
+            error = float((wide - local).norm()) / size
+            if error >= _LOST:
+                worst = int((wide - local).abs().argmax())
+                given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
+                figures = {"error": error, "value": given, "exact": exact}
+                self._add(LostSum, pending, value, frame, **figures)
+        elif operator in _ADDITIONS and value.numel() >= _FEWEST:
+            self._compare_addition(pending, value, wide, twin, local, frame)
+
+    def _compare_broken(
+        self,
+        pending: Pending,
+        value: torch.Tensor,
+        wide: torch.Tensor,
+        twin: torch.Tensor,
+        local: torch.Tensor,
+        frame: FrameType,
+    ) -> None:
+        """Record infinities and NaNs: which are of the precision, and which the exact computation has too."""
+        broken = ~wide.isfinite()
+        born, of_precision = broken & local.isfinite(), broken & twin.isfinite()
+        if bool(born.any()) and value.dtype in _NARROW:
+            largest = float(local[born].abs().max())
+            figures = {"elements": float(born.sum()), "of": float(value.numel()), "largest": largest}
+            self._add(BornInfinite, pending, value, frame, **figures)
+        elif bool(of_precision.any()) and not self._found.get(BornInfinite):
+            figures = {"elements": float(of_precision.sum()), "of": float(value.numel()), "largest": 0.0}
+            self._add(BornInfinite, pending, value, frame, **figures)
+        elif not self._found.get(BornInfinite):
+            # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take.
+            broken &= wide != -torch.inf
+            if bool(broken.any()):
+                figures = {"elements": float(broken.sum()), "of": float(value.numel())}
+                self._add(BrokenAlike, pending, value, frame, **figures)
+
+    def _compare_addition(
+        self,
+        pending: Pending,
+        value: torch.Tensor,
+        wide: torch.Tensor,
+        twin: torch.Tensor,
+        local: torch.Tensor,
+        frame: FrameType,
+    ) -> None:
+        """Record an operand that the other one absorbs, and a difference that leaves only the errors of its operands."""
+        operands = [each for each in (pending.exact or pending.arguments)[0][:2] if isinstance(each, torch.Tensor)]
+        is_forward = torch._C._current_autograd_node() is None and not pending.func._schema.is_mutable
+        if (
+            is_forward
+            and len(operands) == 2
+            and value.dtype in _NARROW
+            and all(each.shape == value.shape for each in operands)
+        ):
+            least = min(float(each.norm()) for each in operands)
+            error = float((wide - local).norm())
+            if least and error >= _ABSORBED * least:
+                unchanged = float((local != 0).logical_and(_equals_one(wide, operands)).float().mean())
+                self._add(AbsorbedOperand, pending, value, frame, error=error / least, unchanged=unchanged)
+        size = float(twin.norm())
+        inherited = float((wide - twin).norm()) / size if size else 0.0
+        if inherited >= _CANCELLED and pending.before <= _UNCANCELLED:
+            self._add(CancelledDifference, pending, value, frame, before=pending.before, after=inherited)
+
+    def _add(self, kind: type[Any], pending: Pending, result: torch.Tensor, frame: FrameType, **figures: float) -> None:
+        node = torch._C._current_autograd_node()
+        module = self._module() if node is None else self._modules.get(node._sequence_nr(), "")
+        where = Place(module, innermost_line(frame), node is not None)
+        names = (pending.func.overloadpacket.__name__, where.line, "backward" if where.is_backward else "forward")
+        dtype = str(result.dtype).removeprefix("torch.")
+        self._found.setdefault(kind, []).append(kind(name=where.module, names=names, text=dtype, **figures))
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def records(self) -> list[Record]:
+        """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
+        worst, whose = self._gradients_error()
+        found: list[Record] = []
+        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike)
+        for kind in firsts:
+            found += self._found.get(kind, [])[:1]
+        worsts: tuple[tuple[type[Record], str], ...] = (
+            (LostSum, "error"),
+            (AbsorbedOperand, "error"),
+            (CancelledDifference, "after"),
+        )
+        for kind, size in worsts:
+            worst_first = sorted(self._found.get(kind, []), key=lambda each: -getattr(each, size))
+            found += [_with_gradients(each, worst, whose) for each in worst_first[:1]]
+        self._end()
+        return found
+
+    def _gradients_error(self) -> tuple[float | None, str]:
+        """Return the largest relative error of a weight's gradient, and the weight; None if none can be compared."""
+        errors = {
+            name: self._error(parameter.grad)
+            for name, parameter in self._parameters
+            if parameter.grad is not None and _is_plain(parameter.grad) and self.twin(parameter.grad) is not None
+        }
+        if not errors:
+            return None, ""
+        whose = max(errors, key=lambda name: errors[name])
+        return errors[whose], whose
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._twins.clear()
+        self._modules.clear()
+
+    # -- twins ------------------------------------------------------------------------------------------------------
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the twin of a tensor; None if it has none of its own."""
+        key = tensor.untyped_storage()._cdata
+        twin = self._twins.get(key)
+        if twin is None:
+            return None
+        if twin.storage.expired() or twin.dtype != tensor.dtype:  # type: ignore[no-untyped-call]
+            del self._twins[key]
+            return None
+        return twin.values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _twin_or_wide(self, value: Any, is_mutated: bool) -> Any:
+        if not _is_plain(value):
+            return value
+        twin = self.twin(value)
+        if twin is None and is_mutated:
+            self._remember(value, value)
+            twin = self.twin(value)
+        return twin if twin is not None else value.float()
+
+    def _error(self, tensor: torch.Tensor) -> float:
+        """Return the inherited error of a tensor, relative to its norm."""
+        twin = self.twin(tensor)
+        if twin is None:
+            return 0.0
+        size = float(twin.norm())
+        return float((tensor.float() - twin).norm()) / size if size else 0.0
+
+    def _keep(self, value: torch.Tensor, twin: torch.Tensor) -> None:
+        """Remember a result's twin. Of a storage that holds more than the result, the rest keeps its values."""
+        known = self.twin(value)
+        if known is not None:
+            if known.data_ptr() != twin.data_ptr():
+                known.copy_(twin)
+            return
+        if bool((value.float() == twin).all()):
+            return
+        self._remember(value, twin)
+
+    def _remember(self, value: torch.Tensor, twin: torch.Tensor) -> None:
+        storage = value.untyped_storage()
+        flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(
+            storage, 0, (storage.nbytes() // value.element_size(),), (1,)
+        )
+        values = flat.float() if value.dtype != torch.float32 else flat.clone()
+        values.as_strided(value.size(), value.stride(), value.storage_offset()).copy_(twin)
+        self._bytes += values.nbytes
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._twins[storage._cdata] = Twin(reference, value.dtype, values)
+
+    def _forget(self, results: list[torch.Tensor]) -> None:
+        """Take results as exact."""
+        for each in results:
+            self._twins.pop(each.untyped_storage()._cdata, None)
+
+
+def _with_gradients(record: Any, error: float | None, whose: str) -> Record:
+    found: Record = replace(record, gradients_error=error, names=(*record.names, whose))
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a strided floating-point tensor of torch's own class, in 32 bits or fewer."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and value.dtype in (*_NARROW, torch.float32)
+        and not value.is_meta
+    )
+
+
+def _plain(result: Any) -> list[torch.Tensor]:
+    return [each for each in tree_flatten(result)[0] if _is_plain(each)]
+
+
+def _fits(tensors: list[torch.Tensor]) -> bool:
+    """Return whether a GPU has room for the FP32 copies of an operator's tensors, thrice, in half of its free memory."""
+    on_gpus = [each for each in tensors if each.is_cuda]
+    wanted = 3 * 4 * sum(each.numel() for each in on_gpus)
+    return all(wanted < free_memory(device) / 2 for device in {each.device for each in on_gpus})
+
+
+def _wide(value: Any, is_mutated: bool) -> Any:
+    """Return a floating-point tensor in FP32, as a copy if the operator writes to it."""
+    if not _is_plain(value):
+        return value
+    return value.float().clone() if is_mutated and value.dtype == torch.float32 else value.float()
+
+
+def _widened(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.float32 if value in _NARROW else value for name, value in kwargs.items()} if kwargs else kwargs
+
+
+def _mutated(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the tensors that an operator writes to."""
+    found = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += tree_flatten(given)[0]
+    return found
+
+
+def _equals_one(total: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
+    """Return where a sum equals one of its operands."""
+    return (total == operands[0]).logical_or(total == operands[1])

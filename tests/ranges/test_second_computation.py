@@ -1,0 +1,326 @@
+"""The second computation of a step: twins are what torch computes in FP32, and the run's own bits stay."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mpinspect.ranges.faults.measure.second import SecondComputation
+from mpinspect.ranges.records import AbsorbedOperand, BornInfinite, BrokenAlike, CancelledDifference, LostSum
+from mpinspect.shapes.record.live import LiveMatmuls
+
+F = nn.functional
+
+
+class Twice:
+    """A context in which everything is computed twice, as in the recorded step of ``mpinspect run``."""
+
+    def __init__(self, model=None):
+        self.model = nn.Identity() if model is None else model
+        self._live = LiveMatmuls({"model": self.model})
+        self.second = SecondComputation(self._live.running_module, self.model.named_parameters())
+        self._live.compute_twice(self.second)
+
+    def __enter__(self):
+        self._live.begin()
+        return self.second
+
+    def __exit__(self, *error):
+        self.recording = self._live.end()
+        assert not self.recording or self.recording.notes == ()
+
+
+def records(second, kind):
+    return [each for each in second.records() if isinstance(each, kind)]
+
+
+def values(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+OPERATORS = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / (b.abs() + 1),
+    "scalar": lambda a, b: 3 * a + 0.1,
+    "addcmul": lambda a, b: torch.addcmul(a, a, b),
+    "lerp": lambda a, b: torch.lerp(a, b, 0.3),
+    "pow": lambda a, b: a.abs() ** 1.5,
+    "square": lambda a, b: a.square(),
+    "exp": lambda a, b: a.exp(),
+    "expm1": lambda a, b: a.expm1(),
+    "log": lambda a, b: (a.abs() + 0.1).log(),
+    "log1p": lambda a, b: a.abs().log1p(),
+    "sqrt": lambda a, b: a.abs().sqrt(),
+    "rsqrt": lambda a, b: (a.abs() + 0.1).rsqrt(),
+    "sin": lambda a, b: a.sin(),
+    "cos": lambda a, b: a.cos(),
+    "tanh": lambda a, b: a.tanh(),
+    "sigmoid": lambda a, b: a.sigmoid(),
+    "erf": lambda a, b: a.erf(),
+    "relu": lambda a, b: a.relu(),
+    "gelu": lambda a, b: F.gelu(a),
+    "silu": lambda a, b: F.silu(a),
+    "softplus": lambda a, b: F.softplus(a),
+    "elu": lambda a, b: F.elu(a),
+    "leaky_relu": lambda a, b: F.leaky_relu(a),
+    "hardtanh": lambda a, b: F.hardtanh(a),
+    "abs": lambda a, b: a.abs(),
+    "neg": lambda a, b: -a,
+    "reciprocal": lambda a, b: (a.abs() + 0.1).reciprocal(),
+    "clamp": lambda a, b: a.clamp(-0.5, 0.5),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "where": lambda a, b: torch.where(a > 0, a, b),
+    "atan2": torch.atan2,
+    "sum": lambda a, b: a.sum(),
+    "sum of rows": lambda a, b: a.sum(1),
+    "mean": lambda a, b: a.mean(0),
+    "var": lambda a, b: a.var(1),
+    "std": lambda a, b: a.std(1),
+    "norm": lambda a, b: a.norm(dim=1),
+    "amax": lambda a, b: a.amax(1),
+    "cumsum": lambda a, b: a.cumsum(1),
+    "logsumexp": lambda a, b: a.logsumexp(1),
+    "softmax": lambda a, b: a.softmax(1),
+    "log_softmax": lambda a, b: a.log_softmax(1),
+    "mm": lambda a, b: a @ b.T,
+    "bmm": lambda a, b: a.view(2, 4, 8) @ b.view(2, 8, 4),
+    "linear": lambda a, b: F.linear(a, b),
+    "einsum": lambda a, b: torch.einsum("ij,kj->ik", a, b),
+    "layer_norm": lambda a, b: F.layer_norm(a, (8,)),
+    "group_norm": lambda a, b: F.group_norm(a, 2),
+    "rms_norm": lambda a, b: F.rms_norm(a, (8,)),
+    "conv1d": lambda a, b: F.conv1d(a.view(1, 8, 8), b.view(8, 8, 1)),
+    "avg_pool": lambda a, b: F.avg_pool1d(a, 2),
+    "mse_loss": F.mse_loss,
+    "l1_loss": F.l1_loss,
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "cross_entropy": lambda a, b: F.cross_entropy(a, torch.arange(8)),
+    "kl_div": lambda a, b: F.kl_div(a.log_softmax(1), b.softmax(1), reduction="sum"),
+    "index_add": lambda a, b: a.index_add(0, torch.tensor([0, 0, 1]), b[:3]),
+    "index_put": lambda a, b: a.index_put((torch.tensor([0, 0, 1]),), b[:3], accumulate=True),
+    "scatter_add": lambda a, b: a.scatter_add(0, torch.zeros(8, 8, dtype=torch.long), b),
+    "gather": lambda a, b: a.gather(1, torch.zeros(8, 2, dtype=torch.long)),
+    "cat": lambda a, b: torch.cat([a, b]),
+    "stack": lambda a, b: torch.stack([a, b]),
+    "transposed": lambda a, b: a.T.contiguous() + b,
+    "sort": lambda a, b: a.sort(1).values,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_twin_is_what_torch_computes_in_float32(name, dtype):
+    operator = OPERATORS[name]
+    a, b = (values(8, 8, seed=seed).to(dtype) for seed in (1, 2))
+    plain = operator(a, b)
+    with Twice() as second:
+        result = operator(a, b)
+    twin = second.twin(result)
+    assert torch.equal(result, plain)
+    exact = operator(a.float(), b.float())
+    assert second.skipped == {}
+    assert torch.equal(result.float() if twin is None else twin, exact)
+
+
+def test_errors_are_inherited_through_a_chain():
+    x, weights = values(16, 16).bfloat16(), [values(16, 16, seed=seed).bfloat16() / 4 for seed in range(4)]
+    with Twice() as second:
+        y = x
+        for weight in weights:
+            y = (y @ weight).tanh()
+    wanted = x.double()
+    for weight in weights:
+        wanted = (wanted @ weight.double()).tanh()
+    torch.testing.assert_close(second.twin(y).double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_writes_and_views_have_the_twins_of_their_storage():
+    x = values(8, 8).bfloat16()
+    with Twice() as second:
+        y = x * 1.01
+        y[2:4] += 0.3
+        y.mul_(1.7)
+        z = y.view(4, 16)[1:].T
+    exact = x.float() * 1.01
+    exact[2:4] += 0.3
+    exact *= 1.7
+    assert torch.equal(second.twin(y), exact)
+    assert torch.equal(second.twin(z), exact.view(4, 16)[1:].T)
+
+
+def trained(model, twice, loss_of):
+    """Return the loss and gradients of a copy of the model after one step, and the second computation if asked for."""
+    model = copy.deepcopy(model)
+    torch.manual_seed(1)
+    context = Twice(model)
+    if twice:
+        context.__enter__()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model)
+    loss.backward()
+    if twice:
+        context.__exit__()
+    return [loss, *(parameter.grad for parameter in model.parameters())], context.second
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.block, self.use_reentrant = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.GELU()), use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.block, x.requires_grad_(), use_reentrant=self.use_reentrant)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Odd(nn.Module):
+    """Complex numbers, integers, a sparse gradient, a write in place and a function of one's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.linear = nn.Embedding(10, 16, sparse=True), nn.Linear(16, 16)
+
+    def forward(self, x):
+        mixed = torch.fft.ifft(torch.fft.fft(x.float())).real
+        y = self.linear(mixed + self.embed(torch.arange(8) % 3))
+        y = Doubled.apply(y)
+        y.relu_()
+        return y + torch.arange(16)
+
+
+def penalised(model):
+    x = values(8, 16).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).float().square().mean(), x, create_graph=True)
+    return gradient.square().sum()
+
+
+MODELS = {
+    "a transformer with dropout": (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False),
+        lambda model: model(values(2, 8, 16)).float().square().mean(),
+    ),
+    "a convolution with BatchNorm": (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2)),
+        lambda model: model(values(4, 3, 8, 8)).float().square().mean(),
+    ),
+    "an LSTM": (nn.LSTM(16, 16), lambda model: model(values(4, 2, 16))[0].float().square().mean()),
+    "checkpointing": (Checkpointed(False), lambda model: model(values(8, 16)).float().square().mean()),
+    "reentrant checkpointing": (Checkpointed(True), lambda model: model(values(8, 16)).float().square().mean()),
+    "a gradient of a gradient": (nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), penalised),
+    "complex, sparse and in place": (Odd(), lambda model: model(values(8, 16)).float().square().mean()),
+    "FP16 weights": (nn.Linear(16, 16).half(), lambda model: model(values(8, 16).half()).float().square().mean()),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_runs_own_bits_stay(name):
+    model, loss_of = MODELS[name]
+    plain, _ = trained(model, False, loss_of)
+    twice, second = trained(model, True, loss_of)
+    for one, other in zip(plain, twice, strict=True):
+        assert torch.equal(one.to_dense() if one.is_sparse else one, other.to_dense() if other.is_sparse else other)
+    # Nothing healthy is told.
+    assert second.records() == []
+
+
+def test_a_float32_step_is_not_computed_twice():
+    model = nn.Linear(8, 8)
+    with Twice(model) as second:
+        model(values(4, 8)).sum().backward()
+    assert second.twin(model.weight.grad) is None
+    assert second.records() == []
+
+
+def test_an_infinity_of_the_precision_is_told_from_one_of_the_data():
+    class Model(nn.Module):
+        def forward(self, x):
+            return x.half().exp()
+
+    with Twice(Model()) as second:
+        second_model = Model()
+        second_model(torch.tensor([1.0, 14.3]))
+    (born,) = records(second, BornInfinite)
+    assert (born.names[0], born.text, born.elements) == ("exp", "float16", 1.0)
+    assert born.largest == pytest.approx(1.623e6, rel=1e-2)
+    assert born.names[1].startswith("test_second_computation.py:")
+    with Twice() as second:
+        x = torch.tensor([0.0, 1.0]).half()
+        x / x.sub(x)
+    assert records(second, BornInfinite) == []
+    (alike,) = records(second, BrokenAlike)
+    assert (alike.names[0], alike.elements) == ("div", 2.0)
+
+
+def test_an_epsilon_that_was_rounded_away_is_the_precisions_fault():
+    with Twice() as second:
+        x = torch.zeros(4).half()
+        x / (x + 1e-8)
+    (born,) = records(second, BornInfinite)
+    assert (born.names[0], born.largest) == ("div", 0.0)
+
+
+def test_a_sum_that_stops_growing():
+    ones = torch.ones(1526, 4).bfloat16()
+    with Twice() as second:
+        torch.zeros(3, 4).bfloat16().index_put((torch.zeros(1526, dtype=torch.long),), ones, accumulate=True)
+    (lost,) = records(second, LostSum)
+    assert (lost.value, lost.exact) == (256.0, 1526.0)
+    assert lost.error == pytest.approx(1 - 256 / 1526)
+
+
+def test_an_operand_that_is_absorbed():
+    with Twice() as second:
+        torch.full((100,), 512.0).bfloat16() + torch.ones(100).bfloat16()
+    (absorbed,) = records(second, AbsorbedOperand)
+    assert (absorbed.unchanged, absorbed.error) == (1.0, pytest.approx(1.0))
+    with Twice() as second:
+        torch.full((100,), 512.0).bfloat16() + 8 * torch.ones(100).bfloat16()
+    assert records(second, AbsorbedOperand) == []
+
+
+def test_a_difference_that_leaves_rounding_error():
+    x = 40 + values(64, 64)
+    with Twice() as second:
+        mean, squares = x.bfloat16().mean(1), x.bfloat16().square().mean(1)
+        squares - mean * mean
+    (cancelled,) = records(second, CancelledDifference)
+    assert cancelled.names[0] == "sub"
+    assert cancelled.before < 0.01 < 0.5 < cancelled.after
+
+
+def test_the_error_of_the_gradients_is_that_of_float32():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    x, twice = values(32, 16), Twice(model)
+    with twice as second:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+    exact = copy.deepcopy(model)
+    exact.zero_grad()
+    exact(x).square().mean().backward()
+    for parameter, wanted in zip(model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(second.twin(parameter.grad), wanted.grad, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(parameter.grad, wanted.grad)
+
+
+def test_what_takes_too_long_is_left_out(monkeypatch):
+    monkeypatch.setattr("mpinspect.ranges.faults.measure.second._MOST_SECONDS", -1.0)
+    with Twice() as second:
+        y = values(4).bfloat16() * 1.01
+    assert second.twin(y) is None
