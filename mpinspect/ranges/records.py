@@ -190,6 +190,7 @@ class ChangedBeforeStep(Change, kind="changed-before-step"):
         not_finite: how many were not finite before.
         nans: how many were not finite after.
         masters: True if masters were given them.
+        multiplied_by: the constant by which the loop, not a scaler, had multiplied the loss; None if by none.
         without: how many masters were given none.
     """
 
@@ -199,6 +200,7 @@ class ChangedBeforeStep(Change, kind="changed-before-step"):
     masters: bool | None = None
     nans: float | None = None
     without: float | None = None
+    multiplied_by: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +282,13 @@ class MastersNotCopied(Record, kind="masters-not-copied"):
 
     steps: float
     of: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MastersOverwritten(Record, kind="masters-overwritten"):
+    """Masters that were set to their weights between two steps. ``changed``: the share of elements that differ, 0..1."""
+
+    changed: float
 
 
 @dataclass(frozen=True, kw_only=True)

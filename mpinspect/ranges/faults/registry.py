@@ -32,6 +32,7 @@ FIRST: tuple[Fault, ...] = (ranks.RANK_ENDED_EARLY,)
 #: Faults that name a cause; those that explain most are first.
 DIAGNOSES: tuple[Fault, ...] = (
     *culprit_inputs.FAULTS,
+    *second.FAULTS,
     gradients_lost.NEVER_UPDATED,
     *gradients_lost.GONE,
     *replaced.FAULTS,
@@ -41,7 +42,6 @@ DIAGNOSES: tuple[Fault, ...] = (
     *untrained.WITHOUT_GRADIENT,
     *scaling.FAULTS,
     *arithmetic.FAULTS,
-    *second.FAULTS,
     *stores.FAULTS,
 )
 #: Observations, of which a diagnosis may be the cause.

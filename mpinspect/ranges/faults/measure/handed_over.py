@@ -138,6 +138,7 @@ class _Step:
         arrived: the parameters that received a gradient.
         stepping: the parameters that an optimizer steps.
         is_scaled: whether a scaler multiplied losses.
+        multiplied_by: the constant by which the loop multiplied the loss of the last backward; None if by none.
         scaled, still_scaled: the parameters whose gradients came from a scaled backward, and those of them that were stepped
             before a scaler divided their gradients.
         aside, never_scaled: the parameters with gradients of a backward that no scaler scaled, and those of them that a scaler
@@ -154,6 +155,7 @@ class _Step:
     arrived: set[str] = field(default_factory=set)
     stepping: set[str] = field(default_factory=set)
     is_scaled: bool = False
+    multiplied_by: float | None = None
     scaled: set[str] = field(default_factory=set)
     still_scaled: set[str] = field(default_factory=set)
     aside: set[str] = field(default_factory=set)
@@ -228,6 +230,10 @@ class HandedOver(Observer):
             self._now.left.append(magnitudes(self._parameters))
         if self._now.unscaled:
             self._now.kept = magnitudes(watched for watched in self._parameters if watched.name in self._now.unscaled)
+
+    def backward_called(self, losses: list[torch.Tensor]) -> None:
+        """Record by which constant the loop has multiplied the loss."""
+        self._now.multiplied_by = _constant_factor(losses[0]) if len(losses) == 1 else None
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Record that a scaler is in use."""
@@ -382,6 +388,7 @@ class HandedOver(Observer):
                     sum_of_squares=seen.moments["unscaled" if unscaled else "given"].sum_of_squares(),
                     not_finite=sum(not math.isfinite(value) for value in before.values()),
                     nans=sum(not math.isfinite(value) for value in handed.values()),
+                    multiplied_by=None if seen.is_scaled else seen.multiplied_by,
                 )
             )
         still_scaled = {name: ratio for name, ratio in ratios(given, handed).items() if name in seen.still_scaled}
@@ -428,6 +435,22 @@ class HandedOver(Observer):
         if old and all(any(value > 0 for value in values.values()) for values in left):
             largest = max(left[0].values())
             self._records.add(LeftOver(step=step, names=tuple(old), parameters=len(old), of=number, largest=largest))
+
+
+def _constant_factor(loss: torch.Tensor) -> float | None:
+    """Return the constant that a loss was multiplied by last; None if by none. Waits for no device."""
+    node = loss.grad_fn
+    if node is None or node.name() not in ("MulBackward0", "DivBackward0"):
+        return None
+    try:
+        other = node._saved_other  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        # It was not saved, or has been freed.
+        return None
+    if not isinstance(other, torch.Tensor) or other.numel() != 1 or not other.is_cpu or other.requires_grad:
+        return None
+    factor = float(other)
+    return factor if node.name() == "MulBackward0" else 1 / factor if factor else None
 
 
 def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

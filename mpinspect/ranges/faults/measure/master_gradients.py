@@ -32,6 +32,7 @@ from mpinspect.ranges.records import (
     MastersAddedUp,
     MastersGivenSmaller,
     MastersNotCopied,
+    MastersOverwritten,
     ReplacedBeforeStep,
 )
 from mpinspect.runtime.distributed import has_process_group
@@ -102,6 +103,8 @@ class MasterGradients(Observer):
         self._steps = 0
         #: For each measured step by how much all gradients alike became smaller on their way to the masters; NaN if not alike.
         self._divisors: list[float] = []
+        #: A few elements of the masters after the step before, by the optimizer that had stepped them.
+        self._after: dict[int, Samples] = {}
         self._now = _Step()
         #: The steps whose gradients have not reached the host.
         self._arrivals = Arrivals()
@@ -133,6 +136,8 @@ class MasterGradients(Observer):
         masters = list(self._masters.of(optimizer)) if self.at_work else []
         if masters and self._began is None:
             self._began = samples((each.name, each.parameter) for each in self._masters.weights())
+        if masters and id(optimizer) in self._after:
+            self._compare_with_weights(self._after.pop(id(optimizer)), masters)
         if self.at_work and self._now.given is not None:
             self._now.stepping.update(master.name for master in masters)
             self._now.handed.append(magnitudes(masters))
@@ -142,6 +147,10 @@ class MasterGradients(Observer):
         """Record that an optimizer has stepped: what the masters' gradients hold before the next backward is left over."""
         self._stepped = True
         self._steps += self._began is not None
+        self._after.pop(id(optimizer), None)
+        masters = list(self._masters.of(optimizer)) if self.at_work else []
+        if masters:
+            self._after[id(optimizer)] = samples((each.name, each.parameter) for each in masters)
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Compare the gradients of the steps that have arrived, and record lost and added ones."""
@@ -180,6 +189,22 @@ class MasterGradients(Observer):
             self._records.add(
                 MastersNotCopied(step=self._clock.step, names=tuple(moved), steps=self._steps, of=len(masters))
             )
+
+    def _compare_with_weights(self, after: Samples, masters: Sequence[WatchedParameter]) -> None:
+        """Find masters that changed between two steps and now equal their weights: these were written over them."""
+        now = samples((each.name, each.parameter) for each in masters)
+        weights = samples((each.name, each.parameter) for each in self._masters.weights())
+        copies = [*after.copies, *now.copies, *weights.copies]
+        last = self._clock.step - 1
+        self._arrivals.call(copies, partial(self._judge_overwritten, last, after, now, weights))
+
+    def _judge_overwritten(self, step: int, after: Samples, now: Samples, weights: Samples) -> None:
+        before, here, theirs = after.read(), now.read(), weights.read()
+        changed = [name for name in here if name in before and not torch.equal(before[name], here[name])]
+        written = [name for name in changed if name in theirs and torch.equal(here[name], theirs[name])]
+        if written and len(written) == len(changed):
+            moved = torch.cat([before[name] != here[name] for name in written]).double().mean()
+            self._records.add(MastersOverwritten(step=step, names=tuple(written), changed=float(moved)))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

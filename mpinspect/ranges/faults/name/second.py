@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.faults.name.case import Case
-from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     AbsorbedOperand,
@@ -253,7 +252,7 @@ def _difference_cancels(case: Case) -> Iterator[Found]:
 
 
 FAULTS = (
-    Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born,), OF_FORWARD),
+    Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born,), ("non-finite-event",)),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),
     Fault("difference-cancels", "warning", _difference_cancels, (_Cancelled, _Gradients)),

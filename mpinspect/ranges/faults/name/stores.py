@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.precision import SQUARES
-from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights, again
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
-from mpinspect.ranges.records import Accumulation, Average
+from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
@@ -307,6 +307,39 @@ def _what_broke(event: Event) -> _Epsilon:
     return _Epsilon.UPDATE_BROKE if is_of_update else _Epsilon.RUN_BROKE
 
 
+# -- masters ------------------------------------------------------------------------------------------------------------
+
+
+class _Masters(Sentences):
+    OVERWRITTEN = (
+        "After step {step}{again} the masters were set to the weights that are made of them: {changed:percent} of their "
+        "elements lost the bits that the weights' dtype does not have, and with these the updates that are smaller."
+    )
+    ONE_WAY = (
+        "Copy from the masters to the weights alone, and save and load the masters with a checkpoint: they are the weights of "
+        "the training."
+    )
+    SAVE = 'checkpoint["masters"] = [master.detach() for master in masters]'
+
+
+def _masters_overwritten(case: Case) -> Iterator[Found]:
+    """FP32 masters that are set to the 16-bit weights again, as after an evaluation or a reload.
+
+    False alarms: A loop that loads other weights on purpose, and sets the masters to them, is reported if it does so between two
+    measured steps.
+    """
+    found = list(case.recorded(MastersOverwritten))
+    for first in found[:1]:
+        yield Found(
+            _Masters.OVERWRITTEN,
+            {"changed": first.changed, "parameters": len(first.names), "measured_steps": len(found)},
+            {"again": again(found)},
+            _Masters.ONE_WAY,
+            _Masters.SAVE,
+            step=first.step,
+        )
+
+
 # -- averages and accumulated gradients ---------------------------------------------------------------------------------
 
 
@@ -389,6 +422,7 @@ def _accumulation_lost(case: Case) -> Iterator[Found]:
 
 FAULTS = (
     Fault("epsilon-zero", "warning", _epsilon_zero, (_Epsilon, FP32Weights), ("non-finite-event",)),
+    Fault("masters-overwritten", "error", _masters_overwritten, (_Masters,)),
     Fault("updates-lost", "warning", _updates_lost, (_Updates, FP32Weights)),
     Fault("average-lost", "warning", _average_lost, (_Average,)),
     Fault("accumulation-lost", "warning", _accumulation_lost, (_Accumulation, FP32Weights)),

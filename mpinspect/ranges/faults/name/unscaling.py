@@ -7,7 +7,13 @@ from collections.abc import Iterator, Sequence
 
 from mpinspect.ranges.faults.name.case import Case, again, grouped
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.records import ChangedWhileScaled, SteppedWhileScaled, UnscaledAgain, UnscaledNeverScaled
+from mpinspect.ranges.records import (
+    ChangedBeforeStep,
+    ChangedWhileScaled,
+    SteppedWhileScaled,
+    UnscaledAgain,
+    UnscaledNeverScaled,
+)
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import with_power
 
@@ -204,7 +210,56 @@ def _is_average(changed: Sequence[ChangedWhileScaled]) -> bool:
     return is_whole and is_one and all(each.is_uniform for each in changed)
 
 
+# -- scales by hand -----------------------------------------------------------------------------------------------------
+
+
+class _OtherScale(Sentences):
+    TOO_SMALL = (
+        "In step {step}{again} the loop multiplied the loss by {multiplied_by:factor} and divided the gradients by "
+        "{divided_by:factor}: the optimizer got {error:.3g} times the true gradients. In other steps both were equal."
+    )
+    SAME_SCALE = "Divide by the scale with which the backward was run; change the scale after the optimizer's step."
+    ORDER = (
+        "(loss * scale).backward()\n"
+        "for p in parameters:\n"
+        "    p.grad.div_(scale)\n"
+        "optimizer.step()\n"
+        "scale = next_scale(scale)  # last"
+    )
+
+
+def _divided_by_another_scale(case: Case) -> Iterator[Found]:
+    """Gradients that a loop with a scale of its own divided by another scale than it had multiplied the loss by.
+
+    False alarms: It is reported only if both are equal in most of the measured steps, and where they differ, by a power of two.
+    """
+    changed = [
+        each
+        for each in case.recorded(ChangedBeforeStep)
+        if each.multiplied_by and each.multiplied_by > 1 and each.is_uniform and each.factor > 0 and not each.masters
+    ]
+    errors = [each.factor * (each.multiplied_by or 1.0) for each in changed]
+    other = [(each, error) for each, error in zip(changed, errors, strict=True) if abs(error - 1) > _SAME]
+    if not other or 2 * len(other) > len(changed) or not all(_is_power(error) for _, error in other):
+        return
+    first, error = other[0]
+    yield Found(
+        _OtherScale.TOO_SMALL,
+        {"multiplied_by": first.multiplied_by, "divided_by": 1 / first.factor, "measured_steps": len(other)},
+        {"again": again([each for each, _ in other]), "error": error},
+        _OtherScale.SAME_SCALE,
+        _OtherScale.ORDER,
+        step=first.step,
+    )
+
+
+def _is_power(number: float) -> bool:
+    """Return whether a positive number is a power of two, up to rounding."""
+    return abs(math.log2(number) - round(math.log2(number))) <= _SAME
+
+
 FAULTS = (
+    Fault("divided-by-another-scale", "error", _divided_by_another_scale, (_OtherScale,)),
     Fault("unscale-missing", "warning", _unscale_missing, (_Unscale,)),
     Fault("unscaled-too-often", "error", _unscaled_too_often, (_TooOften,)),
 )

@@ -1,0 +1,98 @@
+"""Autocast regions: updates inside of one, and regions for another device."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from agreeing_reports import analyse
+from torch import nn
+
+from mpinspect import Inspector
+
+
+def report(*, around=None, each=None, after_step=lambda: None, steps=6):
+    """Train with a region around the loop, one in each step, or both."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = Inspector(model, optimizers=optimizer)
+    with inspector, around() if around else nullcontext():
+        for _ in range(steps):
+            with each() if each else nullcontext():
+                loss = model(torch.randn(16, 8)).float().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            after_step()
+    return analyse(inspector.session())
+
+
+def ids(found):
+    return {finding.id: finding for finding in found.findings}
+
+
+def bf16(**options):
+    return lambda: torch.autocast("cpu", torch.bfloat16, **options)
+
+
+def test_a_region_around_the_loop_serves_old_casts():
+    found = ids(report(around=bf16()))["autocast-around-updates"]
+    assert (found.severity, found.step) == ("error", 1)
+    assert found.evidence == {"measured_steps": 4.0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"each": bf16()},
+        {"around": bf16(cache_enabled=False)},
+        {"around": bf16(enabled=False)},
+        {"around": bf16(), "after_step": lambda: torch.clear_autocast_cache()},
+        {},
+    ],
+    ids=["in each step", "without a cache", "disabled", "cleared", "none"],
+)
+def test_other_regions_serve_new_ones(options):
+    assert "autocast-around-updates" not in ids(report(**options))
+
+
+def cuda(**options):
+    def made():
+        with warnings.catch_warnings():
+            # torch warns that CUDA is not available.
+            warnings.simplefilter("ignore")
+            return torch.autocast("cuda", torch.float16, **options)
+
+    return made
+
+
+def test_a_region_for_another_device_casts_nothing():
+    found = ids(report(each=cuda()))["autocast-for-another-device"]
+    assert (found.severity, found.evidence["asked"], found.evidence["device"]) == ("warning", "cuda", "cpu")
+
+
+def test_a_region_that_is_switched_off_asks_for_nothing():
+    assert "autocast-for-another-device" not in ids(report(each=cuda(enabled=False)))
+
+
+def test_one_region_of_several_devices_suffices():
+    class Both:
+        def __enter__(self):
+            self.regions = [cuda()(), bf16()()]
+            for region in self.regions:
+                region.__enter__()
+
+        def __exit__(self, *error):
+            for region in reversed(self.regions):
+                region.__exit__(*error)
+
+    assert "autocast-for-another-device" not in ids(report(each=Both))
+
+
+def test_torchs_functions_are_left_as_they_were():
+    before = torch.autocast.__init__, torch.clear_autocast_cache
+    report(each=bf16())
+    assert (torch.autocast.__init__, torch.clear_autocast_cache) == before
