@@ -529,11 +529,11 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CancelledDifference(Record, kind="second-cancelled"):
-    """A sum or difference that leaves mostly the errors of its operands.
+class AmplifiedError(Record, kind="second-amplified"):
+    """An operator whose result is mostly the error of its inputs.
 
     Args:
-        before, after: relative errors of the operands and of the result.
+        before, after: relative errors of the inputs and of the result.
         gradients_error: the largest relative error of a weight's gradient, of all arithmetic together.
     """
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpinspect.ranges.faults.measure.second import SecondComputation
-from mpinspect.ranges.records import AbsorbedOperand, BornInfinite, BrokenAlike, CancelledDifference, LostSum
+from mpinspect.ranges.records import AbsorbedOperand, AmplifiedError, BornInfinite, BrokenAlike, LostSum
 from mpinspect.shapes.record.live import LiveMatmuls
 
 F = nn.functional
@@ -219,7 +219,7 @@ MODELS = {
         nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2)),
         lambda model: model(values(4, 3, 8, 8)).float().square().mean(),
     ),
-    "an LSTM": (nn.LSTM(16, 16), lambda model: model(values(4, 2, 16))[0].float().square().mean()),
+    "an LSTM": (nn.LSTM(64, 128, 2), lambda model: model(values(50, 8, 64))[0].float().square().mean()),
     "checkpointing": (Checkpointed(False), lambda model: model(values(8, 16)).float().square().mean()),
     "reentrant checkpointing": (Checkpointed(True), lambda model: model(values(8, 16)).float().square().mean()),
     "a gradient of a gradient": (nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), penalised),
@@ -231,7 +231,10 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_the_runs_own_bits_stay(name):
     model, loss_of = MODELS[name]
-    plain, _ = trained(model, False, loss_of)
+    try:
+        plain, _ = trained(model, False, loss_of)
+    except RuntimeError as error:
+        pytest.skip(f"torch itself can't compute this here: {error}")
     twice, second = trained(model, True, loss_of)
     for one, other in zip(plain, twice, strict=True):
         assert torch.equal(one.to_dense() if one.is_sparse else one, other.to_dense() if other.is_sparse else other)
@@ -299,7 +302,7 @@ def test_a_difference_that_leaves_rounding_error():
     with Twice() as second:
         mean, squares = x.bfloat16().mean(1), x.bfloat16().square().mean(1)
         squares - mean * mean
-    (cancelled,) = records(second, CancelledDifference)
+    (cancelled,) = records(second, AmplifiedError)
     assert cancelled.names[0] == "sub"
     assert cancelled.before < 0.01 < 0.5 < cancelled.after
 

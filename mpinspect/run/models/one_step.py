@@ -70,7 +70,7 @@ class OneStep(Guarded):
         #: The second computation of the recorded step, its models, and their steps.
         self._second: tuple[SecondComputation, tuple[str, ...], dict[str, int]] | None = None
         #: Further steps that are computed twice once a forward is infinite or NaN.
-        self._left_after_events = _AFTER_EVENTS
+        self._left_after_events = _AFTER_EVENTS if self._wants_matmuls else 0
         self._is_again = False
         #: A recorder still on the stack of dispatch modes, because the script has entered another mode since.
         self._lingering: LiveMatmuls | None = None
@@ -118,7 +118,8 @@ class OneStep(Guarded):
     @property
     def _wants_second(self) -> bool:
         """Whether another step is computed twice, because something broke after the recorded one."""
-        return self._left_after_events > 0 and not self._wants_matmuls and self._models.forward_broke()
+        is_free = not self._wants_matmuls and not self._wants_trace and self._profile is None
+        return is_free and self._left_after_events > 0 and self._models.forward_broke()
 
     def give_up(self) -> None:
         """Stop recording because the script has ended, and note incomplete or missing recordings."""

@@ -20,7 +20,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
-from mpinspect.ranges.records import AbsorbedOperand, BornInfinite, BrokenAlike, CancelledDifference, LostSum, Record
+from mpinspect.ranges.records import AbsorbedOperand, AmplifiedError, BornInfinite, BrokenAlike, LostSum, Record
 from mpinspect.runtime.device import free_memory
 from mpinspect.runtime.user_line import innermost_line
 
@@ -36,8 +36,22 @@ _SUMS = frozenset(
     }
 )
 _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+#: Operators that may make a large relative error of a small one.
+_AMPLIFYING = _ADDITIONS | {
+    aten.sin,
+    aten.cos,
+    aten.tan,
+    aten.exp,
+    aten.log,
+    aten.pow,
+    aten.remainder,
+    aten.fmod,
+    aten.floor,
+}
 #: Operators whose results are not written yet, or have no exact result.
 _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
+#: Beginnings of the names of operators that a backend implements as it likes.
+_BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: Bytes of twins, and seconds, after which the rest of the step is left out.
 _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
 #: The least local error of a sum, relative to the norm of its exact result. Rounding a sum once makes at most 2^-9 in BF16.
@@ -47,7 +61,7 @@ _ABSORBED = 0.5
 #: The least number of elements of an addition that is judged: a few may be absorbed by chance.
 _FEWEST = 64
 #: The inherited error after a difference, and before it.
-_CANCELLED, _UNCANCELLED = 0.5, 0.05
+_CANCELLED, _UNCANCELLED = 0.3, 0.05
 
 
 class Twin(NamedTuple):
@@ -111,7 +125,7 @@ class SecondComputation:
         if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
             return None
         mutated = _mutated(schema, args, kwargs) if writes else []
-        if func.namespace != "aten":
+        if func.namespace != "aten" or _is_opaque(func, args):
             # A collective that ran twice would wait for other ranks, and the user's own operators may have effects.
             self._forget([each for each in mutated if _is_plain(each)])
             return None
@@ -131,7 +145,9 @@ class SecondComputation:
         written = {id(each) for each in mutated}
         twins = tree_map(lambda each: self._twin_or_wide(each, id(each) in written), (args, _widened(kwargs)))
         exact = tree_map(lambda each: _wide(each, id(each) in written), (args, _widened(kwargs))) if has_twin else None
-        before = max((self._error(each) for each in tensors), default=0.0) if func.overloadpacket in _ADDITIONS else 0.0
+        before = 0.0
+        if func.overloadpacket in _AMPLIFYING:
+            before = max((self._error(each) for each in tensors), default=0.0)
         return Pending(func, twins, exact, before)
 
     def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
@@ -174,8 +190,10 @@ class SecondComputation:
                 given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
                 figures = {"error": error, "value": given, "exact": exact}
                 self._add(LostSum, pending, value, frame, **figures)
-        elif operator in _ADDITIONS and value.numel() >= _FEWEST:
-            self._compare_addition(pending, value, wide, twin, local, frame)
+        elif operator in _AMPLIFYING and value.numel() >= _FEWEST:
+            if operator in _ADDITIONS:
+                self._compare_addition(pending, value, wide, local, frame)
+            self._compare_errors(pending, value, wide, twin, frame)
 
     def _compare_broken(
         self,
@@ -208,11 +226,10 @@ class SecondComputation:
         pending: Pending,
         value: torch.Tensor,
         wide: torch.Tensor,
-        twin: torch.Tensor,
         local: torch.Tensor,
         frame: FrameType,
     ) -> None:
-        """Record an operand that the other one absorbs, and a difference that leaves only the errors of its operands."""
+        """Record an operand that the other one absorbs."""
         operands = [each for each in (pending.exact or pending.arguments)[0][:2] if isinstance(each, torch.Tensor)]
         is_forward = torch._C._current_autograd_node() is None and not pending.func._schema.is_mutable
         if (
@@ -226,10 +243,15 @@ class SecondComputation:
             if least and error >= _ABSORBED * least:
                 unchanged = float((local != 0).logical_and(_equals_one(wide, operands)).float().mean())
                 self._add(AbsorbedOperand, pending, value, frame, error=error / least, unchanged=unchanged)
+
+    def _compare_errors(
+        self, pending: Pending, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, frame: FrameType
+    ) -> None:
+        """Record a result that is mostly the error of its inputs."""
         size = float(twin.norm())
         inherited = float((wide - twin).norm()) / size if size else 0.0
         if inherited >= _CANCELLED and pending.before <= _UNCANCELLED:
-            self._add(CancelledDifference, pending, value, frame, before=pending.before, after=inherited)
+            self._add(AmplifiedError, pending, value, frame, before=pending.before, after=inherited)
 
     def _add(self, kind: type[Any], pending: Pending, result: torch.Tensor, frame: FrameType, **figures: float) -> None:
         node = torch._C._current_autograd_node()
@@ -251,7 +273,7 @@ class SecondComputation:
         worsts: tuple[tuple[type[Record], str], ...] = (
             (LostSum, "error"),
             (AbsorbedOperand, "error"),
-            (CancelledDifference, "after"),
+            (AmplifiedError, "after"),
         )
         for kind, size in worsts:
             worst_first = sorted(self._found.get(kind, []), key=lambda each: -getattr(each, size))
@@ -347,6 +369,13 @@ def _is_plain(value: Any) -> bool:
         and value.dtype in (*_NARROW, torch.float32)
         and not value.is_meta
     )
+
+
+def _is_opaque(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operator belongs to a backend, or takes its workspace, whose layout depends on dtypes."""
+    if func.overloadpacket.__name__.lstrip("_").startswith(_BACKENDS):
+        return True
+    return any(isinstance(each, torch.Tensor) and each.dtype is torch.uint8 for each in args)
 
 
 def _plain(result: Any) -> list[torch.Tensor]:

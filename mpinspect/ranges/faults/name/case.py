@@ -73,6 +73,11 @@ class Case:
         """The enabled gradient scalers."""
         return [scaler for scaler in self.precision.scalers if scaler.enabled]
 
+    def has(self, *kinds: type[Record]) -> bool:
+        """Return whether there is a record of one of these classes."""
+        names = {kind.kind for kind in kinds}
+        return any(each.what in names for each in self.session.measurements)
+
     def recorded(self, of: type[AnyRecord]) -> Iterator[AnyRecord]:
         """Yield the records of a class, in the order in which they were made."""
         return recorded(self.session.measurements, of)

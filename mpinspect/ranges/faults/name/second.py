@@ -10,16 +10,16 @@ from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     AbsorbedOperand,
+    AmplifiedError,
     BornInfinite,
     BrokenAlike,
-    CancelledDifference,
     ExaminedArgument,
     LostSum,
     OverflowedNorm,
     Record,
     WholeLoss,
 )
-from mpinspect.ranges.session import module_named
+from mpinspect.ranges.session import Event, module_named
 from mpinspect.reporting.sentences import Sentences
 
 #: An error of the gradients from which on rounding matters: BF16 alone makes some 1%.
@@ -65,7 +65,7 @@ class _Gradients(Sentences):
     OFF = "With all rounding of the step together, the gradient of {weight!r} is off by {gradients_error:percent}."
 
 
-def _gradients(record: LostSum | AbsorbedOperand | CancelledDifference) -> tuple[_Gradients | None, dict[str, object]]:
+def _gradients(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[_Gradients | None, dict[str, object]]:
     """Return the sentence on the gradients' error, if it matters, and the weight."""
     matters = record.gradients_error is not None and record.gradients_error >= _MATTERS
     return (_Gradients.OFF if matters else None), {"weight": record.names[3] if len(record.names) > 3 else ""}
@@ -76,14 +76,14 @@ def _gradients(record: LostSum | AbsorbedOperand | CancelledDifference) -> tuple
 
 class _Born(Sentences):
     BEYOND = (
-        "In step {measured}, in {place}, {operator} in {dtype:format} gives {elements:.0f} infinities or NaNs. The exact result "
-        "is finite, up to {largest:.3g}; {dtype:format} ends at {end:g}."
+        "In {dtype:format} {operator} overflows in {place}: {elements:.0f} infinities or NaNs in step {measured}, where the "
+        "exact result is finite, up to {largest:.3g}; {dtype:format} ends at {end:g}."
     )
     FROM_ROUNDED_INPUTS = (
-        "In step {measured}, in {place}, {operator} in {dtype:format} gives {elements:.0f} infinities or NaNs. The same step "
+        "In {dtype:format} {operator} gives {elements:.0f} infinities or NaNs in {place}, in step {measured}. The same step "
         "computed in FP32 gives none there: an earlier operator had rounded away what keeps it finite."
     )
-    FIRST = "The first step of that kind was step {step}; a later one was computed a second time, in FP32."
+    FIRST = "The forward was first not finite in step {step}, in {first_module}."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up or multiplied, and keep the result in FP32."
     BOUND_EXP = "Bound the exponent, or compute the exponential and what it is multiplied with in FP32."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
@@ -100,8 +100,7 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
-    known = (ExaminedArgument, OverflowedNorm, WholeLoss)
-    if any(isinstance(each, known) for each in case.recorded(Record)):
+    if case.has(ExaminedArgument, OverflowedNorm, WholeLoss):
         # Another fault names this operation already.
         return
     for born in case.recorded(BornInfinite):
@@ -110,28 +109,27 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
             continue
         operator = born.names[0]
         fix = _Born.SUM_IN_FP32 if operator.rstrip("_") in _SUMS else _Born.OPERATOR_IN_FP32
-        broke = any(event.forward_finite is False for event in case.events)
-        first = _begins(born, case)
+        first = _first_event(case)
+        is_later = first is not None and first.step < born.step
         yield Found(
             (
                 _Born.BEYOND if born.largest else _Born.FROM_ROUNDED_INPUTS,
-                _Born.FIRST if first < born.step else None,
+                _Born.FIRST if is_later else None,
             ),
             _evidence(born),
-            {**_place(born), "measured": born.step},
+            {**_place(born), "measured": born.step, "first_module": module_named(first.module) if first else ""},
             _Born.BOUND_EXP if operator.startswith("exp") else fix,
             _Born.CAST,
-            layer=born.name,
-            severity="error" if broke else "warning",
-            step=first,
+            layer=first.module if first is not None and is_later else born.name,
+            severity="warning" if first is None else "error",
+            step=first.step if first is not None and is_later else born.step,
         )
         return
 
 
-def _begins(record: Record, case: Case) -> int:
-    """Return the step of the first event of the forward, if the record was made because of it."""
-    steps = [event.step for event in case.events if event.forward_finite is False]
-    return min([record.step, *steps])
+def _first_event(case: Case) -> Event | None:
+    """Return the first event of a forward that was not finite."""
+    return next((event for event in case.events if event.forward_finite is False), None)
 
 
 class _Alike(Sentences):
@@ -146,8 +144,12 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
 
     False alarms: It is information, and measured.
     """
+    broken = [event for event in case.events if event.forward_finite is False]
+    # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
+    if any(event.skipped is False for event in broken):
+        return
     for alike in case.recorded(BrokenAlike):
-        if any(event.forward_finite is False and event.step <= alike.step for event in case.events):
+        if any(event.step <= alike.step for event in broken):
             yield Found(_Alike.IN_FP32_TOO, _evidence(alike), _place(alike), layer=alike.name, step=alike.step)
             return
 
@@ -218,22 +220,28 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
         )
 
 
-class _Cancelled(Sentences):
-    ERRORS_LEFT = (
+class _Left(Sentences):
+    CANCELS = (
         "In step {step}, in {place}, {operator} leaves mostly rounding error: its operands were off by {before:percent}, its "
         "result is off by {off}."
     )
+    AMPLIFIES = (
+        "In step {step}, in {place}, {operator} leaves mostly rounding error: its input was off by {before:percent}, its result "
+        "is off by {off}."
+    )
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
+    INPUT_IN_FP32 = "Compute the input of this operator in FP32, from values that never were in 16 bits."
 
 
-def _difference_cancels(case: Case) -> Iterator[Found]:
-    """A sum or difference of rounded operands that nearly cancel, so that their rounding errors are most of the result.
+def _rounding_error_left(case: Case) -> Iterator[Found]:
+    """An operator whose result is mostly the rounding error of its inputs: a difference that cancels, a sine of a large number.
 
     It is looked for under ``mpinspect run``, in one early step.
 
     False alarms: It is measured. It is information if no weight's gradient is off by 10%.
     """
-    for cancelled in case.recorded(CancelledDifference):
+    for cancelled in case.recorded(AmplifiedError):
+        is_difference = cancelled.names[0].rstrip("_") in ("add", "sub")
         also, words = _gradients(cancelled)
         off = (
             f"{cancelled.after:.0%}"
@@ -241,20 +249,24 @@ def _difference_cancels(case: Case) -> Iterator[Found]:
             else "far more than itself"
         )
         yield Found(
-            (_Cancelled.ERRORS_LEFT, also),
+            (_Left.CANCELS if is_difference else _Left.AMPLIFIES, also),
             _evidence(cancelled),
             {**_place(cancelled), **words, "off": off},
-            _Cancelled.OPERANDS_IN_FP32 if also else (),
+            _fix(is_difference) if also else (),
             layer=cancelled.name,
             severity="warning" if also else "info",
             step=cancelled.step,
         )
 
 
+def _fix(is_difference: bool) -> _Left:
+    return _Left.OPERANDS_IN_FP32 if is_difference else _Left.INPUT_IN_FP32
+
+
 FAULTS = (
     Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born,), ("non-finite-event",)),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),
-    Fault("difference-cancels", "warning", _difference_cancels, (_Cancelled, _Gradients)),
+    Fault("result-is-rounding-error", "warning", _rounding_error_left, (_Left, _Gradients)),
 )
 BREAKS_ALIKE = Fault("breaks-in-fp32-too", "info", _breaks_in_fp32_too, (_Alike,))
