@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpinspect.ranges.inspector import Inspector, MpinspectWarning
     from mpinspect.ranges.probe import probe
     from mpinspect.ranges.recorder import Recorder
+    from mpinspect.ranges.second_opinion import second_opinion
     from mpinspect.ranges.session import Session
     from mpinspect.run.diff import diff
     from mpinspect.runtime.emulation import half_arithmetic
@@ -66,6 +67,7 @@ __all__ = [
     "profile_kernels",
     "read_trace",
     "recommend_loss_scale",
+    "second_opinion",
 ]
 
 #: Names found when they are used, and where they are. Importing the package loads neither torch nor NumPy: `mpinspect run` must
@@ -98,6 +100,7 @@ _WHEN_USED = {
     "profile_kernels": "kernels.profile",
     "read_trace": "kernels.profile",
     "recommend_loss_scale": "ranges.analysis.loss_scale",
+    "second_opinion": "ranges.second_opinion",
 }
 
 

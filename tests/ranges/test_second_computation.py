@@ -327,3 +327,35 @@ def test_what_takes_too_long_is_left_out(monkeypatch):
     with Twice() as second:
         y = values(4).bfloat16() * 1.01
     assert second.twin(y) is None
+    assert second.left_out() == "Left out of the second computation of a step: all of it after -1 s"
+
+
+def test_twins_go_with_their_storages(monkeypatch):
+    # Each of the results takes 4 KiB in FP32; the limit is that of four.
+    monkeypatch.setattr("mpinspect.ranges.faults.measure.second._MOST_BYTES", 16 << 10)
+    x = values(1024).bfloat16()
+    with Twice() as second:
+        for _ in range(100):
+            y = x * 1.01
+    assert second.twin(y) is not None
+    assert second.left_out() == ""
+    with Twice() as second:
+        kept = [x * 1.01 for _ in range(100)]
+    assert second.twin(kept[-1]) is None
+    assert "once its copies took" in second.left_out()
+
+
+def test_an_operator_without_a_second_run_is_named():
+    class Odd(torch.utils._python_dispatch.TorchDispatchMode):
+        """Refuses FP32, as a kernel of a device does."""
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.erfinv.default and args[0].dtype is torch.float32:
+                raise RuntimeError("not implemented for 'Float'")
+            return func(*args, **(kwargs or {}))
+
+    x = values(4).bfloat16().clamp(-0.5, 0.5)
+    with Odd(), Twice() as second:
+        y = x.erfinv() * 2
+    assert torch.equal(y, x.erfinv() * 2)
+    assert second.left_out() == "Left out of the second computation of a step: 1 call of erfinv"

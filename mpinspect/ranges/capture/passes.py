@@ -73,7 +73,7 @@ class Passes:
         with compiled_modules_eager(), torch.enable_grad(), torch.autocast(self.device, enabled=False):
             with torch.autocast(self.device, torch.float16, enabled=half):
                 loss = self.loss_fn(self.model, batch)
-            _require_loss(loss, number, finite=not half)
+            require_loss(loss, number, finite=not half)
             self._notice(loss, half)
             # Scale in FP32: an FP16 loss times the scale would overflow before any gradient does.
             (loss.float() * loss_scale).sum().backward()  # type: ignore[no-untyped-call]
@@ -113,7 +113,8 @@ def _gradient_capture(model: torch.nn.Module, recording: Recording) -> Capture:
     )
 
 
-def _require_loss(loss: Any, number: int, *, finite: bool) -> None:
+def require_loss(loss: Any, number: int, *, finite: bool) -> None:
+    """Raise TypeError or ValueError unless a batch's loss is one number with a graph, and finite if that is asked for."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"loss_fn returned {type(loss).__name__} for batch {number}, not a tensor: return the scalar loss itself "

@@ -225,6 +225,8 @@ class OneStep(Guarded):
             self._second = None
             for record in second.records():
                 self._models.record(names, record, steps)
+            if left_out := second.left_out():
+                self._seen.note(left_out)
 
     def _begin_profile(self) -> None:
         from mpinspect.kernels.capture.live_profile import LiveProfile, obstacle

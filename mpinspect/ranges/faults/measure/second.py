@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
 from mpinspect.ranges.records import AbsorbedOperand, AmplifiedError, BornInfinite, BrokenAlike, LostSum, Record
+from mpinspect.reporting.words import number_of
 from mpinspect.runtime.device import free_memory
 from mpinspect.runtime.user_line import innermost_line
 
@@ -54,6 +55,8 @@ _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: Bytes of twins, and seconds, after which the rest of the step is left out.
 _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
+#: The most operators that are named as left out.
+_MOST_NAMED = 5
 #: The least local error of a sum, relative to the norm of its exact result. Rounding a sum once makes at most 2^-9 in BF16.
 _LOST = 0.03
 #: The least part of the smaller operand that an addition loses, of its norm.
@@ -70,6 +73,10 @@ class Twin(NamedTuple):
     storage: StorageWeakRef
     dtype: torch.dtype
     values: torch.Tensor
+
+    def is_gone(self) -> bool:
+        """Return whether the storage has been freed."""
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
 
 class Pending(NamedTuple):
@@ -110,6 +117,8 @@ class SecondComputation:
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
         self._bytes = 0
+        #: Why the rest of the step was left out; "" if it was not.
+        self._ended_by = ""
         self._began = time.perf_counter()
         #: Operators whose twin could not run, by name.
         self.skipped: Counter[str] = Counter()
@@ -133,7 +142,7 @@ class SecondComputation:
         has_twin = any(self.twin(each) is not None for each in tensors)
         if not has_twin and not any(each.dtype in _NARROW for each in tensors) and kwargs.get("dtype") not in _NARROW:
             return None
-        if time.perf_counter() - self._began > _MOST_SECONDS or self._bytes > _MOST_BYTES:
+        if self._is_used_up():
             self._end()
             return None
         if not torch._C._current_autograd_node():
@@ -171,6 +180,23 @@ class SecondComputation:
                     # Further results are for the backward alone, and may be written in part.
                     self._compare(pending, value, twin, local, frame)
                 self._keep(value, twin)
+
+    def _is_used_up(self) -> bool:
+        """Return whether the time or the memory for twins is used up; drop the twins of storages that are gone."""
+        if time.perf_counter() - self._began > _MOST_SECONDS:
+            self._ended_by = f"after {_MOST_SECONDS:.0f} s"
+        elif self._bytes > _MOST_BYTES:
+            self._twins = {key: twin for key, twin in self._twins.items() if not twin.is_gone()}
+            self._bytes = sum(twin.values.nbytes for twin in self._twins.values())
+            if self._bytes > _MOST_BYTES / 2:
+                self._ended_by = f"once its copies took {_MOST_BYTES >> 30} GiB"
+        return bool(self._ended_by)
+
+    def left_out(self) -> str:
+        """Return a sentence on what was not computed a second time; "" if nothing was left out."""
+        parts = [f"all of it {self._ended_by}"] if self._ended_by else []
+        parts += [f"{number_of(times, 'call')} of {name}" for name, times in self.skipped.most_common(_MOST_NAMED)]
+        return f"Left out of the second computation of a step: {', '.join(parts)}" if parts else ""
 
     # -- comparing --------------------------------------------------------------------------------------------------
 
@@ -306,7 +332,7 @@ class SecondComputation:
         twin = self._twins.get(key)
         if twin is None:
             return None
-        if twin.storage.expired() or twin.dtype != tensor.dtype:  # type: ignore[no-untyped-call]
+        if twin.is_gone() or twin.dtype != tensor.dtype:
             del self._twins[key]
             return None
         return twin.values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

@@ -149,7 +149,8 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     if any(event.skipped is False for event in broken):
         return
     for alike in case.recorded(BrokenAlike):
-        if any(event.step <= alike.step for event in broken):
+        # A step of a second opinion has no events.
+        if not case.progress.steps or any(event.step <= alike.step for event in broken):
             yield Found(_Alike.IN_FP32_TOO, _evidence(alike), _place(alike), layer=alike.name, step=alike.step)
             return
 

@@ -1,0 +1,119 @@
+"""second_opinion: computes a training step twice, once in FP32, and names the operators whose results differ."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpinspect.ranges.analyse import analyse
+from mpinspect.ranges.capture.passes import LossFunction, require_loss
+from mpinspect.ranges.faults.measure.second import SecondComputation
+from mpinspect.ranges.faults.name.second import BREAKS_ALIKE, FAULTS
+from mpinspect.ranges.session import RunInfo, Session
+from mpinspect.reporting.finding import Finding
+from mpinspect.runtime.untouched import ModelState, RandomState
+from mpinspect.runtime.wrappers import compiled_modules_eager
+
+
+def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Finding, ...]:
+    """Compute one forward and backward as the training does, and every operator a second time on FP32 copies of 16-bit tensors.
+
+    The findings name operators with their module and line of code: an infinity or NaN that the exact computation does not have,
+    one that it has as well (then no precision helps), a sum that loses terms, an addition that changes nothing, and a result that
+    is mostly the rounding error of its inputs. ``docs/sentences.md`` lists what they say.
+
+    Afterwards, even after an error, the model (parameters, buffers, ``.grad``, requires_grad, train/eval flags) and the random
+    generators of torch, Python and NumPy are restored. Nothing is trained. Compiled modules run eagerly.
+
+    Args:
+        model: any module, in the mode (train or eval) to be judged.
+        loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, computed as in training, with its autocast. A loss that a loop
+            scales is scaled here, too.
+        batch: what ``loss_fn`` takes.
+
+    Returns:
+        The findings, the gravest first; none if every operator's exact result is the run's but for rounding, or if nothing is in
+        FP16 or BF16.
+
+    Takes some ten times as long as the step, and memory for FP32 copies of its 16-bit tensors, 2 GiB of them at most; after 20 s
+    the rest is left out. Synchronises the device.
+
+    Raises:
+        TypeError: model is not a Module, loss_fn is not callable, or the loss is not a tensor.
+        ValueError: the loss is not one number, or has no graph.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}, not a torch.nn.Module")
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn is of type {type(loss_fn).__name__}: give a function that returns loss_fn(model, batch)"
+        )
+    random, state = RandomState.now(), ModelState(model)
+    running = _Running()
+    second = SecondComputation(running.path, model.named_parameters())
+    try:
+        for parameter in model.parameters():
+            parameter.grad = None
+        with compiled_modules_eager(), torch.enable_grad(), running.followed(model), _Twice(second):
+            loss = loss_fn(model, batch)
+            require_loss(loss, 0, finite=False)
+            loss.backward()  # type: ignore[no-untyped-call]
+        measurements = tuple(record.measurement() for record in second.records())
+    finally:
+        state.restore()
+        random.restore()
+    session = Session(RunInfo(type(model).__name__, watch=False), measurements=measurements)
+    ids = {fault.id for fault in (*FAULTS, BREAKS_ALIKE)}
+    return tuple(finding for finding in analyse(session).findings if finding.id in ids)
+
+
+class _Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs every operator as it is, then lets it be computed a second time."""
+
+    def __init__(self, second: SecondComputation) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._second = second
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        pending = self._second.before(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if pending is not None:
+            self._second.after(pending, result, sys._getframe(1))
+        return result
+
+
+class _Running:
+    """Knows which module is running."""
+
+    def __init__(self) -> None:
+        self._paths = [""]
+
+    def path(self) -> str:
+        """Return the dotted path of the innermost module that is running; "" outside of all."""
+        return self._paths[-1]
+
+    @contextmanager
+    def followed(self, model: torch.nn.Module) -> Iterator[None]:
+        """Follow the calls of the model's modules."""
+        handles = []
+        for path, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            enter = lambda module, args, path=path: self._paths.append(path)  # noqa: E731
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(self._left, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _left(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._paths.pop()

@@ -1,0 +1,106 @@
+"""second_opinion: what it finds, and that it leaves everything as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mpinspect
+
+F = nn.functional
+
+
+def mean_square(model, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(batch).float().square().mean()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(14.3))
+
+    def forward(self, x):
+        return self.linear(x).half() * self.scale.half().exp()
+
+
+def test_an_infinity_of_the_precision_has_its_operator_and_line():
+    (found,) = mpinspect.second_opinion(Scaled(), lambda model, x: model(x).float().mean(), torch.ones(4, 8))
+    assert (found.id, found.severity) == ("overflow-in-operator", "warning")
+    assert (found.evidence["operator"], found.evidence["dtype"]) == ("exp", "float16")
+    assert found.evidence["line"].startswith("test_second_opinion.py:")
+    assert found.evidence["largest"] > 65504
+
+
+def test_an_infinity_of_the_data_is_said_to_need_no_bits():
+    def loss(model, x):
+        return mean_square(model, x / 0)
+
+    (found,) = mpinspect.second_opinion(nn.Linear(8, 8), loss, torch.ones(4, 8))
+    assert (found.id, found.severity) == ("breaks-in-fp32-too", "info")
+
+
+def test_a_sum_that_stops_growing_has_its_module():
+    class Hub(nn.Module):
+        def forward(self, x):
+            return torch.zeros(2, 8, dtype=x.dtype).index_put(
+                (torch.zeros(2000, dtype=torch.long),), x, accumulate=True
+            )
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), Hub())
+    (found,) = mpinspect.second_opinion(model, mean_square, torch.randn(2000, 8))
+    assert (found.id, found.severity, found.layer) == ("sum-loses-terms", "warning", "2")
+    assert found.evidence["value"] < found.evidence["exact"] / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_healthy_step_has_no_findings(dtype):
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).to(dtype)
+    assert (
+        mpinspect.second_opinion(
+            model, lambda model, x: model(x).float().square().mean(), torch.randn(2, 6, 16).to(dtype)
+        )
+        == ()
+    )
+
+
+def test_everything_is_as_it_was():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)).train()
+    model[0].weight.grad = gradient = torch.ones(8, 8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    mpinspect.second_opinion(model, mean_square, torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model[0].weight.grad is gradient
+    assert model[0].bias.grad is None
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_an_error_of_the_users_comes_through_and_leaves_nothing():
+    def loss(model, x):
+        model(x)
+        raise RuntimeError("mine")
+
+    model = nn.Linear(8, 8)
+    with pytest.raises(RuntimeError, match="mine"):
+        mpinspect.second_opinion(model, loss, torch.ones(4, 8).bfloat16().float())
+    assert not model._forward_hooks
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "error", "words"),
+    [
+        (lambda x: x, mean_square, TypeError, "not a torch.nn.Module"),
+        (nn.Linear(8, 8), 3, TypeError, "loss_fn is of type int"),
+        (nn.Linear(8, 8), lambda model, x: 1.0, TypeError, "not a tensor"),
+        (nn.Linear(8, 8), lambda model, x: model(x), ValueError, "reduce it to one number"),
+        (nn.Linear(8, 8), lambda model, x: model(x).sum().detach(), ValueError, "has no graph"),
+    ],
+)
+def test_bad_input_is_named(model, loss_fn, error, words):
+    with pytest.raises(error, match=words):
+        mpinspect.second_opinion(model, loss_fn, torch.ones(4, 8))
