@@ -359,3 +359,17 @@ def test_an_operator_without_a_second_run_is_named():
         y = x.erfinv() * 2
     assert torch.equal(y, x.erfinv() * 2)
     assert second.left_out() == "Left out of the second computation of a step: 1 call of erfinv"
+
+
+def test_gradients_that_overflow_have_no_error():
+    model = nn.Linear(8, 8)
+    twice = Twice(model)
+    with twice as second:
+        ones = torch.ones(1526, 8).bfloat16()
+        total = torch.zeros(3, 8).bfloat16().index_put((torch.zeros(1526, dtype=torch.long),), ones, accumulate=True)
+        with torch.autocast("cpu", torch.float16):
+            y = model(total.float() / 1526)
+        (y.float().sum() * 1e38 * 1e3).backward()
+    (lost,) = records(second, LostSum)
+    assert not model.weight.grad.isfinite().all()
+    assert lost.gradients_error is None

@@ -8,6 +8,7 @@ loses values from one that passes losses on; the second shows whether more bits 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -314,7 +315,8 @@ class SecondComputation:
             for name, parameter in self._parameters
             if parameter.grad is not None and _is_plain(parameter.grad) and self.twin(parameter.grad) is not None
         }
-        if not errors:
+        if not errors or not all(map(math.isfinite, errors.values())):
+            # A loss scale that is still too high makes infinities, beside which no error of rounding can be seen.
             return None, ""
         whose = max(errors, key=lambda name: errors[name])
         return errors[whose], whose

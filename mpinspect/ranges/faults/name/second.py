@@ -62,7 +62,7 @@ def _evidence(record: Record) -> dict[str, object]:
 
 
 class _Gradients(Sentences):
-    OFF = "With all rounding of the step together, the gradient of {weight!r} is off by {gradients_error:percent}."
+    OFF = "With all rounding of the step together, the gradient of {weight!r} is off by {gradients_error:.0%}."
 
 
 def _gradients(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[_Gradients | None, dict[str, object]]:
@@ -160,7 +160,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
 
 class _Sum(Sentences):
     LOSES = (
-        "In step {step}, in {place}, {operator} adds up in {dtype:format} and loses {error:percent} of its result: one element "
+        "In step {step}, in {place}, {operator} adds up in {dtype:format} and loses {error:.0%} of its result: one element "
         "is {value:.4g} where the exact sum is {exact:.4g}."
     )
     IN_FP32 = "Add up in FP32: cast the terms before the sum, and its result afterwards."
