@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
 class _Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs every operator as it is, then lets it be computed a second time."""
 
+    #: Of `torch.cond` and the like, the chosen branch runs as it is.
+    supports_higher_order_operators = True
+
     def __init__(self, second: SecondComputation) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._second = second
@@ -106,14 +110,19 @@ class _Running:
         for path, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            enter = lambda module, args, path=path: self._paths.append(path)  # noqa: E731
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(self._left, always_call=True))
+            # Partial functions, since a copy of the module takes a copy of the list for both, and can be pickled.
+            handles.append(module.register_forward_pre_hook(partial(_enter, self._paths, path), prepend=True))
+            handles.append(module.register_forward_hook(partial(_leave, self._paths), always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _left(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self._paths.pop()
+
+def _enter(paths: list[str], path: str, module: torch.nn.Module, args: Any) -> None:
+    paths.append(path)
+
+
+def _leave(paths: list[str], module: torch.nn.Module, args: Any, output: Any) -> None:
+    paths.pop()

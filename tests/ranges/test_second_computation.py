@@ -167,7 +167,7 @@ def trained(model, twice, loss_of):
     loss.backward()
     if twice:
         context.__exit__()
-    return [loss, *(parameter.grad for parameter in model.parameters())], context.second
+    return [loss, *(parameter.grad for parameter in model.parameters()), *model.buffers()], context.second
 
 
 class Checkpointed(nn.Module):
@@ -210,7 +210,34 @@ def penalised(model):
     return gradient.square().sum()
 
 
+class Writing(nn.Module):
+    """Writes to tensors that have no FP32 twin."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("total", torch.zeros(16, dtype=torch.float64))
+        self.register_buffer("turned", torch.zeros(16, dtype=torch.complex64))
+        self.register_buffer("count", torch.zeros(16, dtype=torch.int32))
+        self.register_buffer("written", torch.zeros(16, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.total += y.bfloat16().mean(0)
+            self.turned.add_(y.bfloat16()[0])
+            self.count += (y.bfloat16()[0] > 0).int()
+            torch.mul(y.bfloat16()[0], y.bfloat16()[1], out=self.written)
+            torch.zeros(1, dtype=torch.bfloat16).expand(4).fill_(2.0)
+            torch.nested.nested_tensor([y[0], y[1, :3]]).bfloat16().mul(2)
+        return y
+
+
 MODELS = {
+    "tensors without twins that are written": (
+        Writing(),
+        lambda model: model(values(8, 16)).float().square().mean(),
+    ),
     "a transformer with dropout": (
         nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False),
         lambda model: model(values(2, 8, 16)).float().square().mean(),
@@ -228,6 +255,7 @@ MODELS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_runs_own_bits_stay(name):
     model, loss_of = MODELS[name]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -77,6 +80,44 @@ def test_everything_is_as_it_was():
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+class Copying(nn.Module):
+    """Copies and pickles its layer, and branches, while hooks and a dispatch mode are on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = copy.deepcopy(self.layer)(x) + pickle.loads(pickle.dumps(self.layer))(x) + self.layer(x)
+        return torch.cond(x.shape[0] > 2, lambda x: x * 2, lambda x: x / 0, (x,))
+
+
+def test_a_step_that_copies_its_layers_and_branches():
+    assert mpinspect.second_opinion(Copying(), mean_square, torch.randn(4, 8)) == ()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_padded_batch_whose_layers_take_nested_tensors():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    head = nn.Linear(16, 1)
+
+    def loss(model, x):
+        with torch.no_grad():
+            features = encoder(x, src_key_padding_mask=torch.arange(6).expand(2, 6) > torch.tensor([[3], [6]]))
+        return mean_square(model, features)
+
+    assert mpinspect.second_opinion(head, loss, torch.randn(2, 6, 16)) == ()
+
+
+def test_a_result_that_says_it_is_larger_than_its_storage():
+    def loss(model, x):
+        total = torch.zeros(1, dtype=torch.bfloat16).expand(1 << 33)
+        return mean_square(model, x + torch.empty_strided((8,), (0,)).zero_().bfloat16() + total[:8])
+
+    assert mpinspect.second_opinion(nn.Linear(8, 8), loss, torch.ones(4, 8)) == ()
 
 
 def test_an_error_of_the_users_comes_through_and_leaves_nothing():

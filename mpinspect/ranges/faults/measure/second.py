@@ -129,17 +129,29 @@ class SecondComputation:
     # -- the operators ----------------------------------------------------------------------------------------------
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
-        """Prepare an operator's second run; None if more bits would change nothing of it."""
+        """Prepare an operator's second run; None if more bits would change nothing of it, or if it can't be prepared."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return None
+        try:
+            return self._prepare(func, args, kwargs)
+        except Exception:
+            self.skipped[func.overloadpacket.__name__] += 1
+            return None
+
+    def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
         schema = func._schema
         writes = schema.is_mutable
         if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
             return None
-        mutated = _mutated(schema, args, kwargs) if writes else []
-        if func.namespace != "aten" or _is_opaque(func, args):
-            # A collective that ran twice would wait for other ranks, and the user's own operators may have effects.
+        mutated = _mutated(schema, args, kwargs)
+        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
+        is_copied = all(map(_is_plain, mutated)) and not any(map(_is_strange, tensors))
+        if func.namespace != "aten" or _is_opaque(func, args) or not is_copied:
+            # A collective that ran twice would wait for other ranks, the user's own operators may have effects, and a
+            # tensor that is written but has no twin would be written twice.
             self._forget([each for each in mutated if _is_plain(each)])
             return None
-        tensors = [each for each in tree_flatten((args, kwargs))[0] if _is_plain(each)]
+        tensors = [each for each in tensors if _is_plain(each)]
         has_twin = any(self.twin(each) is not None for each in tensors)
         if not has_twin and not any(each.dtype in _NARROW for each in tensors) and kwargs.get("dtype") not in _NARROW:
             return None
@@ -164,23 +176,22 @@ class SecondComputation:
         """Run the operator again on the twins of its arguments, and compare the results."""
         func = pending.func
         name = func.overloadpacket.__name__
-        results = [each for each in tree_flatten(result)[0] if _is_plain(each)]
+        results = _plain(result)
         if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_WITHOUT_RESULT):
             self._forget(results)
             return
         try:
             twins = _plain(func(*pending.arguments[0], **pending.arguments[1]))
             exact = twins if pending.exact is None else _plain(func(*pending.exact[0], **pending.exact[1]))
+            for place, (value, twin, local) in enumerate(zip(results, twins, exact, strict=False)):
+                if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
+                    if not place:
+                        # Further results are for the backward alone, and may be written in part.
+                        self._compare(pending, value, twin, local, frame)
+                    self._keep(value, twin)
         except Exception:
             self.skipped[name] += 1
             self._forget(results)
-            return
-        for place, (value, twin, local) in enumerate(zip(results, twins, exact, strict=False)):
-            if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
-                if not place:
-                    # Further results are for the backward alone, and may be written in part.
-                    self._compare(pending, value, twin, local, frame)
-                self._keep(value, twin)
 
     def _is_used_up(self) -> bool:
         """Return whether the time or the memory for twins is used up; drop the twins of storages that are gone."""
@@ -396,6 +407,19 @@ def _is_plain(value: Any) -> bool:
         and value.layout is torch.strided
         and value.dtype in (*_NARROW, torch.float32)
         and not value.is_meta
+        and not _is_strange(value)
+    )
+
+
+def _is_strange(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of another class or layout, or has no storage or a lazy sign, as in forward-mode AD."""
+    return (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor._is_zerotensor()
+        or tensor.is_neg()
+        or tensor.is_conj()
     )
 
 
@@ -411,7 +435,9 @@ def _plain(result: Any) -> list[torch.Tensor]:
 
 
 def _fits(tensors: list[torch.Tensor]) -> bool:
-    """Return whether a GPU has room for the FP32 copies of an operator's tensors, thrice, in half of its free memory."""
+    """Return whether storages can be copied in FP32: a GPU has room for three copies in half of its free memory."""
+    if any(each.untyped_storage().nbytes() * 4 // each.element_size() > _MOST_BYTES for each in tensors):
+        return False
     on_gpus = [each for each in tensors if each.is_cuda]
     wanted = 3 * 4 * sum(each.numel() for each in on_gpus)
     return all(wanted < free_memory(device) / 2 for device in {each.device for each in on_gpus})
@@ -429,12 +455,13 @@ def _widened(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mutated(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the tensors that an operator writes to."""
+    """Return the tensors that an operator writes to; `native_batch_norm` writes running statistics without saying so."""
     found = []
     for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written or argument.name.startswith("running_"):
             given = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += tree_flatten(given)[0]
+            found += [each for each in tree_flatten(given)[0] if isinstance(each, torch.Tensor)]
     return found
 
 
