@@ -68,6 +68,8 @@ FAULTS = (
     Fault("unscale_each_micro_batch.py", "unscaled-too-often", step=0),
     Fault("clip_fp16_norm.py", "gradients-clipped-to-zero", step=0),
     Fault("masters_clipped_in_fp16.py", "gradients-clipped-to-zero", step=0),
+    Fault("noise_before_unscale.py", "scaled-plus-unscaled", "0.weight", 1),
+    Fault("penalty_of_scaled.py", "scaled-plus-unscaled", step=1),
     Fault("scale_after_update.py", "divided-by-another-scale", step=3),
     Fault("masters_made_anew.py", "masters-overwritten", step=3),
     Fault("nan_to_num.py", "gradients-replaced", step=0),

@@ -543,6 +543,22 @@ class AmplifiedError(Record, kind="second-amplified"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MixedPowers(Record, kind="mixed-powers"):
+    """A sum of two terms that carry different powers of the loss scale.
+
+    Its text says where: "accumulated" (by two backwards), "gradient", "optimizer", "number" (one term is a number), "values".
+    Its names are the operator, the line, and the parameters in which gradients were accumulated.
+
+    Args:
+        first, second: the powers of the two terms.
+    """
+
+    loss_scale: float
+    first: float
+    second: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class NewScalers(Record, kind="new-scalers"):
     """``new`` of ``steps`` steps with a scaler that was made in them."""
 

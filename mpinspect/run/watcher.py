@@ -171,9 +171,11 @@ class Watcher(Guarded):
     @guarded
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         """Keep the scaled loss for the search; called when ``scaler.scale(given)`` has returned ``scaled``."""
-        if self._active and self._parts is not None and not self._parts.backwards.settled:
-            with self._lock.held():
-                self._parts.backwards.scaled(scaler, scaled)
+        if self._active and self._parts is not None:
+            self._parts.one_step.loss_scaled(scaler, given, scaled)
+            if not self._parts.backwards.settled:
+                with self._lock.held():
+                    self._parts.backwards.scaled(scaler, scaled)
 
     def scaler_steps(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Watch for a skipped step; called when ``scaler.step(optimizer)`` is about to run."""

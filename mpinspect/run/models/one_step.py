@@ -23,6 +23,7 @@ from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
     from mpinspect.kernels.capture.live_profile import LiveProfile
+    from mpinspect.ranges.faults.measure.powers import PowersOfScale
     from mpinspect.ranges.faults.measure.second import SecondComputation
     from mpinspect.shapes.record.live import LiveMatmuls
     from mpinspect.shapes.records import MatmulRecording
@@ -69,6 +70,8 @@ class OneStep(Guarded):
         self._products: LiveMatmuls | None = None
         #: The second computation of the recorded step, its models, and their steps.
         self._second: tuple[SecondComputation, tuple[str, ...], dict[str, int]] | None = None
+        #: The powers of the loss scale in the recorded step.
+        self._powers: PowersOfScale | None = None
         #: Further steps that are computed twice once a forward is infinite or NaN.
         self._left_after_events = _AFTER_EVENTS if self._wants_matmuls else 0
         self._is_again = False
@@ -93,6 +96,12 @@ class OneStep(Guarded):
         if self._products is not None:
             self._products.in_optimizer = False
         self._step_ended(optimizer)
+
+    @guarded
+    def loss_scaled(self, scaler: object, given: object, scaled: object) -> None:
+        """Follow the loss scale from here; called when ``scaler.scale(given)`` has returned ``scaled``."""
+        if self._powers is not None and self._is_its_thread:
+            self._powers.scaled(scaler, given, scaled)
 
     def scaler_steps(self) -> None:
         """Record that ``scaler.step(optimizer)`` is about to run, to detect whether it skips the optimizer's step."""
@@ -186,6 +195,7 @@ class OneStep(Guarded):
             self._finish_profile("")
 
     def _begin_products(self) -> None:
+        from mpinspect.ranges.faults.measure.powers import PowersOfScale
         from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
         from mpinspect.ranges.faults.measure.second import SecondComputation
         from mpinspect.shapes.record.live import LiveMatmuls, obstacle
@@ -202,6 +212,8 @@ class OneStep(Guarded):
         products = LiveMatmuls(models, rounded.watchers())
         second = SecondComputation(products.running_module, _parameters(models))
         products.compute_twice(second)
+        self._powers = PowersOfScale(products.running_module, _parameters(models))
+        products.follow(self._powers)
         self._second = (second, tuple(models), self._models.steps())
         products.begin()
         self._products = products
@@ -222,8 +234,9 @@ class OneStep(Guarded):
     def _record_second(self) -> None:
         if self._second is not None:
             second, names, steps = self._second
-            self._second = None
-            for record in second.records():
+            powers = [] if self._powers is None else self._powers.records()
+            self._second = self._powers = None
+            for record in (*second.records(), *powers):
                 self._models.record(names, record, steps)
             if left_out := second.left_out():
                 self._seen.note(left_out)

@@ -48,6 +48,20 @@ class Second(Protocol):
     def after(self, pending: Any, result: Any, frame: FrameType) -> None: ...
 
 
+class Follower(Protocol):
+    """Sees each operator after it has run, the optimizer's too (``ranges/faults/measure/powers.py``)."""
+
+    def ran(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        frame: FrameType,
+        in_optimizer: bool,
+    ) -> None: ...
+
+
 #: How many stack frames are searched upwards for the code that copies a tensor.
 _FRAMES = 12
 
@@ -94,6 +108,10 @@ class LiveMatmuls:
     def compute_twice(self, second: Second) -> None:
         """Let ``second`` compute each operator of the step again."""
         self._mode.second = second
+
+    def follow(self, follower: Follower) -> None:
+        """Let ``follower`` see each operator of the step."""
+        self._mode.follower = follower
 
     def running_module(self) -> str:
         """Return the dotted path of the module that is running."""
@@ -169,6 +187,8 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         self._watchers = watchers
         #: Computes the step a second time, if anything does.
         self.second: Second | None = None
+        #: Sees all operators, if anything does.
+        self.follower: Follower | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -204,6 +224,8 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if pending is not None and result is not NotImplemented:
             self._end_second(pending, result)
+        if self.follower is not None and result is not NotImplemented:
+            self._follow(func, args, kwargs or {}, result)
         watcher = self._watchers.get(func.overloadpacket)
         if watcher is not None and result is not NotImplemented:
             self._watch(watcher, args, kwargs or {}, result)
@@ -225,6 +247,16 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
                 self.second.after(pending, result, sys._getframe(1))
         except Exception as error:
             self._second_failed(error)
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Let the follower see an operator; if it fails, it sees no more."""
+        if self.follower is None or is_composite(func) or _called_by_us(sys._getframe(1)):
+            return
+        try:
+            self.follower.ran(func, args, kwargs, result, sys._getframe(1), self.in_optimizer)
+        except Exception as error:
+            self.follower = None
+            self.notes.append(f"mpinspect failed in following the loss scale through the recorded step ({error!r})")
 
     def _second_failed(self, error: Exception) -> None:
         self.second = None

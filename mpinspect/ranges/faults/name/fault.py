@@ -51,6 +51,7 @@ class Fault:
         words: the sentences that it can print.
         explains: ids of the findings that are consequences of this one.
         explains_from: the least severity of an occurrence that explains them: a milder one did no harm.
+        is_of_every_step: whether the loop's code has the fault, so that it explains what began before the step that showed it.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Fault:
     words: tuple[type[Sentences], ...]
     explains: tuple[str, ...] = ()
     explains_from: str = "error"
+    is_of_every_step: bool = False
 
     @property
     def about(self) -> str:
@@ -97,7 +99,9 @@ class Fault:
         """Return whether a finding of this fault explains another one: it is grave enough and began no later."""
         if consequence.id not in self.explains or not self.is_grave(finding):
             return False
-        return consequence.step is None or (finding.step is not None and finding.step <= consequence.step)
+        if self.is_of_every_step or consequence.step is None:
+            return True
+        return finding.step is not None and finding.step <= consequence.step
 
     def is_grave(self, finding: Finding) -> bool:
         """Return whether a finding of this fault is as severe as one that explains others."""

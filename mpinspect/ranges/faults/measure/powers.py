@@ -1,0 +1,404 @@
+"""The power of the loss scale that each tensor of a step carries, by dimensional analysis of the operators that run.
+
+A loss that a scaler has multiplied carries the scale to the power 1, and so do its gradients, until the scaler divides them. A
+sum of terms with different powers is a fault: a penalty on gradients that were never divided, weight decay on scaled gradients,
+one backward scaled and another not. Only operators are read, never a tensor's values. Powers belong to storages, so that views
+need no bookkeeping. Where an operator's effect on the power is not certain, the power is unknown, and nothing is reported.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten
+
+from mpinspect.ranges.records import MixedPowers
+from mpinspect.runtime.user_line import innermost_line
+
+#: A power; None if it is unknown, and ZERO for zeros, which may be added to anything.
+Power = float | None
+ZERO = math.inf
+
+#: Positions of what sums add to their first argument; a pair of positions is a product, as in ``addmm``.
+_SUMS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("add", "sub", "rsub", "lerp"), (1,)),
+    **dict.fromkeys(("index_add", "scatter_add"), (3,)),
+    **dict.fromkeys(("addmm", "addmv", "addr", "addbmm", "baddbmm", "addcmul"), (1, 2)),
+}
+_PRODUCTS = frozenset({"mul", "mm", "bmm", "mv", "dot", "vdot", "convolution"})
+_EXPONENTS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "var": 2.0, "std": 1.0}
+#: Operators whose result has the power of their first tensor.
+_LINEAR = frozenset(
+    {
+        *(
+            "neg",
+            "abs",
+            "sum",
+            "mean",
+            "clone",
+            "contiguous",
+            "_to_copy",
+            "cumsum",
+            "linalg_vector_norm",
+            "norm",
+            "max",
+        ),
+        *(
+            "min",
+            "amax",
+            "amin",
+            "index",
+            "index_select",
+            "gather",
+            "select",
+            "slice",
+            "view",
+            "_unsafe_view",
+            "reshape",
+        ),
+        *("repeat", "flip", "roll", "relu", "native_dropout", "masked_fill", "masked_select", "nan_to_num", "unfold"),
+        *("constant_pad_nd", "tril", "triu", "diagonal", "sort", "topk", "median", "trace", "_coalesce", "values"),
+        *("_values", "coalesce", "clone", "lift_fresh", "lift_fresh_copy"),
+    }
+)
+#: Operators whose tensors should have one power, though another one is no certain fault.
+_MERGING = frozenset({"where", "cat", "stack", "maximum", "minimum", "fmax", "fmin", "index_put", "_index_put_impl"})
+#: Operators whose result does not depend on the size of their tensors.
+_INDEPENDENT = frozenset(
+    {
+        *(
+            "ones_like",
+            "rand_like",
+            "randn_like",
+            "randint_like",
+            "new_ones",
+            "sign",
+            "sgn",
+            "normal",
+            "uniform",
+            "random",
+        ),
+        *("bernoulli", "exponential"),
+    }
+)
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero"})
+#: Positions of the value of operators that fill.
+_FILLS = {"fill": 1, "full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
+#: A smaller number is an epsilon, which may be added to a scaled value.
+_EPSILON = 1e-3
+#: A number may be a loss scale, or its reciprocal, from this scale on; smaller ones are too common.
+_LEAST_SCALE = 128.0
+
+
+class PowersOfScale:
+    """Follows the power of the loss scale through a step, and records the sums of terms with different powers.
+
+    Args:
+        module: returns the dotted path of the module that is running.
+        parameters: the model's parameters by name.
+    """
+
+    def __init__(self, module: Callable[[], str], parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        self._module = module
+        self._parameters = list(parameters)
+        self._known: dict[int, tuple[StorageWeakRef, Power]] = {}
+        self._scale = 1.0
+        #: Whether the loop has read the scale as a number, with which it may divide.
+        self._is_read = False
+        #: Numbers by which the loop has multiplied after that.
+        self._numbers: set[float] = set()
+        self._found: MixedPowers | None = None
+        #: Sums in gradients, by storage: they do no harm until a scaler divides the gradient or an optimizer takes it.
+        self._in_gradients: dict[int, MixedPowers | None] = {}
+        self._is_ours = False
+        for _, parameter in self._parameters:
+            if _has_storage(parameter):
+                self._set(parameter, 0.0)
+            if parameter.grad is not None and _has_storage(parameter.grad):
+                # It may be left over from the step before.
+                self._set(parameter.grad, None)
+
+    def scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
+        """Handle that ``scaler.scale(given)`` returned ``scaled``; waits for the GPU."""
+        scale = getattr(scaler, "_scale", None)
+        if scaled is given or not isinstance(scale, torch.Tensor):
+            return
+        self._is_ours = True
+        try:
+            self._scale = float(scale)
+        finally:
+            self._is_ours = False
+        self._set(scale, 1.0)
+        for before, after in zip(_tensors(given), _tensors(scaled), strict=False):
+            self._set(after, _times(self._power(before), 1.0))
+
+    def ran(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        frame: FrameType,
+        in_optimizer: bool,
+    ) -> None:
+        """Follow one operator; ``frame`` is that of its caller."""
+        if self._is_ours or self._found is not None:
+            # Later sums follow from the first.
+            return
+        name = func.overloadpacket.__name__
+        if in_optimizer or name == "_amp_foreach_non_finite_check_and_unscale_":
+            self._takes(_tensors(args))
+        if name == "_local_scalar_dense":
+            self._is_read |= self._power(args[0]) not in (0.0, ZERO)
+        elif name == "_amp_foreach_non_finite_check_and_unscale_":
+            for gradient in args[0]:
+                self._set(gradient, _times(self._power(gradient), self._power(args[2])))
+        elif name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
+            self._fused(name, args, kwargs, frame)
+        elif name.startswith("_foreach_"):
+            for row, each in _rows(args, result):
+                self._one(name.removeprefix("_foreach_"), row, each, frame, in_optimizer)
+        elif not _is_view(func):
+            self._one(name, args, result, frame, in_optimizer)
+
+    def records(self) -> list[MixedPowers]:
+        """Return the first sum of terms with different powers, if there was one."""
+        return [] if self._found is None else [self._found]
+
+    # -- operators --------------------------------------------------------------------------------------------------
+
+    def _one(self, name: str, args: tuple[Any, ...], result: Any, frame: FrameType, in_optimizer: bool) -> None:
+        is_in_place = name.endswith("_")
+        name = name.rstrip("_")
+        results = _tensors(args[0] if is_in_place and result is None else result)
+        terms = self._terms(name, args)
+        power = _merged(*terms) if terms else self._result(name, args)
+        for each in results:
+            if not (each.is_floating_point() or each.is_complex()):
+                self._set(each, 0.0)
+            elif is_in_place and each.numel() * each.element_size() < each.untyped_storage().nbytes():
+                self._set(each, _merged(self._power(each), power))
+            else:
+                self._set(each, power)
+        if terms and power is None and None not in terms:
+            self._differ(name, terms, args[:2], results, frame, in_optimizer)
+
+    def _result(self, name: str, args: tuple[Any, ...]) -> Power:
+        """Return the power of an operator's result."""
+        if name in _ZEROS:
+            return ZERO
+        if name in _FILLS:
+            return ZERO if len(args) > _FILLS[name] and args[_FILLS[name]] == 0 else 0.0
+        if name.startswith(("empty", "new_empty")):
+            return None
+        if name in _INDEPENDENT:
+            return 0.0
+        if name in _PRODUCTS:
+            return _times(self._factor(args[0], args[1]), self._factor(args[1], args[0]))
+        if name == "div":
+            divisor = self._factor(args[1], args[0])
+            return _times(self._power(args[0]), None if divisor == ZERO else _raised(divisor, -1.0))
+        if name == "copy":
+            return self._power(args[1])
+        powers = [self._power(each) for each in _tensors(args)]
+        if not powers:
+            return 0.0
+        if name in _EXPONENTS or name == "pow":
+            exponent = _EXPONENTS.get(name, args[1] if len(args) > 1 else None)
+            return _raised(powers[0], exponent)
+        if name in _MERGING:
+            return _all_merged(powers)
+        return self._of_others(name, powers)
+
+    def _of_others(self, name: str, powers: list[Power]) -> Power:
+        """Return the power of the result of an operator that is not listed: in a backward it is linear in the gradient."""
+        is_backward = torch._C._current_autograd_node() is not None
+        if None in powers:
+            return None
+        carrying = [power for power in powers if power not in (0.0, ZERO)]
+        if not carrying:
+            is_zero = ZERO in powers if is_backward else powers[0] == ZERO and name in _LINEAR
+            return ZERO if is_zero else 0.0
+        if is_backward:
+            return carrying[0] if len(carrying) == 1 else None
+        return powers[0] if name in _LINEAR and len(carrying) == 1 else None
+
+    def _factor(self, value: Any, other: Any) -> Power:
+        """Return the power of a factor, which may be a number."""
+        if isinstance(value, torch.Tensor):
+            return self._power(value)
+        if not isinstance(value, (int, float)):
+            return None
+        if value == 0:
+            return ZERO
+        number = float(value)
+        for power in (1.0, -1.0):
+            if math.isclose(number, self._scale**power, rel_tol=1e-6) and self._scale != 1.0:
+                return power if self._scale >= _LEAST_SCALE else None
+        carries = isinstance(other, torch.Tensor) and self._power(other) not in (0.0, ZERO)
+        if self._is_read and carries and abs(number) != 1.0:
+            # It may contain the scale, as in 1 / (scale * micro_batches).
+            if torch._C._current_autograd_node() is None:
+                self._numbers.add(number)
+            return None if number in self._numbers else 0.0
+        return 0.0
+
+    def _fused(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> None:
+        """Follow an optimizer's fused step, which divides the gradients itself."""
+        divided_by = kwargs.get("grad_scale")
+        by = 0.0 if divided_by is None else self._power(divided_by)
+        for parameter, gradient in zip(args[0], args[1], strict=False):
+            power = self._power(gradient)
+            if by is not None and power is not None and power not in (ZERO, by):
+                self._found = self._mixed(name, (0.0, power - by), frame, "optimizer", (parameter, gradient))
+                return
+
+    # -- sums -------------------------------------------------------------------------------------------------------
+
+    def _terms(self, name: str, args: tuple[Any, ...]) -> tuple[Power, Power] | None:
+        """Return the powers of a sum's two terms; None if the operator is no sum."""
+        if name == "addcdiv":
+            return self._term(args[0]), self._result("div", args[1:3])
+        if name not in _SUMS:
+            return None
+        factors = [self._term(args[place]) for place in _SUMS[name] if place < len(args)]
+        return self._term(args[0]), (factors[0] if len(factors) == 1 else _times(*factors[:2]))
+
+    def _term(self, value: Any) -> Power:
+        """Return the power of a term, which may be a number."""
+        if isinstance(value, torch.Tensor):
+            return self._power(value)
+        return ZERO if isinstance(value, (int, float)) and abs(value) < _EPSILON else self._factor(value, None)
+
+    def _differ(
+        self,
+        name: str,
+        powers: tuple[Power, Power],
+        terms: tuple[Any, ...],
+        results: list[torch.Tensor],
+        frame: FrameType,
+        in_optimizer: bool,
+    ) -> None:
+        """Handle a sum whose terms have different powers."""
+        node = torch._C._current_autograd_node()
+        mixed = functools.partial(self._mixed, name, powers, frame)
+        if in_optimizer:
+            self._found = mixed("optimizer", terms)
+        elif node is not None and "AccumulateGrad" in node.name():
+            self._in_gradients[_key(results[0])] = mixed("accumulated", (getattr(node, "variable", None),))
+        elif self._name(terms[0]):
+            self._in_gradients[_key(results[0])] = mixed("gradient", terms)
+        elif node is not None or any(isinstance(each, torch.Tensor) and each.requires_grad for each in terms):
+            # Any other sum may be of a log.
+            is_number = not all(isinstance(each, torch.Tensor) for each in terms)
+            self._found = mixed("number" if is_number else "values", terms)
+
+    def _mixed(
+        self, name: str, powers: tuple[Power, Power], frame: FrameType, kind: str, terms: tuple[Any, ...]
+    ) -> MixedPowers | None:
+        first, second = powers
+        if self._scale <= 1.0 or first is None or second is None:
+            return None
+        named = next((path for each in terms if (path := self._name(each))), "")
+        return MixedPowers(
+            name=named or self._module(),
+            text=kind,
+            names=(name, innermost_line(frame)),
+            loss_scale=self._scale,
+            first=first,
+            second=second,
+        )
+
+    def _takes(self, tensors: list[torch.Tensor]) -> None:
+        """Record the sums in gradients that a scaler divides or an optimizer takes."""
+        taken = [self._in_gradients.get(_key(each)) for each in tensors if _has_storage(each)]
+        found = [each for each in taken if each is not None]
+        if found:
+            self._found = replace(found[0], names=(*found[0].names, *dict.fromkeys(each.name for each in found)))
+
+    def _name(self, tensor: Any) -> str:
+        """Return the name of a parameter, or of the parameter whose gradient it is; "" if it is neither."""
+        for name, parameter in self._parameters:
+            if parameter is tensor or parameter.grad is tensor:
+                return name
+        return ""
+
+    # -- powers -----------------------------------------------------------------------------------------------------
+
+    def _power(self, tensor: Any) -> Power:
+        if not isinstance(tensor, torch.Tensor) or not _has_storage(tensor):
+            return None
+        known = self._known.get(_key(tensor))
+        if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
+            return known[1]
+        # In a backward an unknown tensor may be a gradient that compiled code or a custom kernel has written.
+        return 0.0 if torch._C._current_autograd_node() is None else None
+
+    def _set(self, tensor: torch.Tensor, power: Power) -> None:
+        if _has_storage(tensor):
+            storage = tensor.untyped_storage()
+            known = self._known.get(storage._cdata)
+            if power == ZERO or known is None or known[0].expired():  # type: ignore[no-untyped-call]
+                self._in_gradients.pop(storage._cdata, None)
+            self._known[storage._cdata] = (StorageWeakRef(storage), power)  # type: ignore[no-untyped-call]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Return the key of a tensor's storage, unique while the storage lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _times(first: Power, second: Power) -> Power:
+    """Return the power of a product."""
+    if ZERO in (first, second):
+        return ZERO
+    return None if first is None or second is None else first + second
+
+
+def _raised(power: Power, exponent: Any) -> Power:
+    if power in (None, 0.0, ZERO):
+        return power
+    return power * exponent if power is not None and isinstance(exponent, (int, float)) else None
+
+
+def _merged(first: Power, second: Power) -> Power:
+    if first in (ZERO, second):
+        return second
+    return first if second == ZERO else None
+
+
+def _all_merged(powers: list[Power]) -> Power:
+    merged: Power = ZERO
+    for power in powers:
+        merged = _merged(merged, power)
+    return merged
+
+
+def _is_view(func: Any) -> bool:
+    """Return whether an operator returns a view of its argument, and writes nothing."""
+    schema = func._schema
+    return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
+
+
+def _rows(args: tuple[Any, ...], result: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the arguments and the result of each call that a foreach operator stands for."""
+    for place in range(len(args[0])):
+        row = tuple(each[place] if isinstance(each, (list, tuple)) else each for each in args)
+        yield row, (row[0] if result is None else result[place])
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    )

@@ -1,0 +1,356 @@
+"""The power of the loss scale through a step: sums of terms with different powers are found, ordinary steps are not."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpinspect.ranges.capture import optimizer_steps
+from mpinspect.ranges.capture import scalers as scaler_watch
+from mpinspect.ranges.faults.measure.powers import PowersOfScale
+
+
+class Following(TorchDispatchMode):
+    """Follows the loss scale through what runs within it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model):
+        super().__init__()
+        self.powers = PowersOfScale(lambda: "", model.named_parameters())
+        self.in_optimizer = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.powers.ran(func, args, kwargs or {}, result, sys._getframe(), self.in_optimizer)
+        return result
+
+    # A listener of scalers and optimizers.
+    def loss_scaled(self, scaler, given, scaled):
+        self.powers.scaled(scaler, given, scaled)
+
+    def scaler_steps(self, scaler, optimizer): ...
+
+    def scaler_stepped(self, scaler, optimizer): ...
+
+    def scaler_unscales(self, scaler, optimizer): ...
+
+    def scaler_unscaled(self, scaler, optimizer): ...
+
+    def optimizer_steps(self, optimizer):
+        self.in_optimizer = True
+
+    def optimizer_stepped(self, optimizer):
+        self.in_optimizer = False
+
+
+class Training:
+    """A network, its optimizer and its scaler, which have made one step."""
+
+    def __init__(self, make_optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01), scale=4096.0):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        self.scaler.scale(self.loss()).backward()
+        self.step()
+
+    def loss(self):
+        with torch.autocast("cpu", torch.bfloat16):
+            return nn.functional.cross_entropy(
+                self.model(torch.randn(6, 8)).float(), torch.randint(0, 4, (6,)), reduction="mean"
+            )
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def followed(self, step):
+        """Return the records of one more step."""
+        mode = Following(self.model)
+        scaler_watch.listen(mode)
+        optimizer_steps.listen(mode)
+        try:
+            with mode:
+                step(self)
+        finally:
+            scaler_watch.unlisten(mode)
+            optimizer_steps.unlisten(mode)
+        return mode.powers.records()
+
+
+def ordinary(training):
+    training.scaler.scale(training.loss()).backward()
+    training.step()
+
+
+def micro_batches(training):
+    for _ in range(3):
+        training.scaler.scale(training.loss() / 3).backward()
+    training.scaler.unscale_(training.optimizer)
+    nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+    training.step()
+
+
+def two_losses(training):
+    training.scaler.scale(training.loss()).backward()
+    training.scaler.scale([training.loss()])[0].backward()
+    training.step()
+
+
+def penalty_divided(training):
+    x = torch.randn(6, 8, requires_grad=True)
+    output = training.model(x).sum()
+    (scaled,) = torch.autograd.grad(training.scaler.scale(output), x, create_graph=True)
+    gradient = scaled * (1.0 / training.scaler.get_scale())
+    training.scaler.scale((gradient.norm(dim=1) - 1).square().mean() + training.loss()).backward()
+    training.step()
+
+
+def penalty_divided_with_more(training):
+    x = torch.randn(6, 8, requires_grad=True)
+    (scaled,) = torch.autograd.grad(training.scaler.scale(training.model(x).sum()), x, create_graph=True)
+    gradient = scaled * (1.0 / (training.scaler.get_scale() * 3))
+    training.scaler.scale((gradient.norm(dim=1) - 1).square().mean() + training.loss()).backward()
+    training.step()
+
+
+def decay_after_division(training):
+    training.scaler.scale(training.loss()).backward()
+    training.scaler.unscale_(training.optimizer)
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.grad.add_(parameter, alpha=0.01)
+    training.step()
+
+
+def divided_by_hand(training):
+    training.scaler.scale(training.loss()).backward()
+    scale = training.scaler.get_scale()
+    for parameter in training.model.parameters():
+        parameter.grad.div_(scale)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+
+
+def divided_by_hand_and_by_micro_batches(training):
+    for _ in range(2):
+        training.scaler.scale(training.loss()).backward()
+    scale = training.scaler.get_scale()
+    for parameter in training.model.parameters():
+        parameter.grad.mul_(1 / (scale * 2))
+    training.optimizer.step()
+
+
+def copied_to_masters(training):
+    masters = [parameter.detach().clone() for parameter in training.model.parameters()]
+    training.scaler.scale(training.loss()).backward()
+    for master, parameter in zip(masters, training.model.parameters(), strict=True):
+        master -= 0.01 * (parameter.grad.double() / training.scaler._scale.double()).float()
+
+
+def logged(training):
+    total = torch.zeros(()) + 1
+    scaled = training.scaler.scale(training.loss())
+    scaled.backward()
+    total += scaled.detach()
+    training.step()
+
+
+def checkpointed(training):
+    x = torch.randn(6, 8, requires_grad=True)
+    output = torch.utils.checkpoint.checkpoint(training.model, x, use_reentrant=False)
+    training.scaler.scale(output.sum()).backward()
+    training.step()
+
+
+def average_of_weights(training):
+    average = copy.deepcopy(training.model)
+    ordinary(training)
+    for mine, its in zip(average.parameters(), training.model.parameters(), strict=True):
+        mine.data.lerp_(its.data, 0.01)
+
+
+def a_sum_that_is_dropped(training):
+    """A discriminator's gradients, of its own loss and then of the generator's, which are set to zero before its next step."""
+    training.scaler.scale(training.loss()).backward()
+    training.scaler.step(training.optimizer)
+    training.scaler.scale(training.loss()).backward()
+    training.scaler.update()
+    training.optimizer.zero_grad(set_to_none=False)
+    ordinary(training)
+
+
+HEALTHY = (
+    a_sum_that_is_dropped,
+    *(ordinary, micro_batches, two_losses, penalty_divided, penalty_divided_with_more, decay_after_division),
+    *(
+        divided_by_hand,
+        divided_by_hand_and_by_micro_batches,
+        copied_to_masters,
+        logged,
+        checkpointed,
+        average_of_weights,
+    ),
+)
+
+
+@pytest.mark.parametrize("scale", [4096.0, 64.0, 3000.0])
+@pytest.mark.parametrize("step", HEALTHY)
+def test_nothing_is_found_in_a_right_step(step, scale):
+    assert Training(scale=scale).followed(step) == []
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9, weight_decay=0.01),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True, amsgrad=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "SGD fused": lambda parameters: torch.optim.SGD(parameters, 0.01, fused=True, momentum=0.9),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, weight_decay=0.01),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, weight_decay=0.01, foreach=True),
+    "Adafactor": torch.optim.Adafactor,
+    "Rprop": torch.optim.Rprop,
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, weight_decay=0.01),
+    "Adamax": torch.optim.Adamax,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("step", [ordinary, micro_batches])
+def test_nothing_is_found_in_an_optimizers_arithmetic(step, name):
+    assert Training(OPTIMIZERS[name]).followed(step) == []
+
+
+def one_loss_unscaled(training):
+    training.scaler.scale(training.loss()).backward()
+    training.loss().backward()
+    training.step()
+
+
+def penalty_undivided(training):
+    x = torch.randn(6, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(training.scaler.scale(training.model(x).sum()), x, create_graph=True)
+    training.scaler.scale((gradient.norm(dim=1) - 1).square().mean() + training.loss()).backward()
+    training.step()
+
+
+def penalty_added_to_the_loss(training):
+    x = torch.randn(6, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(training.scaler.scale(training.model(x).sum()), x, create_graph=True)
+    training.scaler.scale(training.loss() + gradient.square().mean()).backward()
+    training.step()
+
+
+def decay_before_division(training):
+    training.scaler.scale(training.loss()).backward()
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.grad += 0.01 * parameter
+    training.step()
+
+
+def decay_before_division_out_of_place(training):
+    training.scaler.scale(training.loss()).backward()
+    for parameter in training.model.parameters():
+        parameter.grad = parameter.grad + 0.01 * parameter.detach()
+    training.step()
+
+
+def noise_before_division(training):
+    training.scaler.scale(training.loss()).backward()
+    for parameter in training.model.parameters():
+        parameter.grad += torch.randn_like(parameter)
+    training.step()
+
+
+def part_of_the_loss_unscaled(training):
+    (training.scaler.scale(training.loss()) + training.loss()).backward()
+    training.step()
+
+
+class Injected(torch.autograd.Function):
+    """Gives a loss of its own the gradient one, as losses of routers do."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, torch.ones(())
+
+
+def loss_injected_in_the_backward(training):
+    hidden = training.model[:3](torch.randn(6, 8))
+    output = Injected.apply(training.model[3](hidden), hidden.square().mean())
+    training.scaler.scale(output.square().mean()).backward()
+    training.step()
+
+
+def scaled_twice(training):
+    training.scaler.scale(training.scaler.scale(training.loss())).backward()
+    training.step()
+
+
+def stepped_undivided(training):
+    training.scaler.scale(training.loss()).backward()
+    training.optimizer.step()
+
+
+FAULTY = {
+    one_loss_unscaled: ("accumulated", {1.0, 0.0}),
+    penalty_undivided: ("number", {1.0, 0.0}),
+    penalty_added_to_the_loss: ("values", {2.0, 0.0}),
+    decay_before_division: ("gradient", {1.0, 0.0}),
+    decay_before_division_out_of_place: ("gradient", {1.0, 0.0}),
+    noise_before_division: ("gradient", {1.0, 0.0}),
+    part_of_the_loss_unscaled: ("values", {1.0, 0.0}),
+    loss_injected_in_the_backward: ("values", {1.0, 0.0}),
+    scaled_twice: ("optimizer", {1.0, 0.0}),
+    stepped_undivided: ("optimizer", {1.0, 0.0}),
+}
+
+
+@pytest.mark.parametrize("scale", [4096.0, 64.0])
+@pytest.mark.parametrize("step", FAULTY)
+def test_a_sum_of_different_powers_is_found(step, scale):
+    (mixed,) = Training(scale=scale).followed(step)
+    kind, powers = FAULTY[step]
+    assert (mixed.text, {mixed.first, mixed.second}, mixed.loss_scale) == (kind, powers, scale)
+    assert mixed.names[1].startswith("test_powers.py:")
+
+
+def test_all_parameters_in_which_gradients_are_added_are_named():
+    training = Training()
+    (mixed,) = training.followed(one_loss_unscaled)
+    assert set(mixed.names[2:]) == {name for name, _ in training.model.named_parameters()}
+
+
+def test_gradients_that_compiled_code_wrote_are_unknown():
+    def step(training):
+        training.scaler.scale(training.loss()).backward()
+        for parameter in training.model.parameters():
+            # As by a kernel that torch's dispatcher does not see.
+            parameter.grad = torch.empty_like(parameter)
+            parameter.grad.numpy()[:] = 1
+        training.loss().backward()
+        training.step()
+
+    assert Training().followed(step) == []
+
+
+def test_a_scale_of_one_multiplies_nothing():
+    assert Training(scale=1.0).followed(one_loss_unscaled) == []
+
+
+def test_a_disabled_scaler_multiplies_nothing():
+    training = Training()
+    training.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert training.followed(one_loss_unscaled) == []
