@@ -55,6 +55,7 @@ BENCHMARKS = (
     Benchmark("training_speed", ("--rounds", "1"), device=None),
     Benchmark("emulation", ("--steps", "3")),
     Benchmark("saved_memory"),
+    Benchmark("second_steps", ("--quick",)),
     Benchmark("device_reads"),
     Benchmark("loss_scale_window"),
     Benchmark("curves"),

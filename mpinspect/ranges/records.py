@@ -520,11 +520,15 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
     Args:
         error: the part of its norm that is lost.
         unchanged: the share of elements that equal one of the operands, 0..1.
+        size: the root mean square of the smaller operand; None in sessions of earlier versions.
+        times: how many additions of few elements, at one line, these are the figures of.
         gradients_error: the largest relative error of a weight's gradient, of all arithmetic together.
     """
 
     error: float
     unchanged: float
+    size: float | None = None
+    times: float = 1
     gradients_error: float | None = None
 
 
@@ -540,6 +544,21 @@ class AmplifiedError(Record, kind="second-amplified"):
     before: float
     after: float
     gradients_error: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangedIntegers(Record, kind="second-integers"):
+    """Whole numbers that a 16-bit format changed before they were made integers again.
+
+    Args:
+        changed: how many of the ``of`` elements.
+        given, exact: the element that changed most, and its value without rounding.
+    """
+
+    changed: float
+    of: float
+    given: float
+    exact: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.capture.passes import LossFunction, require_loss
 from mpinspect.ranges.faults.measure.second import SecondComputation
-from mpinspect.ranges.faults.name.second import BREAKS_ALIKE, FAULTS
+from mpinspect.ranges.faults.name.second import FAULTS
 from mpinspect.ranges.session import RunInfo, Session
 from mpinspect.reporting.finding import Finding
 from mpinspect.runtime.untouched import ModelState, RandomState
@@ -69,7 +69,7 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
         state.restore()
         random.restore()
     session = Session(RunInfo(type(model).__name__, watch=False), measurements=measurements)
-    ids = {fault.id for fault in (*FAULTS, BREAKS_ALIKE)}
+    ids = {fault.id for fault in FAULTS}
     return tuple(finding for finding in analyse(session).findings if finding.id in ids)
 
 

@@ -10,7 +10,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpinspect.ranges.faults.measure.second import SecondComputation
-from mpinspect.ranges.records import AbsorbedOperand, AmplifiedError, BornInfinite, BrokenAlike, LostSum
+from mpinspect.ranges.records import (
+    AbsorbedOperand,
+    AmplifiedError,
+    BornInfinite,
+    BrokenAlike,
+    ChangedIntegers,
+    LostSum,
+)
 from mpinspect.shapes.record.live import LiveMatmuls
 
 F = nn.functional
@@ -323,6 +330,50 @@ def test_an_operand_that_is_absorbed():
     with Twice() as second:
         torch.full((100,), 512.0).bfloat16() + 8 * torch.ones(100).bfloat16()
     assert records(second, AbsorbedOperand) == []
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_small_sums_that_stop_growing_are_judged_line_by_line(is_in_place):
+    one = torch.ones((), dtype=torch.bfloat16)
+    with Twice() as second:
+        count = torch.zeros((), dtype=torch.bfloat16)
+        for _ in range(700):
+            if is_in_place:
+                count += one
+            else:
+                count = count + one
+    (absorbed,) = records(second, AbsorbedOperand)
+    # The first addition, to zero, is not judged; from 256 on nothing is added.
+    assert (count, absorbed.times, absorbed.size) == (256.0, 699.0, 1.0)
+    assert absorbed.unchanged == pytest.approx(444 / 699)
+    with Twice() as second:
+        count = torch.zeros((), dtype=torch.bfloat16)
+        for _ in range(200):
+            count += one
+    assert records(second, AbsorbedOperand) == []
+
+
+def test_a_branch_that_begins_near_zero_has_its_size_recorded():
+    with Twice() as second:
+        torch.ones(100).bfloat16() + torch.full((100,), 1e-3).bfloat16()
+    (absorbed,) = records(second, AbsorbedOperand)
+    assert absorbed.size == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_whole_numbers_that_a_cast_changes():
+    ids = torch.tensor([3.0, 256.0, 8544.0, 1001.0])
+    with Twice() as second:
+        ids.bfloat16().long()
+    (changed,) = records(second, ChangedIntegers)
+    assert (changed.changed, changed.of, changed.given, changed.exact) == (2.0, 4.0, 8576.0, 8544.0)
+    assert changed.text == "bfloat16"
+    with Twice() as second:
+        # Small ids are exact, fractions are rounded on purpose, and a mask is no number.
+        ids[:2].bfloat16().long()
+        (ids.bfloat16() * 1.01).round().long()
+        (ids + 0.25).bfloat16().int()
+        ids.bfloat16().bool()
+    assert records(second, ChangedIntegers) == []
 
 
 def test_a_difference_that_leaves_rounding_error():

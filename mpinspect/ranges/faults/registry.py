@@ -49,7 +49,6 @@ DIAGNOSES: tuple[Fault, ...] = (
 #: Observations, of which a diagnosis may be the cause.
 CONSEQUENCES: tuple[Fault, ...] = (
     *events.FAULTS,
-    second.BREAKS_ALIKE,
     *gradient_ranges.FAULTS,
     *values.FAULTS,
     untrained.NEVER_FIRED,

@@ -226,6 +226,8 @@ class OneStep(Guarded):
         products, self._products = self._products, None
         if products is not None:
             matmuls = products.end(stopped)
+            for failure in products.failures:
+                self._seen.note(failure)
             self._record_second()
             if not self._is_again:
                 self.matmuls = matmuls if self._is_lint_asked or not stopped else None

@@ -113,6 +113,11 @@ class LiveMatmuls:
         """Let ``follower`` see each operator of the step."""
         self._mode.follower = follower
 
+    @property
+    def failures(self) -> list[str]:
+        """Sentences on what failed in the second computation, or in following the loss scale."""
+        return self._mode.failures
+
     def running_module(self) -> str:
         """Return the dotted path of the module that is running."""
         return self._calls.paths[self._calls.current]
@@ -183,6 +188,8 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         self.recording = False
         self.in_optimizer = False
         self.notes: list[str] = []
+        #: Sentences on what failed in the instruments of the step, beside its products.
+        self.failures: list[str] = []
         self._live_calls = calls
         self._watchers = watchers
         #: Computes the step a second time, if anything does.
@@ -256,11 +263,11 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
             self.follower.ran(func, args, kwargs, result, sys._getframe(1), self.in_optimizer)
         except Exception as error:
             self.follower = None
-            self.notes.append(f"mpinspect failed in following the loss scale through the recorded step ({error!r})")
+            self.failures.append(f"mpinspect failed in following the loss scale through the recorded step ({error!r})")
 
     def _second_failed(self, error: Exception) -> None:
         self.second = None
-        self.notes.append(f"mpinspect failed in computing the recorded step a second time ({error!r})")
+        self.failures.append(f"mpinspect failed in computing the recorded step a second time ({error!r})")
 
     def _watch(self, watcher: Watcher, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Let a watcher see an operator of the forward; if it fails, no watcher sees any more."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple
@@ -21,7 +21,15 @@ from torch._C._autograd import _get_sequence_nr
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
-from mpinspect.ranges.records import AbsorbedOperand, AmplifiedError, BornInfinite, BrokenAlike, LostSum, Record
+from mpinspect.ranges.records import (
+    AbsorbedOperand,
+    AmplifiedError,
+    BornInfinite,
+    BrokenAlike,
+    ChangedIntegers,
+    LostSum,
+    Record,
+)
 from mpinspect.reporting.words import number_of
 from mpinspect.runtime.device import free_memory
 from mpinspect.runtime.user_line import innermost_line
@@ -50,6 +58,8 @@ _AMPLIFYING = _ADDITIONS | {
     aten.fmod,
     aten.floor,
 }
+#: Operators that change no value but by its dtype.
+_CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
 #: Operators whose results are not written yet, or have no exact result.
 _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 #: Beginnings of the names of operators that a backend implements as it likes.
@@ -69,11 +79,16 @@ _CANCELLED, _UNCANCELLED = 0.3, 0.05
 
 
 class Twin(NamedTuple):
-    """The FP32 values of a whole storage, and a reference that ends with the storage."""
+    """The FP32 values of a whole storage, and a reference that ends with the storage.
+
+    Args:
+        is_cast: whether the values were only cast, copied or selected, never computed with.
+    """
 
     storage: StorageWeakRef
     dtype: torch.dtype
     values: torch.Tensor
+    is_cast: bool
 
     def is_gone(self) -> bool:
         """Return whether the storage has been freed."""
@@ -87,12 +102,16 @@ class Pending(NamedTuple):
         arguments: its arguments, with twins.
         exact: its arguments as they are, in FP32; None if none of them has a twin of its own.
         before: the largest relative error that its inputs had inherited.
+        dtype: of its first argument, if that is a tensor.
+        is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
     """
 
     func: Any
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     exact: tuple[tuple[Any, ...], dict[str, Any]] | None
     before: float
+    dtype: torch.dtype | None
+    is_cast: bool
 
 
 class Place(NamedTuple):
@@ -124,7 +143,9 @@ class SecondComputation:
         #: Operators whose twin could not run, by name.
         self.skipped: Counter[str] = Counter()
         self._is_over = False
-        self._found: dict[type[Record], list[Record]] = {}
+        self._found: defaultdict[type[Record], list[Record]] = defaultdict(list)
+        #: Additions of few elements, by line: each alone may be absorbed by chance.
+        self._repeated: defaultdict[str, list[AbsorbedOperand]] = defaultdict(list)
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -170,7 +191,9 @@ class SecondComputation:
         before = 0.0
         if func.overloadpacket in _AMPLIFYING:
             before = max((self._error(each) for each in tensors), default=0.0)
-        return Pending(func, twins, exact, before)
+        dtype = getattr(args[0], "dtype", None) if args else None
+        is_cast = func.overloadpacket in _CASTS and all(map(self._is_cast, tensors))
+        return Pending(func, twins, exact, before, dtype, is_cast)
 
     def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
         """Run the operator again on the twins of its arguments, and compare the results."""
@@ -181,6 +204,9 @@ class SecondComputation:
             self._forget(results)
             return
         try:
+            if func.overloadpacket is aten._to_copy and not results:
+                self._compare_integers(pending, result, frame)
+                return
             twins = _plain(func(*pending.arguments[0], **pending.arguments[1]))
             exact = twins if pending.exact is None else _plain(func(*pending.exact[0], **pending.exact[1]))
             for place, (value, twin, local) in enumerate(zip(results, twins, exact, strict=False)):
@@ -188,7 +214,7 @@ class SecondComputation:
                     if not place:
                         # Further results are for the backward alone, and may be written in part.
                         self._compare(pending, value, twin, local, frame)
-                    self._keep(value, twin)
+                    self._keep(value, twin, pending.is_cast)
         except Exception:
             self.skipped[name] += 1
             self._forget(results)
@@ -228,10 +254,11 @@ class SecondComputation:
                 given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
                 figures = {"error": error, "value": given, "exact": exact}
                 self._add(LostSum, pending, value, frame, **figures)
-        elif operator in _AMPLIFYING and value.numel() >= _FEWEST:
+        elif operator in _AMPLIFYING:
             if operator in _ADDITIONS:
                 self._compare_addition(pending, value, wide, local, frame)
-            self._compare_errors(pending, value, wide, twin, frame)
+            if value.numel() >= _FEWEST:
+                self._compare_errors(pending, value, wide, twin, frame)
 
     def _compare_broken(
         self,
@@ -267,20 +294,37 @@ class SecondComputation:
         local: torch.Tensor,
         frame: FrameType,
     ) -> None:
-        """Record an operand that the other one absorbs."""
-        operands = [each for each in (pending.exact or pending.arguments)[0][:2] if isinstance(each, torch.Tensor)]
-        is_forward = torch._C._current_autograd_node() is None and not pending.func._schema.is_mutable
-        if (
-            is_forward
-            and len(operands) == 2
-            and value.dtype in _NARROW
-            and all(each.shape == value.shape for each in operands)
-        ):
-            least = min(float(each.norm()) for each in operands)
-            error = float((wide - local).norm())
-            if least and error >= _ABSORBED * least:
-                unchanged = float((local != 0).logical_and(_equals_one(wide, operands)).float().mean())
-                self._add(AbsorbedOperand, pending, value, frame, error=error / least, unchanged=unchanged)
+        """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
+        if torch._C._current_autograd_node() is not None or value.dtype not in _NARROW:
+            return
+        operands = _operands(pending, local)
+        if len(operands) != 2 or any(each.shape != value.shape for each in operands):
+            return
+        least = min(float(each.norm()) for each in operands)
+        error = float((wide - local).norm())
+        unchanged = float((local != 0).logical_and(_equals_one(wide, operands)).float().mean())
+        figures = (
+            {"error": error / least, "unchanged": unchanged, "size": least / value.numel() ** 0.5} if least else {}
+        )
+        if figures and value.numel() < _FEWEST:
+            self._repeated[innermost_line(frame)].append(
+                self._record(AbsorbedOperand, pending, value, frame, **figures)
+            )
+        elif figures and error >= _ABSORBED * least:
+            self._add(AbsorbedOperand, pending, value, frame, **figures)
+
+    def _compare_integers(self, pending: Pending, value: Any, frame: FrameType) -> None:
+        """Record whole numbers that were rounded before they are made integers."""
+        exact = pending.arguments[0][0]
+        is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+        if not pending.is_cast or pending.exact is None or not is_integer or not bool((exact == exact.round()).all()):
+            return
+        differ = (value.float() - exact).abs()
+        if bool(differ.any()):
+            worst = int(differ.argmax())
+            given, wanted = float(value.flatten()[worst]), float(exact.flatten()[worst])
+            changed, of = float(differ.count_nonzero()), float(value.numel())
+            self._add(ChangedIntegers, pending, value, frame, changed=changed, of=of, given=given, exact=wanted)
 
     def _compare_errors(
         self, pending: Pending, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, frame: FrameType
@@ -292,20 +336,28 @@ class SecondComputation:
             self._add(AmplifiedError, pending, value, frame, before=pending.before, after=inherited)
 
     def _add(self, kind: type[Any], pending: Pending, result: torch.Tensor, frame: FrameType, **figures: float) -> None:
+        self._found[kind].append(self._record(kind, pending, result, frame, **figures))
+
+    def _record(
+        self, kind: type[Any], pending: Pending, result: torch.Tensor, frame: FrameType, **figures: float
+    ) -> Any:
         node = torch._C._current_autograd_node()
         module = self._module() if node is None else self._modules.get(node._sequence_nr(), "")
         where = Place(module, innermost_line(frame), node is not None)
         names = (pending.func.overloadpacket.__name__, where.line, "backward" if where.is_backward else "forward")
-        dtype = str(result.dtype).removeprefix("torch.")
-        self._found.setdefault(kind, []).append(kind(name=where.module, names=names, text=dtype, **figures))
+        # Of numbers that are made integers, the dtype in which they were rounded.
+        rounded = result.dtype if result.is_floating_point() else pending.dtype
+        dtype = str(rounded).removeprefix("torch.")
+        return kind(name=where.module, names=names, text=dtype, **figures)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def records(self) -> list[Record]:
         """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
         worst, whose = self._gradients_error()
+        self._found[AbsorbedOperand] += _running_sums(self._repeated.values())
         found: list[Record] = []
-        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike)
+        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers)
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
         worsts: tuple[tuple[type[Record], str], ...] = (
@@ -355,7 +407,7 @@ class SecondComputation:
             return value
         twin = self.twin(value)
         if twin is None and is_mutated:
-            self._remember(value, value)
+            self._remember(value, value, is_cast=False)
             twin = self.twin(value)
         return twin if twin is not None else value.float()
 
@@ -367,18 +419,24 @@ class SecondComputation:
         size = float(twin.norm())
         return float((tensor.float() - twin).norm()) / size if size else 0.0
 
-    def _keep(self, value: torch.Tensor, twin: torch.Tensor) -> None:
+    def _is_cast(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's values were never computed with in 16 bits; one without a twin is exact."""
+        return self.twin(tensor) is None or self._twins[tensor.untyped_storage()._cdata].is_cast
+
+    def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
         """Remember a result's twin. Of a storage that holds more than the result, the rest keeps its values."""
         known = self.twin(value)
         if known is not None:
+            key = value.untyped_storage()._cdata
+            self._twins[key] = self._twins[key]._replace(is_cast=self._twins[key].is_cast and is_cast)
             if known.data_ptr() != twin.data_ptr():
                 known.copy_(twin)
             return
         if bool((value.float() == twin).all()):
             return
-        self._remember(value, twin)
+        self._remember(value, twin, is_cast)
 
-    def _remember(self, value: torch.Tensor, twin: torch.Tensor) -> None:
+    def _remember(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
         storage = value.untyped_storage()
         flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(
             storage, 0, (storage.nbytes() // value.element_size(),), (1,)
@@ -387,12 +445,37 @@ class SecondComputation:
         values.as_strided(value.size(), value.stride(), value.storage_offset()).copy_(twin)
         self._bytes += values.nbytes
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._twins[storage._cdata] = Twin(reference, value.dtype, values)
+        self._twins[storage._cdata] = Twin(reference, value.dtype, values, is_cast)
 
     def _forget(self, results: list[torch.Tensor]) -> None:
         """Take results as exact."""
         for each in results:
             self._twins.pop(each.untyped_storage()._cdata, None)
+
+
+def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
+    """Return the two tensors that an operator has added, in FP32."""
+    args, kwargs = pending.exact or pending.arguments
+    operands = [each for each in args[:2] if isinstance(each, torch.Tensor)]
+    if len(operands) == 2 and pending.func._schema.is_mutable:
+        # The first was overwritten by the second computation.
+        sign = -1 if pending.func.overloadpacket in (aten.sub, aten.sub_) else 1
+        added = sign * kwargs.get("alpha", 1) * operands[1]
+        operands = [(total - added).to(pending.dtype or total.dtype).float(), added]
+    return operands
+
+
+def _running_sums(repeated: Iterable[list[AbsorbedOperand]]) -> Iterator[AbsorbedOperand]:
+    """Yield a record for each line whose many small additions together lose most of the terms."""
+    for additions in repeated:
+        lost = math.hypot(*(each.error * (each.size or 0) for each in additions))
+        terms = math.hypot(*(each.size or 0 for each in additions))
+        if len(additions) >= _FEWEST and lost >= _ABSORBED * terms:
+            times = len(additions)
+            unchanged = sum(each.unchanged for each in additions) / times
+            yield replace(
+                additions[-1], error=lost / terms, unchanged=unchanged, size=terms / times**0.5, times=float(times)
+            )
 
 
 def _with_gradients(record: Any, error: float | None, whose: str) -> Record:

@@ -177,8 +177,11 @@ class _ZeroRow(Sentences):
     DIVIDED = (
         "{when} a row of zeros was divided by its own largest magnitude or norm, which is zero{places}: 0/0 is NaN."
     )
-    ADD_EPSILON = "Add an epsilon to the divisor, or bound it from below."
-    CLAMP = "x / x.abs().amax(-1, keepdim=True).clamp_min(1e-6)"
+    ADD_EPSILON = (
+        "Bound the divisor from below, in FP32: FP16 rounds an epsilon below 3e-8 to zero, and the gradient of a division by a "
+        "slightly larger one overflows."
+    )
+    CLAMP = "x = x.float()\nx = x / x.norm(dim=-1, keepdim=True).clamp_min(1e-6)  # or x.abs().amax(-1, keepdim=True)"
 
 
 def _zero_row_normalized(case: Case) -> Iterator[Found]:

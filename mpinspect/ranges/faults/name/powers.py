@@ -40,8 +40,8 @@ class _Mixed(Sentences):
         "{loss_scale:scale}, or subtracted from it: gradients of a scaled output go into a loss undivided."
     )
     VALUES = (
-        "In step {step}, in {place}, {operator} adds values that are multiplied by the loss scale of {loss_scale:scale} to "
-        "values that are not."
+        "In step {step}, in {place}, values that are multiplied by the loss scale of {loss_scale:scale} are added to values "
+        "that are not."
     )
     SCALE_EACH = "Scale each loss."
     UNSCALE_FIRST = "Unscale the gradients before anything is added to them."
@@ -80,12 +80,12 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
             continue
         operator, line, *parameters = mixed.names
         says, fix, code = _VARIANTS[mixed.text]
-        module = module_named(mixed.name) if mixed.name else "code outside of modules"
+        module = module_named(mixed.name) if mixed.name else ""
         yield Found(
             says,
             {"operator": operator, "line": line, **mixed.figures},
             {
-                "place": f"{module} ({line})" if line else module,
+                "place": f"{module} ({line})" if module and line else module or line or "code outside of modules",
                 "parameters": parameters or [mixed.name],
                 "power": mixed.second or mixed.first,
             },

@@ -34,6 +34,8 @@ _HARDLY_LOWER = 0.99
 _ALIKE = 0.01
 #: Share of overflowing steps from which on a scale counts as never settling.
 _MOST = 0.5
+#: A gradient within this factor of FP16's largest number may overflow in the next step without being an outlier.
+_NEAR = 4.0
 
 
 class _Scaler(Sentences):
@@ -485,11 +487,11 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
 class _Recurs(Sentences):
     AT_INTERVALS = (
         "Every {period} steps ({numbers}) the gradients overflow{where}, although {despite}: it was {scale_first:scale} at the "
-        "first and {scale_last:scale} at the last. The gradients of these steps are far larger than the others'."
+        "first and {scale_last:scale} at the last. The gradients of these steps are larger than those of the steps between."
     )
     AGAIN_AND_AGAIN = (
         "In steps {numbers} the gradients overflow{where}, although {despite}: it was {scale_first:scale} at the first and "
-        "{scale_last:scale} at the last. The gradients of these steps are far larger than the others'."
+        "{scale_last:scale} at the last. The gradients of these steps are larger than those of the steps between."
     )
     NEVER_ACTS = (
         "The scaler skips each of these steps, so whatever the loop does in them alone (a regulariser, another loss) never "
@@ -505,10 +507,10 @@ def _overflow_recurs(case: Case) -> Iterator[Found]:
     """Overflows that recur although the scaler has not raised its scale, or at equal intervals at scales that held before.
 
     False alarms: A scaler that overflows in the first step after it has raised its scale is left out, since that is how it
-    probes.
+    probes. So are gradients of which the steps before were within a factor of 4 of the overflow: they grow.
     """
     recurring = _periodic(case) or _without_growth(case)
-    if not recurring:
+    if not recurring or _are_near_the_end(recurring):
         return
     steps = [event.step for event in recurring]
     scales = [event.loss_scale or 0.0 for event in recurring]
@@ -531,6 +533,13 @@ def _overflow_recurs(case: Case) -> Iterator[Found]:
         certainty=INFERRED,
         step=steps[0],
     )
+
+
+def _are_near_the_end(events: Sequence[Event]) -> bool:
+    """Return whether most gradients nearly overflowed in the steps before: all of them grow, and no step is an outlier."""
+    largest = [max(event.last_maxima) for event in events if event.last_maxima]
+    near = [each for each in largest if each * _NEAR >= FLOAT16.max_finite]
+    return 2 * len(near) > len(events)
 
 
 def _common_place(events: Sequence[Event]) -> str:

@@ -13,6 +13,7 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     BornInfinite,
     BrokenAlike,
+    ChangedIntegers,
     ExaminedArgument,
     LostSum,
     OverflowedNorm,
@@ -28,6 +29,8 @@ _MATTERS = 0.1
 _MOST_OF_IT = 0.25
 #: The share of a sum's elements that do not change, from which on an addition does nothing.
 _MOSTLY = 0.5
+#: The root mean square of a branch that begins near zero on purpose, as LayerScale and zero-initialised adapters do, is smaller.
+_LEAST_BRANCH = 2.0**-6
 
 
 #: Operators whose names say little.
@@ -45,11 +48,14 @@ def _place(record: Record) -> dict[str, object]:
     """Return in words the operator of a record, its place and its dtype."""
     operator, line, phase = record.names[:3]
     operator = _IN_WORDS.get(operator, operator.strip("_"))
-    module = module_named(record.name) if record.name else "code outside of modules"
-    whose = f"the backward of {module}" if phase == "backward" else module
+    module = module_named(record.name) if record.name else ""
+    if phase == "backward":
+        place = f"the backward of {module or 'code outside of modules'}"
+    else:
+        place = f"{module} ({line})" if module and line else module or line or "code outside of modules"
     return {
         "operator": operator,
-        "place": f"{whose} ({line})" if line and phase != "backward" else whose,
+        "place": place,
         "line": line,
         "dtype": record.text,
         "end": FORMATS[record.text].max_finite,
@@ -76,12 +82,12 @@ def _gradients(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[_Gra
 
 class _Born(Sentences):
     BEYOND = (
-        "In {dtype:format} {operator} overflows in {place}: {elements:.0f} infinities or NaNs in step {measured}, where the "
-        "exact result is finite, up to {largest:.3g}; {dtype:format} ends at {end:g}."
+        "In {dtype:format} {operator} overflows in {place}, in {count:count element} in step {measured}, where the exact result "
+        "is finite, up to {largest:.3g}; {dtype:format} ends at {end:g}."
     )
     FROM_ROUNDED_INPUTS = (
-        "In {dtype:format} {operator} gives {elements:.0f} infinities or NaNs in {place}, in step {measured}. The same step "
-        "computed in FP32 gives none there: an earlier operator had rounded away what keeps it finite."
+        "In {dtype:format} {operator} is infinite or NaN in {place}, in {count:count element} in step {measured}. The same step "
+        "computed in FP32 is finite there: an earlier operator had rounded away the value that keeps it finite."
     )
     FIRST = "The forward was first not finite in step {step}, in {first_module}."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up or multiplied, and keep the result in FP32."
@@ -117,7 +123,12 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
                 _Born.FIRST if is_later else None,
             ),
             _evidence(born),
-            {**_place(born), "measured": born.step, "first_module": module_named(first.module) if first else ""},
+            {
+                **_place(born),
+                "count": int(born.elements),
+                "measured": born.step,
+                "first_module": module_named(first.module) if first else "",
+            },
             _Born.BOUND_EXP if operator.startswith("exp") else fix,
             _Born.CAST,
             layer=first.module if first is not None and is_later else born.name,
@@ -134,24 +145,48 @@ def _first_event(case: Case) -> Event | None:
 
 class _Alike(Sentences):
     IN_FP32_TOO = (
-        "In step {step}, in {place}, {operator} gives {elements:.0f} infinities or NaNs, and the same computation in FP32 does "
-        "as well: more bits do not help. Its inputs or its weights are the cause."
+        "In step {measured}, in {place}, {operator} is infinite or NaN in {count:count element}, and so is the same computation "
+        "in FP32: more bits do not help. Its inputs or its weights are the cause."
     )
+    INPUTS = (
+        "Correct the inputs of {operator} in {place}: a zero that divides, the logarithm of zero, an empty row, or a constant "
+        "that was rounded to 16 bits before the step, such as a noise schedule."
+    )
+    NEW_SCALER = "In FP16 begin with a new scaler, since this one's scale was lowered without need."
 
 
 def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     """An operator whose result is infinite or NaN in the exact computation as well.
 
-    False alarms: It is information, and measured.
+    False alarms: It is measured. It is information if no forward of the run was infinite or NaN.
     """
+    if case.has(ExaminedArgument, OverflowedNorm):
+        # Another fault names these inputs already.
+        return
     broken = [event for event in case.events if event.forward_finite is False]
     # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
     if any(event.skipped is False for event in broken):
         return
+    first = _first_event(case)
     for alike in case.recorded(BrokenAlike):
         # A step of a second opinion has no events.
-        if not case.progress.steps or any(event.step <= alike.step for event in broken):
-            yield Found(_Alike.IN_FP32_TOO, _evidence(alike), _place(alike), layer=alike.name, step=alike.step)
+        if not case.progress.steps or (first is not None and first.step <= alike.step):
+            is_later = first is not None and first.step < alike.step
+            lowered = _Alike.NEW_SCALER if any(event.skipped for event in broken) else None
+            yield Found(
+                (_Alike.IN_FP32_TOO, _Born.FIRST if is_later else None),
+                _evidence(alike),
+                {
+                    **_place(alike),
+                    "count": int(alike.elements),
+                    "measured": alike.step,
+                    "first_module": module_named(first.module) if first else "",
+                },
+                () if first is None else (_Alike.INPUTS, lowered),
+                layer=first.module if first is not None and is_later else alike.name,
+                severity="info" if first is None else "error",
+                step=first.step if first is not None and is_later else alike.step,
+            )
             return
 
 
@@ -194,6 +229,12 @@ class _Absorbed(Sentences):
         "In step {step}, in {place}, an addition in {dtype:format} leaves {unchanged:percent} of the elements as they were: the "
         "smaller operand is below half a unit in the last place of the larger one, and {error:percent} of it is lost."
     )
+    SUM_STOPS = (
+        "In step {step}, in {place}, {unchanged:percent} of {times:.0f} additions in {dtype:format} leave the sum as it was: it "
+        "has grown until a term is below half a unit in its last place."
+    )
+    SUM_IN_FP32 = "Keep the running sum in FP32, and add FP32 terms to it."
+    ZERO_IN_FP32 = "total = torch.zeros((), dtype=torch.float32)"
     STREAM_IN_FP32 = "Keep the larger operand, such as a residual stream or a running sum, in FP32, and add in FP32."
     CAST = "x = x.float()  # once, before the blocks\nx = x + block(x.to(torch.bfloat16)).float()"
 
@@ -203,18 +244,23 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
 
     It is looked for under ``mpinspect run``, in one early step.
 
-    False alarms: A branch that begins near zero on purpose (LayerScale, a zero-initialised adapter) is reported if it is not
-    exactly zero.
+    False alarms: A branch that begins near zero on purpose (LayerScale, a zero-initialised adapter) is information: its root mean
+    square is below 2^-6.
     """
     for absorbed in case.recorded(AbsorbedOperand):
-        is_fault = absorbed.unchanged >= _MOSTLY
         also, words = _gradients(absorbed)
+        begins_near_zero = absorbed.size is not None and absorbed.size < _LEAST_BRANCH and also is None
+        is_fault = absorbed.unchanged >= _MOSTLY and not begins_near_zero
+        is_sum = absorbed.times > 1
+        fix, code = (
+            (_Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32) if is_sum else (_Absorbed.STREAM_IN_FP32, _Absorbed.CAST)
+        )
         yield Found(
-            (_Absorbed.NOTHING_CHANGES, also),
+            (_Absorbed.SUM_STOPS if is_sum else _Absorbed.NOTHING_CHANGES, also),
             _evidence(absorbed),
             {**_place(absorbed), **words},
-            _Absorbed.STREAM_IN_FP32 if is_fault else (),
-            _Absorbed.CAST if is_fault else (),
+            fix if is_fault else (),
+            code if is_fault else (),
             layer=absorbed.name,
             severity="warning" if is_fault else "info",
             step=absorbed.step,
@@ -264,10 +310,45 @@ def _fix(is_difference: bool) -> _Left:
     return _Left.OPERANDS_IN_FP32 if is_difference else _Left.INPUT_IN_FP32
 
 
+class _Integers(Sentences):
+    CHANGED = (
+        "In step {step}, in {place}, whole numbers are made integers after they were in {dtype:format}, which changed "
+        "{changed:.0f} of the {of:.0f}: {exact:.0f} became {given:.0f}."
+    )
+    APART = "Keep ids, indices and counts in a tensor of integers of their own, apart from what is cast to 16 bits."
+    CAST_THE_REST = "ids, features = batch[:, 0].long(), batch[:, 1:].to(torch.bfloat16)  # from the FP32 batch"
+
+
+def _integers_rounded(case: Case) -> Iterator[Found]:
+    """Ids, indices or counts that pass through a 16-bit format and are made integers again.
+
+    It is looked for under ``mpinspect run``, in one early step, if the cast to 16 bits is in the step too.
+
+    False alarms: It is measured: all were whole numbers before the cast, and some are others after it.
+    """
+    for changed in case.recorded(ChangedIntegers):
+        yield Found(
+            _Integers.CHANGED,
+            _evidence(changed),
+            _place(changed),
+            _Integers.APART,
+            _Integers.CAST_THE_REST,
+            layer=changed.name,
+            step=changed.step,
+        )
+
+
 FAULTS = (
+    Fault(
+        "breaks-in-fp32-too",
+        "error",
+        _breaks_in_fp32_too,
+        (_Alike, _Born),
+        ("scale-falls-for-forward", "non-finite-event"),
+    ),
     Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born,), ("non-finite-event",)),
+    Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),
     Fault("result-is-rounding-error", "warning", _rounding_error_left, (_Left, _Gradients)),
 )
-BREAKS_ALIKE = Fault("breaks-in-fp32-too", "info", _breaks_in_fp32_too, (_Alike,))

@@ -184,6 +184,11 @@ class _Moments(Sentences):
         "not known."
     )
     FP32_WEIGHTS = "Keep the weights that {optimizer} steps in FP32 and compute in 16 bits by autocast."
+    FP32_STATES = (
+        "Let {optimizer} keep {state} in FP32: the weights that it steps are in FP32 already, so the optimizer itself, or an "
+        "option of it, sets the dtype of its states."
+    )
+    STATE = 'state["{state}"] = torch.zeros_like(parameter, dtype=torch.float32)'
 
 
 def _moments_cannot_decay(case: Case) -> Iterator[Found]:
@@ -212,12 +217,13 @@ def _moment(optimizer: OptimizerRecord, state: str, dtype: str) -> Iterator[Foun
         words = {"bits": bits, "most_kept": 1 - 2.0**-bits}
         yield Found(_Moments.MAY_ONLY_GROW, evidence, words, severity="info", certainty=INFERRED)
     elif never_decays(dtype, kept):
+        is_its_own = set(optimizer.steps) == {"float32"}
         yield Found(
             _Moments.ONLY_GROW,
             {**evidence, "kept": kept, "least_decay": 2.0**-bits},
             {"bits": bits},
-            _Moments.FP32_WEIGHTS,
-            FP32Weights.of(dtype),
+            _Moments.FP32_STATES if is_its_own else _Moments.FP32_WEIGHTS,
+            _Moments.STATE if is_its_own else FP32Weights.of(dtype),
         )
 
 

@@ -1,0 +1,149 @@
+"""Findings on the step that was computed twice: severities, fixes and what they explain."""
+
+from __future__ import annotations
+
+import pytest
+from agreeing_reports import analyse
+from analysis_sessions import session_of, spread, weight
+
+from mpinspect.ranges.records import (
+    AbsorbedOperand,
+    BornInfinite,
+    BrokenAlike,
+    ChangedBeforeStep,
+    ChangedIntegers,
+    ExaminedArgument,
+    MixedPowers,
+)
+from mpinspect.ranges.session import Event, OptimizerRecord, Precision, Progress, ScalerRecord
+
+FINE = spread({-3: 1000})
+PLACE = ("add", "train.py:7", "forward")
+FP16 = Precision({"float32": 10}, autocast=("float16",), scalers=(ScalerRecord("GradScaler", True, 64.0, 2000.0),))
+
+
+def findings(*records, **others):
+    others = {"progress": Progress(20, 20, 0, 20, True), **others}
+    session = session_of({weight("w"): FINE}, measurements=[each.measurement() for each in records], **others)
+    return {finding.id: finding for finding in analyse(session).findings}
+
+
+def broken(step, what="activation", **others):
+    fields = {"loss_scale": 64.0, "skipped": True, "forward_finite": False, "gradients_finite": False, **others}
+    return Event(step, 0, "forward", "head", what, "head", "inf", **fields)
+
+
+def absorbed(**figures):
+    return AbsorbedOperand(name="blocks.1", step=1, names=PLACE, text="bfloat16", error=0.9, unchanged=0.9, **figures)
+
+
+@pytest.mark.parametrize(
+    ("record", "severity"),
+    [
+        (absorbed(size=1.0), "warning"),
+        (absorbed(), "warning"),
+        # A branch that begins near zero, unless the gradients are affected.
+        (absorbed(size=1e-3), "info"),
+        (absorbed(size=1e-3, gradients_error=0.5), "warning"),
+    ],
+)
+def test_an_absorbed_branch_near_zero_is_information(record, severity):
+    finding = findings(record)["addition-changes-nothing"]
+    assert finding.severity == severity
+    assert bool(finding.fix) is (severity == "warning")
+
+
+def test_a_sum_that_stops_growing_has_its_own_fix():
+    finding = findings(absorbed(size=1.0, times=700))["addition-changes-nothing"]
+    assert "90% of 700 additions" in finding.message
+    assert "dtype=torch.float32" in finding.code
+
+
+def alike(step=7):
+    return BrokenAlike(step=step, names=("div", "train.py:7", "forward"), text="float16", elements=1, of=64)
+
+
+def test_an_operator_that_breaks_in_fp32_too_is_the_cause_of_skipped_steps():
+    found = findings(alike(), precision=FP16, events=tuple(map(broken, (4, 7, 11))))
+    cause = found["breaks-in-fp32-too"]
+    assert (cause.severity, cause.step, cause.layer) == ("error", 4, "head")
+    assert "div is infinite or NaN in 1 element" in cause.message
+    assert "train.py:7" in cause.fix
+    assert "new scaler" in cause.fix
+    assert found["scale-falls-for-forward"].severity == "info"
+    assert found["non-finite-event"].severity == "info"
+
+
+def test_a_cause_in_the_data_comes_before_the_operator_that_it_breaks():
+    examined = ExaminedArgument(name="head", step=4, text="the logarithm of 0", elements=1)
+    assert "breaks-in-fp32-too" not in findings(alike(), examined, precision=FP16, events=(broken(4),))
+
+
+def test_without_a_broken_forward_it_is_not_told():
+    assert "breaks-in-fp32-too" not in findings(alike(), precision=FP16)
+
+
+def test_an_overflow_counts_its_elements():
+    born = BornInfinite(step=1, names=("sum", "train.py:7", "forward"), text="float16", elements=1, of=4, largest=1e5)
+    message = findings(born)["overflow-in-operator"].message
+    assert message.startswith("In FP16 sum overflows in train.py:7, in 1 element in step 1, where the exact result is finite")
+
+
+def test_rounded_ids_have_an_example():
+    changed = ChangedIntegers(step=1, names=PLACE, text="bfloat16", changed=114, of=128, given=8576, exact=8544)
+    finding = findings(changed)["integers-rounded"]
+    assert finding.severity == "warning"
+    assert finding.message.endswith("BF16, which changed 114 of the 128: 8544 became 8576.")
+
+
+def mixed(text, *names):
+    return MixedPowers(
+        name="0.weight", step=1, names=("add_", "train.py:7", *names), text=text, loss_scale=1024.0, first=1.0, second=0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "words", "code"),
+    [
+        (mixed("accumulated", "0.weight", "0.bias"), "in '0.weight', '0.bias': the loss of one", "other_loss"),
+        (mixed("gradient"), "(train.py:7) a value that is not multiplied", "scaler.unscale_(optimizer)"),
+        (mixed("optimizer"), "to the power 1", "scaler.step(optimizer)"),
+        (mixed("number"), "a number is added to a value", "create_graph=True"),
+        (mixed("values"), "are added to values", "loss + other_loss"),
+    ],
+)
+def test_each_mixture_of_scales_has_its_fix(record, words, code):
+    finding = findings(record)["scaled-plus-unscaled"]
+    assert (finding.severity, finding.step) == ("error", 1)
+    assert words in finding.message
+    assert code in finding.code
+
+
+def test_a_mixture_explains_the_overflows_that_it_makes():
+    events = tuple(
+        Event(step, 0, "backward", "0", "activation", "0", "inf", 2.0 ** (20 - step), (), True, True) for step in range(8)
+    )
+    found = findings(mixed("number"), precision=FP16, events=events)
+    assert found["non-finite-event"].severity == "info"
+    assert all(found[id].severity == "info" for id in ("initial-scale-too-high", "scale-too-high") if id in found)
+
+
+def test_a_mixture_of_gradients_is_not_told_beside_a_measurement_of_all_of_them():
+    measured = ChangedBeforeStep(step=1, factor=0.5, is_uniform=True, zeroed=0, sum_of_squares=1, not_finite=0, nans=0, masters=False)
+    assert "scaled-plus-unscaled" not in findings(mixed("optimizer"), measured)
+
+
+@pytest.mark.parametrize(("weights", "fix"), [("float32", "in FP32 already"), ("bfloat16", "Keep the weights")])
+def test_moments_in_16_bits_beside_fp32_weights_are_the_optimizers_own(weights, fix):
+    optimizer = OptimizerRecord("Adam16", {"beta2": 0.999}, {weights: 10}, {"exp_avg_sq": "bfloat16"})
+    finding = findings(precision=Precision({weights: 10}, optimizers=(optimizer,)))["moments-cannot-decay"]
+    assert fix in finding.fix
+
+
+@pytest.mark.parametrize(("largest", "is_told"), [(200.0, True), (30_000.0, False)])
+def test_overflows_of_gradients_that_grow_are_no_outliers(largest, is_told):
+    events = tuple(
+        Event(step, 0, "backward", "2", "activation", "2", "inf", scale, (largest,), True, True)
+        for step, scale in ((5, 64.0), (8, 32.0), (10, 16.0), (15, 8.0))
+    )
+    assert ("overflow-recurs" in findings(precision=FP16, events=events)) is is_told
