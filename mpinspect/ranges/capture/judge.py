@@ -1,6 +1,7 @@
 """The tensors that the watch read in a step, and the evaluation of their values on the host, which may give an event.
 
 Values on a device are copied to the host together and asynchronously when the step ends, and are evaluated a step later.
+A fused optimizer decides on the device whether it skips its step, so its ``found_inf`` is copied with these values.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 
 
 class ModelParameters:
-    """Compares the watched parameters with those that their model has now.
+    """Compares the watched parameters with those that their model has now: FSDP2 replaces parameters.
 
     Args:
         layers: the watched modules; without the model itself ("") among them nothing is compared.

@@ -3,6 +3,9 @@
 Copies and pickles of a model must not contain the hooks, which are stored in the module's dictionaries. ``pickle``,
 ``torch.save`` and ``copy.deepcopy`` get these from ``Module.__getstate__``, so this method is wrapped while hooks are installed,
 on each class that defines it, and restored afterwards.
+
+Each module has one forward hook, which registers a tensor hook on each output. torch's full backward hooks would make in-place
+operations on the outputs raise an error.
 """
 
 from __future__ import annotations

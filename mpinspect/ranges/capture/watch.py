@@ -3,6 +3,10 @@
 Each tensor costs one reduction, or none if an observer counted it, since the row of counts contains the magnitude. On a CPU
 the value is known immediately; on a GPU it stays on the device until the step ends (``judge``). The first culprit and the
 recent maxima are derived from these values.
+
+Between sampled steps on a GPU, a large model is watched block by block (``layers.outline``), and its weight gradients are read
+when the optimizer steps. If ``clip_grad_norm_`` clips them, the watch reads its norm, and the gradients only if the norm is not
+finite. With a GradScaler, they are read only after a skipped step.
 """
 
 from __future__ import annotations
