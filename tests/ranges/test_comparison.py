@@ -141,7 +141,7 @@ def test_one_element_is_enough_to_differ_and_not_enough_to_move():
     assert (diff.differs.first_step, diff.differs.last_step, diff.differs.name) == (7, 7, "body.weight")
     assert (diff.differs.tensors, diff.moved) == (1, None)
     assert ids(diff) == {"runs-part"}
-    assert headline(diff).startswith("Nothing that matters moved: the counts differ from step 7 on")
+    assert headline(diff).startswith("No meaningful change: the counts differ from step 7 on")
 
 
 def test_equality_takes_in_what_decides_ties_and_the_extremes():

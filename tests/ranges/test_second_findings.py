@@ -67,9 +67,9 @@ def test_an_operator_that_breaks_in_fp32_too_is_the_cause_of_skipped_steps():
     found = findings(alike(), precision=FP16, events=tuple(map(broken, (4, 7, 11))))
     cause = found["breaks-in-fp32-too"]
     assert (cause.severity, cause.step, cause.layer) == ("error", 4, "head")
-    assert "div is infinite or NaN in 1 element" in cause.message
+    assert "div in train.py:7 is infinite or NaN in 1 element" in cause.message
     assert "train.py:7" in cause.fix
-    assert "new scaler" in cause.fix
+    assert "new GradScaler" in cause.fix
     assert found["scale-falls-for-forward"].severity == "info"
     assert found["non-finite-event"].severity == "info"
 
@@ -86,7 +86,7 @@ def test_without_a_broken_forward_it_is_not_told():
 def test_an_overflow_counts_its_elements():
     born = BornInfinite(step=1, names=("sum", "train.py:7", "forward"), text="float16", elements=1, of=4, largest=1e5)
     message = findings(born)["overflow-in-operator"].message
-    assert message.startswith("In FP16 sum overflows in train.py:7, in 1 element in step 1, where the exact result is finite")
+    assert message.startswith("In step 1, sum in train.py:7 overflows FP16 in 1 element: the exact result is finite")
 
 
 def test_rounded_ids_have_an_example():
@@ -98,7 +98,13 @@ def test_rounded_ids_have_an_example():
 
 def mixed(text, *names):
     return MixedPowers(
-        name="0.weight", step=1, names=("add_", "train.py:7", *names), text=text, loss_scale=1024.0, first=1.0, second=0.0
+        name="0.weight",
+        step=1,
+        names=("add_", "train.py:7", *names),
+        text=text,
+        loss_scale=1024.0,
+        first=1.0,
+        second=0.0,
     )
 
 
@@ -121,7 +127,8 @@ def test_each_mixture_of_scales_has_its_fix(record, words, code):
 
 def test_a_mixture_explains_the_overflows_that_it_makes():
     events = tuple(
-        Event(step, 0, "backward", "0", "activation", "0", "inf", 2.0 ** (20 - step), (), True, True) for step in range(8)
+        Event(step, 0, "backward", "0", "activation", "0", "inf", 2.0 ** (20 - step), (), True, True)
+        for step in range(8)
     )
     found = findings(mixed("number"), precision=FP16, events=events)
     assert found["non-finite-event"].severity == "info"
@@ -129,7 +136,9 @@ def test_a_mixture_explains_the_overflows_that_it_makes():
 
 
 def test_a_mixture_of_gradients_is_not_told_beside_a_measurement_of_all_of_them():
-    measured = ChangedBeforeStep(step=1, factor=0.5, is_uniform=True, zeroed=0, sum_of_squares=1, not_finite=0, nans=0, masters=False)
+    measured = ChangedBeforeStep(
+        step=1, factor=0.5, is_uniform=True, zeroed=0, sum_of_squares=1, not_finite=0, nans=0, masters=False
+    )
     assert "scaled-plus-unscaled" not in findings(mixed("optimizer"), measured)
 
 

@@ -256,7 +256,7 @@ def _in_reserve(decision: Decision) -> str:
     below = f"still {number_of(ceiling.margin, 'power')} of two below the overflow"
     if not decision.all_finite:
         # Beside steps that were not finite the spread of the others proves nothing.
-        return f"At 2^{top} the largest finite gradient seen is {below}, as a margin; of the others the window says nothing."
+        return f"At 2^{top} the largest finite gradient seen is {below}, as a margin. Steps with an inf or NaN are excluded."
     return (
         f"At 2^{top} the largest gradient seen is {below}, in reserve for steps not seen: judging by the spread of the "
         f"peaks so far, fewer than one step in {decision.rules.growth_interval} would overflow (95% confidence) in this run; "

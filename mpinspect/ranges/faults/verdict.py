@@ -58,7 +58,7 @@ def verdict(
         sentences = (_healthy(session), *_scale(session, format, fp16), _next(session, format, fp16))
         return Verdict(True, precision, sentences)
     worst = grave[0]
-    opening = "In trouble" if worst.severity == _ERROR else "To be mended"
+    opening = "In trouble" if worst.severity == _ERROR else "Needs fixing"
     others = in_counts(finding for finding in findings if finding.severity == _INFO)
     more = " ".join(filter(None, (_also_grave(grave[1:]), f"Also noted: {others}." if others else "")))
     sure = "" if worst.certainty == "measured" else " (inferred)"
@@ -115,7 +115,7 @@ def _also_grave(findings: Sequence[Finding]) -> str:
         return ""
     clauses = [f"{_first_clause(finding.message)} ({finding.id})" for finding in findings[:_TOLD]]
     left = f"; and {number_of(len(findings) - _TOLD, 'finding')} more" if len(findings) > _TOLD else ""
-    return f"Also to be mended: {'; '.join(clauses)}{left}."
+    return f"Also needs fixing: {'; '.join(clauses)}{left}."
 
 
 def _first_clause(message: str) -> str:
@@ -331,26 +331,26 @@ def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
 class _Next(Sentences):
     """What to do after a healthy run."""
 
-    KEEP_BF16 = "Numerically nothing to do: keep BF16."
+    KEEP_BF16 = "No numerical problems. Keep BF16."
     SHOW_FORMAT = "Nothing to do in what was seen; eager_samples=True (mpinspect run --eager-samples) shows the format."
     NOTHING = "Nothing to do."
-    TRY_BF16 = "Numerically nothing to do; to train in 16 bits try BF16 autocast."
+    TRY_BF16 = "No numerical problems. To train in 16 bits, try BF16 autocast."
     TRY_EITHER = (
-        "Numerically nothing to do; to train in 16 bits try BF16 autocast, or FP16 autocast with a GradScaler, which skips a "
+        "No numerical problems. To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler, which skips a "
         "step that overflows."
     )
     TRY_EITHER_FROM = (
-        "Numerically nothing to do; to train in 16 bits try BF16 autocast, or FP16 autocast with a GradScaler from "
+        "No numerical problems. To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler from "
         "{start:scale}, which skips a step that overflows."
     )
     IN_WHAT_WAS_SEEN = "Nothing to do in what was seen."
     COUNT_IN_FP32 = (
         "Nothing to do; to know what FP16 flushed, count the gradients of a few batches in FP32 (autocast off)."
     )
-    STATIC_LOWER = "Nothing to do with a dynamic scaler; a static one is safer at {recommended:scale}."
+    STATIC_LOWER = "A dynamic scaler can stay as it is; a static one is safer at {recommended:scale}."
     RAISE = "Take the loss scale {recommended:scale} at the next start."
-    KEEP_SCALE = "Numerically nothing to do: keep FP16 with the loss scale {used:scale}."
-    KEEP_WITHOUT = "Numerically nothing to do: keep FP16 without a loss scale."
+    KEEP_SCALE = "No numerical problems. Keep FP16 with the loss scale {used:scale}."
+    KEEP_WITHOUT = "No numerical problems. Keep FP16 without a loss scale."
 
 
 def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -> str:

@@ -108,11 +108,11 @@ def _parting(diff: RangeDiff, broken: Sequence[int] = ()) -> str:
 def _nothing_moved(diff: RangeDiff) -> str:
     if diff.differs is not None:
         return (
-            f"Nothing that matters moved: the counts differ from {_named(diff.differs)} on, but no tensor's by more than it "
+            f"No meaningful change: the counts differ from {_named(diff.differs)} on, but no tensor's by more than it "
             "changes by itself"
         )
     if not diff.compared.same_steps:
-        return "Nothing that matters moved, though the runs counted other steps: whether they are equal can't be told"
+        return "No meaningful change, though the runs counted other steps: whether they are equal is not known"
     return f"The ranges do not differ: {_equal(diff)}"
 
 

@@ -614,14 +614,16 @@ class _ForForward(Sentences):
         "the loss scale is not the cause, and every such step halves it."
     )
     LOSS_IN_FP32 = (
-        "Find what exceeds 65504 in the loss function{made_by}; compute it in FP32, from outputs in FP32; or compute the whole "
-        "model in BF16, without a scaler."
+        "Something in the loss function exceeds 65504, FP16's maximum{made_by}. Compute it in FP32, from outputs in FP32, or "
+        "train in BF16, without a scaler."
     )
     FORWARD_IN_FP32 = (
-        "Find what exceeds 65504 in the forward of {module}; compute it in FP32, and the modules that take its result until the "
-        "values are below that again; or compute the whole model in BF16, without a scaler."
+        "Something in the forward of {module} exceeds 65504, FP16's maximum. Run it and the modules that take its result in "
+        "FP32, or train in BF16, without a scaler."
     )
-    NEW_SCALER = "In FP16 begin with a new scaler, since this one's scale was lowered without need."
+    NEW_SCALER = (
+        "If you stay in FP16, make a new GradScaler: the scale of this one was lowered {steps} times for nothing."
+    )
     CAST_OUTPUT = "loss = loss_fn(output.float(), target)"
     WITHOUT_AUTOCAST = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
 

@@ -82,12 +82,12 @@ def _gradients(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[_Gra
 
 class _Born(Sentences):
     BEYOND = (
-        "In {dtype:format} {operator} overflows in {place}, in {count:count element} in step {measured}, where the exact result "
-        "is finite, up to {largest:.3g}; {dtype:format} ends at {end:g}."
+        "In step {measured}, {operator} in {place} overflows {dtype:format} in {count:count element}: the exact result is "
+        "finite, up to {largest:.3g}, and {dtype:format} ends at {end:g}."
     )
     FROM_ROUNDED_INPUTS = (
-        "In {dtype:format} {operator} is infinite or NaN in {place}, in {count:count element} in step {measured}. The same step "
-        "computed in FP32 is finite there: an earlier operator had rounded away the value that keeps it finite."
+        "In step {measured}, {operator} in {place} is infinite or NaN in {count:count element} in {dtype:format}, and finite in "
+        "FP32: an earlier operator had rounded away the value that keeps it finite."
     )
     FIRST = "The forward was first not finite in step {step}, in {first_module}."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up or multiplied, and keep the result in FP32."
@@ -145,14 +145,16 @@ def _first_event(case: Case) -> Event | None:
 
 class _Alike(Sentences):
     IN_FP32_TOO = (
-        "In step {measured}, in {place}, {operator} is infinite or NaN in {count:count element}, and so is the same computation "
-        "in FP32: more bits do not help. Its inputs or its weights are the cause."
+        "In step {measured}, {operator} in {place} is infinite or NaN in {count:count element}, in FP32 as well: more bits do "
+        "not help. Its inputs or its weights are the cause."
     )
     INPUTS = (
         "Correct the inputs of {operator} in {place}: a zero that divides, the logarithm of zero, an empty row, or a constant "
         "that was rounded to 16 bits before the step, such as a noise schedule."
     )
-    NEW_SCALER = "In FP16 begin with a new scaler, since this one's scale was lowered without need."
+    NEW_SCALER = (
+        "If you stay in FP16, make a new GradScaler: the scale of this one was lowered {lowered} times for nothing."
+    )
 
 
 def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
@@ -172,17 +174,18 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
         # A step of a second opinion has no events.
         if not case.progress.steps or (first is not None and first.step <= alike.step):
             is_later = first is not None and first.step < alike.step
-            lowered = _Alike.NEW_SCALER if any(event.skipped for event in broken) else None
+            lowered = len({event.step for event in broken if event.skipped})
             yield Found(
                 (_Alike.IN_FP32_TOO, _Born.FIRST if is_later else None),
                 _evidence(alike),
                 {
                     **_place(alike),
                     "count": int(alike.elements),
+                    "lowered": lowered,
                     "measured": alike.step,
                     "first_module": module_named(first.module) if first else "",
                 },
-                () if first is None else (_Alike.INPUTS, lowered),
+                () if first is None else (_Alike.INPUTS, _Alike.NEW_SCALER if lowered > 1 else None),
                 layer=first.module if first is not None and is_later else alike.name,
                 severity="info" if first is None else "error",
                 step=first.step if first is not None and is_later else alike.step,
