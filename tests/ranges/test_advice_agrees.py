@@ -286,7 +286,7 @@ def test_windows_under_a_small_scale_that_fits_are_evidence():
 
 
 def sampled(shares, firsts, steps):
-    """Return one window per sampled step, in which scale 1 flushes this share of the elements and of the magnitudes."""
+    """Return a session with a window per sampled step; scale 1 flushes this share of its elements and magnitudes."""
     windows = []
     for share, first in zip(shares, firsts, strict=True):
         # Only the exponents -26 and -25 occur; the first is flushed, the second is not.

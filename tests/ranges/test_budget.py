@@ -146,7 +146,7 @@ def test_the_first_steps_are_sampled_at_any_cost() -> None:
 
 @pytest.mark.parametrize("hidden", [0.0, 0.2])
 def test_slowdowns_outside_of_callbacks_are_charged(hidden: float) -> None:
-    """The meter compares the bare time of watched steps with that of idle steps."""
+    """The meter compares the bare times of watched and idle steps."""
     budget, own, watched = Budget(0.1), 0.0, 0
     charged = 0.0
     for step in range(4000):

@@ -227,7 +227,7 @@ def test_a_compiled_training_is_unchanged_by_default(name: str, attached: str, e
 @pytest.mark.parametrize("every", [1, EVERY])
 @pytest.mark.parametrize(("name", "attached"), [cell for cell in CELLS if cell[0] != "function"])
 def test_sampled_steps_run_eagerly(name: str, attached: str, every: int) -> None:
-    """Their counts equal those of an uncompiled net with the same weights; the other steps run the compiled graphs."""
+    """Their counts equal an uncompiled net's with the same weights; the other steps run the compiled graphs."""
     way, alone = WAYS[name], _alone(name)
     run = _train(way, attached, every=every, capture=KINDS, eager_samples=True)
     first = ATTACHED[attached] or 0

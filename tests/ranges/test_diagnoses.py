@@ -1810,7 +1810,7 @@ def test_an_optimizer_that_rounds_stochastically_loses_no_updates(draws, closure
         for _ in range(8):
             optimizer.step(loss) if closure else (loss(), optimizer.step())
     report = inspector.report()
-    # The random numbers of a closure are indistinguishable from those of the step.
+    # The random numbers of a closure and of the step are indistinguishable.
     assert bool(named(report, "updates-lost")) == (not draws or closure)
     drawing = "RoundingStochastically (its step draws random numbers)"
     assert (drawing in report.verdict.precision) == (draws and not closure)
@@ -2095,7 +2095,7 @@ def _clipped(parameters, masters):
 
 
 def _with_momentum():
-    """Make a function that hands the optimizer moving averages of the gradients, kept outside .grad."""
+    """Make a function that writes moving averages of the gradients to .grad; the averages are stored elsewhere."""
     averages = []
 
     def replace(parameters, masters):

@@ -447,7 +447,7 @@ def _raises(where: str) -> Inspector:
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inspector = Inspector(model, optimizers=optimizer)
-    with pytest.raises(FloatingPointError), inspector:  # noqa: PT012 - where it is raised is what is asked
+    with pytest.raises(FloatingPointError), inspector:  # noqa: PT012 - the test chooses where it is raised
         for step in range(3):
             optimizer.zero_grad()
             output = model(torch.full((3, 4), math.inf if where == "forward" and step == 2 else 1.0))
@@ -494,7 +494,7 @@ def _crashed(where: str, at: int = 1, error: BaseException | None = None) -> Ins
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inspector = Inspector(model, optimizers=optimizer)
-    with pytest.raises(BaseException), inspector:  # noqa: B017, PT011, PT012 - what is raised and where is the parameter
+    with pytest.raises(BaseException), inspector:  # noqa: B017, PT011, PT012 - error and place are parameters
         for step in range(3):
             now = where if step == at else ""
             if now == "data":

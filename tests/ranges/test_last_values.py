@@ -1,4 +1,4 @@
-"""Results of reading a tensor are reused only for the same unchanged memory, and equal those of reading it again."""
+"""Results of reading a tensor are reused only for the same unchanged memory, and equal the results of a new reading."""
 
 from __future__ import annotations
 
