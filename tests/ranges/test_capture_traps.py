@@ -743,7 +743,7 @@ WRAPPINGS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_a_wrapped_model_has_the_names_of_the_bare_one(wrapping: str, single_process_group: None) -> None:
-    """A module named ``module`` by its author has its own name too."""
+    """A module that its author named ``module`` is not mistaken for a wrapper's."""
 
     def make() -> nn.Sequential:
         inner = OrderedDict(module=nn.Linear(4, 4), last=nn.Linear(4, 1))

@@ -80,7 +80,7 @@ def ids(diff):
 
 
 def spans(*ends):
-    """Return a run whose windows end before these steps."""
+    """Return a run with a window from each of these steps up to the next."""
     return run([window(a, b - 1, {LAYER: drawn(-12, a)}) for a, b in pairwise(ends)])
 
 

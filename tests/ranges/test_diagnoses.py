@@ -1283,7 +1283,7 @@ def test_backwards_without_an_optimizer_step_are_no_training():
 
 
 class Normalized(nn.Module):
-    """Divides zero by zero in its own forward code, before it calls a module."""
+    """Computes inf * 0 in its own code for rows of zeros, before it calls a module."""
 
     def __init__(self):
         super().__init__()

@@ -41,7 +41,7 @@ def _oracle(weight: np.ndarray, update: np.ndarray, dtype: torch.dtype) -> tuple
 
 
 def _rounds_back(update: Fraction, code: int) -> bool:
-    """Return whether weight + update rounds to the weight, in rational arithmetic: no neighbour is nearer, or near and even."""
+    """Return whether weight + update rounds to the weight (ties to even), computed in rational arithmetic."""
     magnitude = code & 0x7FFF
     own = _bfloat16(magnitude)
     outward = -update if code & 0x8000 else update
