@@ -54,7 +54,7 @@ def test_several_backwards_before_a_step_are_micro_batches() -> None:
     assert clock.backwards == 6
 
 
-def test_a_skipped_step_is_a_step() -> None:
+def test_a_skipped_step_counts_as_a_step() -> None:
     clock, optimizer = StepClock(Schedule(1)), Optimizer()
     for skipped in (False, True, False):
         _train(clock)

@@ -104,7 +104,7 @@ def test_tensors_in_structured_outputs_are_counted(pack: Callable[[torch.Tensor]
 
 @pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout])
 def test_an_uncalled_dropout_with_probability_zero_is_not_reported_as_uncovered(kind: type[nn.Module]) -> None:
-    """Attention that passes ``dropout.p`` to a fused kernel never calls its dropout. A positive probability is still reported."""
+    """Attention that passes ``dropout.p`` to a fused kernel never calls its dropout. A positive ``p`` is still reported."""
 
     class Uncalled(nn.Module):
         def __init__(self) -> None:

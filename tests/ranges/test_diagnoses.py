@@ -1014,7 +1014,7 @@ def unscaled_by_hand_too(broken):
 
 
 def unscaled_each_micro_batch(broken):
-    """Unscale after each of two micro-batches; with ``broken=False`` the first one's gradients are dropped, as after overflow."""
+    """Unscale after each of two micro-batches; with ``broken=False`` zero the first one's gradients, as after an overflow."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)

@@ -355,7 +355,7 @@ def test_an_error_while_copying_rows_to_the_host_loses_one_tensor(when: str, mon
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
 def test_a_magnitude_that_cannot_be_copied_does_not_stop_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Magnitudes are copied together at the end of a step, as on a GPU. A failing one is left out; later infinities are found."""
+    """Magnitudes are copied together at a step's end, as on a GPU. A failing one is left out; later infinities are found."""
     monkeypatch.setattr(largest, "largest_magnitude", lambda tensor: None)
     real = judge.stacked
 

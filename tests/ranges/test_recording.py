@@ -244,7 +244,7 @@ def test_a_recording_can_be_closed_in_an_atexit_handler(tmp_path: Path) -> None:
     assert sum(window.sampled_steps for window in read.windows) == 20
 
 
-def test_os_exit_right_after_close_loses_nothing(tmp_path: Path) -> None:
+def test_os_exit_right_after_close_loses_no_record(tmp_path: Path) -> None:
     done, read = ended_by("train(0, 20)\nrecording.close()\nos._exit(5)", tmp_path)
     assert done.returncode == 5
     assert read.progress.ended
