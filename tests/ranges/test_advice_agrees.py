@@ -1,4 +1,4 @@
-"""One decision on the loss scale: it heeds the run's own overflows, weighs samples, and no two sentences on it disagree."""
+"""The decision on the loss scale uses the run's overflows and weighted samples, and all sentences on it agree."""
 
 import math
 import warnings
@@ -36,7 +36,7 @@ def overflow(step, scale, **others):
 
 
 def run_with(*events, tensors=None, steps=200, **others):
-    """A session that sampled every tenth step: none of those in which the events were."""
+    """Return a session that sampled every tenth step, but not the steps of the events."""
     progress = Progress(steps, 20, sum(bool(event.skipped) for event in events), steps, True, **others)
     session = session_of(tensors or {activation("fc"): LARGE}, steps=20, progress=progress, events=tuple(events))
     return replace(session, windows=tuple(replace(window, last_step=steps - 1) for window in session.windows))
@@ -46,7 +46,7 @@ def run_with(*events, tensors=None, steps=200, **others):
 
 
 @pytest.mark.parametrize("scale", [2.0**13, 0.125, 1000.0, 1.0])
-def test_no_window_reaches_a_scale_at_which_the_run_overflowed(scale):
+def test_the_window_ends_below_a_scale_at_which_the_run_overflowed(scale):
     report = analyse(run_with(*(overflow(7 + 10 * i, scale) for i in range(6))))
     assert report.loss_scale.highest < scale
     assert report.loss_scale.recommended < scale
@@ -54,7 +54,7 @@ def test_no_window_reaches_a_scale_at_which_the_run_overflowed(scale):
     assert f"The run overflowed at 2^{math.ceil(math.log2(scale))}" in report.loss_scale.reason
 
 
-def test_a_scale_that_once_overflowed_bounds_the_window_though_a_larger_one_did_not():
+def test_the_lowest_overflowed_scale_bounds_the_window():
     events = [overflow(5, 2.0**16), overflow(6, 2.0**15), overflow(150, 2.0**17)]
     assert analyse(run_with(*events)).loss_scale.highest == 2.0**14
 
@@ -67,18 +67,18 @@ def test_a_scale_that_once_overflowed_bounds_the_window_though_a_larger_one_did_
         {"value": "nan", "last_maxima": (0.5, 2.0)},
     ],
 )
-def test_what_no_scale_caused_says_nothing_about_the_scale(fields):
-    """A forward that was not finite, and a NaN far from the top."""
+def test_events_that_no_scale_caused_do_not_bound_the_window(fields):
+    """The events are a non-finite forward, and a NaN in a tensor whose values were far below FP16's maximum."""
     clean = analyse(run_with()).loss_scale
     assert analyse(run_with(overflow(7, 4.0, **fields))).loss_scale.highest == clean.highest
 
 
-def test_a_nan_near_the_top_is_taken_for_an_overflow():
+def test_a_nan_near_the_maximum_counts_as_an_overflow():
     event = overflow(7, 4.0, value="nan", last_maxima=(2.0**13, 2.0**14))
     assert analyse(run_with(event)).loss_scale.highest == 2.0
 
 
-def test_the_overflow_of_an_fp16_run_does_not_bound_bfloat16():
+def test_an_overflow_in_fp16_does_not_bound_the_window_of_bf16():
     seen = window_of(LARGE, 20, passed_through="float16", floor_exponent=-38)
     session = run_with(overflow(7, 2.0**13), tensors={activation("fc"): seen})
     assert analyse(session).loss_scale.highest == 2.0**12
@@ -87,13 +87,13 @@ def test_the_overflow_of_an_fp16_run_does_not_bound_bfloat16():
     assert analyse(session, BFLOAT16).loss_scale.highest > 2.0**100
 
 
-# -- the top has a margin from the spread of the peaks ------------------------------------------------------------------
+# -- the window's upper end has a margin, from the spread of the peaks ----------------------------------------------------
 
 
-def test_peaks_that_vary_give_the_top_a_margin_and_the_report_says_so():
+def test_varying_peaks_lower_the_window_by_a_reported_margin():
     steady = log2_highest([{-6: 40}], FLOAT16, 2000)
     varying = log2_highest([{-6: 2, -7: 8, -8: 20, -9: 10}], FLOAT16, 2000)
-    # That all peaks lie within one octave does not show where in it: a margin of one.
+    # All peaks lie in one octave, but their position in it is unknown: a margin of one.
     assert steady == Ceiling(20, 1, log2_of_finite=21)
     assert varying.margin >= 1
     assert varying.log2_highest == 21 - varying.margin
@@ -106,12 +106,12 @@ def test_peaks_that_vary_give_the_top_a_margin_and_the_report_says_so():
     )
 
 
-def test_a_drift_of_the_peaks_is_no_spread():
+def test_a_drift_of_the_peaks_does_not_count_as_spread():
     falling = [{-4 - i: 10} for i in range(8)]
     assert log2_highest(falling, FLOAT16, 2000) == Ceiling(18, 1, log2_of_finite=19)
 
 
-def test_the_margin_never_takes_scale_1_away():
+def test_the_margin_never_excludes_scale_1():
     assert log2_highest([{15: 2, 13: 20, 11: 8}], FLOAT16, 2000) == Ceiling(0, log2_of_finite=0, lacking=2)
     window = Window(0, 29, 30, {activation("fc"): window_of(spread({-2: 10, 15: 1}), 30)}, {15: 2, 13: 20, 11: 8})
     advice = analyse(Session(windows=(window,), progress=Progress(30, 30, 0, 30, True))).loss_scale
@@ -119,15 +119,15 @@ def test_the_margin_never_takes_scale_1_away():
     assert "asks for 2 powers of two more in reserve than 2^0 leaves" in advice.reason
 
 
-def test_a_scale_below_1_keeps_its_reserve():
-    """Raw gradients of a heavily clipped task: those of another seed were 4 times as large, and every step overflowed."""
+def test_a_scale_below_1_has_a_reserve():
+    """These are raw gradients of a heavily clipped task; with another seed they were 4 times as large and all overflowed."""
     assert log2_highest([{18: 40}], FLOAT16, 2000) == Ceiling(-4, 1, log2_of_finite=-3)
     falling = [{17: 2, 16: 3}, {15: 2, 14: 3}, {14: 1, 13: 4}]
     assert log2_highest(falling, FLOAT16, 2000).log2_highest <= -4
 
 
-def test_the_reserve_leaves_a_scale_that_serves_every_layer():
-    """What small gradients need is seen, what larger ones than any seen need is not."""
+def test_the_reserve_does_not_exclude_a_scale_that_serves_every_layer():
+    """Small gradients that need this scale were counted; gradients above the counted maximum are hypothetical."""
     peaks = {6: 2, 2: 10, -2: 18}
     tensors = {activation("small"): window_of(spread({-32: 1000}), 30), weight("large"): window_of(spread({6: 10}), 30)}
     window = Window(0, 29, 30, tensors, peaks)
@@ -141,24 +141,24 @@ def test_the_reserve_leaves_a_scale_that_serves_every_layer():
 @pytest.mark.parametrize(
     ("n", "covered", "table"), [(10, 0.9, 2.355), (20, 0.99, 3.295), (50, 0.99, 2.862), (100, 0.95, 1.927)]
 )
-def test_the_tolerance_factor_is_that_of_the_tables(n, covered, table):
-    """One-sided factors of the noncentral t distribution at 95% (Natrella, 1963, table A-7); ours approximates them."""
+def test_tolerance_factors_agree_with_published_tables(n, covered, table):
+    """One-sided tolerance factors at 95% (noncentral t, Natrella 1963, table A-7); the function approximates them."""
     assert tolerance_factor(n, n - 1, 1 - covered) == pytest.approx(table, rel=0.04)
 
 
-def test_the_low_peaks_of_overflowed_steps_are_no_spread():
-    """At the scales 2^16 to 2^9 a gradient of 2^8 is infinite, which shows as peaks of 2^0 to 2^7."""
+def test_peaks_of_overflowed_steps_do_not_count_as_spread():
+    """At the scales 2^16 to 2^9 a gradient of 2^8 is infinite, so the finite peaks are 2^0 to 2^7."""
     seen = window_of(spread({-2: 100, 8: 1}), 25, passed_through="float16", floor_exponent=-32)
     peaks = dict.fromkeys(range(8), 1) | {8: 17}
     scales = tuple(ScaleChange(step, 2.0 ** (16 - step)) for step in range(9))
     session = Session(
         windows=(Window(0, 24, 25, {weight("w"): seen}, peaks),), progress=Progress(25, 25, 8, 25, True, scales=scales)
     )
-    # 17 steps at 2^8 and none elsewhere; 2^8 itself would show at the scale 2^8, at which nothing overflowed.
+    # The other 17 steps have their peak at 2^8, at the scale 2^8, and do not overflow.
     assert analyse(session).loss_scale.highest == 2.0**7
 
 
-def test_the_bound_covers_the_quantile_of_another_run():
+def test_the_bound_covers_the_true_quantile_of_the_peaks():
     generator = np.random.default_rng(0)
     true_quantile = -8 + 3.29 * 1.5
     covered = 0
@@ -170,16 +170,16 @@ def test_the_bound_covers_the_quantile_of_another_run():
     assert covered >= 0.93 * 300
 
 
-# -- one threshold, one scale -----------------------------------------------------------------------------------------
+# -- a single threshold and a single scale ------------------------------------------------------------------------------
 
 
 def losing(share):
-    """Counts of which scale 1 flushes this share of the sum of magnitudes: what lies at 2^-30, under some at 2^-15."""
+    """Return counts at 2^-30 and 2^-15; scale 1 flushes those at 2^-30, this share of the sum of magnitudes."""
     return spread({-30: round(share / (1 - share) * 1000 * 2**15), -15: 1000})
 
 
 @pytest.mark.parametrize("share", [0.0055, 0.0074, 0.0099])
-def test_what_has_not_been_seen_to_change_a_training_needs_no_scale(share):
+def test_losses_below_the_threshold_need_no_scale(share):
     report = analyse(session_of({activation("fc"): losing(share)}))
     assert (report.loss_scale.needed, report.loss_scale.recommended) == (False, 1.0)
     assert finding(report, "gradients-flushed") is None
@@ -188,16 +188,16 @@ def test_what_has_not_been_seen_to_change_a_training_needs_no_scale(share):
 
 
 @pytest.mark.parametrize("share", [0.011, 0.015, 0.1, 0.9])
-def test_what_has_been_seen_to_change_a_training_needs_one(share):
+def test_losses_above_the_threshold_need_a_scale(share):
     report = analyse(session_of({activation("fc"): losing(share)}))
     assert report.loss_scale.needed is True
     assert finding(report, "gradients-flushed").severity == "warning"
-    # The scale given loses far less than what serves.
+    # The recommended scale loses far less than the threshold.
     scaled = losing(share).lost_l1_share(FLOAT16, int(math.log2(report.loss_scale.recommended))).estimate
     assert scaled <= 1e-6
 
 
-def test_a_page_has_one_scale_though_the_window_moves():
+def test_a_report_has_one_scale_though_the_window_moves():
     blocks = [{activation("fc"): spread({-30 - i: 10**7, -9 - i: 100})} for i in range(6)]
     report = analyse(session_of(*blocks, steps=40))
     advice = report.loss_scale
@@ -207,14 +207,14 @@ def test_a_page_has_one_scale_though_the_window_moves():
     assert "A dynamic scaler may begin with it: torch.amp.GradScaler" in page
 
 
-def test_a_run_that_no_fixed_scale_serves_is_told_so_and_its_start_is_called_one():
+def test_the_report_says_that_no_fixed_scale_serves_the_whole_run():
     blocks = [{activation("fc"): spread({8: 1000})}] * 3 + [{activation("fc"): spread({-38: 1000})}] * 3
     report = analyse(session_of(*blocks, steps=20))
     assert "No one scale serves the whole run: 'fc' needs at least 2^13 in steps 60-79" in report.loss_scale.reason
     assert finding(report, "scale-window-empty") is not None
 
 
-def test_no_finding_tells_to_divide_the_loss_where_all_of_a_layer_flushes():
+def test_no_fix_multiplies_the_loss_by_a_scale_that_flushes_a_layer():
     tensors = {activation("deep"): spread({-40: 1000}), activation("head"): spread({18: 1000})}
     report = analyse(session_of(tensors))
     assert report.loss_scale.recommended == report.loss_scale.highest == 2.0**-5
@@ -224,8 +224,8 @@ def test_no_finding_tells_to_divide_the_loss_where_all_of_a_layer_flushes():
         assert "multiply the loss" not in found.fix
 
 
-def test_what_the_floor_hides_is_not_known_and_how_to_know_it_is_said():
-    """Zeros that may have been values, at scale 1: the shares run from 0% to 96%."""
+def test_values_flushed_before_counting_make_the_need_unknown():
+    """Zeros counted at scale 1 may be flushed values, so the flushed share is between 0% and 96%."""
     seen = window_of(spread({-24: 4000, -20: 100}, zeros=100_000), passed_through="float16", floor_exponent=-25)
     report = analyse(session_of({activation("fc"): seen}))
     assert report.loss_scale.needed is None
@@ -235,10 +235,10 @@ def test_what_the_floor_hides_is_not_known_and_how_to_know_it_is_said():
     assert "To know whether one is needed, run at a loss scale of at least 2^" in page
 
 
-# -- what is no evidence ----------------------------------------------------------------------------------------------
+# -- windows that are no evidence ---------------------------------------------------------------------------------------
 
 
-def test_after_a_divergence_no_scale_is_suggested():
+def test_no_scale_is_suggested_after_a_divergence():
     blocks = [{weight("w"): spread({low - 10: 1000, low: 10})} for low in (-4, -3, 20, 70, 111)]
     report = analyse(session_of(*blocks))
     assert report.loss_scale.recommended is None
@@ -250,12 +250,12 @@ def test_after_a_divergence_no_scale_is_suggested():
 
 
 def test_large_gradients_from_the_start_are_no_divergence():
-    """A sum over many samples."""
+    """The loss is a sum over many samples."""
     blocks = [{weight("w"): spread({10: 1000, 20: 10})}] * 4
     assert analyse(session_of(*blocks)).loss_scale.recommended == 2.0**-9
 
 
-def test_what_was_counted_under_a_collapsed_scale_is_left_out():
+def test_windows_under_a_collapsed_scale_are_excluded_from_the_advice():
     good = {activation("fc"): window_of(LARGE, passed_through="float16", floor_exponent=-38)}
     bad = {activation("fc"): window_of(spread({}, zeros=1010), passed_through="float16", floor_exponent=75)}
     nans = tuple(
@@ -269,56 +269,56 @@ def test_what_was_counted_under_a_collapsed_scale_is_left_out():
     assert (whole.loss_scale.needed, whole.loss_scale.lowest) == (alone.loss_scale.needed, alone.loss_scale.lowest)
     assert whole.loss_scale.needed is False
     assert "What was counted in steps 10-19 is left out: the loss scale had collapsed there" in whole.loss_scale.reason
-    # What was counted stays.
+    # The layers still contain all counts.
     assert whole.layers[0].histogram.zeros == 1010
     only = analyse(session_of(bad, progress=replace(progress, scales=(ScaleChange(0, 1e-30),))))
     assert not only.loss_scale.available
     assert "the loss scale had collapsed there, to 2^-100" in only.loss_scale.reason
 
 
-def test_a_small_scale_that_the_gradients_ask_for_is_evidence():
+def test_windows_under_a_small_scale_that_fits_are_evidence():
     seen = {activation("fc"): spread({10: 1000, 20: 10})}
     progress = Progress(10, 10, 3, 10, True, scales=(ScaleChange(0, 2.0**-6),))
     assert analyse(session_of(seen, progress=progress)).loss_scale.available
 
 
-# -- the run, and not its beginning ---------------------------------------------------------------------------------------
+# -- samples represent the whole run --------------------------------------------------------------------------------------
 
 
 def sampled(shares, firsts, steps):
-    """One window a sampled step, in which scale 1 flushes this share of the elements, and of the sum of magnitudes."""
+    """Return a session with a window per sampled step; scale 1 flushes this share of its elements and magnitudes."""
     windows = []
     for share, first in zip(shares, firsts, strict=True):
-        # Equal magnitudes but for the exponent would not do: the elements at 2^-26 weigh as much as those above the edge.
+        # Only the exponents -26 and -25 occur; the first is flushed, the second is not.
         histogram = ExponentHistogram.from_counts([round(2000 * share), 2000 - round(2000 * share)], -26)
         windows.append(Window(first, first, 1, {activation("fc"): window_of(histogram, 1)}, {-25: 1}))
     return Session(windows=tuple(windows), progress=Progress(steps, len(windows), 0, steps, True))
 
 
-def test_samples_are_weighed_by_the_steps_that_they_stand_for():
-    """Ten dense steps without flushing, then one in a hundred with 60%: pooled 30%, over the run 59%."""
+def test_samples_are_weighted_by_the_steps_that_they_represent():
+    """Ten consecutive steps flush nothing, then every hundredth step flushes 60%: 30% pooled, 55% over the run."""
     report = analyse(sampled([0.0] * 10 + [0.6] * 10, [*range(10), *range(100, 1100, 100)], 1100))
     (layer,) = report.layers
     assert layer.histogram.flushed_fraction(FLOAT16) == pytest.approx(0.30)
-    # Sample 9 stands for steps 9 to 99 too.
+    # Sample 9 represents steps 9 to 99.
     truth = 0.6 * 1000 / 1100
     assert layer.flushed_fraction.estimate == pytest.approx(truth, abs=0.02)
     assert layer.flushed_fraction.low < layer.flushed_fraction.estimate < layer.flushed_fraction.high
     assert layer.histogram.total == 20 * 2000
-    # The counts that the shares come from give the share of every column, and the picture beside it.
+    # The strip and the column at the recommended scale use the same weighted counts.
     strip = range_strip(layer.representative, FLOAT16)
     assert strip.below + sum(strip.parts[0]) == pytest.approx(layer.flushed_fraction.estimate)
     at_recommended = flushed_at_recommended(layer, report).estimate
     assert at_recommended == layer.representative.flushed_fraction(FLOAT16, log2_recommended(report.loss_scale))
 
 
-def test_samples_that_stand_for_equally_many_steps_are_measured():
+def test_samples_that_represent_equally_many_steps_give_an_exact_share():
     report = analyse(sampled([0.25] * 10, range(0, 1000, 100), 1000))
     (layer,) = report.layers
     assert layer.flushed_fraction.low == layer.flushed_fraction.high == 0.25
 
 
-def test_late_small_gradients_do_not_vanish_in_a_pooled_share():
+def test_small_gradients_late_in_the_run_need_a_scale_despite_a_small_pooled_share():
     early, late = spread({-10: 10**6}), spread({-30: 120_000 * 40, -24: 1000 * 40})
     report = analyse(session_of(*[{activation("fc"): early}] * 7, {activation("fc"): late}, steps=100))
     (layer,) = report.layers
@@ -333,7 +333,7 @@ def test_late_small_gradients_do_not_vanish_in_a_pooled_share():
 
 
 def by_hand(scale, update, steps=12):
-    """A loop under FP16 autocast that scales by hand, of which the inspector is told nothing."""
+    """Train under FP16 autocast with a loss scaled by hand, without passing the scale to the inspector."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
     x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
@@ -370,7 +370,7 @@ def without_grad(model, optimizer, scale):
 
 @pytest.mark.parametrize("update", [divide_and_step, through_data, without_grad])
 @pytest.mark.parametrize("scale", [1024.0, 1.0])
-def test_a_scale_by_hand_that_nobody_gave_is_not_known(scale, update):
+def test_the_scale_of_a_loop_that_scales_by_hand_is_unknown(scale, update):
     report = by_hand(scale, update)
     assert contradictions(report) == []
     assert not report.session.progress.scale_known
@@ -383,7 +383,7 @@ def test_a_scale_by_hand_that_nobody_gave_is_not_known(scale, update):
     assert "no update" not in render(report, ".txt", width=200)
 
 
-def test_a_finite_loss_with_an_infinite_gradient_has_a_scale_that_is_too_high():
+def test_an_unknown_scale_is_too_high_if_gradients_overflow_after_a_finite_forward():
     report = by_hand(2.0**22, divide_and_step)
     assert contradictions(report) == []
     assert report.session.progress.weights_moved is False
@@ -394,13 +394,13 @@ def test_a_finite_loss_with_an_infinite_gradient_has_a_scale_that_is_too_high():
     assert report.loss_scale.recommended is None
 
 
-def test_the_number_is_given_where_it_is_known():
+def test_a_known_scale_that_is_too_high_is_reported_with_its_value():
     report = analyse(run_with(overflow(7, 2.0**20, skipped=None)))
     assert "so a loss scale of 1048576 is too high" in finding(report, "non-finite-event").message
 
 
-def test_the_reserve_is_not_given_up_for_a_scale_at_which_the_run_overflowed():
-    # 'b' needs 2^-3. 'a' leaves room for 2^-2, but the run overflowed at 2^-3.
+def test_the_window_excludes_an_overflowed_scale_even_if_a_layer_needs_it():
+    # 'b' needs 2^-3. 'a' allows up to 2^-2, but the run overflowed at 2^-3.
     block = {activation("a"): window_of(spread({17: 1})), activation("b"): window_of(spread({-22: 1}))}
     progress = Progress(10, 10, 1, 10, True, True, "nobody gave it")
     report = analyse(session_of(block, progress=progress, events=(overflow(0, 0.125, skipped=None),)))
@@ -408,7 +408,7 @@ def test_the_reserve_is_not_given_up_for_a_scale_at_which_the_run_overflowed():
     assert report.loss_scale.highest == 0.0625
 
 
-# -- every session ----------------------------------------------------------------------------------------------------------
+# -- random sessions --------------------------------------------------------------------------------------------------------
 
 shapes = st.dictionaries(st.integers(-45, 19), st.integers(1, 10**6), min_size=1, max_size=8)
 tensors = st.builds(
@@ -446,13 +446,13 @@ changes = st.lists(
     st.none() | st.booleans(),
     st.booleans(),
 )
-def test_no_two_sentences_disagree(found, broke, scales, stretch, moved, known):
+def test_no_report_contradicts_itself(found, broke, scales, stretch, moved, known):
     steps = 10 * len(found) * stretch
     progress = Progress(
         steps, 10 * len(found), 1, steps, True, known, "nobody gave it", scales=scales, weights_moved=moved
     )
     session = session_of(*found, progress=progress, events=tuple(broke))
-    # The first window is dense, what follows is not.
+    # Stretching leaves unsampled steps between the windows.
     windows = tuple(
         replace(window, first_step=window.first_step * stretch, last_step=window.last_step * stretch)
         for window in session.windows

@@ -1,4 +1,4 @@
-"""The advice on networks that are known to need no loss scaling: nothing above "info" on a healthy one."""
+"""Healthy networks that need no loss scaling get info findings only."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def _train(model: nn.Module, steps: int = 60) -> RangeReport:
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_network_gets_no_alarm(name: str) -> None:
+def test_a_healthy_network_has_info_findings_only(name: str) -> None:
     torch.manual_seed(0)
     report = _train(HEALTHY[name]())
     assert report.loss_scale.available
-    # The first sigmoid layer's gradients have nearly vanished: a little of them flushes, and training does not notice.
+    # The first sigmoid layer's gradients are tiny; a small share is flushed, without effect on the training.
     assert (report.loss_scale.needed, report.loss_scale.recommended) == (False, 1.0)
-    # The window is given all the same.
+    # There is a window even so.
     assert report.loss_scale.lowest <= 2.0 < report.loss_scale.highest
     assert {finding.severity for finding in report.findings} <= {"info"}
     assert report.events == ()
 
 
-def test_zeros_of_a_relu_are_no_underflow() -> None:
+def test_zeros_of_a_relu_do_not_count_as_flushed() -> None:
     torch.manual_seed(0)
     report = _train(HEALTHY["ReLU MLP"]())
     first = next(layer for layer in report.layers if (layer.name, layer.kind) == ("1", "activation_gradient"))
@@ -86,7 +86,7 @@ def test_zeros_of_a_relu_are_no_underflow() -> None:
     assert first.flushed_fraction.estimate < 0.05
 
 
-def test_a_bias_before_batch_norm_holds_rounding_noise() -> None:
+def test_the_gradient_of_a_bias_before_batch_norm_is_rounding_noise() -> None:
     torch.manual_seed(0)
     report = _train(_cnn())
     noise = {layer.name for layer in report.layers if layer.rounding_noise}

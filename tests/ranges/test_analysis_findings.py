@@ -1,4 +1,4 @@
-"""What the report says of a session: nothing above info of a healthy one, and the right thing of the others."""
+"""A healthy session has info findings only; each broken one has the right finding."""
 
 import json
 import math
@@ -47,10 +47,10 @@ def ids(report):
     return {finding.id: finding.severity for finding in report.findings}
 
 
-# -- the sick one -----------------------------------------------------------------------------------------------------
+# -- sessions with a fault --------------------------------------------------------------------------------------------
 
 
-def test_the_demo_is_told_what_flushes_and_what_is_fine():
+def test_the_demo_session_reports_flushed_and_fine_gradients():
     report = analyse(session_of(DEMO, steps=160))
     assert ids(report) == {"gradients-flushed": "warning", "weight-gradients-fine": "info"}
     flushed = found(report, "gradients-flushed")
@@ -63,8 +63,8 @@ def test_the_demo_is_told_what_flushes_and_what_is_fine():
     assert "activation gradients of 'decoder'" in fine.message
 
 
-def test_layers_are_judged_one_by_one_not_pooled():
-    """A large healthy layer does not hide a small sick one."""
+def test_layers_are_judged_separately():
+    """A large healthy layer does not hide a small layer with flushed gradients."""
     sick = spread({-28: 1000, -24: 100})
     report = analyse(session_of({activation("small"): sick, activation("large"): spread({-5: 10**9})}))
     pooled = next(layer for layer in report.overall if layer.kind == "activation_gradient")
@@ -84,13 +84,13 @@ def test_layers_are_judged_one_by_one_not_pooled():
         ((ScaleChange(0, None),), "warning"),
     ],
 )
-def test_a_run_that_scales_enough_is_not_alarmed(scales, severity):
+def test_flushed_gradients_are_info_if_the_runs_scale_is_large_enough(scales, severity):
     progress = Progress(100, 100, 0, 100, True, scales=scales)
     report = analyse(session_of(DEMO, steps=100, progress=progress))
     assert found(report, "gradients-flushed").severity == severity
 
 
-def test_a_run_in_bfloat16_is_not_alarmed():
+def test_gradients_that_fp16_would_flush_are_info_for_a_run_in_bfloat16():
     seen = window_of(logits(), passed_through="bfloat16")
     assert ids(analyse(session_of({activation("decoder"): seen}))) == {"gradients-flushed": "info"}
 
@@ -106,7 +106,7 @@ def test_gradients_flushed_before_counting_are_reported():
     assert layer.already_flushed_fraction.high == pytest.approx(0.879, abs=0.001)
 
 
-def test_overflow_without_a_scale_is_a_warning():
+def test_an_overflow_at_scale_1_is_a_warning():
     report = analyse(session_of({activation("fc"): spread({0: 1000, 17: 3})}))
     assert ids(report)["gradients-overflow"] == "warning"
     assert found(report, "gradients-overflow").evidence["max_log2_scale"] == -2
@@ -114,7 +114,7 @@ def test_overflow_without_a_scale_is_a_warning():
 
 
 @pytest.mark.parametrize(("scale", "severity"), [(1.0, "warning"), (2.0**-8, "info")])
-def test_overflow_at_scale_1_is_no_warning_where_the_runs_own_scale_is_small_enough(scale, severity):
+def test_an_overflow_at_scale_1_is_info_if_the_runs_scale_is_small_enough(scale, severity):
     progress = Progress(100, 100, 0, 100, True, scales=(ScaleChange(0, scale),))
     session = session_of({activation("fc"): spread({0: 1000, 17: 3})}, steps=100, progress=progress)
     finding = found(analyse(session), "gradients-overflow")
@@ -123,7 +123,7 @@ def test_overflow_at_scale_1_is_no_warning_where_the_runs_own_scale_is_small_eno
     assert bool(finding.fix) == (severity == "warning")
 
 
-def test_nothing_is_in_reserve_above_a_scale_at_which_the_run_overflowed():
+def test_the_reserve_is_zero_above_an_overflow_of_the_run():
     blocks = [{activation("fc"): spread({-20: 100, peak: 1})} for peak in (-3, -1, -2, -3, -1, -2, -3, -1)]
     free = analyse(session_of(*blocks, steps=4)).loss_scale
     assert free.reserve > 1
@@ -152,21 +152,21 @@ def test_updates_of_rounding_noise_are_not_counted_as_lost():
     assert lost_in(spread({-28: 1000})).layer == "0.weight"
 
 
-def test_gradients_that_never_came_are_named_beside_the_window():
+def test_the_window_mentions_gradients_that_never_arrived():
     seen, unseen = activation("head"), activation("body")
     infos = [TensorInfo(key.name, key.kind, key.name, "Linear") for key in (seen, unseen)]
     said = str(analyse(session_of({seen: spread({-40: 1000})}, infos=infos)))
     assert "Of 1 gradient nothing was seen (Coverage): of these the window says nothing." in " ".join(said.split())
 
 
-def test_a_tensor_without_a_finite_value_is_named_where_the_others_fit():
+def test_a_tensor_without_a_finite_value_is_named_next_to_the_fitting_formats():
     report = analyse(session_of({activation("a"): spread({-3: 100}), activation("b"): spread({}, nans=12)}))
     said = " ".join(str(report).split())
     assert "activation gradients: range holds the finite ones: float16, bfloat16" in said
     assert "; of 'b' no finite value other than zero was seen" in said
 
 
-def test_layers_at_odds_are_named_with_the_ways_out():
+def test_layers_without_a_common_scale_are_named_with_possible_fixes():
     report = analyse(session_of({activation("deep"): spread({-40: 1000}), activation("head"): spread({12: 1000})}))
     finding = found(report, "scale-window-empty")
     assert finding.severity == "warning"
@@ -197,7 +197,7 @@ SGD = OptimizerRecord("SGD", {"lr": 1e-3}, {"float32": 10}, {})
         # 2^-26 is above 1e-8.
         (-26, (ADAM,), False),
         (-28, (SGD,), False),
-        # Which of the two steps these gradients is not known.
+        # It is unknown which optimizer steps these gradients.
         (-28, (ADAM, SGD), False),
         (-28, (), False),
     ],
@@ -209,7 +209,7 @@ def test_gradients_below_the_optimizers_epsilon_need_a_larger_loss(exponent, opt
         {activation("deep"): spread({exponent: 1000}), activation("head"): spread({15: 1000})}, precision=precision
     )
     assert (damped in found(analyse(at_odds), "scale-window-empty").fix) is told
-    # Zeros of a run at loss scale 2^(-25 - exponent), which flushes gradients up to 2^exponent.
+    # A run at loss scale 2^(-25 - exponent) flushes gradients up to 2^exponent, so these are zeros.
     silent = {
         key: window_of(histogram, passed_through="float16", floor_exponent=exponent)
         for key, histogram in (
@@ -224,7 +224,7 @@ def test_gradients_below_the_optimizers_epsilon_need_a_larger_loss(exponent, opt
     assert ("compute these modules in FP32, or" in finding.fix) is not told
 
 
-def test_layers_at_odds_are_no_alarm_where_the_run_has_the_range():
+def test_layers_without_a_common_scale_are_info_for_a_run_in_fp32():
     report = analyse(
         session_of(
             {activation("deep"): spread({-40: 1000}), activation("head"): spread({12: 1000})},
@@ -238,7 +238,7 @@ def test_layers_at_odds_are_no_alarm_where_the_run_has_the_range():
     assert report.verdict.healthy is True
 
 
-def test_a_measurement_without_its_figures_costs_its_diagnosis_alone():
+def test_a_measurement_without_its_figures_loses_only_its_diagnosis():
     measurements = (
         Measurement("loss", "", 0, {}, (), "float16"),
         Measurement("average", "fc.weight", 0, {}, ("fc.weight",), "bfloat16"),
@@ -251,23 +251,23 @@ def test_a_measurement_without_its_figures_costs_its_diagnosis_alone():
     assert "'loss-in-16-bits' is not known: its record can't be read (KeyError('value'))" in " ".join(failed)
 
 
-def test_unknown_scale_is_said_and_nothing_is_claimed_of_the_gradients():
+def test_an_unknown_loss_scale_is_the_only_finding():
     progress = Progress(10, 10, 0, 10, True, scale_known=False, scale_unknown_reason="no scaler was given.")
     report = analyse(session_of(DEMO, progress=progress))
     assert ids(report) == {"scale-unknown": "warning"}
     assert not report.loss_scale.available
 
 
-def test_drift_is_information():
+def test_a_moving_scale_window_is_an_info_finding():
     blocks = [{weight("w"): spread({-3 - 2 * i: 1000})} for i in range(4)]
     report = analyse(session_of(*blocks))
     assert ids(report) == {"scale-window-moves": "info"}
     assert found(report, "scale-window-moves").evidence["powers_of_two"] == 6
-    # BF16 has FP32's range, and no scale to move.
+    # BF16 has FP32's range and needs no scale.
     assert ids(analyse(session_of(*blocks), "bfloat16")) == {}
 
 
-# -- the healthy ones: nothing above info -----------------------------------------------------------------------------
+# -- healthy sessions: info findings only -----------------------------------------------------------------------------
 
 
 def lognormal(centre: float, spread_log2: float, n: int, zeros: int, seed: int = 0) -> ExponentHistogram:
@@ -277,7 +277,7 @@ def lognormal(centre: float, spread_log2: float, n: int, zeros: int, seed: int =
 
 
 def healthy(zero_share: float) -> dict:
-    """Magnitudes of an image classifier: weight gradients around 2^-10, activation gradients around 2^-15, ReLU zeros."""
+    """Return an image classifier's counts: weight gradients near 2^-10, activation gradients near 2^-15, zeros of ReLUs."""
     n = 200_000
     zeros = int(n * zero_share / (1 - zero_share))
     layers = {weight(f"{i}.weight"): lognormal(-10 - i / 4, 2, n, 0, i) for i in range(6)}
@@ -286,14 +286,14 @@ def healthy(zero_share: float) -> dict:
 
 
 @pytest.mark.parametrize("zero_share", [0.0, 0.109, 0.67, 0.95])
-def test_true_zeros_are_no_underflow(zero_share):
+def test_zeros_in_fp32_are_not_reported_as_flushed(zero_share):
     report = analyse(session_of(healthy(zero_share)))
     assert [finding for finding in report.findings if finding.severity != "info"] == []
     assert (report.loss_scale.needed, report.loss_scale.recommended) == (False, 1.0)
 
 
 @pytest.mark.parametrize("log2_scale", [0, 3, 16])
-def test_healthy_network_under_fp16_autocast_gets_nothing_above_info(log2_scale):
+def test_a_healthy_network_under_fp16_autocast_has_info_findings_only(log2_scale):
     layers = {
         key: window_of(through_fp16(histogram, log2_scale), passed_through="float16", floor_exponent=-25 - log2_scale)
         for key, histogram in healthy(0.5).items()
@@ -303,8 +303,8 @@ def test_healthy_network_under_fp16_autocast_gets_nothing_above_info(log2_scale)
     assert report.loss_scale.needed is not True
 
 
-def test_a_large_flushed_fraction_of_no_weight_is_no_alarm():
-    """Half of a confident classifier's gradient elements flush and weigh a ten-thousandth."""
+def test_many_flushed_elements_of_negligible_sum_are_no_finding():
+    """Half of the elements are flushed, but their sum is less than a millionth of the total."""
     report = analyse(session_of({activation("pool"): spread({-35: 5000, -12: 5000})}))
     assert report.layers[0].flushed_fraction.estimate == 0.5
     assert report.findings == ()
@@ -324,14 +324,14 @@ def steps_with(events, steps=100, **others):
     return analyse(session_of({weight("w"): FINE}, progress=progress, events=tuple(events)))
 
 
-def test_a_skipped_step_of_a_dynamic_scaler_is_information():
+def test_skipped_steps_of_a_dynamic_scaler_are_an_info_finding():
     finding = found(steps_with([event(0), event(1), event(50)]), "non-finite-event")
     assert finding.severity == "info"
     assert "skipped" in finding.message
 
 
-def test_the_opening_search_of_a_dynamic_scaler_is_no_alarm():
-    """From 2^32 a scaler may skip a dozen steps in a row before the first one."""
+def test_skips_at_the_start_of_a_dynamic_scaler_are_an_info_finding():
+    """A scaler that starts at 2^32 may skip a dozen steps before the first update."""
     opening = [event(step, loss_scale=2.0 ** (32 - step)) for step in range(14)]
     assert found(steps_with(opening, steps=100), "non-finite-event").severity == "info"
     assert found(steps_with(opening, steps=14), "non-finite-event").severity == "info"
@@ -341,15 +341,15 @@ def test_frequent_skips_are_a_warning():
     assert found(steps_with([event(step) for step in range(5, 100, 7)]), "non-finite-event").severity == "warning"
 
 
-def test_an_event_whose_cause_a_diagnosis_tells_has_no_alarm_and_no_advice_of_its_own():
+def test_an_event_explained_by_a_diagnosis_is_info_without_a_fix():
     session = steps_with([event(step) for step in range(5)], steps=5)
     assert found(session, "scale-too-high").severity == "error"
     consequence = found(session, "non-finite-event")
     assert (consequence.severity, consequence.fix) == ("info", "")
 
 
-def test_a_loss_that_did_no_harm_explains_no_event():
-    """All targets of step 5 are ignored: NaN, with finite gradients. What breaks in step 9 is an alarm of its own."""
+def test_a_harmless_nan_loss_does_not_explain_a_later_event():
+    """All targets of step 5 are ignored: the loss is NaN, its gradients are finite. Step 9 breaks for another reason."""
     ignored = Measurement("examined-argument", step=5, figures={"elements": 4.0}, text="a mean that are all ignored")
     broken = event(9, "forward", value="nan", loss_scale=None, forward_finite=False, skipped=None)
     session = session_of({weight("w"): FINE}, progress=Progress(20, 20, 0, 20, True), events=(broken,))
@@ -358,12 +358,12 @@ def test_a_loss_that_did_no_harm_explains_no_event():
     assert found(report, "non-finite-event").severity == "error"
 
 
-def test_a_scale_that_grew_beyond_its_dtype_is_told():
+def test_a_loss_scale_that_stays_infinite_is_reported():
     events = [event(step, loss_scale=math.inf) for step in range(5)]
     assert "stays at inf" in found(steps_with(events, steps=5), "scale-too-high").message
 
 
-def test_forward_nan_is_an_error_and_backing_off_is_called_useless():
+def test_a_nan_in_the_forward_is_an_error_that_no_lower_scale_fixes():
     events = [event(step, "forward", value="nan", loss_scale=None, forward_finite=False) for step in range(3, 43)]
     cause = found(steps_with(events), "scale-falls-for-forward")
     assert (cause.severity, cause.layer, cause.step) == ("error", "fc2", 3)
@@ -375,7 +375,7 @@ def test_forward_nan_is_an_error_and_backing_off_is_called_useless():
     assert "can't help" in finding.message
 
 
-def test_a_forward_that_was_never_finite_is_an_error_whatever_the_scaler_did():
+def test_a_non_finite_forward_is_an_error_without_a_scaler():
     events = [
         event(step, "forward", value="nan", loss_scale=None, forward_finite=False, skipped=None) for step in (3, 4)
     ]
@@ -384,7 +384,7 @@ def test_a_forward_that_was_never_finite_is_an_error_whatever_the_scaler_did():
     assert "No loss scale repairs a forward" in finding.fix
 
 
-def test_a_step_taken_on_infinite_gradients_is_an_error_unless_the_forwards_after_it_were_finite():
+def test_a_step_on_infinite_gradients_is_an_error_unless_later_forwards_are_finite():
     after = event(8, "forward", value="nan", loss_scale=None, forward_finite=False)
     assert found(steps_with([event(7, skipped=False), after]), "non-finite-event").severity == "error"
     survived = found(steps_with([event(7, skipped=False)]), "non-finite-event")
@@ -395,7 +395,7 @@ def test_a_step_taken_on_infinite_gradients_is_an_error_unless_the_forwards_afte
     assert found(steps_with([event(7, skipped=None)]), "non-finite-event").severity == "warning"
 
 
-def test_without_a_watch_the_counts_tell():
+def test_counted_infinities_are_reported_without_a_watch():
     nan = ExponentHistogram.from_counts([5], -3, nans=7, infs=1)
     forward = analyse(session_of({TensorKey("fc", ACTIVATION): nan}))
     assert ids(forward) == {"non-finite-event": "error"}
@@ -403,7 +403,7 @@ def test_without_a_watch_the_counts_tell():
 
 
 @pytest.mark.parametrize(("skipped", "severity"), [(0, None), (1, "info"), (10, "info"), (11, "warning")])
-def test_skipped_steps_that_nobody_watched_are_told(skipped, severity):
+def test_skipped_steps_without_a_watch_are_reported(skipped, severity):
     progress = Progress(100, 100, skipped, 100, True)
     session = session_of({weight("w"): FINE}, progress=progress)
     assert found(analyse(session), "unwatched-skips") is None
@@ -417,14 +417,14 @@ def test_skipped_steps_that_nobody_watched_are_told(skipped, severity):
             assert why in finding.message
 
 
-def test_skips_that_an_event_explains_are_told_once():
+def test_skips_explained_by_an_event_are_not_reported_again():
     session = session_of({weight("w"): FINE}, progress=Progress(100, 100, 3, 100, True), events=(event(50),))
     report = analyse(replace(session, info=replace(session.info, watch=False)))
     assert found(report, "unwatched-skips") is None
     assert found(report, "non-finite-event").evidence["skipped_steps"] == 3
 
 
-def test_the_gravest_come_first():
+def test_findings_are_sorted_by_severity():
     report = analyse(session_of(DEMO, events=(event(3, "forward", forward_finite=False),)))
     severities = [SEVERITIES.index(finding.severity) for finding in report.findings]
     assert severities == sorted(severities, reverse=True)
@@ -450,7 +450,7 @@ def updates(lost, dtype, *, measured=False):
         (0, "float16", False, None),
     ],
 )
-def test_lost_updates_alarm_only_where_weights_are_stored_so(lost, dtype, measured, severity):
+def test_lost_updates_are_a_warning_only_if_the_weights_have_that_format(lost, dtype, measured, severity):
     finding = found(updates(lost, dtype, measured=measured), "updates-lost")
     assert (finding.severity if finding else None) == severity
     if severity == "warning":
@@ -463,8 +463,8 @@ def test_activations_beyond_the_format_are_a_warning():
     assert ids(report)["values-overflow"] == "warning"
 
 
-def test_sums_that_overflow_are_information():
-    # 65,536 ones a sample: the sum of them overflows FP16 for certain; 256 ones do not.
+def test_sums_that_would_overflow_are_an_info_finding():
+    # The sum of 65,536 ones per sample overflows FP16 for certain; the sum of 256 ones does not.
     ones = ExponentHistogram.from_counts([655_360], 0, powers_of_two=[655_360])
     few = ExponentHistogram.from_counts([2560], 0, powers_of_two=[2560])
     report = analyse(session_of({TensorKey("a", ACTIVATION): ones, TensorKey("b", ACTIVATION): few}))
@@ -497,7 +497,7 @@ def test_formats_are_judged_by_range():
 # -- coverage -----------------------------------------------------------------------------------------------------------
 
 
-def test_coverage_names_what_never_fired_with_a_reason():
+def test_coverage_lists_tensors_that_never_arrived_with_a_reason():
     infos = (
         TensorInfo("a", "activation_gradient", "a", "Linear"),
         TensorInfo("b", "activation_gradient", "b", "Linear"),
@@ -518,7 +518,7 @@ def test_coverage_names_what_never_fired_with_a_reason():
     assert str(analyse(session_of({activation("a"): FINE})).coverage) == "all 1 watched tensors were seen"
 
 
-def test_what_is_frozen_as_a_whole_needs_no_gradient():
+def test_completely_frozen_modules_need_no_gradient():
     infos = (
         TensorInfo(
             "body.0.weight", "weight_gradient", "body.0", "Linear", (2, 2), "float32", "frozen: requires_grad is False"
@@ -535,7 +535,7 @@ def test_what_is_frozen_as_a_whole_needs_no_gradient():
 
 
 @pytest.mark.parametrize("optimizers", [(), (OptimizerRecord("SGD"),)])
-def test_parameters_without_a_gradient_are_a_finding_if_no_optimizer_tells_which_are_trained(optimizers):
+def test_parameters_without_a_gradient_are_a_finding_if_no_optimizer_is_known(optimizers):
     infos = [
         TensorInfo(name, "weight_gradient", name[0], "Linear", (2, 2), "float32") for name in ("a.weight", "b.weight")
     ]
@@ -554,14 +554,14 @@ def test_parameters_without_a_gradient_are_a_finding_if_no_optimizer_tells_which
         (Progress(steps=9, sampled_steps=9), "no backward ran"),
     ],
 )
-def test_coverage_of_a_session_that_saw_nothing(progress, reason):
+def test_coverage_of_an_empty_session_gives_the_reason(progress, reason):
     watched = (TensorInfo("a", "activation_gradient", "a", "Linear"),)
     report = analyse(Session(watched=watched, progress=progress))
     assert report.coverage.never_fired == (("a", "activation_gradient", reason),)
     assert not report.loss_scale.available
 
 
-# -- every possible session ---------------------------------------------------------------------------------------------
+# -- random sessions ----------------------------------------------------------------------------------------------------
 
 odd_histograms = st.builds(
     lambda counts, low, zeros, infs, nans: ExponentHistogram.from_counts(
@@ -657,32 +657,32 @@ def test_every_session_has_a_report(session, name):
     assert report.loss_scale.reason
 
 
-def test_the_empty_session():
+def test_the_empty_session_has_an_empty_report():
     report = analyse(Session())
     assert (report.layers, report.findings, report.events, report.formats, report.overall) == ((), (), (), (), ())
     assert report.loss_scale.reason.startswith("No gradient was seen")
 
 
-def test_only_activations_give_ranges_but_no_advice():
+def test_activations_alone_have_ranges_but_no_advice():
     report = analyse(session_of({TensorKey("fc", ACTIVATION): FINE, TensorKey("fc.weight", WEIGHT): FINE}))
     assert not report.loss_scale.available
     assert [layer.flushed_fraction.estimate for layer in report.layers] == [0.0, 0.0]
 
 
-def test_nan_everywhere_is_said():
+def test_a_session_of_nans_alone_is_reported():
     nan = ExponentHistogram.from_counts([], 0, nans=100)
     report = analyse(session_of({activation("fc"): nan, weight("fc.weight"): nan}))
     assert "infinite or NaN" in report.loss_scale.reason
     assert ids(report) == {"non-finite-event": "warning"}
 
 
-def test_overall_pools_each_kind():
+def test_the_overall_rows_pool_each_kind():
     report = analyse(session_of(DEMO))
     weights = next(layer for layer in report.overall if layer.kind == "weight_gradient")
     assert weights.histogram == merge(histogram for key, histogram in DEMO.items() if key.kind == "weight_gradient")
 
 
-def test_tensors_nobody_announced_are_reported_too():
+def test_tensors_that_were_not_announced_are_reported():
     session = session_of(DEMO)
     report = analyse(replace(session, watched=()))
     assert {layer.name for layer in report.layers} == {key.name for key in DEMO}

@@ -1,4 +1,4 @@
-"""The least scale that serves a tensor, and what can be said of values flushed before they were counted."""
+"""The least scale that serves a tensor, and bounds on values that were flushed before they were counted."""
 
 import math
 
@@ -36,14 +36,14 @@ def histograms(draw: st.DrawFn) -> ExponentHistogram:
 
 
 @given(histograms(), st.sampled_from(FORMATS), st.floats(NEGLIGIBLE_L1_SHARE, 0.9))
-def test_least_scale_is_the_least_that_keeps_to_the_tolerance(histogram, format, tolerance):
+def test_the_least_scale_is_the_smallest_power_of_two_within_the_tolerance(histogram, format, tolerance):
     k = least_log2_scale(histogram, format, tolerance)
     assert histogram.lost_l1_share(format, k).estimate <= tolerance * (1 + 1e-9)
     assert histogram.lost_l1_share(format, k - 1).estimate > tolerance * (1 - 1e-9)
 
 
 @given(histograms(), st.sampled_from(FORMATS), st.integers(1, 10**9), st.integers(-60, 0))
-def test_a_scale_that_allows_for_hidden_values_keeps_even_their_worst_case(histogram, format, hidden, floor):
+def test_a_scale_for_hidden_values_covers_their_worst_case(histogram, format, hidden, floor):
     k = least_log2_scale(histogram, format, hidden=hidden, floor_exponent=floor)
     assert k >= least_log2_scale(histogram, format)
     whole = histogram.sum_abs().estimate
@@ -52,8 +52,8 @@ def test_a_scale_that_allows_for_hidden_values_keeps_even_their_worst_case(histo
     assert lost <= LOST_L1_TOLERANCE * whole * (1 + 1e-9)
 
 
-def test_exact_edges_of_a_single_value():
-    # 2^-25 itself is a tie and goes to zero; anything above it survives.
+def test_the_least_scale_of_a_single_value_is_exact():
+    # 2^-25 is a tie and rounds to zero; larger values do not.
     assert least_log2_scale(spread({-25: 1}), FLOAT16) == 0
     tie = ExponentHistogram.from_counts([1], -25, powers_of_two=[1])
     assert least_log2_scale(tie, FLOAT16) == 1
@@ -62,7 +62,7 @@ def test_exact_edges_of_a_single_value():
     assert least_log2_scale(tie, FLOAT16_FTZ) == 11
 
 
-def test_no_value_needs_no_scale():
+def test_a_tensor_without_values_needs_no_scale():
     assert least_log2_scale(spread({}, zeros=5, nans=1), FLOAT16) is None
     assert least_log2_scale(spread({}, infs=5), FLOAT16, NEGLIGIBLE_L1_SHARE) is None
 
@@ -73,8 +73,8 @@ def test_a_tolerance_that_is_no_share_is_refused(tolerance):
         least_log2_scale(spread({0: 1}), FLOAT16, tolerance)
 
 
-def test_the_measured_example_needs_between_2_to_the_3_and_2_to_the_7():
-    # Measured: S=8 (lost share 0.014) trains, not identically; S=128 (0.0001) matches FP32.
+def test_the_least_scale_agrees_with_measured_trainings():
+    # In trainings, scale 8 (lost share 0.014) converges with a difference; scale 128 (0.0001) matches FP32.
     assert logits().lost_l1_share(FLOAT16).estimate == pytest.approx(0.109, abs=0.001)
     assert 3 < least_log2_scale(logits(), FLOAT16) <= 7
 
@@ -82,7 +82,7 @@ def test_the_measured_example_needs_between_2_to_the_3_and_2_to_the_7():
 # -- values that passed through a narrow format ---------------------------------------------------------------
 
 
-def test_unrounded_values_leave_no_doubt():
+def test_shares_of_unrounded_values_are_exact():
     view = Visibility(spread({-30: 30, -10: 70}, zeros=500))
     assert view.flushed_fraction(FLOAT16) == Interval(0.3, 0.3, 0.3)
     assert view.already_flushed_fraction() is None
@@ -90,12 +90,12 @@ def test_unrounded_values_leave_no_doubt():
     assert view.likely_hidden_l1_share() == 0.0
 
 
-def test_zeros_bound_what_was_flushed_before():
-    # n = 100 visible, f = 0 flushed at scale 1, z = 300 zeros; counted at scale 1.
+def test_zeros_bound_the_share_flushed_before_counting():
+    # Counted at scale 1: 100 visible values, of these 0 flushed, and 300 zeros.
     view = Visibility(spread({-20: 100}, zeros=300), floor_exponent=-25)
     assert view.flushed_fraction(FLOAT16) == Interval(0.0, 0.0, 300 / 400)
     assert view.already_flushed_fraction() == Interval(0.0, 0.0, 300 / 400)
-    # Counted at scale 16, asked about scale 1: f = 20 of the 100 flush, and whatever was hidden does too.
+    # Counted at scale 16 and evaluated at scale 1: 20 of the 100 values flush, and so do all hidden values.
     seen_at_16 = Visibility(spread({-28: 20, -20: 80}, zeros=300), floor_exponent=-29)
     assert seen_at_16.flushed_fraction(FLOAT16) == Interval(0.2, 0.2, 320 / 400)
     # At a larger scale than the run's, hidden values may survive.
@@ -104,7 +104,7 @@ def test_zeros_bound_what_was_flushed_before():
     assert mixed.flushed_fraction(FLOAT16, 5) == Interval(0.2, 20 / 400, 320 / 400)
 
 
-def test_lost_share_is_bounded_by_the_hidden_mass():
+def test_the_lost_share_is_bounded_by_the_sum_of_hidden_values():
     view = Visibility(ExponentHistogram.from_counts([100], -20, powers_of_two=[100], zeros=300), floor_exponent=-25)
     hidden, visible = 300 * 2.0**-25, 100 * 2.0**-20
     share = view.lost_l1_share(FLOAT16)
@@ -113,9 +113,9 @@ def test_lost_share_is_bounded_by_the_hidden_mass():
 
 
 @given(histograms(), st.integers(0, 10**6), st.integers(-40, 10))
-def test_the_truth_lies_between_the_bounds(truth, more_zeros, log2_run):
-    """Take a histogram, let the run's scale hide part of it: the bounds must hold what the whole would say."""
-    # Cut at a whole exponent, so that what is hidden is known exactly.
+def test_the_true_shares_are_within_the_bounds(truth, more_zeros, log2_run):
+    """The bounds from a histogram whose small values are hidden include the shares of the whole histogram."""
+    # The cut is at a whole exponent, so the hidden values are known exactly.
     plain = ExponentHistogram.from_counts(truth.counts, truth.min_exponent, zeros=more_zeros)
     view = Visibility(cut_below(plain, -24 - log2_run), floor_exponent=-24 - log2_run)
     for k in (log2_run - 20, log2_run - 1, log2_run, log2_run + 7):
@@ -126,14 +126,14 @@ def test_the_truth_lies_between_the_bounds(truth, more_zeros, log2_run):
         assert share.high >= true_share.low * (1 - 1e-9)
 
 
-def test_everything_hidden_is_everything_unknown():
+def test_shares_are_unknown_if_all_values_are_hidden():
     view = Visibility(spread({}, zeros=10), floor_exponent=-25)
     assert view.flushed_fraction(FLOAT16) == Interval(0.0, 0.0, 1.0)
     assert view.lost_l1_share(FLOAT16) == Interval(0.0, 0.0, 1.0)
     assert Visibility(spread({}), -25).flushed_fraction(FLOAT16) == Interval(0.0, 0.0, 0.0)
 
 
-def test_crowding_at_the_floor_betrays_what_is_below():
+def test_many_values_near_the_floor_indicate_hidden_values():
     crowded = Visibility(through_fp16(logits()), floor_exponent=-25)
     assert crowded.likely_hidden_l1_share() > LOST_L1_TOLERANCE
     true_zeros = Visibility(spread({-12: 100_000, -24: 3}, zeros=900_000), floor_exponent=-25)
@@ -141,15 +141,15 @@ def test_crowding_at_the_floor_betrays_what_is_below():
 
 
 @pytest.mark.parametrize("top", [-1200, -20, 1500])
-def test_what_is_likely_hidden_does_not_depend_on_how_large_the_values_are(top):
-    """2^-1200 and 2^1500 are no float64: a session may hold them, and a sum of them is taken relative to the largest."""
+def test_the_likely_hidden_share_is_independent_of_the_magnitude(top):
+    """A session can contain 2^-1200 and 2^1500, beyond float64; their sums are computed relative to the largest."""
     view = Visibility(spread({top - 3: 50, top: 50}, zeros=40), floor_exponent=top - 4)
     at_zero = Visibility(spread({-3: 50, 0: 50}, zeros=40), floor_exponent=-4)
     assert view.likely_hidden_l1_share() == at_zero.likely_hidden_l1_share() > 0
     assert Visibility(spread({top: 50}, zeros=40), top + 3000).likely_hidden_l1_share() == 0
 
 
-def test_layer_report_at_scale_1_and_at_another():
+def test_a_layer_report_depends_on_the_scale():
     info = TensorInfo("fc.weight", "weight_gradient", "fc", "Linear")
     window = window_of(spread({-30: 25, -20: 50, 10: 25}))
     report = layer_report(info, window, FLOAT16)
@@ -162,13 +162,13 @@ def test_layer_report_at_scale_1_and_at_another():
     assert math.isinf(scaled.noise_to_signal)
 
 
-def test_a_tensor_never_seen_has_a_report_of_nothing():
+def test_a_tensor_that_never_arrived_has_an_empty_report():
     report = layer_report(TensorInfo("fc.weight", "weight_gradient", "fc", "Linear"), None, FLOAT32)
     assert (report.samples, report.histogram, report.flushed_fraction, report.lost_l1_share) == (0, None, None, None)
 
 
 def test_values_at_the_ends_of_float64_raise_no_warning():
-    """Sums beyond float64's range are inf, not NaN, and a coarse format's step there is no overflow."""
+    """Sums beyond float64's range are inf instead of NaN, and the rounding error of tiny values is finite."""
     huge = ExponentHistogram.from_counts([1], 600)
     assert huge.sum_squares().low == math.inf
     assert huge.sum_squares().estimate == math.inf

@@ -1,4 +1,4 @@
-"""Autocast regions: updates inside of one, and regions for another device."""
+"""Findings on autocast: updates inside a region, and regions for another device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpinspect import Inspector
 
 
 def report(*, around=None, each=None, after_step=lambda: None, steps=6):
-    """Train with a region around the loop, one in each step, or both."""
+    """Train with a region around the loop, in each step, or both."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -38,7 +38,7 @@ def bf16(**options):
     return lambda: torch.autocast("cpu", torch.bfloat16, **options)
 
 
-def test_a_region_around_the_loop_serves_old_casts():
+def test_a_region_around_the_loop_uses_outdated_casts():
     found = ids(report(around=bf16()))["autocast-around-updates"]
     assert (found.severity, found.step) == ("error", 1)
     assert found.evidence == {"measured_steps": 4.0}
@@ -55,7 +55,7 @@ def test_a_region_around_the_loop_serves_old_casts():
     ],
     ids=["in each step", "without a cache", "disabled", "cleared", "none"],
 )
-def test_other_regions_serve_new_ones(options):
+def test_other_regions_use_current_casts(options):
     assert "autocast-around-updates" not in ids(report(**options))
 
 
@@ -69,16 +69,16 @@ def cuda(**options):
     return made
 
 
-def test_a_region_for_another_device_casts_nothing():
+def test_a_region_for_another_device_is_reported():
     found = ids(report(each=cuda()))["autocast-for-another-device"]
     assert (found.severity, found.evidence["asked"], found.evidence["device"]) == ("warning", "cuda", "cpu")
 
 
-def test_a_region_that_is_switched_off_asks_for_nothing():
+def test_a_disabled_region_for_another_device_is_not_reported():
     assert "autocast-for-another-device" not in ids(report(each=cuda(enabled=False)))
 
 
-def test_one_region_of_several_devices_suffices():
+def test_a_region_for_another_device_is_not_reported_next_to_the_right_one():
     class Both:
         def __enter__(self):
             self.regions = [cuda()(), bf16()()]
@@ -92,7 +92,7 @@ def test_one_region_of_several_devices_suffices():
     assert "autocast-for-another-device" not in ids(report(each=Both))
 
 
-def test_torchs_functions_are_left_as_they_were():
+def test_torchs_functions_are_restored():
     before = torch.autocast.__init__, torch.clear_autocast_cache
     report(each=bf16())
     assert (torch.autocast.__init__, torch.clear_autocast_cache) == before

@@ -1,4 +1,4 @@
-"""The budget: which steps are sampled and watched where the cost may not exceed a share of the bare steps. No real clock."""
+"""A budget chooses the sampled and watched steps, so that the cost stays below a share of the training's own time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BARE = 1.0
 def _run(
     budget: Budget, steps: int, costs: tuple[float, float, float], stalls: dict[int, float] | None = None
 ) -> tuple[list[int], list[int], float]:
-    """Sampled steps, watched steps, and the share spent. ``costs``: of a sampled, a watched and an idle step."""
+    """Return the sampled steps, the watched steps and the spent share, for costs of a sampled, a watched and an idle step."""
     sampled, watched, own, bare = [], [], 0.0, 0.0
     for step in range(steps):
         cost = costs[0] if budget.samples else costs[1] if budget.watches else costs[2]
@@ -39,7 +39,7 @@ def _run(
 
 @pytest.mark.parametrize("share", [0.005, 0.02, 0.1])
 @pytest.mark.parametrize("costs", [(0.13, 0.0, 0.0), (0.13, 0.001, 0.0), (0.9, 0.004, 0.0001), (0.13, 0.3, 0.0)])
-def test_comes_close_below_the_share_that_was_given(share: float, costs: tuple[float, float, float]) -> None:
+def test_the_cost_is_just_below_the_given_share(share: float, costs: tuple[float, float, float]) -> None:
     budget = Budget(share, watches=costs[1] > 0)
     sampled, watched, spent = _run(budget, 5000, costs)
     assert spent == pytest.approx(PLANNED * share, rel=0.07)
@@ -49,24 +49,24 @@ def test_comes_close_below_the_share_that_was_given(share: float, costs: tuple[f
         assert set(sampled) <= set(watched)
 
 
-def test_what_costs_less_is_done_at_every_step() -> None:
+def test_every_step_is_sampled_if_the_budget_covers_it() -> None:
     sampled, watched, spent = _run(Budget(0.02), 200, (0.015, 0.01, 0.0))
     assert watched == list(range(200))
-    # But for a few steps at the start, when nothing has been earned.
+    # The first steps have not earned the cost of a sample yet.
     assert sampled[5:] == list(range(sampled[5], 200))
     assert len(sampled) >= 196
     assert spent == pytest.approx(0.015, rel=0.01)
 
 
-def test_the_watch_comes_before_the_samples() -> None:
-    """At 1% it stays at every step of a budget of 2%; what is left is for samples."""
+def test_watching_has_priority_over_sampling() -> None:
+    """A watch that costs 1% runs in every step of a budget of 2%; samples get the rest."""
     sampled, watched, spent = _run(Budget(0.02), 3000, (0.13, 0.01, 0.0))
     assert watched == list(range(3000))
     assert len(sampled) == pytest.approx(3000 * (PLANNED * 0.02 - 0.01) / 0.12, rel=0.1)
     assert spent <= 0.02
 
 
-def test_a_watch_too_dear_looks_at_one_step_in_some_and_samples_go_on() -> None:
+def test_a_watch_above_the_budget_is_thinned_out_and_sampling_continues() -> None:
     sampled, watched, _ = _run(Budget(0.02), 4000, (0.2, 0.08, 0.0))
     assert len(watched) - len(sampled) == pytest.approx(4000 * 0.8 * PLANNED * 0.02 / 0.08, rel=0.1)
     gaps = [late - early for early, late in pairwise(watched[20:])]
@@ -74,13 +74,13 @@ def test_a_watch_too_dear_looks_at_one_step_in_some_and_samples_go_on() -> None:
     assert len(sampled) == pytest.approx(4000 * 0.2 * PLANNED * 0.02 / 0.2, rel=0.2)
 
 
-def test_every_is_the_least_interval() -> None:
+def test_every_is_the_minimum_interval_between_samples() -> None:
     sampled, _, spent = _run(Budget(0.5, every=7, watches=False), 100, (0.01, 0.0, 0.0))
     assert sampled == list(range(0, 100, 7))
     assert spent < 0.01
 
 
-def test_follows_costs_that_change() -> None:
+def test_the_number_of_samples_follows_changing_costs() -> None:
     budget = Budget(0.02, watches=False)
     counts = [len(_run(budget, 1000, (cost, 0.0, 0.0))[0]) for cost in (0.1, 0.4, 0.02)]
     assert counts[0] == pytest.approx(1000 * PLANNED * 0.02 / 0.1, rel=0.05)
@@ -89,8 +89,8 @@ def test_follows_costs_that_change() -> None:
 
 
 @pytest.mark.parametrize("stall", [50.0, 10_000.0])
-def test_a_stalled_step_earns_little(stall: float) -> None:
-    """A validation or a checkpoint between two steps is no reason to sample more."""
+def test_a_stalled_step_earns_little_allowance(stall: float) -> None:
+    """Time for a validation or a checkpoint between two steps does not add samples."""
     plain, _, _ = _run(Budget(0.02, watches=False), 1000, (0.1, 0.0, 0.0))
     stalled, _, spent = _run(
         Budget(0.02, watches=False), 1000, (0.1, 0.0, 0.0), dict.fromkeys(range(5, 1000, 50), stall)
@@ -99,7 +99,7 @@ def test_a_stalled_step_earns_little(stall: float) -> None:
     assert spent == pytest.approx(PLANNED * 0.02, rel=0.05)
 
 
-def test_a_stall_inside_the_inspector_is_not_paid_for_ever() -> None:
+def test_sampling_resumes_after_a_long_stall_inside_the_inspector() -> None:
     budget = Budget(0.02, watches=False)
     before, _, _ = _run(budget, 200, (0.1, 0.0, 0.0))
     assert len(before) == pytest.approx(200 * PLANNED * 0.02 / 0.1, abs=3)
@@ -110,58 +110,58 @@ def test_a_stall_inside_the_inspector_is_not_paid_for_ever() -> None:
     assert 15 <= len(after) < len(before)
 
 
-def test_short_stalls_inside_the_inspector_are_paid_for() -> None:
-    """On a busy machine every fifth look takes ten times as long: the share still holds."""
+def test_short_stalls_inside_the_inspector_count_as_cost() -> None:
+    """Every fifth watched step takes ten times as long, as on a busy machine; the share is still met."""
     budget = Budget(0.02, samples=False)
     spent = bare = 0.0
-    looks = 0
+    watched = 0
     for _ in range(20_000):
         cost = 0.0
         if budget.watches:
-            looks += 1
-            cost = 0.3 if looks % 5 == 0 else 0.03
+            watched += 1
+            cost = 0.3 if watched % 5 == 0 else 0.03
         spent += cost
         bare += budget.end_step(BARE + cost, cost)[0]
     assert spent / bare == pytest.approx(PLANNED * 0.02, rel=0.02)
 
 
-def test_what_idle_steps_cost_is_part_of_the_share() -> None:
-    """Also where a sample costs as much as thousands of steps earn."""
+def test_the_cost_of_idle_steps_is_part_of_the_share() -> None:
+    """This holds even if a sample costs as much as a thousand steps earn."""
     _, watched, spent = _run(Budget(0.05), 20_000, (2.0, 0.5, 0.02))
     assert spent == pytest.approx(PLANNED * 0.05, rel=0.07)
     assert len(watched) > 100
 
 
-def test_never_starves() -> None:
-    """However dear a sample is, one comes at least so often."""
+def test_samples_and_watched_steps_never_stop() -> None:
+    """There is a longest pause, whatever a sample costs."""
     sampled, watched, _ = _run(Budget(0.001), 5 * LONGEST_PAUSE, (1e4, 1e3, 0.0))
     assert len(sampled) >= 5
     assert max(late - early for early, late in pairwise(watched)) <= LONGEST_PAUSE
 
 
-def test_the_first_steps_are_sampled_whatever_they_cost() -> None:
+def test_the_first_steps_are_sampled_at_any_cost() -> None:
     sampled, _, _ = _run(Budget(0.02), 10, (1e3, 0.0, 0.0))
     assert sampled == list(range(FIRST_STEPS))
 
 
 @pytest.mark.parametrize("hidden", [0.0, 0.2])
-def test_what_slows_the_training_outside_of_callbacks_is_charged(hidden: float) -> None:
-    """By what the meter takes for bare time in steps that are looked at and in others."""
-    budget, own, looked = Budget(0.1), 0.0, 0
+def test_slowdowns_outside_of_callbacks_are_charged(hidden: float) -> None:
+    """The meter compares the bare times of watched and idle steps."""
+    budget, own, watched = Budget(0.1), 0.0, 0
     charged = 0.0
     for step in range(4000):
         cost = 0.3 if budget.samples or budget.watches else 0.0
-        is_looked_at = bool(cost)
+        is_watched = bool(cost)
         varying = 1 + 0.02 * math.sin(step * 1.7)
-        _, counted = budget.end_step(None if step == 0 else BARE * varying + cost + hidden * is_looked_at, cost)
-        looked += is_looked_at
+        _, counted = budget.end_step(None if step == 0 else BARE * varying + cost + hidden * is_watched, cost)
+        watched += is_watched
         own, charged = own + cost, charged + counted
-    assert looked * (0.3 + hidden) == pytest.approx(PLANNED * 0.1 * 4000, rel=0.05)
-    assert charged - own == pytest.approx(looked * hidden, rel=0.15, abs=0.01 * own)
+    assert watched * (0.3 + hidden) == pytest.approx(PLANNED * 0.1 * 4000, rel=0.05)
+    assert charged - own == pytest.approx(watched * hidden, rel=0.15, abs=0.01 * own)
 
 
 class _Clock:
-    """Seconds that pass when told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -185,7 +185,7 @@ def test_the_meter_times_outermost_callbacks_and_whole_steps() -> None:
 
 
 class _Device:
-    """A device whose times arrive a step late."""
+    """A device whose measured times arrive one step late."""
 
     def __init__(self) -> None:
         self.begun = self.ended = 0
@@ -206,7 +206,7 @@ class _Device:
         return arrived
 
 
-def test_what_the_device_spent_is_told_when_it_is_known_and_then_taken_as_usual() -> None:
+def test_the_devices_time_is_charged_on_arrival_and_then_as_an_average() -> None:
     device = _Device()
     meter = Meter(_Clock(), device)
     told = []
@@ -223,7 +223,7 @@ def test_what_the_device_spent_is_told_when_it_is_known_and_then_taken_as_usual(
 def _trained(
     clock: _Clock, steps: int, cost: Callable[[Any], float], of: Callable[..., Inspector] = Inspector, **options: Any
 ) -> Inspector:
-    """A run in which a step takes a second and looking at it what ``cost`` says, by the inspector's own clock."""
+    """Train with steps of one second on the inspector's clock; ``cost`` returns the inspection's seconds per module call."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     inspector = of(model, optimizers=optimizer, **options)
@@ -231,14 +231,14 @@ def _trained(
     capture.meter.clock = clock
     forward_ran = capture.forward_ran
 
-    def dear(*args: Any) -> None:
+    def expensive(*args: Any) -> None:
         meter = capture.meter
         meter.begin()
         clock.now += cost(capture)
         meter.end()
         forward_ran(*args)
 
-    capture.forward_ran = dear
+    capture.forward_ran = expensive
     with inspector:
         for _ in range(steps):
             clock.now += 1.0
@@ -248,20 +248,20 @@ def _trained(
     return inspector
 
 
-def test_the_record_says_what_happened(tmp_path: Path) -> None:
+def test_the_session_records_the_watched_steps_and_the_overhead(tmp_path: Path) -> None:
     clock = _Clock()
-    looked: list[tuple[int, bool]] = []
+    inspected: list[tuple[int, bool]] = []
 
     def cost(capture: Any) -> float:
-        looked.append((capture.clock.step, capture._counting.at_work))
+        inspected.append((capture.clock.step, capture._counting.at_work))
         return 0.05 if capture._counting.at_work else 0.01
 
     inspector = _trained(clock, 400, cost, max_overhead=0.02, log_dir=tmp_path / "run")
     session = inspector.session()
     progress = session.progress
     assert session.info.max_overhead == 0.02
-    assert progress.sampled_steps == len({step for step, sampled in looked if sampled})
-    assert progress.watched_steps == len({step for step, _ in looked})
+    assert progress.sampled_steps == len({step for step, sampled in inspected if sampled})
+    assert progress.watched_steps == len({step for step, _ in inspected})
     assert 2 < progress.sampled_steps < progress.watched_steps < 400
     assert progress.measured_steps == 399
     assert progress.bare_s == pytest.approx(399.0, rel=1e-6)
@@ -275,7 +275,7 @@ def test_the_record_says_what_happened(tmp_path: Path) -> None:
     assert f"the watch checked {progress.watched_steps} of 400 steps" in " ".join(str(report).split())
 
 
-def test_a_first_culprit_after_steps_nobody_looked_at_says_so() -> None:
+def test_a_first_culprit_after_an_unwatched_step_says_so() -> None:
     clock = _Clock()
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -297,7 +297,7 @@ def test_a_first_culprit_after_steps_nobody_looked_at_says_so() -> None:
 
 
 @pytest.mark.parametrize("cost", [0.4, 2.0])
-def test_a_launched_run_is_limited_once_its_inspection_took_long(cost: float) -> None:
+def test_a_launched_run_is_limited_after_a_long_inspection(cost: float) -> None:
     clock = _Clock()
     inspector = _trained(clock, 120, lambda capture: cost / 4 * capture._watch.at_work, of=_launched())
     session = inspector.session()
@@ -307,7 +307,7 @@ def test_a_launched_run_is_limited_once_its_inspection_took_long(cost: float) ->
         assert (progress.watched_steps, progress.overhead, notes) == (None, None, [])
         assert "measured cost" not in str(inspector.report())
         return
-    # In each step four modules run. Of 20 s is taken what goes beyond half a second of each.
+    # Four modules run in each step. The part of their cost above half a second is taken from an allowance of 20 s.
     first = next(step for step in range(120) if cost * step > 0.5 * step + 20)
     assert notes == [
         f"the inspection took {first * cost:.3g} s of the first {first + 1} steps, the training itself {first} s: in the steps "
@@ -322,7 +322,7 @@ def test_a_launched_run_is_limited_once_its_inspection_took_long(cost: float) ->
 
 
 @pytest.mark.parametrize(("share", "world"), [(0.0, 1), (None, 2)])
-def test_a_launched_run_of_several_ranks_or_with_none_is_not_limited(
+def test_a_launched_run_of_several_ranks_or_with_limit_none_is_not_limited(
     share: float | None, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -342,18 +342,18 @@ def _launched(share: float | None = None) -> Callable[..., Inspector]:
 
 
 @pytest.mark.parametrize("bad", [0, 0.0, -0.1, 1, 1.5, math.nan, math.inf])
-def test_refuses_what_is_no_share(bad: float) -> None:
+def test_a_share_outside_of_0_to_1_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match=r"max_overhead=.*between 0 and 1"):
         Inspector(nn.Linear(1, 1), max_overhead=bad)
 
 
 @pytest.mark.parametrize("bad", [True, False, "2%", [0.1]])
-def test_refuses_what_is_no_number(bad: Any) -> None:
+def test_a_budget_that_is_no_number_is_refused(bad: Any) -> None:
     with pytest.raises(TypeError, match=r"max_overhead=.*give a number"):
         Inspector(nn.Linear(1, 1), max_overhead=bad)
 
 
-def test_without_a_budget_nothing_is_measured() -> None:
+def test_no_step_is_timed_without_a_budget() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer) as inspector:

@@ -1,4 +1,4 @@
-"""StepClock: where steps end."""
+"""StepClock decides where steps end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpinspect.ranges.session import TensorKey
 
 
 class Optimizer:
-    """Something to know by identity."""
+    """An optimizer that is known by its identity alone."""
 
 
 def _train(clock: StepClock) -> None:
@@ -30,7 +30,7 @@ def _step(clock: StepClock, optimizer: object, *, skipped: bool = False) -> None
         clock.advance()
 
 
-def test_one_optimizer() -> None:
+def test_each_step_of_a_single_optimizer_is_a_step() -> None:
     clock, optimizer = StepClock(Schedule(2)), Optimizer()
     sampled = []
     for _ in range(4):
@@ -41,7 +41,7 @@ def test_one_optimizer() -> None:
     assert sampled == [True, False, True, False]
 
 
-def test_micro_batches() -> None:
+def test_several_backwards_before_a_step_are_micro_batches() -> None:
     clock, optimizer = StepClock(Schedule(1)), Optimizer()
     clock.know(optimizer)
     seen = []
@@ -54,7 +54,7 @@ def test_micro_batches() -> None:
     assert clock.backwards == 6
 
 
-def test_a_skipped_step_is_a_step() -> None:
+def test_a_skipped_step_counts_as_a_step() -> None:
     clock, optimizer = StepClock(Schedule(1)), Optimizer()
     for skipped in (False, True, False):
         _train(clock)
@@ -73,7 +73,7 @@ def test_two_known_optimizers_make_one_step() -> None:
     assert clock.step == 3
 
 
-def test_a_critic_that_steps_more_often() -> None:
+def test_further_steps_of_a_critic_end_steps() -> None:
     clock, generator, critic = StepClock(Schedule(1)), Optimizer(), Optimizer()
     clock.know(generator)
     clock.know(critic)
@@ -85,7 +85,7 @@ def test_a_critic_that_steps_more_often() -> None:
     assert clock.step == 6
 
 
-def test_without_an_optimizer_a_forward_after_a_backward_begins_a_step() -> None:
+def test_a_forward_after_a_backward_begins_a_step_without_an_optimizer() -> None:
     clock = StepClock(Schedule(1))
     for _ in range(3):
         _train(clock)
@@ -101,7 +101,7 @@ def test_several_losses_of_one_forward_are_one_micro_batch() -> None:
     assert (clock.micro_batch, clock.backwards) == (0, 1)
 
 
-def test_without_an_optimizer_an_unchanged_weight_is_another_micro_batch() -> None:
+def test_unchanged_weights_continue_the_step_without_an_optimizer() -> None:
     clock = StepClock(Schedule(1))
     for _ in range(3):
         assert not clock.forward(lambda: False)
@@ -109,7 +109,7 @@ def test_without_an_optimizer_an_unchanged_weight_is_another_micro_batch() -> No
     assert (clock.step, clock.micro_batch) == (0, 2)
 
 
-def test_an_optimizer_that_replaces_another_ends_steps_by_itself() -> None:
+def test_an_optimizer_that_replaces_another_soon_ends_steps_alone() -> None:
     clock, first, second = StepClock(Schedule(1)), Optimizer(), Optimizer()
     for _ in range(3):
         _train(clock)
@@ -119,13 +119,13 @@ def test_an_optimizer_that_replaces_another_ends_steps_by_itself() -> None:
         _train(clock)
         _step(clock, second)
         steps.append(clock.step)
-    # The first of its steps waits for the other optimizer; from the second on it is known to be alone.
+    # Its first step waits for the other optimizer; its second step shows that it is alone.
     assert steps == [3, 5, 6, 7]
     del first
     assert len(clock._known) == 1
 
 
-def test_a_loop_without_a_sign_of_updates_does_not_pile_up() -> None:
+def test_a_loop_without_updates_ends_steps_at_a_limit_of_micro_batches() -> None:
     clock = StepClock(Schedule(1))
     ends = 0
     for _ in range(600):
@@ -137,13 +137,13 @@ def test_a_loop_without_a_sign_of_updates_does_not_pile_up() -> None:
     assert ends == 2
 
 
-def test_the_first_steps_may_be_sampled_densely() -> None:
+def test_the_first_steps_can_be_sampled_densely() -> None:
     schedule = Schedule(every=10, dense=3)
     assert [step for step in range(32) if schedule.samples(step)] == [0, 1, 2, 10, 20, 30]
     assert [step for step in range(5) if Schedule(every=2).samples(step)] == [0, 2, 4]
 
 
-# -- many calls in a step -------------------------------------------------------------------------------------------------
+# -- many calls in one step -----------------------------------------------------------------------------------------------
 
 
 class Recurrent(torch.nn.Module):
@@ -173,7 +173,7 @@ def train_recurrent(calls, steps=4, broken=-1, inspect=True):
 
 
 @pytest.mark.parametrize("calls", [32, 33, 64, 200, 1000])
-def test_of_many_calls_in_a_forward_an_evenly_spread_part_is_counted(calls):
+def test_an_evenly_spread_part_of_many_calls_is_counted(calls):
     bare, _ = train_recurrent(calls, inspect=False)
     model, inspector = train_recurrent(calls)
     assert all(torch.equal(one, other) for one, other in zip(bare.parameters(), model.parameters(), strict=True))
@@ -193,7 +193,7 @@ def test_of_many_calls_in_a_forward_an_evenly_spread_part_is_counted(calls):
     assert f"'cell' is called up to {calls:,} times in a forward" in coverage
 
 
-def test_the_calls_that_are_counted_shift_with_each_forward():
+def test_the_counted_calls_shift_with_each_forward():
     choice = CallChoice()
     taken = []
     for _ in range(5):
@@ -204,7 +204,7 @@ def test_the_calls_that_are_counted_shift_with_each_forward():
     assert choice.often == {"cell": (128, len(taken[0]))}
 
 
-def test_an_infinity_in_a_call_that_was_left_out_is_seen_with_a_doubt():
+def test_an_infinity_in_an_unobserved_call_is_reported_with_that_reservation():
     _, inspector = train_recurrent(200, broken=101)
     (event,) = inspector.session().events
     assert (event.step, event.phase) == (3, "forward")
@@ -213,7 +213,7 @@ def test_an_infinity_in_a_call_that_was_left_out_is_seen_with_a_doubt():
         assert "not every call of this step was observed" in event.explanation
 
 
-def test_of_a_closure_called_many_times_the_first_calls_are_observed():
+def test_only_the_first_calls_of_a_closure_are_observed():
     def trained(inspect):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))

@@ -1,4 +1,4 @@
-"""Rows to windows: scales divided out, extremes kept, and values that arrive a step late, as they do from a GPU."""
+"""Rows become windows: scales are divided out, extremes are exact, and values may arrive a step late, as from a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_samples_of_different_scales_add_up_unscaled(scales: tuple[float, ...]) 
     expected = count_exponents(torch.cat(parts))
     found = window.tensors[KEY]
     if 1000.0 in scales:
-        # x * 1000 is rounded to float32 before it is divided again: the counts may differ at the bins' edges only.
+        # x * 1000 is rounded to float32 before the division, so counts may differ at the edges of bins.
         assert found.histogram.total == expected.total
         assert np.abs(found.histogram.counts - expected.counts).sum() <= 2
     else:
@@ -53,7 +53,7 @@ def test_samples_of_different_scales_add_up_unscaled(scales: tuple[float, ...]) 
     assert tally.close_window() is None
 
 
-def test_values_without_an_exponent() -> None:
+def test_zeros_infinities_and_nans_have_no_peak() -> None:
     tally, _, _ = _tally()
     for values in ([0.0, float("nan")], [float("inf")], [0.5], [0.0]):
         tally.add(_sample(torch.tensor(values)))
@@ -67,7 +67,7 @@ def test_values_without_an_exponent() -> None:
     assert window.gradient_peaks == {-1: 1}
 
 
-def test_the_peak_is_that_of_eleven_bits() -> None:
+def test_peaks_are_rounded_to_eleven_bits() -> None:
     tally, _, _ = _tally()
     tally.add(_sample(torch.tensor([2 - 2**-11])))
     tally.add(_sample(torch.tensor([1.5, 2.0**-30])))
@@ -79,7 +79,7 @@ def test_the_peak_is_that_of_eleven_bits() -> None:
 
 
 @pytest.mark.parametrize(("scale", "floor"), [(1.0, -25), (2.0**16, -41), (1000.0, -34)])
-def test_the_visibility_floor(scale: float, floor: int) -> None:
+def test_the_visibility_floor_follows_from_format_and_scale(scale: float, floor: int) -> None:
     tally, _, _ = _tally()
     tally.add(_sample(torch.full((3,), 0.25), scale, narrow="float16"))
     tally.end_step(0)
@@ -89,12 +89,12 @@ def test_the_visibility_floor(scale: float, floor: int) -> None:
 
 
 @pytest.mark.parametrize("outside", [2.0**-25, 65536.0])
-def test_values_that_fp16_does_not_have_were_never_rounded_to_it(outside: float) -> None:
+def test_a_tensor_with_values_outside_of_fp16_was_never_rounded_to_it(outside: float) -> None:
     tally, _, _ = _tally()
     scale, other = 2.0**4, TensorKey("other.weight", "weight_gradient")
     for step in range(2):
         tally.add(_sample(torch.tensor([outside, 1.0]) / scale, scale, narrow="float16"))
-        # Of a layer in FP16, with a smaller peak; a gradient in FP32 does not overflow, whatever the scale.
+        # The other layer is in FP16 and has a smaller peak. A gradient in FP32 overflows at no scale.
         tally.add(Sample(other, count(torch.ones(2)), 2, "float32", "float16", from_number(scale)))
         tally.end_step(step)
     window = tally.close_window()
@@ -105,7 +105,7 @@ def test_values_that_fp16_does_not_have_were_never_rounded_to_it(outside: float)
     assert window.gradient_peaks == {-4: 2}
 
 
-def test_a_scale_on_the_device_that_turns_out_odd_drops_the_sample() -> None:
+def test_a_scale_on_the_device_that_is_no_power_of_two_drops_the_sample() -> None:
     tally, dropped, _ = _tally()
     scale = BackwardScale(None, torch.tensor(1000.0), power_of_two=True)
     tally.add(Sample(KEY, count(torch.ones(3)), 3, "float32", scale=scale))
@@ -126,7 +126,7 @@ def test_a_scale_on_the_device_is_divided_out_on_the_host() -> None:
     assert seen == [(4, 8.0)]
 
 
-def test_wide_and_narrow_rows_of_one_tensor() -> None:
+def test_rows_of_two_lengths_of_one_tensor_are_added() -> None:
     tally, _, _ = _tally()
     narrow, wide = torch.tensor([1.0]), torch.tensor([2.0**-1000], dtype=torch.float64)
     for values in (narrow, wide):
@@ -138,7 +138,7 @@ def test_wide_and_narrow_rows_of_one_tensor() -> None:
 
 
 class _LateCopy(HostCopy):
-    """A copy that, like one from a GPU, has not arrived when it is first asked for."""
+    """A copy that, like one from a GPU, has not arrived at the first call of ``ready``."""
 
     asked = 0
     waited = 0
@@ -157,11 +157,11 @@ class _LateCopy(HostCopy):
         return super().values()
 
 
-def test_nothing_waits_for_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts and events come a step late, complete and in order; only the end waits, for the last step."""
+def test_steps_do_not_wait_for_copies_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts and events are one step late, complete and in order; only detaching waits, for the last step."""
     monkeypatch.setattr(tally_module, "HostCopy", _LateCopy)
     monkeypatch.setattr("mpinspect.ranges.capture.judge.HostCopy", _LateCopy)
-    # As on a GPU: nothing is known at once.
+    # As on a GPU, no magnitude is known at once.
     monkeypatch.setattr("mpinspect.ranges.capture.largest.largest_magnitude", lambda tensor: None)
     _LateCopy.asked = _LateCopy.waited = 0
     model = nn.Linear(2, 1, bias=False)
@@ -177,19 +177,19 @@ def test_nothing_waits_for_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch)
         assert _LateCopy.waited == 0
     assert _LateCopy.waited > 0
     session = inspector.session()
-    # NaN * lr is NaN, so the weights of the last step are too.
+    # The NaN reaches the weights in spite of lr=0, and so the last step.
     assert [event.step for event in session.events] == [2, 3]
     assert session.totals()[TensorKey("weight", "weight_gradient")].peaks == {0: 1, 1: 1, 3: 1}
 
 
-def test_row_layouts_are_told_by_their_length() -> None:
+def test_row_layouts_are_recognised_by_length() -> None:
     with pytest.raises(ValueError, match="values, not 7"):
         layout.decode(np.zeros(7, np.int64))
     assert layout.decode(np.zeros(layout.NARROW.length, np.int64)) == ExponentHistogram.empty()
 
 
-def test_an_overflow_in_fp16_counts_as_the_least_that_overflows_at_its_scale() -> None:
-    """The largest finite value that is left says nothing about what turned infinite."""
+def test_an_overflow_in_fp16_has_the_smallest_overflowing_peak_at_its_scale() -> None:
+    """The largest remaining finite value is no estimate of the overflowed one."""
     tally, _, _ = _tally()
     scale = from_number(2.0**20)
     values = torch.tensor([float("inf"), 2.0], dtype=torch.float16)
@@ -200,7 +200,7 @@ def test_an_overflow_in_fp16_counts_as_the_least_that_overflows_at_its_scale() -
     assert window.gradient_peaks == {16 - 20: 1}
 
 
-def test_an_infinity_that_no_format_made_has_no_peak() -> None:
+def test_an_infinity_in_fp32_has_no_peak() -> None:
     tally, _, _ = _tally()
     tally.add(_sample(torch.tensor([float("inf"), 2.0])))
     tally.end_step(0)
@@ -209,7 +209,7 @@ def test_an_infinity_that_no_format_made_has_no_peak() -> None:
     assert window.gradient_peaks == {1: 1}
 
 
-def test_the_narrowest_format_stays() -> None:
+def test_the_window_contains_the_narrowest_format() -> None:
     tally, _, _ = _tally()
     for narrow in ("float16", "bfloat16", "float32"):
         tally.add(_sample(torch.ones(1), narrow=narrow))
@@ -220,7 +220,7 @@ def test_the_narrowest_format_stays() -> None:
 
 
 @pytest.mark.parametrize(("scale", "least"), [(1.0, 16), (1024.0, 6), (1000.0, 6)])
-def test_what_overflowed_had_at_least_this_exponent_before_it_was_scaled(scale: float, least: int) -> None:
+def test_the_peak_of_an_overflow_is_unscaled(scale: float, least: int) -> None:
     tally, _, _ = _tally()
     tally.add(_sample(torch.tensor([1.0, float("inf")]), scale, narrow="float16"))
     tally.end_step(0)

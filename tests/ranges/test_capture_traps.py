@@ -1,4 +1,4 @@
-"""What breaks hooks: one test per trap."""
+"""Situations in which naive hooks fail, one test each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALL_KINDS = ("weight_gradient", "activation_gradient", "activation", "weight", "
 
 
 def totals(inspector: Inspector) -> dict[TensorKey, TensorWindow]:
-    """What was counted; fails if the capture had anything to complain of."""
+    """Return the counts, after asserting that the session has no notes."""
     session = inspector.session()
     assert session.notes == ()
     return session.totals()
@@ -54,8 +54,8 @@ def gradient(inspector: Inspector, name: str) -> TensorWindow:
 # -- outputs ----------------------------------------------------------------------------------------------------------
 
 
-def test_in_place_activation_after_a_layer() -> None:
-    """register_full_backward_hook raises here; and the gradient counted is that before the in-place change."""
+def test_a_gradient_is_counted_before_an_in_place_activation() -> None:
+    """A full backward hook would raise an error here."""
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 1))
     with Inspector(model) as inspector:
         x = torch.randn(16, 4)
@@ -83,7 +83,7 @@ class _Output:
     ],
     ids=["dict", "tuple", "list", "dataclass", "nested"],
 )
-def test_outputs_of_any_form(pack: Callable[[torch.Tensor], Any]) -> None:
+def test_tensors_in_structured_outputs_are_counted(pack: Callable[[torch.Tensor], Any]) -> None:
     class Leaf(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -103,8 +103,8 @@ def test_outputs_of_any_form(pack: Callable[[torch.Tensor], Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout])
-def test_a_dropout_that_passes_its_input_on_is_not_missed(kind: type[nn.Module]) -> None:
-    """Attention that hands ``dropout.p`` to a fused kernel never calls its dropout. What could drop something is still missed."""
+def test_an_uncalled_dropout_with_probability_zero_is_not_reported_as_uncovered(kind: type[nn.Module]) -> None:
+    """Attention that passes ``dropout.p`` to a fused kernel never calls its dropout. A positive ``p`` is still reported."""
 
     class Uncalled(nn.Module):
         def __init__(self) -> None:
@@ -122,8 +122,8 @@ def test_a_dropout_that_passes_its_input_on_is_not_missed(kind: type[nn.Module])
         assert not inspector.session().notes
 
 
-def test_what_needs_no_gradient_is_not_missed() -> None:
-    """A module without weights, ahead of all that have some; unlike one that a detach or no_grad left without gradients."""
+def test_a_module_before_all_trainable_weights_needs_no_gradient() -> None:
+    """Coverage distinguishes such a module from one that a detach or no_grad leaves without gradients."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -151,7 +151,7 @@ def test_what_needs_no_gradient_is_not_missed() -> None:
         model(torch.ones(2, 4), True).sum().backward()
     report = inspector.report()
     reasons = {name: why for name, _, why in report.coverage.never_fired}
-    # A call that needed a gradient takes it back.
+    # A later call that needs a gradient changes the reason.
     assert reasons == {"scale": needless, **dict.fromkeys(("late", "cut", "quiet"), NO_GRADIENT_SEEN)}
     assert not report.findings
 
@@ -192,8 +192,8 @@ def test_the_values_of_nested_tensors_are_counted_and_watched(layout: torch.layo
     assert (event.step, event.phase, event.given, event.elsewhere) == (1, "forward", True, False)
 
 
-def test_the_users_default_device_and_dtype_change_no_count() -> None:
-    """Every tensor that the inspector makes names its device and dtype: a default of meta and float64 reaches none of them."""
+def test_the_users_default_device_and_dtype_do_not_change_the_counts() -> None:
+    """The inspector creates every tensor with an explicit device and dtype; the test sets the defaults meta and float64."""
 
     def trained(default: bool) -> tuple[Any, Any, Any]:
         torch.manual_seed(0)
@@ -201,7 +201,7 @@ def test_the_users_default_device_and_dtype_change_no_count() -> None:
         batches = [(torch.randn(16, 8, dtype=torch.bfloat16), torch.randint(4, (16,))) for _ in range(6)]
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        # What the training itself makes in its first step is the user's.
+        # The first step creates the optimizer's own tensors, before the defaults change.
         scaler.scale(model(batches[0][0]).float().sum()).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -235,7 +235,7 @@ def test_the_users_default_device_and_dtype_change_no_count() -> None:
 # -- torch.func, torch.compile ----------------------------------------------------------------------------------------
 
 
-def test_torch_func_transforms_are_left_alone() -> None:
+def test_torch_func_transforms_are_not_counted() -> None:
     from torch.func import functional_call, grad, vmap
 
     model = nn.Linear(3, 1)
@@ -252,7 +252,7 @@ def test_torch_func_transforms_are_left_alone() -> None:
     assert inspector.session().totals()[TensorKey("weight", "weight_gradient")].samples == 6
 
 
-def test_integer_parameters_and_lazy_ones() -> None:
+def test_lazy_parameters_are_counted_and_integer_parameters_ignored() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
     model.register_parameter("packed", nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False))
     with Inspector(model, capture=ALL_KINDS) as inspector:
@@ -260,14 +260,14 @@ def test_integer_parameters_and_lazy_ones() -> None:
             model(torch.ones(2, 3)).sum().backward()
             model.zero_grad()
     found = totals(inspector)
-    # The lazy ones have no shape, and no hook, before the first forward.
+    # Lazy parameters have neither shape nor hook before the first forward.
     assert found[TensorKey("0.weight", "weight_gradient")].samples == 2
     assert found[TensorKey("0", "activation_gradient")].samples == 3
     assert inspector.session().progress.steps == 3
     assert not [key for key in found if key.name == "packed"]
 
 
-def test_a_layer_that_comes_later_is_named() -> None:
+def test_a_layer_added_while_attached_produces_a_warning() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     inspector = Inspector(model).attach()
     model[1] = nn.Linear(2, 2)
@@ -276,8 +276,8 @@ def test_a_layer_that_comes_later_is_named() -> None:
         inspector.detach()
 
 
-def test_inspectors_come_and_go_in_other_threads() -> None:
-    """torch walks its table of optimizer hooks while they run; adding to it meanwhile would end that step."""
+def test_inspectors_can_attach_and_detach_while_other_threads_step() -> None:
+    """torch iterates over its table of optimizer hooks while they run; changing it meanwhile would raise an error."""
     import threading
 
     errors: list[BaseException] = []
@@ -318,7 +318,7 @@ def test_accumulation_counts_increments_not_the_running_sum() -> None:
     assert inspector.session().progress.steps == 1
 
 
-def test_a_module_used_twice() -> None:
+def test_a_module_used_twice_is_counted_twice_under_its_first_name() -> None:
     layer = nn.Linear(3, 3)
     model = nn.Sequential(layer, nn.Tanh(), layer)
     with Inspector(model) as inspector:
@@ -346,7 +346,7 @@ def test_shared_parameters_are_counted_once_under_their_first_name() -> None:
     assert weight(inspector, "embedding.weight").histogram == count_exponents(model.head.weight.grad)
 
 
-def test_frozen_layers_are_named_and_seen_once_they_thaw() -> None:
+def test_a_layer_unfrozen_during_the_run_is_counted() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -358,12 +358,12 @@ def test_frozen_layers_are_named_and_seen_once_they_thaw() -> None:
                 reasons = {(name, kind): why for name, kind, why in inspector.report().coverage.never_fired}
                 assert "frozen" in reasons["0.weight", "weight_gradient"]
                 model[0].requires_grad_(True)
-    # Thawed after the second step had begun: counted from the third on.
+    # It is unfrozen after the second step begins, so it is counted from the third step.
     assert weight(inspector, "0.weight").samples == 1
     assert weight(inspector, "1.weight").samples == 3
 
 
-def test_several_losses_with_retain_graph() -> None:
+def test_two_losses_with_retain_graph_are_counted_separately() -> None:
     model = nn.Linear(2, 2, bias=False)
     with Inspector(model) as inspector:
         y = model(torch.ones(1, 2))
@@ -374,8 +374,8 @@ def test_several_losses_with_retain_graph() -> None:
     assert weight(inspector, "weight").peaks == {0: 1, 2: 1}
 
 
-def test_autograd_grad_of_activations_only() -> None:
-    """A gradient penalty: autograd.grad reaches activations, not the parameters."""
+def test_autograd_grad_of_inputs_counts_activations_only() -> None:
+    """A gradient penalty calls autograd.grad, which computes no gradients of parameters here."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     with Inspector(model) as inspector:
         x = torch.ones(3, 2, requires_grad=True)
@@ -385,7 +385,7 @@ def test_autograd_grad_of_activations_only() -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_of_either_kind(set_to_none: bool) -> None:
+def test_zero_grad_does_not_change_the_counts(set_to_none: bool) -> None:
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model) as inspector:
@@ -396,7 +396,7 @@ def test_zero_grad_of_either_kind(set_to_none: bool) -> None:
     assert weight(inspector, "weight").peaks == {1: 3}
 
 
-def test_several_optimizers_are_one_step() -> None:
+def test_steps_of_several_optimizers_count_as_one_step() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
     with Inspector(model, optimizers=[first, second]) as inspector:
@@ -407,7 +407,7 @@ def test_several_optimizers_are_one_step() -> None:
     assert inspector.session().progress.steps == 3
 
 
-def test_a_strange_optimizer_does_not_end_the_step() -> None:
+def test_an_optimizer_of_another_model_does_not_end_the_step() -> None:
     model, stranger = nn.Linear(1, 1), nn.Linear(1, 1)
     mine, theirs = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, stranger))
     with Inspector(model) as inspector:
@@ -434,7 +434,7 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("update", [_update_in_place, _update_data, _drop_gradient])
-def test_a_loop_without_an_optimizer(update: Callable[[torch.Tensor], None]) -> None:
+def test_updates_by_hand_end_a_step(update: Callable[[torch.Tensor], None]) -> None:
     model = nn.Linear(1, 1)
     with Inspector(model, every=2) as inspector:
         for _ in range(4):
@@ -445,7 +445,7 @@ def test_a_loop_without_an_optimizer(update: Callable[[torch.Tensor], None]) -> 
     assert weight(inspector, "weight").samples == 2
 
 
-def test_lbfgs_closures_run_inside_the_step() -> None:
+def test_a_step_of_lbfgs_with_several_closure_calls_is_one_step() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
@@ -464,7 +464,7 @@ def test_lbfgs_closures_run_inside_the_step() -> None:
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def test_every_samples_every_nth_step() -> None:
+def test_every_nth_step_is_sampled() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, every=3, watch=False) as inspector:
@@ -545,7 +545,7 @@ def test_deep_copies_do_not_count() -> None:
         shallow = copy.copy(model)
         shallow(torch.ones(3, 2)).sum().backward()
         model(torch.ones(1, 2)).sum().backward()
-    # The shallow copy shares the submodules themselves: those do count, twice with the model's own call.
+    # The shallow copy shares its submodules with the model, so its call counts too.
     assert gradient(inspector, "0").samples == 2
 
 
@@ -566,7 +566,7 @@ def test_an_attached_model_pickles_and_loads_without_mpinspect(tmp_path: Path) -
     assert result.stdout == "fine\n", result.stderr
 
 
-def test_an_output_with_our_hook_saves_without_a_warning() -> None:
+def test_saving_a_hooked_output_produces_no_warning() -> None:
     model = nn.Linear(2, 2)
     with Inspector(model):
         torch.save(model(torch.ones(1, 2)).detach(), io.BytesIO())
@@ -582,10 +582,10 @@ def test_forked_loader_workers_do_not_count() -> None:
     assert weight(inspector, "weight").samples == 2
 
 
-# -- leaving nothing behind -------------------------------------------------------------------------------------------
+# -- detaching and memory -----------------------------------------------------------------------------------------------
 
 
-def test_no_hook_stays_behind() -> None:
+def test_detaching_removes_every_hook() -> None:
     scale, step = torch.amp.GradScaler.scale, torch.amp.GradScaler.step
     model = cnn().model
     returned = nn.Module()
@@ -612,7 +612,7 @@ def test_no_hook_stays_behind() -> None:
     assert not optimizer._global_optimizer_post_hooks
 
 
-def test_no_tensor_and_no_graph_is_kept() -> None:
+def test_tensors_and_graphs_are_released() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with Inspector(model, capture=ALL_KINDS):
         y = model(torch.ones(1, 4))
@@ -628,7 +628,7 @@ def test_no_tensor_and_no_graph_is_kept() -> None:
         assert gradient_of() is None
 
 
-def test_a_graph_that_outlives_the_inspector() -> None:
+def test_a_backward_after_detaching_is_not_counted() -> None:
     model = nn.Linear(2, 2)
     with Inspector(model) as inspector:
         y = model(torch.ones(1, 2))
@@ -636,7 +636,7 @@ def test_a_graph_that_outlives_the_inspector() -> None:
     assert inspector.session().totals() == {}
 
 
-def test_two_inspectors_at_once() -> None:
+def test_two_inspectors_on_one_model_count_the_same() -> None:
     model = cnn(dropout=0.0).model
     with Inspector(model) as outer, Inspector(model, every=2) as inner:
         model(torch.randn(2, 1, 8, 8)).sum().backward()
@@ -647,7 +647,7 @@ def test_two_inspectors_at_once() -> None:
 
 
 def test_counts_do_not_overflow_in_the_tensors_own_dtype() -> None:
-    """The FP16 L1 norm of 70,000 ones is inf; a count is not a norm."""
+    """An FP16 sum of 70,000 ones would overflow; the counts are integers."""
     model = nn.Embedding(1, 70_000).to(torch.float16)
     with Inspector(model, loss_scale=1.0) as inspector:
         model(torch.zeros(1, dtype=torch.int64)).sum().backward()
@@ -655,7 +655,7 @@ def test_counts_do_not_overflow_in_the_tensors_own_dtype() -> None:
     assert (found.nonzero, found.infs, found.max_abs) == (70_000, 0, 1.0)
 
 
-def test_sparse_gradients_that_are_not_coalesced() -> None:
+def test_uncoalesced_sparse_gradients_are_counted_with_their_zeros() -> None:
     model = nn.Embedding(10, 3, sparse=True)
     with Inspector(model) as inspector:
         model(torch.tensor([1, 1, 4])).sum().backward()
@@ -664,14 +664,14 @@ def test_sparse_gradients_that_are_not_coalesced() -> None:
     assert (found.total, found.zeros, found.max_abs) == (30, 24, 2.0)
 
 
-def test_complex_parameters() -> None:
+def test_complex_gradients_count_two_elements_each() -> None:
     model = nn.Linear(2, 2, dtype=torch.complex64)
     with Inspector(model) as inspector:
         model(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
     assert weight(inspector, "weight").histogram.total == 8
 
 
-def test_empty_tensors() -> None:
+def test_empty_tensors_are_counted_as_empty() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with Inspector(model, capture=ALL_KINDS) as inspector:
         model(torch.ones(0, 2)).sum().backward()
@@ -679,7 +679,7 @@ def test_empty_tensors() -> None:
     assert weight(inspector, "0.weight").histogram.zeros == 4
 
 
-def test_true_zeros_are_not_underflow() -> None:
+def test_zeros_in_fp32_do_not_count_as_flushed() -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 1))
     with Inspector(model) as inspector:
         model(torch.randn(32, 4)).sum().backward()
@@ -701,7 +701,7 @@ def single_process_group(tmp_path: Path) -> Any:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning:torch")
 @pytest.mark.skipif(bool(NO_FSDP2), reason=NO_FSDP2)
-def test_fsdp2_parameters_are_seen_after_accumulation(single_process_group: None) -> None:
+def test_the_local_gradients_of_fsdp2_are_counted(single_process_group: None) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -743,7 +743,7 @@ WRAPPINGS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 def test_a_wrapped_model_has_the_names_of_the_bare_one(wrapping: str, single_process_group: None) -> None:
-    """As under ``mpinspect run``. A module that its author called ``module`` keeps its name."""
+    """A module that its author named ``module`` is not mistaken for a wrapper's."""
 
     def make() -> nn.Sequential:
         inner = OrderedDict(module=nn.Linear(4, 4), last=nn.Linear(4, 1))
@@ -760,12 +760,12 @@ def test_a_wrapped_model_has_the_names_of_the_bare_one(wrapping: str, single_pro
     assert names == [(info.name, info.kind, info.module, info.module_type) for info in expected.watched]
     assert not [note for note in session.notes if "matches no" in note]
     assert session.info.model == "Sequential"
-    if wrapping != "fsdp":  # whose gradients arrive at flat parameters
+    if wrapping != "fsdp":  # Its gradients belong to flat parameters.
         assert session.totals()[TensorKey("module.last.weight", "weight_gradient")].histogram.total == 4
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
-def test_what_a_compiled_part_returns_is_seen() -> None:
+def test_the_output_of_a_compiled_submodule_is_counted() -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 2), backend="eager"))
     with Inspector(model, capture=ALL_KINDS) as inspector:
@@ -774,10 +774,10 @@ def test_what_a_compiled_part_returns_is_seen() -> None:
     assert gradient(inspector, "1").histogram.total == 6
 
 
-# -- cost -------------------------------------------------------------------------------------------------------------
+# -- errors and unusual loops -----------------------------------------------------------------------------------------
 
 
-def test_a_fault_of_ours_is_noted_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_counting_is_noted_and_does_not_stop_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> torch.Tensor:
         raise RuntimeError("out of order")
 
@@ -797,15 +797,15 @@ def test_a_fault_of_ours_is_noted_and_training_goes_on(monkeypatch: pytest.Monke
 
 
 class StepsTwiceOver(torch.optim.SGD):
-    """Its step calls its base's: torch's hooks tell of both."""
+    """Its step calls its base's step, so torch's hooks run twice."""
 
     def step(self, closure: object = None) -> object:
         return super().step(closure)
 
 
-def test_a_step_that_calls_its_base_is_one_step() -> None:
+def test_an_optimizer_step_that_calls_its_base_is_one_step() -> None:
     model = torch.nn.Linear(4, 4)
-    torch.optim.SGD(model.parameters(), lr=0.1)  # Only now does torch wrap the base's step.
+    torch.optim.SGD(model.parameters(), lr=0.1)  # torch wraps the base's step when it is first created.
     optimizer = StepsTwiceOver(model.parameters(), lr=0.1)
     with mpinspect.Inspector(model, capture=["weight_gradient", "update"]) as inspector:
         for _ in range(5):
@@ -817,7 +817,7 @@ def test_a_step_that_calls_its_base_is_one_step() -> None:
     assert {window.samples for window in session.totals().values()} == {5}
 
 
-def test_a_trace_of_torchscript_is_left_as_it_is() -> None:
+def test_torch_jit_trace_records_no_hooks() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     with mpinspect.Inspector(model) as inspector, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -826,7 +826,7 @@ def test_a_trace_of_torchscript_is_left_as_it_is() -> None:
     assert any("torch.jit.trace" in note for note in inspector.session().notes)
 
 
-def test_lists_of_modules_are_never_called_and_no_reason_for_a_note() -> None:
+def test_a_parameter_list_that_is_never_called_adds_no_note() -> None:
     parameters = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(3))])
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     with mpinspect.Inspector(parameters) as inspector:
@@ -838,8 +838,8 @@ def test_lists_of_modules_are_never_called_and_no_reason_for_a_note() -> None:
     assert inspector.session().progress.steps == 3
 
 
-def test_tensors_of_no_module_updated_by_hand_make_a_step_a_backward() -> None:
-    """No forward is seen of them and no optimizer steps: the backwards tell, and micro-batches stay together."""
+def test_parameters_without_a_module_updated_by_hand_make_steps() -> None:
+    """Neither a forward nor an optimizer ends a step here; micro-batches still belong to one step."""
     for micro_batches in (1, 3):
         weights = nn.ParameterList([nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(2))])
         with Inspector(weights) as inspector:
@@ -854,7 +854,7 @@ def test_tensors_of_no_module_updated_by_hand_make_a_step_a_backward() -> None:
         assert session.totals()[TensorKey("0", "weight_gradient")].samples == 10 * micro_batches
 
 
-def test_a_step_that_is_broken_off_is_no_step() -> None:
+def test_an_unfinished_step_is_not_counted() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model) as inspector:
@@ -872,13 +872,13 @@ def test_a_step_that_is_broken_off_is_no_step() -> None:
 
 
 class Stateful(nn.Linear):
-    """A module that says itself what is pickled of it."""
+    """A module with its own ``__getstate__``."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "extra": 1}
 
 
-def test_pickles_and_copies_are_those_of_a_model_without_hooks() -> None:
+def test_pickles_and_copies_contain_no_hook_of_the_inspector() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.LSTM(2, 2), Stateful(2, 2))
     own = model.register_forward_hook(print)
     before, getters = pickle.dumps(model), [kind.__getstate__ for kind in (nn.Module, nn.RNNBase, Stateful)]
@@ -899,7 +899,7 @@ def test_pickles_and_copies_are_those_of_a_model_without_hooks() -> None:
 # -- between samples -----------------------------------------------------------------------------------------------------
 
 
-def test_between_samples_no_hook_is_on_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_have_no_hook_between_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -910,7 +910,7 @@ def test_between_samples_no_hook_is_on_a_module(monkeypatch: pytest.MonkeyPatch)
             hooked.append([len(module._forward_hooks) for module in model.modules()])
             model(torch.randn(2, 3)).sum().backward()
             optimizer.step()
-    # The container has no parameter of its own, and its output is that of its last part.
+    # The container needs no hook: it has no parameter of its own, and returns its last part's output.
     assert hooked == [[0, 2, 1, 1] if step % 3 == 0 else [0, 1, 0, 0] for step in range(7)]
     assert [len(module._forward_hooks) for module in model.modules()] == [0, 1, 0, 0]
     assert not any(module._forward_hooks_with_kwargs for module in model.modules())
@@ -918,8 +918,8 @@ def test_between_samples_no_hook_is_on_a_module(monkeypatch: pytest.MonkeyPatch)
     assert {tensor.samples for tensor in inspector.session().totals().values()} == {3}
 
 
-def test_between_samples_no_hook_is_on_a_parameter_that_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook of the user's that comes later still comes after ours: the gradient is counted as it arrives."""
+def test_parameters_without_other_hooks_have_no_hook_between_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inspector's hook stays before a hook that the user adds later, so it counts the unmodified gradient."""
     monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -937,7 +937,7 @@ def test_between_samples_no_hook_is_on_a_parameter_that_has_no_other(monkeypatch
     assert hooked == [[1, 2], [0, 2], [0, 2], [1, 2], [1, 2], [1, 2], [2, 2]]
     totals = inspector.session().totals()
     assert (totals[TensorKey("weight", "weight_gradient")].histogram.zeros, len(model.weight._backward_hooks)) == (0, 1)
-    # Doubled: by a hook that was there before.
+    # A hook that was registered before the inspector's doubles it.
     assert totals[TensorKey("bias", "weight_gradient")].histogram.min_exponent == 1
     assert {tensor.samples for tensor in totals.values()} == {3}
     earlier.remove()
@@ -955,7 +955,7 @@ def test_detaching_between_samples_leaves_no_hook(monkeypatch: pytest.MonkeyPatc
     assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 
-def test_a_compiled_model_is_not_compiled_again_between_samples() -> None:
+def test_a_compiled_model_is_not_recompiled_between_samples() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))

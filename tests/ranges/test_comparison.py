@@ -1,4 +1,4 @@
-"""What differs between two sessions: which steps are compared, where they part, what moved, what is said of it."""
+"""The comparison of two sessions: the compared steps, the first difference, the moved ranges, the sentences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ELEMENTS = 4096
 
 
 def drawn(centre, seed, elements=ELEMENTS, zero=0.0):
-    """Counts of ``elements`` draws around 2^centre; a share of them is zero."""
+    """Return counts of ``elements`` random values around 2^centre; ``zero`` is the share of zeros."""
     exponents = np.random.default_rng(seed).normal(centre, 2.0, elements).round().astype(int)
     zeros = round(zero * elements)
     counts = np.bincount(exponents[zeros:] + 200)
@@ -36,7 +36,7 @@ def window(first, last, tensors, sampled=None):
 
 
 def run(windows, **fields):
-    """A session of these windows, whose tensors are all watched."""
+    """Return a session of these windows, with all their tensors as watched."""
     keys = dict.fromkeys(key for each in windows for key in each.tensors)
     watched = tuple(s.TensorInfo(key.name, key.kind, key.name, "Linear") for key in keys)
     steps = max((each.last_step for each in windows), default=-1) + 1
@@ -48,7 +48,7 @@ def run(windows, **fields):
 
 
 def training(seed=0, steps=24, flushed_from=None, centre=-12):
-    """A run of single steps; from ``flushed_from`` on a third of the head's gradients is zero."""
+    """Return a run with a window per step; from step ``flushed_from``, a third of the head's gradients is zero."""
     return run(
         [
             window(
@@ -80,7 +80,7 @@ def ids(diff):
 
 
 def spans(*ends):
-    """Windows of every step between these ends."""
+    """Return a run with a window from each of these steps up to the next."""
     return run([window(a, b - 1, {LAYER: drawn(-12, a)}) for a, b in pairwise(ends)])
 
 
@@ -93,14 +93,14 @@ def test_windows_are_merged_until_both_runs_cover_the_same_steps():
     assert s.merge_windows(*(each.first for each in found)).tensors[LAYER].histogram == total
 
 
-def test_steps_of_one_run_alone_are_left_out():
+def test_steps_of_a_single_run_are_not_compared():
     assert [str(each) for each in stretches(spans(0, 2, 4), spans(0, 2, 4, 6, 8))] == ["steps 0-1", "steps 2-3"]
     assert stretches(spans(0, 2), spans(2, 4)) == stretches(run([]), spans(0, 2)) == ()
-    # Most of the longer run's only window lies outside.
+    # The longer run's only window has 97 steps of its own.
     assert stretches(spans(0, 3), spans(0, 100)) == ()
 
 
-def test_sparsely_sampled_steps_are_the_same_under_one_rule_and_unknown_under_two():
+def test_two_runs_sampled_the_same_steps_only_under_the_same_rule():
     def sampled(number, watched=None):
         windows = [window(0, 0, {LAYER: drawn(-12, 1)}), window(10, 90, {LAYER: drawn(-12, 2)}, number)]
         session = run(windows, info=s.RunInfo("Net", every=10))
@@ -111,14 +111,14 @@ def test_sparsely_sampled_steps_are_the_same_under_one_rule_and_unknown_under_tw
 
     assert same(sampled(9), sampled(9)) == [True, True]
     assert same(sampled(9), sampled(7)) == [True, False]
-    # With a budget the clock decides which steps are counted and watched; a single step is itself.
+    # With a budget the clock chooses the steps. A window of a single step is always comparable.
     assert same(sampled(9, watched=50), sampled(9)) == [True, False]
 
 
 # -- equal, different, moved --------------------------------------------------------------------------------------------
 
 
-def test_a_run_and_itself_have_no_difference():
+def test_a_run_has_no_difference_from_itself():
     diff = compared(training(), training())
     assert diff.differs is diff.moved is None
     assert diff.findings == diff.gone == diff.settings == ()
@@ -129,7 +129,7 @@ def test_a_run_and_itself_have_no_difference():
     )
 
 
-def test_one_element_is_enough_to_differ_and_not_enough_to_move():
+def test_a_difference_of_one_element_is_no_move():
     first = training()
     windows = list(first.windows)
     changed = drawn(-12, 7)
@@ -144,7 +144,7 @@ def test_one_element_is_enough_to_differ_and_not_enough_to_move():
     assert headline(diff).startswith("No meaningful change: the counts differ from step 7 on")
 
 
-def test_equality_takes_in_what_decides_ties_and_the_extremes():
+def test_equality_includes_powers_of_two_and_extremes():
     plain = ExponentHistogram.from_counts([5], -3)
     for other in (
         ExponentHistogram.from_counts([5], -3, powers_of_two=[1]),
@@ -156,7 +156,7 @@ def test_equality_takes_in_what_decides_ties_and_the_extremes():
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_another_seed_moves_nothing(seed):
+def test_another_seed_causes_no_move(seed):
     diff = compared(training(), training(seed))
     assert diff.differs is not None
     assert diff.differs.first_step == 0
@@ -164,8 +164,8 @@ def test_another_seed_moves_nothing(seed):
     assert max(change.beyond_fraction for change in diff.layers) < LEAST_BEYOND / 5
 
 
-def test_small_tensors_differ_by_chance():
-    """64 elements of another seed lie elsewhere by a fifth, and moved nowhere."""
+def test_random_differences_of_small_tensors_are_no_move():
+    """With 64 elements and another seed, more than a tenth of the elements have other exponents."""
     first, second = (
         run([window(step, step, {LAYER: drawn(-12, seed + step, 64)}) for step in range(20)]) for seed in (0, 100)
     )
@@ -174,7 +174,7 @@ def test_small_tensors_differ_by_chance():
     assert diff.moved is None
 
 
-def test_what_is_flushed_is_named_from_its_first_step_whatever_the_seed():
+def test_flushed_gradients_are_reported_from_their_first_step_for_any_seed():
     for seed in (0, 3):
         diff = compared(training(), training(seed, flushed_from=9))
         assert diff.moved is not None
@@ -182,14 +182,14 @@ def test_what_is_flushed_is_named_from_its_first_step_whatever_the_seed():
         assert diff.moved.zeros_fraction == (0.0, pytest.approx(1 / 3, abs=1e-3))
         assert diff.layers[0].name == "head"
         assert diff.layers[0].moved_from == (9, 9)
-        # 15 of 24 steps have a third of it elsewhere.
+        # In 15 of 24 steps a third of the elements is zero.
         assert diff.layers[0].elsewhere_fraction == pytest.approx(15 / 24 / 3, abs=0.05)
         assert {"runs-part", "layers-moved"} <= ids(diff)
         assert headline(diff).startswith("They part at step 9: 3")
         assert "0% of them zero in A, 33% in B" in headline(diff)
 
 
-def test_a_shift_of_the_whole_range_is_seen_through_a_drift_that_both_runs_share():
+def test_a_shift_of_the_range_is_found_despite_a_common_drift():
     def drifting(offset):
         return run([window(step, step, {LAYER: drawn(-12 - step / 4 + offset, step)}) for step in range(24)])
 
@@ -199,7 +199,7 @@ def test_a_shift_of_the_whole_range_is_seen_through_a_drift_that_both_runs_share
     assert moved.first_step == 0
 
 
-def test_one_infinity_is_a_move_however_many_elements_there_are():
+def test_a_single_infinity_is_a_move():
     first = training()
     windows = list(first.windows)
     broken = windows[5].tensors[LAYER].histogram + ExponentHistogram.from_counts([], 0, infs=1)
@@ -210,7 +210,7 @@ def test_one_infinity_is_a_move_however_many_elements_there_are():
         assert (moved.first_step, moved.name, moved.tensors) == (5, "body.weight", 1)
 
 
-def test_a_tensor_that_one_run_did_not_count_in_some_steps_differs_there():
+def test_a_tensor_missing_from_one_runs_step_is_a_difference():
     first = training(steps=6)
     windows = [
         dataclasses.replace(each, tensors={LAYER: each.tensors[LAYER]} if each.first_step == 3 else each.tensors)
@@ -221,7 +221,7 @@ def test_a_tensor_that_one_run_did_not_count_in_some_steps_differs_there():
     assert (diff.differs.first_step, diff.differs.name, diff.moved) == (3, "head", None)
 
 
-def test_many_tensors_are_compared_in_parts():
+def test_comparing_many_tensors_in_batches_finds_the_moved_one():
     keys = [s.TensorKey(f"layer.{number}.weight", WEIGHT_GRADIENT) for number in range(300)]
     first = run([window(0, 0, {key: drawn(-12, 1) for key in keys})])
     second = run([window(0, 0, {key: drawn(-12 if key != keys[-1] else -2, 1) for key in keys})])
@@ -230,10 +230,10 @@ def test_many_tensors_are_compared_in_parts():
     assert list(found) == keys
 
 
-# -- what is said -------------------------------------------------------------------------------------------------------
+# -- sentences ----------------------------------------------------------------------------------------------------------
 
 
-def test_settings_that_differ_are_named_and_what_is_not_known_is_not():
+def test_different_settings_are_listed_unless_unknown():
     ledger = s.Precision({"float32": 9}, {"float32": 9}, ("",), ("float32",), ("float32",))
     adam = s.OptimizerRecord("Adam", {"lr": 1e-3, "eps": 1e-8}, {"float32": 9}, {"exp_avg": "float32"})
     first = run([], precision=dataclasses.replace(ledger, optimizers=(adam,)))
@@ -257,24 +257,24 @@ def test_settings_that_differ_are_named_and_what_is_not_known_is_not():
         Change("every", "1", "10"),
         Change("torch", "-", "2.13"),
     ]
-    # Without a ledger nothing is known of the precision.
+    # Without a ledger the precision is unknown.
     assert [each.name for each in changed_settings(run([]), second)] == ["every", "torch"]
 
 
-def test_settings_that_changed_nothing_are_in_the_headline():
+def test_the_headline_lists_settings_that_made_no_difference():
     first = training(steps=4)
     diff = compared(first, dataclasses.replace(first, info=dataclasses.replace(first.info, versions={"torch": "2.13"})))
     assert headline(diff).endswith("are equal in all 4 steps counted of steps 0-3; other settings: torch.")
 
 
-def test_a_parameter_of_another_shape_is_a_setting_and_one_of_a_single_run_a_layer():
+def test_only_parameters_of_both_runs_are_compared_by_shape():
     info = s.TensorInfo("a.weight", WEIGHT_GRADIENT, "a", "Linear", (3, 5))
     first = run([], watched=(info,))
     second = run([], watched=(dataclasses.replace(info, shape=(3, 6)), dataclasses.replace(info, name="b.weight")))
     assert list(changed_settings(first, second)) == [Change("shape of a.weight", "3x5", "3x6")]
 
 
-def test_layers_of_one_run_alone_are_listed():
+def test_layers_of_a_single_run_are_listed():
     other = s.TensorKey("extra.weight", WEIGHT_GRADIENT)
     diff = compared(
         run([window(0, 0, {LAYER: drawn(-12, 0), HEAD: drawn(-9, 1)})]),
@@ -289,31 +289,31 @@ def test_layers_of_one_run_alone_are_listed():
     assert [change.name for change in diff.layers] == [LAYER.name]
 
 
-def test_a_harmful_event_of_the_second_run_comes_before_what_moved_later():
+def test_the_headline_begins_with_a_harmful_event_of_a_single_run():
     event = dataclasses.replace(sessions.culprit(), step=4, skipped=False)
     first, second = training(), dataclasses.replace(training(flushed_from=9), events=(event,))
     diff = compared(first, second)
     assert diff.events_only_second == (event,)
     assert headline(diff).startswith("B alone is in trouble: step 4, micro-batch 1, backward, 'decoder.3.attn'")
     assert [f.severity for f in diff.differences if f.id == "events-differ"] == ["warning"]
-    # The other way round B is the healthy one.
+    # In the opposite order B is the healthy run.
     back = compared(second, first)
     assert back.events_only_first == (event,)
     assert [f.severity for f in back.differences if f.id == "events-differ"] == ["info"]
     assert headline(back).startswith("A alone is in trouble: step 4, micro-batch 1, backward, 'decoder.3.attn'")
     assert "They part" not in headline(back)
-    # What comes after the parting does not hide it.
+    # A later event does not replace the first difference.
     late = dataclasses.replace(second, events=(dataclasses.replace(event, step=20),))
     both = compared(first, late)
     assert headline(both).startswith("B alone is in trouble: step 20, ")
     assert "They part at step 9: " in headline(both)
     assert headline(compared(second, late)).startswith("Both are in trouble. A: step 4, ")
     assert "non-finite-event" in {finding.id for finding in back.gone}
-    # What both runs have says nothing.
+    # Events of both runs are no difference.
     assert not compared(second, second).findings
 
 
-def test_the_scale_is_compared_step_by_step_as_far_as_both_ran():
+def test_loss_scales_are_compared_in_the_steps_of_both_runs():
     def scaled(*changes, steps=24):
         made = training(steps=steps)
         scales = tuple(s.ScaleChange(*change) for change in changes)
@@ -332,14 +332,14 @@ def test_the_window_of_safe_scales_moves_with_the_gradients():
     assert found.evidence["first"][1] > 4 * found.evidence["second"][1]
 
 
-def test_without_steps_in_common_nothing_is_claimed():
+def test_runs_without_common_steps_are_not_compared():
     diff = compared(spans(0, 2), spans(2, 4))
     assert ids(diff) == {"steps-not-shared", "settings-differ"}
     assert diff.layers == ()
     assert headline(diff) == "Whether they part is not known: no step was counted in both."
 
 
-def test_findings_are_new_where_the_first_run_has_them_not_or_milder():
+def test_a_finding_is_new_if_absent_or_milder_in_the_first_run():
     diff = compared(training(), training(flushed_from=0))
     assert {finding.id for finding in diff.differences} <= set(RANGE_DIFF_IDS)
     report = analyse(training())

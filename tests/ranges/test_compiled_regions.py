@@ -1,4 +1,4 @@
-"""What torch.compile compiled: left as it is by default, named in the report, and run eagerly in sampled steps if asked."""
+"""Code under torch.compile is unchanged by default and named in the report; an option runs it eagerly in sampled steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 class Squashed(nn.Module):
-    """As little as there can be to compile."""
+    """A small model that compiles quickly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Squashed(nn.Module):
 
 
 class Backend:
-    """Compiles to the very operations that it is given; counts the graphs, and the calls of them."""
+    """A backend that runs graphs unchanged, and counts them and their calls."""
 
     def __init__(self) -> None:
         self.graphs = self.calls = 0
@@ -117,7 +117,7 @@ def _function(net: Net, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Way:
-    """How a net is compiled, and the paths of what is compiled of it."""
+    """A way to compile a net, and the paths of the compiled modules."""
 
     compile: Callable[..., Any]
     paths: tuple[str, ...] = ("",)
@@ -136,9 +136,9 @@ WAYS = {
     "forward": Way(_forward),
     "function": Way(_function),
 }
-#: The steps before which the inspector is attached; None: before the net is compiled.
+#: The step before which the inspector is attached; None: before the net is compiled.
 ATTACHED = {"before": None, "after": 0, "in the middle": 2}
-#: The usual ways attached at each moment, the others at one each.
+#: The common ways are attached at each moment, the others at one moment each.
 CELLS = [(name, attached) for name in ("whole", "fullgraph", "breaks", "regional") for attached in ATTACHED]
 CELLS += zip(
     ("in place", "parts wrapped", "nested", "forward", "function"), ("before", "in the middle", *ATTACHED), strict=True
@@ -147,7 +147,7 @@ CELLS += zip(
 
 @dataclass
 class Run:
-    """One training: its losses, and the weights and batch at the beginning of each step."""
+    """The losses of a training, and the weights and batch at the beginning of each step."""
 
     losses: list[float] = field(default_factory=list)
     begun: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = field(default_factory=list)
@@ -186,14 +186,14 @@ _ALONE: dict[str, Run] = {}
 
 
 def _alone(name: str) -> Run:
-    """A training without an inspector, run once for each way."""
+    """Return the cached training of a way without an inspector."""
     if name not in _ALONE:
         _ALONE[name] = _train(WAYS[name])
     return _ALONE[name]
 
 
 def _eager_counts(run: Run, steps: list[int], net: nn.Module | None = None) -> dict[Any, Any]:
-    """The counts of these steps from the same weights and batches, of a net that is not compiled."""
+    """Return the counts of these steps, computed by an uncompiled net from the same weights and batches."""
     net = net or Net()
     with Inspector(net, capture=KINDS, watch=False) as inspector:
         for step in steps:
@@ -207,8 +207,8 @@ def _eager_counts(run: Run, steps: list[int], net: nn.Module | None = None) -> d
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
 @pytest.mark.parametrize("every", [1, EVERY])
 @pytest.mark.parametrize(("name", "attached"), CELLS)
-def test_a_compiled_training_is_left_as_it_is(name: str, attached: str, every: int) -> None:
-    """By default: the same results and graphs as alone, weight gradients counted, and what was not seen is named."""
+def test_a_compiled_training_is_unchanged_by_default(name: str, attached: str, every: int) -> None:
+    """The losses and graphs equal those without an inspector; a note names the modules with only weight gradients counted."""
     way, alone = WAYS[name], _alone(name)
     run = _train(way, attached, every=every)
     assert run.losses == alone.losses
@@ -227,17 +227,17 @@ def test_a_compiled_training_is_left_as_it_is(name: str, attached: str, every: i
 @pytest.mark.parametrize("every", [1, EVERY])
 @pytest.mark.parametrize(("name", "attached"), [cell for cell in CELLS if cell[0] != "function"])
 def test_sampled_steps_run_eagerly(name: str, attached: str, every: int) -> None:
-    """They count what an uncompiled net counts from the same weights; the others run the graphs that there would be alone."""
+    """Their counts equal an uncompiled net's with the same weights; the other steps run the compiled graphs."""
     way, alone = WAYS[name], _alone(name)
     run = _train(way, attached, every=every, capture=KINDS, eager_samples=True)
     first = ATTACHED[attached] or 0
     sampled = [step for step in range(first, STEPS) if (step - first) % every == 0]
-    # What is compiled once the inspector is attached is found after its first step.
+    # Code that is compiled after attaching is found after its first step.
     eager = sampled[1:] if attached == "before" else sampled
     assert (run.session.progress.sampled_steps, run.session.progress.eager_steps) == (len(sampled), len(eager))
-    # This backend computes as eager code does, so the results can be compared.
+    # This backend computes exactly as eager code.
     assert run.losses == alone.losses
-    # Where every step runs eagerly, nothing is compiled.
+    # If every step runs eagerly, torch compiles no graph.
     assert run.backend.graphs == (alone.backend.graphs if len(eager) < STEPS else 0)
     assert run.backend.calls * STEPS == alone.backend.calls * (STEPS - len(eager))
     counts = {key: tensor.histogram for key, tensor in run.session.totals().items()}
@@ -258,7 +258,7 @@ def test_steps_between_samples_run_inductors_graphs(mode: str | None) -> None:
     import torch._inductor.config as inductor
 
     compiled = Way(lambda net, backend: torch.compile(net, backend="inductor", mode=mode), net=Squashed)
-    # Neither processes that wait for more to compile, nor headers compiled for more than these few kernels.
+    # Worker processes and precompiled headers cost more time than these few kernels.
     options = {"compile_threads": 1, "cpp.vec_isa_ok": False}
     if hasattr(inductor, "cpp_cache_precompile_headers"):
         options["cpp_cache_precompile_headers"] = False
@@ -277,7 +277,7 @@ def test_steps_between_samples_run_inductors_graphs(mode: str | None) -> None:
     assert counts == _eager_counts(run, [0, 3, 6], Squashed())
 
 
-# -- what must not run eagerly -------------------------------------------------------------------------------------------
+# -- code that must not run eagerly --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def backend() -> Iterator[Backend]:
 
 
 def test_only_training_calls_of_the_model_itself_run_eagerly(backend: Backend) -> None:
-    """Validation, another model, a compiled optimizer and a compiled loss stay as they were."""
+    """Validation, another model and a compiled loss still run compiled."""
     net, other, beside = Net(), Net(), Backend()
     call, others = torch.compile(net, backend=backend), torch.compile(other, backend=beside)
     loss = torch.compile(lambda x: x.square().sum(), backend=beside)
@@ -309,7 +309,7 @@ def test_only_training_calls_of_the_model_itself_run_eagerly(backend: Backend) -
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
 @pytest.mark.parametrize("stance", ["eager_on_recompile", "fail_on_recompile"])
-def test_a_stance_of_the_users_rules(stance: Any, backend: Backend) -> None:
+def test_a_compiler_stance_set_by_the_user_has_priority(stance: Any, backend: Backend) -> None:
     net = Net()
     call = torch.compile(net, backend=backend)
     call(torch.randn(5, 4)).sum().backward()
@@ -320,7 +320,7 @@ def test_a_stance_of_the_users_rules(stance: Any, backend: Backend) -> None:
     assert "a stance of torch.compiler was set" in inspector.session().notes[0]
 
 
-def test_a_stance_that_runs_eagerly_is_seen_without_the_option(backend: Backend) -> None:
+def test_activations_are_counted_under_the_stance_force_eager(backend: Backend) -> None:
     net = Net()
     net.one.compile(backend=backend)
     with torch.compiler.set_stance("force_eager"), Inspector(net, capture=KINDS) as inspector:
@@ -330,8 +330,8 @@ def test_a_stance_that_runs_eagerly_is_seen_without_the_option(backend: Backend)
     assert any(key.name == "one.up" and key.kind == "activation" for key in inspector.session().totals())
 
 
-def test_a_model_that_trains_uncompiled_beside_its_compiled_wrapper(backend: Backend) -> None:
-    """Compiled for validation alone: nothing of the training is hidden."""
+def test_a_wrapper_compiled_for_validation_alone_hides_no_training(backend: Backend) -> None:
+    """The model itself trains uncompiled."""
     net = Net()
     call = torch.compile(net, backend=backend)
     with Inspector(net, capture=KINDS) as inspector:
@@ -344,7 +344,7 @@ def test_a_model_that_trains_uncompiled_beside_its_compiled_wrapper(backend: Bac
 
 
 def test_checkpointing_around_compiled_code_keeps_it_compiled(backend: Backend) -> None:
-    """Its recomputation compares what it saves: eager in the forward and compiled in the backward would raise."""
+    """Checkpointing compares saved tensors, so an eager forward with a compiled recomputation would raise an error."""
     net = Net()
     net.one.compile(backend=backend)
     said = pytest.warns(mpinspect.MpinspectWarning, match="under activation checkpointing")
@@ -360,7 +360,7 @@ def test_checkpointing_inside_compiled_code_runs_eagerly(backend: Backend) -> No
         call(torch.randn(5, 4)).sum().backward()
     totals = {(key.name, key.kind): tensor for key, tensor in inspector.session().totals().items()}
     assert backend.calls == 0
-    # 5 rows of 8: the recomputation is not counted again.
+    # 5 rows of 8, without the recomputation.
     assert (
         totals["one.up", "activation"].histogram.total == totals["one.up", "activation_gradient"].histogram.total == 40
     )
@@ -370,7 +370,7 @@ def test_checkpointing_inside_compiled_code_runs_eagerly(backend: Backend) -> No
 
 
 @pytest.mark.parametrize("breaks_off", [False, True])
-def test_detaching_puts_the_compiled_functions_back(breaks_off: bool, backend: Backend) -> None:
+def test_detaching_restores_the_compiled_functions(breaks_off: bool, backend: Backend) -> None:
     net = Net()
     net.one.compile(backend=backend)
     net.two.forward = torch.compile(net.two.forward, backend=backend)
@@ -390,8 +390,8 @@ def test_detaching_puts_the_compiled_functions_back(breaks_off: bool, backend: B
     assert backend.calls > 0
 
 
-def test_two_inspectors_of_one_model(backend: Backend) -> None:
-    """Whoever samples has the step run eagerly; each puts back only its own."""
+def test_two_inspectors_of_one_model_sample_independently(backend: Backend) -> None:
+    """A step runs eagerly if one of them samples it; each detaches only its own wrapper."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net.compile(backend=backend)
@@ -406,13 +406,13 @@ def test_two_inspectors_of_one_model(backend: Backend) -> None:
     net(torch.randn(5, 4)).sum().backward()
     second.detach()
     assert net._compiled_call_impl is compiled
-    # Steps 1 and 5 are nobody's sample; step 6 is the second's, and is broken off.
+    # Neither samples steps 1 and 5. The second samples step 6, which does not finish.
     assert backend.calls == 2
     assert [each.session().progress.eager_steps for each in (first, second)] == [3, 2]
 
 
-def test_a_wrapper_around_more_than_the_model(backend: Backend) -> None:
-    """A module with the loss in it, made after the inspector, that the model does not know of."""
+def test_a_compiled_module_around_the_model_and_its_loss_runs_eagerly(backend: Backend) -> None:
+    """The outer module is created after the inspector, and the model has no reference to it."""
 
     class WithLoss(nn.Module):
         def __init__(self, net: Net) -> None:
@@ -435,8 +435,8 @@ def test_a_wrapper_around_more_than_the_model(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_steps_are_counted_without_an_optimizer(every: int, backend: Backend) -> None:
-    """Calls of compiled code tell where a step begins, in steps that run compiled too."""
+def test_calls_of_compiled_code_begin_steps_without_an_optimizer(every: int, backend: Backend) -> None:
+    """This holds in eager and compiled steps."""
     net = Net()
     call = torch.compile(net, backend=backend)
     with Inspector(net, every=every, eager_samples=True) as inspector:
@@ -457,7 +457,7 @@ def test_steps_are_counted_without_an_optimizer(every: int, backend: Backend) ->
 
 
 class Rooted(nn.Module):
-    """Square roots whose backward is NaN once ``shift`` is zero."""
+    """Takes square roots; their backward is NaN if ``shift`` is zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -483,7 +483,7 @@ def _broken_in_step_two(backend: Backend, **options: Any) -> mpinspect.RangeRepo
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
-def test_a_nan_in_compiled_code_is_said_to_have_no_known_place(backend: Backend) -> None:
+def test_a_nan_in_compiled_code_has_an_unknown_place(backend: Backend) -> None:
     report = _broken_in_step_two(backend)
     (event,) = report.events
     assert (event.step, event.what, event.module, event.forward_finite) == (2, "weight_gradient", "first", None)
@@ -495,7 +495,7 @@ def test_a_nan_in_compiled_code_is_said_to_have_no_known_place(backend: Backend)
     assert reasons == {"inside torch.compile, where no hook runs"}
 
 
-def test_the_culprit_is_named_where_the_step_ran_eagerly(backend: Backend) -> None:
+def test_the_culprit_is_named_in_a_step_that_ran_eagerly(backend: Backend) -> None:
     report = _broken_in_step_two(backend, eager_samples=True)
     (event,) = report.events
     assert (event.step, event.what, event.forward_finite) == (2, "activation_gradient", True)
@@ -503,7 +503,7 @@ def test_the_culprit_is_named_where_the_step_ran_eagerly(backend: Backend) -> No
     assert "3 sampled (3 of them run eagerly instead of compiled)" in " ".join(str(report).split())
 
 
-def test_what_compiled_code_hides() -> None:
+def test_a_compiled_module_hides_its_submodules() -> None:
     progress = Progress(compiled=("net.one",))
     assert [progress.hides(path) for path in ("net.one", "net.one.up", "net.ones", "net", "")] == [True, True] + [
         False

@@ -1,4 +1,4 @@
-"""What is read of a device's tensors: in groups, most of it only where something is not finite."""
+"""On a device, tensors are read in groups, and most of them only if a later value is not finite."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mpinspect.ranges.capture.layers import Layer, outline
 @pytest.fixture(autouse=True)
 def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     host_kernels.install(monkeypatch)
-    # Hooks stay in a process that has compiled anything, as other tests do.
+    # Hooks stay attached in a process that compiled any graph, and other tests do.
     monkeypatch.setattr(model_hooks, "compiled_graphs", lambda: 0)
 
 
@@ -45,15 +45,15 @@ def _train(
         optimizer.step()
 
 
-def test_between_samples_only_what_others_are_made_of_is_read() -> None:
+def test_only_outputs_of_containers_and_weight_gradients_are_read_between_samples() -> None:
     model = _blocks()
     with Inspector(model, every=100) as inspector:
         _train(model, 5)
         host_kernels.calls.clear()
         _train(model, 3)
-        # Steps 5 to 7: the outputs of four containers (the last of them one tensor with the model's own), the loss, the twelve
-        # weight gradients, the gradients at those outputs. Of the rest nothing: two outputs inside of each block, their
-        # gradients, and the batch.
+        # Steps 5 to 7 read the outputs of the containers (the last is the model's own tensor), the gradients of these
+        # outputs, the loss and the twelve weight gradients. They do not read the batch, nor the two inner outputs of each
+        # block and their gradients.
         in_a_step = {what: number / 3 for what, number in host_kernels.calls.items()}
     assert in_a_step[READ] <= 3 + 1 + 12 + 3 + 1
     assert in_a_step[SPARED] >= 2 * 3 * 2
@@ -61,7 +61,7 @@ def test_between_samples_only_what_others_are_made_of_is_read() -> None:
 
 
 def _step_of_a_gpt(layers: int) -> dict[str, int]:
-    """What one step between samples reads of a GPT without a scaler, whose blocks have 25,408 weights."""
+    """Return the reads of one step between samples, for a GPT without a scaler and with 25,408 weights per block."""
     model, (x, y) = GPT(layers, 32, 2, 16, 64), tokens(2, 16, 64)("cpu")
     optimizer = adamw(model.parameters())
     with Inspector(model, optimizers=optimizer, every=100):
@@ -74,13 +74,13 @@ def _step_of_a_gpt(layers: int) -> dict[str, int]:
 
 
 def _tower(blocks: int) -> nn.Sequential:
-    """A model of 4 modules a block, its list and itself."""
+    """Return a model with four modules per block, a first layer and a container."""
     torch.manual_seed(0)
     layers = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(blocks))
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*layers))
 
 
-def test_between_samples_a_model_of_many_modules_is_looked_at_block_by_block() -> None:
+def test_a_large_model_is_read_block_by_block_between_samples() -> None:
     model = _tower(8)
     with Inspector(model, every=100) as inspector:
         _train(model, 5)
@@ -93,7 +93,7 @@ def test_between_samples_a_model_of_many_modules_is_looked_at_block_by_block() -
     assert inspector.session().notes == ()
 
 
-def test_after_an_event_every_module_is_looked_at() -> None:
+def test_every_module_is_read_after_an_event() -> None:
     model = _tower(8)
     spoiled: set[int] = {5, 6, 7}
     now = 0
@@ -119,7 +119,7 @@ def test_after_an_event_every_module_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_between_samples_weight_gradients_are_read_when_the_optimizer_steps(clips: bool) -> None:
+def test_weight_gradients_are_read_when_the_optimizer_steps_between_samples(clips: bool) -> None:
     model = _tower(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     reads = []
@@ -129,18 +129,18 @@ def test_between_samples_weight_gradients_are_read_when_the_optimizer_steps(clip
             optimizer.zero_grad()
             for _ in range(2 if step == 6 else 1):
                 model(torch.randn(4, 8)).square().mean().backward()
-            # In steps 5 and 6 nothing is sampled or measured. The loop spoils what no hook of a parameter sees.
+            # Steps 5 and 6 are neither sampled nor measured, so the parameters have no hooks when the loop plants a value.
             assert bool(model[0].weight._backward_hooks) is (step < 5)
             if step == 6:
                 model[1][3][2].weight.grad.view(-1)[0] = math.nan if clips else math.inf
             if clips:
-                # A clipping of the loop's own, as of a library that does not call torch's.
+                # Clips by hand, like a library that does not call torch's function.
                 norm = torch.stack([each.grad.norm() for each in model.parameters()]).norm()
                 for each in model.parameters():
                     each.grad.mul_(1 / norm)
             optimizer.step()
             reads.append(host_kernels.calls[READ])
-    # Each micro-batch has its outputs, the gradients there and a loss; the weight gradients are read once.
+    # Each micro-batch reads outputs, their gradients and a loss; the weight gradients are read once.
     weights = len(list(model.parameters()))
     assert reads[6] - weights == 2 * (reads[5] - weights) > 0
     first = inspector.session().events[0]
@@ -150,7 +150,7 @@ def test_between_samples_weight_gradients_are_read_when_the_optimizer_steps(clip
 
 
 @pytest.mark.parametrize("public", [False, True], ids=["clip_grad_norm_", "clip_grads_with_norm_"])
-def test_of_clipped_weight_gradients_the_norm_is_read_and_they_only_if_it_is_not_finite(public: bool) -> None:
+def test_clipped_weight_gradients_are_read_only_if_their_norm_is_not_finite(public: bool) -> None:
     model = _tower(8)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.0)
@@ -172,13 +172,13 @@ def test_of_clipped_weight_gradients_the_norm_is_read_and_they_only_if_it_is_not
     assert reads[5] == reads[6] == (1, len(parameters))
     assert reads[7] == (1 + len(parameters), 0)
     first = inspector.session().events[0]
-    # The clipping has made every weight gradient NaN; they were read before.
+    # The clipping makes every weight gradient NaN, but the gradients are read before it.
     assert (first.step, first.phase, first.tensor) == (7, "backward", "1.3.2.weight")
     assert "clipping" not in first.explanation
     assert inspector.session().notes == ()
 
 
-def test_clipped_gradients_of_another_model_or_from_a_generator_are_read_when_the_optimizer_steps() -> None:
+def test_gradients_are_read_at_the_step_if_only_another_model_or_a_generator_was_clipped() -> None:
     model, other = _tower(8), nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, every=100) as inspector:
@@ -196,7 +196,7 @@ def test_clipped_gradients_of_another_model_or_from_a_generator_are_read_when_th
     assert inspector.session().notes == ()
 
 
-def test_a_backward_after_the_clipping_has_its_gradients_read() -> None:
+def test_gradients_of_a_backward_after_clipping_are_read() -> None:
     model = _tower(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, every=100) as inspector:
@@ -212,7 +212,7 @@ def test_a_backward_after_the_clipping_has_its_gradients_read() -> None:
     assert [(event.step, event.tensor) for event in inspector.session().events] == [(6, "1.3.2.weight")]
 
 
-def test_weight_gradients_are_read_as_they_arrive_where_each_has_an_optimizer() -> None:
+def test_weight_gradients_are_read_on_arrival_if_each_has_its_own_optimizer() -> None:
     model = _tower(8)
     optimizers = [torch.optim.SGD([parameter], lr=0.0) for parameter in model.parameters()]
     with Inspector(model, optimizers=optimizers, every=100) as inspector:
@@ -227,21 +227,21 @@ def test_weight_gradients_are_read_as_they_arrive_where_each_has_an_optimizer() 
     assert inspector.session().progress.steps == 7
 
 
-def test_the_outline_opens_what_holds_many_modules_and_what_is_never_called() -> None:
+def test_the_outline_descends_into_large_containers_and_uncalled_lists() -> None:
     model = nn.ModuleDict({"lists": nn.ModuleList([_blocks() for _ in range(2)]), "tower": _tower(7)})
     layers = [Layer(path, module, False, False) for path, module in model.named_modules()]
     blocks = {f"lists.{number}" for number in range(2)}
-    # The tower holds 30 modules, and its list of blocks 28.
+    # The tower contains 30 modules, and its sequence of blocks 28.
     inside = {"tower.0", "tower.1", *(f"tower.1.{block}" for block in range(7))}
     assert outline(layers) == {"", "lists", "tower"} | blocks | inside
     assert outline(layers[:32]) == {layer.path for layer in layers[:32]}
 
 
-def test_a_block_more_is_no_launch_more_and_read_where_it_ends() -> None:
+def test_another_block_adds_no_launch_and_reads_its_end_only() -> None:
     one, two = _step_of_a_gpt(1), _step_of_a_gpt(2)
     assert one[LAUNCHES] == two[LAUNCHES] == 5
-    # The gradients of its 12 weights, its output and the gradient there. Not seven other outputs, two tensors that its own code
-    # made, and the gradients at these nine.
+    # A block reads 12 weight gradients, its output and the output's gradient. It spares seven other outputs, two tensors of
+    # its own code, and the gradients of these nine.
     block = sum(parameter.nbytes for parameter in GPT(1, 32, 2, 16, 64).blocks.parameters())
     assert two[BYTES] - one[BYTES] == block + 2 * (2 * 16 * 32 * 4)
     assert (two[READ] - one[READ], two[SPARED] - one[SPARED]) == (12 + 2, 2 * (7 + 2))
@@ -249,10 +249,10 @@ def test_a_block_more_is_no_launch_more_and_read_where_it_ends() -> None:
 
 @pytest.mark.parametrize(
     ("activation", "phase"),
-    # tanh makes 1 of an infinity: the forward goes on finite, and the gradient that meets the infinity does not.
+    # tanh(inf) is 1, so the forward is finite after it; the gradient that is multiplied by the infinity is not.
     [(nn.ReLU, "forward"), (nn.Tanh, "backward")],
 )
-def test_the_module_is_found_among_those_that_were_spared_until_then(
+def test_the_culprit_is_found_among_modules_whose_tensors_were_not_read(
     activation: Callable[[], nn.Module], phase: str
 ) -> None:
     model = _blocks(activation)
@@ -271,7 +271,7 @@ def test_the_module_is_found_among_those_that_were_spared_until_then(
 
 
 class _Heads(nn.Module):
-    """Two layers of one input, each of which the watch may have passed by when the other is read."""
+    """Two layers with the same input; the watch may read the output of only one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,9 +283,7 @@ class _Heads(nn.Module):
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_tensor_that_was_not_read_is_not_said_to_have_been_finite(
-    phase: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unread_tensor_is_not_reported_as_finite(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_magnitudes, "_HELD_BYTES", 100)
     model = nn.Sequential(nn.Linear(8, 8), _Heads())
     spoiled = False
@@ -309,7 +307,7 @@ def test_a_tensor_that_was_not_read_is_not_said_to_have_been_finite(
     assert first.module == "1.a" or "not read" in first.explanation or "not known" in first.explanation, first
 
 
-def test_a_group_ends_where_it_holds_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_ends_at_its_size_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_magnitudes, "_HELD_BYTES", 100)
     magnitudes = DeviceMagnitudes(torch.device("cpu"))
     magnitudes._steps = 100
@@ -317,11 +315,11 @@ def test_a_group_ends_where_it_holds_too_much(monkeypatch: pytest.MonkeyPatch) -
     slots = [magnitudes.read(tensor, str(i), always=False) for i, tensor in enumerate(held)]
     sent = magnitudes.send()
     assert isinstance(sent, StepMagnitudes)
-    # Four are the first to have more than 100 bytes, and the next ends the group: the last of each is read.
+    # Four tensors exceed 100 bytes, and the next ends the group. The last tensor of each group is read.
     assert [slot and slot.largest() for slot in slots] == [NOT_READ] * 4 + [5.0] + [NOT_READ] + [7.0]
 
 
-def test_a_tensor_changed_before_its_group_is_read_is_lost_and_read_at_once_the_next_time() -> None:
+def test_a_tensor_changed_before_its_reading_is_read_at_once_the_next_time() -> None:
     magnitudes = DeviceMagnitudes(torch.device("cpu"))
     magnitudes._steps = 100
     for expected in (None, 3.0):
@@ -333,7 +331,7 @@ def test_a_tensor_changed_before_its_group_is_read_is_lost_and_read_at_once_the_
         assert slot.largest() == expected
 
 
-def test_the_first_steps_learn_what_is_changed() -> None:
+def test_the_first_steps_read_tensors_at_once() -> None:
     magnitudes = DeviceMagnitudes(torch.device("cpu"))
     for _ in range(5):
         tensor = torch.full((4,), -2.0)
@@ -344,7 +342,7 @@ def test_the_first_steps_learn_what_is_changed() -> None:
         assert slot.largest() == 2.0
 
 
-def test_in_place_activations_lose_nothing() -> None:
+def test_in_place_activations_do_not_hide_an_event() -> None:
     model = _blocks(lambda: nn.ReLU(inplace=True))
     with Inspector(model, every=100) as inspector:
         _train(model, 8, lambda step, x: x * math.nan if step == 6 else x)
@@ -362,7 +360,9 @@ def test_in_place_activations_lose_nothing() -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_magnitudes_tell_signs_of_infinities_and_nans(values: list[float], largest: float, dtype: torch.dtype) -> None:
+def test_magnitudes_distinguish_infinities_by_sign_and_nans(
+    values: list[float], largest: float, dtype: torch.dtype
+) -> None:
     magnitudes = DeviceMagnitudes(torch.device("cpu"))
     slot = magnitudes.read(torch.tensor(values, dtype=dtype), "a", always=True)
     magnitudes.send()
@@ -370,7 +370,7 @@ def test_magnitudes_tell_signs_of_infinities_and_nans(values: list[float], large
     assert slot.largest() == pytest.approx(largest, nan_ok=True)
 
 
-def test_what_the_kernels_can_not_read_is_left_to_others() -> None:
+def test_tensors_that_the_kernels_do_not_support_are_declined() -> None:
     magnitudes = DeviceMagnitudes(torch.device("cpu"))
     for tensor in (
         torch.ones(4, 4)[:, ::2],
@@ -382,7 +382,7 @@ def test_what_the_kernels_can_not_read_is_left_to_others() -> None:
         assert magnitudes.read(tensor, "a", always=True) is None
 
 
-def test_a_failed_launch_loses_its_tensors_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_launch_loses_only_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _blocks()
     work = host_kernels.largest_many
 
@@ -414,7 +414,7 @@ def test_gradients_counted_later_have_the_same_rows() -> None:
     assert rows.lost == set()
 
 
-def test_threads_that_count_at_once_get_rows_of_their_own() -> None:
+def test_concurrent_threads_count_into_separate_rows() -> None:
     rows = DeviceRows(torch.device("cpu"), lambda note: None)
     each_has, start = [[torch.full((3,), 2.0**power) for _ in range(40)] for power in range(8)], threading.Barrier(8)
     counted: list[torch.Tensor] = []
@@ -438,7 +438,7 @@ def test_threads_that_count_at_once_get_rows_of_their_own() -> None:
     assert sorted(row.tolist() for row in counted) == sorted(expected)
 
 
-def test_a_gradient_changed_before_it_is_counted_is_told_and_never_counted_wrong() -> None:
+def test_a_gradient_changed_before_counting_is_marked_as_lost() -> None:
     rows = DeviceRows(torch.device("cpu"), lambda note: None)
     tensor = torch.randn(100)
     row = rows.count(tensor, later=True)

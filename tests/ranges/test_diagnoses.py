@@ -1,4 +1,4 @@
-"""Each diagnosis on a training loop that has its fault, and on one that lacks it and is the same otherwise."""
+"""Runs each diagnosis on a training loop with its fault and on the same loop without it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(
     zero_grad=None,
     batch_of=lambda step, x: x,
 ) -> RangeReport:
-    """Train with the parts that a fault needs replaced."""
+    """Train, with the given parts of the loop replaced by those that cause a fault."""
     loss_of = loss_of or (lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y))
     with Inspector(model) as inspector:
         for step, (x, y) in enumerate(batches(steps, dtype)):
@@ -144,7 +144,7 @@ def static_scale(broken):
 
 
 def scaler_made_anew(broken):
-    """Where it is not broken a scaler is made anew after a checkpoint only."""
+    """Create a scaler in each step; with ``broken=False`` only once, as after a checkpoint."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
@@ -201,7 +201,7 @@ def recurring(broken):
 
 
 def regulariser(broken, first=7):
-    """A loss every ten steps that overflows at any scale, with a scaler that grows in between; without it the scaler probes."""
+    """Train with a loss that overflows at any scale every ten steps; with ``broken=False`` only the growing scale overflows."""
     model = mlp()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 if broken else 19), growth_interval=4)
     factor = lambda step: 1e30 if broken and step % 10 == first else 1.0  # noqa: E731
@@ -213,7 +213,7 @@ def regulariser(broken, first=7):
 
 
 def new_scaler_each_epoch(broken):
-    """Jobs of eight steps that reload the weights alone; where it is not broken, the scaler's state too."""
+    """Train in jobs of eight steps that reload the weights, but the scaler's state only with ``broken=False``."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     state = None
@@ -290,7 +290,7 @@ def replaced(broken):
 
 
 def replaced_by_hook(broken, *, late=False):
-    """Where it is not broken the hooks only bound what is finite, as gradients are at this scale."""
+    """Replace infinities in hooks; with ``broken=False`` the scale is low, so the hooks only clamp finite gradients."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (24 if broken else 6))
@@ -358,10 +358,10 @@ def train_masters(
     """Train a 16-bit model whose FP32 masters the optimizer steps.
 
     Args:
-        zero_masters: how, before the step's first backward: "to none", "in place", "by overwriting" or "never".
-        change: what is done with the model's gradients before they are copied.
+        zero_masters: how to zero them, before the step's first backward: "to none", "in place", "by overwriting" or "never".
+        change: called with the parameters before their gradients are copied.
         before_step: called with the model's parameters and the masters; returns whether to step.
-        into: returns what the masters are copied into, from a parameter.
+        into: returns the tensor that receives a master, for a parameter.
     """
     model = model or mlp(dtype)
     parameters = list(model.parameters())
@@ -466,7 +466,7 @@ def replaced_behind_the_optimizer(broken):
     before = list(model.parameters())
     for module in (model[0], model[2]):
         nn.utils.parametrizations.weight_norm(module)
-    # The biases are the same, the weights are not.
+    # weight_norm replaces the weights and leaves the biases.
     return train(model, torch.optim.SGD(before if broken else model.parameters(), lr=0.1))
 
 
@@ -517,7 +517,7 @@ class Masked(nn.Module):
 
 
 class MaskedBlocks(nn.Module):
-    """Two blocks, both of which are given the same mask."""
+    """Two blocks that receive the same mask."""
 
     def __init__(self):
         super().__init__()
@@ -535,7 +535,7 @@ def causal(dtype=torch.float32):
 
 
 def mask_given_to_blocks(broken):
-    """The mask of BF16 holds -inf, as a cast made them of FP32's smallest number."""
+    """Give a BF16 mask to two blocks; the cast to BF16 turned FP32's lowest number into -inf."""
     model = MaskedBlocks().to(torch.bfloat16)
 
     def loss_of(model, x, y, step):
@@ -548,7 +548,7 @@ def mask_given_to_blocks(broken):
 
 
 def infinity_beside_a_mask(broken):
-    """Features hold -inf, as a mask does: a layer that takes nothing else shows that they are none."""
+    """Put -inf into the features; a layer that takes only features shows that they are no mask."""
     model = MaskedBlocks()
 
     def loss_of(model, x, y, step):
@@ -627,7 +627,7 @@ def half_loss(broken):
 
 
 def half_loss_scaled(broken):
-    """Its product with the scale is FP32, and the gradients are finite though the loss is not."""
+    """Overflow a 16-bit loss under a scaler: the scaled loss is FP32 and the gradients are finite."""
     model = mlp()
 
     def loss_of(model, x, y, step):
@@ -699,7 +699,7 @@ def ties(broken):
 
 
 class WideRouter(nn.Module):
-    """Chooses in FP32 among scores that a layer rounded before."""
+    """Applies top-k in FP32 to scores that a layer rounded to 16 bits."""
 
     def __init__(self, dtype, chosen):
         super().__init__()
@@ -726,7 +726,7 @@ ties_widened = chosen_in_float32(lambda scores: scores.float().sigmoid().topk(2)
 
 
 class Attention(nn.Module):
-    """Turns each position's features by angles of positions that are made within its forward."""
+    """Applies rotary position embeddings, with positions that are created in its forward."""
 
     def __init__(self, made):
         super().__init__()
@@ -797,7 +797,7 @@ def timesteps_cast_inside(broken):
 
 
 def divergence(of, summed):
-    """A policy's loss with a leash to a reference: the divergence has few bits where the logits have 16."""
+    """Make a loop whose policy loss has a KL term to a reference; the term loses most bits if the logits have 16 bits."""
 
     def loop(broken):
         model = mlp()
@@ -830,7 +830,7 @@ divergence_of_samples = divergence(
 
 
 def margin(of):
-    """A margin between sums of log-probabilities, which are computed in FP32 and then rounded."""
+    """Make a loop whose loss is a margin of summed log-probabilities, computed in FP32 and then rounded to BF16."""
 
     def loop(broken):
         model = mlp()
@@ -852,7 +852,7 @@ margin_widened_before = margin(lambda log_p, log_q: log_p.float() - log_q.float(
 
 
 class Experts(nn.Module):
-    """Chooses 4 of 64 scores with a bias that the gradient does not pass, and takes the weights from the scores themselves."""
+    """Selects 4 of 64 experts by biased scores, without a gradient, and weighs them by the unbiased scores."""
 
     def __init__(self, dtype, weigh):
         super().__init__()
@@ -885,7 +885,7 @@ ties_multiplied = routed(lambda scores, chosen: scores * left(scores, chosen).to
 ties_biased = routed(lambda scores, chosen: (scores + torch.zeros(64, dtype=scores.dtype)).topk(4).values)
 
 
-def test_a_nan_arises_where_the_mask_is_used_and_not_where_it_comes_from():
+def test_a_nan_is_attributed_to_the_module_that_uses_the_mask():
     report = mask_given_to_blocks(True)
     first = report.events[0]
     assert (first.step, first.module, first.tensor, first.value) == (3, "blocks.0", "blocks.0.out", "nan")
@@ -900,7 +900,7 @@ class MaskedSoftmax(nn.Module):
 
 
 class ItsOwnMasked(Masked):
-    """Leaves the softmax to a module that is given the scores and the mask."""
+    """Calls a submodule for the softmax, with the scores and the mask as inputs."""
 
     def __init__(self):
         super().__init__()
@@ -910,7 +910,7 @@ class ItsOwnMasked(Masked):
         return self.softmax(self.query(x) @ x.T, mask) @ x
 
 
-def test_a_module_whose_input_holds_but_a_masks_infinities_made_the_nan():
+def test_a_nan_is_attributed_to_a_module_whose_only_infinite_input_is_a_mask():
     model, hidden = ItsOwnMasked(), torch.full((32, 32), -torch.inf).triu(1)
     hidden[5] = -torch.inf
     with Inspector(model) as inspector:
@@ -920,7 +920,7 @@ def test_a_module_whose_input_holds_but_a_masks_infinities_made_the_nan():
     assert "what went in was finite but for -inf, as in a mask" in first.explanation
 
 
-def test_an_infinity_that_no_mask_holds_is_the_code_s_that_made_it():
+def test_an_infinity_outside_of_a_mask_is_attributed_to_the_code_that_made_it():
     class Logarithm(nn.Module):
         def __init__(self):
             super().__init__()
@@ -935,14 +935,14 @@ def test_an_infinity_that_no_mask_holds_is_the_code_s_that_made_it():
     assert inspector.report().events[0].module == ""
 
 
-def test_the_model_itself_is_not_quoted_like_a_module():
+def test_the_model_itself_is_called_the_model():
     event = Event(0, 0, "forward", "", "activation", "", "inf")
     assert event.quantity == "the activation of the model"
     assert event.place == "the model itself"
 
 
 @pytest.mark.parametrize("loop", [replaced_by_hook, replaced_by_late_hook])
-def test_what_a_hook_replaced_leads_and_nobody_stepped_on_infinities(loop):
+def test_gradients_replaced_by_a_hook_are_the_first_finding(loop):
     report = loop(True)
     finding = report.findings[0]
     assert (finding.id, finding.certainty) == ("gradients-replaced", "inferred")
@@ -951,14 +951,14 @@ def test_what_a_hook_replaced_leads_and_nobody_stepped_on_infinities(loop):
     assert all(other.severity == "info" for other in report.findings if other.id == "gradients-all-zero")
 
 
-def test_infinities_that_no_product_passes_on_are_not_called_replaced():
+def test_infinities_stopped_by_a_relu_are_not_reported_as_replaced():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
 
     def loss_of(model, x, y, step):
         hidden = model[1](model[0](x) - 100.0)
-        # The root's derivative is infinite at zero, where the ReLU before it passes no gradient on.
+        # At zero the square root's derivative is infinite, and the ReLU before it passes no gradient.
         return nn.functional.cross_entropy(model[2](hidden).float(), y) + hidden.float().sqrt().sum()
 
     report = train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
@@ -966,7 +966,7 @@ def test_infinities_that_no_product_passes_on_are_not_called_replaced():
     assert not [finding for finding in report.findings if finding.id == "gradients-replaced"]
 
 
-def test_gradients_of_a_closure_are_compared_with_nothing():
+def test_gradients_of_a_closure_cause_no_finding():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model) as inspector:
@@ -1001,7 +1001,7 @@ def stepped_scaled(broken):
 
 
 def unscaled_by_hand_too(broken):
-    """Where it is not broken the gradients are averaged over micro-batches."""
+    """Unscale the gradients a second time by hand; with ``broken=False`` divide them by a number of micro-batches."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -1014,7 +1014,7 @@ def unscaled_by_hand_too(broken):
 
 
 def unscaled_each_micro_batch(broken):
-    """Where it is not broken the gradients of the first micro-batch are dropped, as after an overflow."""
+    """Unscale after each of two micro-batches; with ``broken=False`` zero the first one's gradients, as after an overflow."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
@@ -1033,7 +1033,7 @@ def unscaled_each_micro_batch(broken):
 
 
 def second_loss_not_scaled(broken):
-    """Where it is not broken the second loss has an optimizer and a step of its own, without a scaler."""
+    """Scale one of two losses; with ``broken=False`` the second loss has its own optimizer, without a scaler."""
     both = nn.ModuleList([mlp(), nn.Linear(4, 4)])
     optimizer = torch.optim.SGD((both if broken else both[0]).parameters(), lr=0.1)
     of_second = torch.optim.SGD(both[1].parameters(), lr=0.1)
@@ -1052,8 +1052,8 @@ def second_loss_not_scaled(broken):
     return inspector.report()
 
 
-def test_gradients_that_served_and_were_left_are_not_unscaled_again():
-    """A critic that steps twice per step of the generator, whose backward finds the critic's gradients."""
+def test_gradients_left_in_place_after_their_step_are_not_reported_as_unscaled_again():
+    """A critic steps twice per generator step, and its gradients remain during the generator's backward."""
     both = nn.ModuleList([mlp(), nn.Linear(4, 4)])
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in both]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
@@ -1085,8 +1085,8 @@ def targets_of(make):
     return loop
 
 
-def test_an_unscaled_loss_beside_a_scaled_one_needs_no_unscaling():
-    """Two heads of one model: the scaler serves the first, the second is trained in FP32 by an optimizer of its own."""
+def test_an_unscaled_loss_with_its_own_optimizer_needs_no_unscaling():
+    """A model has two heads: the first uses the scaler, the second trains in FP32 with its own optimizer."""
     model, scaler = nn.ModuleList([mlp(), mlp()]), torch.amp.GradScaler("cpu", init_scale=1024.0)
     first, second = (torch.optim.SGD(head.parameters(), lr=0.1) for head in model)
     with Inspector(model) as inspector:
@@ -1116,8 +1116,8 @@ def ignored_targets(broken):
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
 
 
-def test_an_overflow_of_the_model_is_not_blamed_on_the_targets():
-    """A product of the model overflows FP16: what the loss subtracts from it is finite."""
+def test_an_overflow_in_the_model_is_not_attributed_to_the_targets():
+    """The model's product overflows FP16; the targets are finite."""
     model = mlp(torch.float16)
 
     def loss_of(model, x, y, step):
@@ -1144,7 +1144,7 @@ class OneHeadInFP32(TwoHeads):
 
 
 def two_branches(broken, model=None):
-    """In FP16, with a scaler that comes down for one branch and takes the other one's gradients away."""
+    """Train two branches in FP16: one makes the scaler lower its scale, which flushes the other's gradients."""
     model = model or TwoHeads()
     weight = 1e-9 if broken else 1.0
 
@@ -1158,7 +1158,7 @@ def two_branches(broken, model=None):
 
 
 def silent_branch(broken):
-    """A branch whose gradients FP16 flushes, all of them in every step, at the scale of the other."""
+    """Train two branches in FP16 at a scale that flushes all gradients of one of them."""
     model = TwoHeads()
     weight = 1e-9 if broken else 1.0
 
@@ -1172,7 +1172,7 @@ def silent_branch(broken):
 
 
 def never_stepped(broken):
-    """Scaled, unscaled and updated, but the optimizer's step is missing."""
+    """Call the scaler's scale, unscale_ and update, but never its step."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
@@ -1198,8 +1198,8 @@ def test_a_layer_that_was_replaced_after_the_optimizer_was_made_is_not_optimized
     assert finding.layer.startswith("2")
 
 
-def test_gradients_that_a_script_puts_in_the_place_of_the_last_ones_are_not_added_to_them():
-    """Added up by hand from torch.autograd.grad, which adds to none, and never zeroed, since nothing needs it."""
+def test_gradients_that_a_script_assigns_are_not_reported_as_never_zeroed():
+    """The script sums gradients from torch.autograd.grad and assigns .grad, so it need not zero it."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parameters = list(model.parameters())
@@ -1217,8 +1217,8 @@ def test_gradients_that_a_script_puts_in_the_place_of_the_last_ones_are_not_adde
     assert [finding for finding in report.findings if finding.severity != "info"] == []
 
 
-def test_weights_that_explode_without_anything_infinite_are_named():
-    """The output saturates, so that the loss grows and stays finite."""
+def test_weights_that_explode_with_a_finite_loss_are_reported():
+    """The hidden layer saturates, so the loss grows and stays finite."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 3.0**step)
@@ -1232,7 +1232,7 @@ def test_weights_that_explode_without_anything_infinite_are_named():
     assert "times the first one" in finding.message
 
 
-def test_an_infinite_derivative_says_nothing_of_bf16s_range():
+def test_an_infinite_derivative_is_no_overflow_of_bf16():
     model = mlp(torch.bfloat16)
 
     def loss_of(model, x, y, step):
@@ -1244,7 +1244,7 @@ def test_an_infinite_derivative_says_nothing_of_bf16s_range():
     assert report.loss_scale.needed is False
 
 
-def test_positions_given_in_rows_are_found():
+def test_collapsed_positions_with_a_batch_dimension_are_found():
     class Clock(nn.Module):
         def forward(self, t):
             return (t[..., None] * torch.tensor([0.01, 0.1, 1.0, 2.0])).sin()
@@ -1271,7 +1271,7 @@ def test_positions_given_in_rows_are_found():
         assert [finding.layer for finding in found] == (["clock"] if dtype is torch.bfloat16 else [])
 
 
-def test_gradients_alone_are_no_training():
+def test_backwards_without_an_optimizer_step_are_no_training():
     model = mlp()
     with Inspector(model) as inspector:
         for x, y in batches(6, torch.float32):
@@ -1283,7 +1283,7 @@ def test_gradients_alone_are_no_training():
 
 
 class Normalized(nn.Module):
-    """Divides by its neighbours' number in code of its own, without any gradient, before it calls a module."""
+    """Computes inf * 0 in its own code for rows of zeros, before it calls a module."""
 
     def __init__(self):
         super().__init__()
@@ -1293,7 +1293,7 @@ class Normalized(nn.Module):
         return self.inner(x.sum(1, keepdim=True).pow(-0.5).mul(0) * x)
 
 
-def test_what_a_module_makes_of_a_finite_batch_is_not_blamed_on_the_batch():
+def test_a_nan_that_a_module_computes_from_a_finite_batch_is_not_attributed_to_the_batch():
     model = nn.Sequential(Normalized())
     batch_of = lambda step, x: x.abs() if step < 5 else torch.zeros_like(x)  # noqa: E731
     report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_of=batch_of)
@@ -1301,8 +1301,8 @@ def test_what_a_module_makes_of_a_finite_batch_is_not_blamed_on_the_batch():
     assert named(report, "batch-not-finite") == []
 
 
-def test_weights_that_exploded_far_into_a_run_are_named_with_what_the_scheduler_did():
-    """The step in which they grew is none of those that are measured."""
+def test_weights_that_explode_late_are_reported_with_the_schedulers_learning_rate():
+    """The weights grow in a step that is not measured."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 20 else 30000.0)
@@ -1318,7 +1318,7 @@ def test_weights_that_exploded_far_into_a_run_are_named_with_what_the_scheduler_
 
 
 def test_a_branch_in_fp32_needs_no_scale():
-    """The remedy ends the finding, though the branch's gradients are as small as before."""
+    """The suggested fix removes the finding, although the branch's gradients are as small as before."""
     report = two_branches(True, OneHeadInFP32())
     assert named(report, "scale-window-empty") == []
     assert report.loss_scale.needed is False
@@ -1330,12 +1330,12 @@ def test_a_branch_in_fp32_needs_no_scale():
     assert report.session.passed_through([large.key]) == {"float16"}
 
 
-def test_branches_that_no_scale_serves_get_one_remedy():
+def test_branches_without_a_common_scale_get_one_fix():
     report = two_branches(True)
     finding = report.findings[0]
     assert finding.id == "scale-window-empty"
     assert finding.message in str(report.verdict)
-    # Every layer of a branch, so that the remedy ends all conflicts and not the worst alone.
+    # The fix names every layer of a branch, so that it resolves all conflicts.
     assert "Compute 'small.0', 'small.1', 'small.2' in FP32 (or 'large.0', 'large.1', 'large.2' instead)" in finding.fix
     lowest, highest = report.loss_scale.lowest, report.loss_scale.highest
     worst = report.loss_scale.conflicts[0]
@@ -1435,7 +1435,7 @@ def named(report: RangeReport, id: str) -> list[Finding]:
 
 
 @pytest.mark.parametrize(("id", "module", "step", "loop"), CASES, ids=ids)
-def test_a_fault_is_named_with_its_module_and_step(id, module, step, loop):
+def test_each_fault_is_reported_with_its_module_and_step(id, module, step, loop):
     report = loop(True)
     assert contradictions(report) == []
     assert named(report, id), [str(finding) for finding in report.findings]
@@ -1447,7 +1447,7 @@ def test_a_fault_is_named_with_its_module_and_step(id, module, step, loop):
 
 
 @pytest.mark.parametrize(("id", "module", "step", "loop"), CASES, ids=ids)
-def test_the_same_loop_without_the_fault_is_not_accused(id, module, step, loop):
+def test_each_loop_without_its_fault_has_no_such_finding(id, module, step, loop):
     report = loop(False)
     assert contradictions(report) == []
     assert not named(report, id), [str(finding) for finding in report.findings]
@@ -1457,7 +1457,7 @@ def quiet(report, id):
     assert not named(report, id), [str(finding) for finding in report.findings]
 
 
-def test_a_loop_that_scales_by_hand_for_its_masters_is_not_said_to_lack_a_scaler():
+def test_a_loop_that_unscales_into_its_masters_needs_no_scaler():
     def loss_of(model, x, y, step):
         return nn.functional.cross_entropy(model(x).float(), y) * (1e6 if step == 5 else 1)
 
@@ -1475,7 +1475,7 @@ def test_a_loop_that_scales_by_hand_for_its_masters_is_not_said_to_lack_a_scaler
 
 
 def by_hand(scale_of, *, zero_first=False, known=True):
-    """A loop that multiplies its loss by a scale of its own, and drops gradients that are not finite."""
+    """Train with a loss scaled by hand, without the steps whose gradients are not finite."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Inspector(model, optimizers=optimizer if known else None) as inspector:
@@ -1497,8 +1497,8 @@ def by_hand(scale_of, *, zero_first=False, known=True):
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("at", [0, 6])
 @pytest.mark.parametrize("power", [21, 40])
-def test_a_step_that_a_loop_by_hand_drops_has_one_story(power, at, known, zero_first):
-    """At 2^21 a weight's gradient overflows and no module's does; at 2^40 those of the outputs do."""
+def test_a_step_dropped_by_a_loop_that_scales_by_hand_is_reported_as_dropped(power, at, known, zero_first):
+    """At 2^21 only a weight's gradient overflows; at 2^40 the gradients of the outputs do."""
     report = by_hand(lambda step: 2.0 ** (power if step == at else 8), known=known, zero_first=zero_first)
     (event,) = report.events
     assert (event.step, event.what) == (at, "weight_gradient" if power == 21 else "activation_gradient")
@@ -1510,7 +1510,7 @@ def test_a_step_that_a_loop_by_hand_drops_has_one_story(power, at, known, zero_f
     assert contradictions(report) == []
 
 
-def test_a_dynamic_scaler_by_hand_is_healthy():
+def test_a_loop_with_a_hand_written_dynamic_scale_is_healthy():
     report = by_hand(lambda step: 2.0 ** (6 + step // 3))
     assert [finding for finding in report.findings if finding.severity != "info"] == []
     (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
@@ -1518,7 +1518,7 @@ def test_a_dynamic_scaler_by_hand_is_healthy():
     assert "64 to 256 times smaller" in said.message
 
 
-def test_gradients_that_are_averaged_by_hand_are_not_taken_for_unscaled_ones():
+def test_gradients_averaged_by_hand_do_not_count_as_unscaled():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model) as inspector:
@@ -1548,7 +1548,7 @@ def test_a_scale_at_which_no_step_was_taken_is_not_recommended():
     assert report.loss_scale.available is False
 
 
-def test_a_search_that_each_epoch_repeats_is_counted_whole_and_a_scale_still_advised():
+def test_skipped_steps_are_summed_over_scalers_recreated_each_epoch():
     report = new_scaler_each_epoch(True)
     (said,) = named(report, "scaler-made-anew")
     skipped = report.session.progress.skipped_steps
@@ -1559,7 +1559,7 @@ def test_a_search_that_each_epoch_repeats_is_counted_whole_and_a_scale_still_adv
 
 
 @pytest.mark.parametrize("first", [0, 7])
-def test_a_regulariser_that_overflows_each_time_is_said_never_to_act(first):
+def test_a_regulariser_that_always_overflows_is_reported_as_never_acting(first):
     report = regulariser(True, first)
     (said,) = named(report, "overflow-recurs")
     assert (said.evidence["period"], said.evidence["steps"]) == (10, [first + 10 * time for time in range(4)])
@@ -1568,8 +1568,8 @@ def test_a_regulariser_that_overflows_each_time_is_said_never_to_act(first):
 
 
 @pytest.mark.parametrize("unscaled", ["beside", "between", "two scalers"])
-def test_the_scale_of_another_backward_is_no_fall_of_this_one(unscaled):
-    """A loss of its own that no scaler multiplies, in the same step or in one of its own; or one that another scaler does."""
+def test_a_second_loss_with_another_scale_is_no_fall_of_the_first_scale(unscaled):
+    """The second loss is unscaled, in the same step or in its own, or another scaler scales it."""
     model, alone = mlp(), nn.Linear(4, 4)
     both = nn.ModuleList([model, alone])
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in both]
@@ -1600,8 +1600,8 @@ def test_the_scale_of_another_backward_is_no_fall_of_this_one(unscaled):
     assert report.verdict.healthy is True
 
 
-def test_an_overflow_is_told_with_the_scale_of_its_own_backward():
-    """An unscaled loss has its backward last in the step."""
+def test_an_overflow_is_reported_with_the_scale_of_its_own_backward():
+    """The last backward of the step has an unscaled loss."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
@@ -1618,7 +1618,7 @@ def test_an_overflow_is_told_with_the_scale_of_its_own_backward():
 
 
 @pytest.mark.parametrize("between", ["to none", "in place", "broken last", "replaced", "kept"])
-def test_a_loop_skipped_a_step_only_if_no_gradient_was_left_of_it(between):
+def test_a_step_counts_as_skipped_only_if_its_gradients_were_zeroed(between):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -1640,7 +1640,7 @@ def test_a_loop_skipped_a_step_only_if_no_gradient_was_left_of_it(between):
     assert (first.step, bool(first.skipped)) == (2, between in ("to none", "in place"))
 
 
-def test_masters_without_a_scale_lack_a_scaler():
+def test_fp16_training_with_masters_and_no_loss_scale_needs_a_scaler():
     report = train_masters(torch.float16)
     assert named(report, "scaler-missing-in-float16")
 
@@ -1656,7 +1656,9 @@ def test_masters_without_a_scale_lack_a_scaler():
         ("float16", 300, 0.06, False),
     ],
 )
-def test_what_each_addition_loses_weighs_more_the_more_there_are(dtype, micro_batches, lost, is_found):
+def test_the_threshold_of_accumulation_losses_falls_with_the_number_of_micro_batches(
+    dtype, micro_batches, lost, is_found
+):
     figures = {"lost": 1000 * lost, "nonzero": 1000.0, "all_lost": 1000 * lost, "all_nonzero": 1000.0}
     measured = Measurement(
         "accumulation", "0.weight", 2, {**figures, "micro_batches": float(micro_batches)}, text=dtype
@@ -1666,7 +1668,7 @@ def test_what_each_addition_loses_weighs_more_the_more_there_are(dtype, micro_ba
 
 
 def _frozen_by_prefix(*prefixes):
-    """Two towers of blocks 0..20, of which those are frozen whose names begin with a prefix."""
+    """Inspect two towers of 23 blocks each; the blocks whose names begin with a prefix are frozen."""
     model = nn.ModuleDict({tower: nn.ModuleList(nn.Linear(2, 2) for _ in range(23)) for tower in ("left", "right")})
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(prefixes))
@@ -1675,7 +1677,7 @@ def _frozen_by_prefix(*prefixes):
     return [finding for finding in inspector.report().findings if finding.id == "gradients-missing"]
 
 
-def test_every_group_that_a_prefix_froze_is_named():
+def test_each_group_frozen_by_a_name_prefix_is_listed():
     (found,) = _frozen_by_prefix("left.1", "right.1", "right.2")
     assert found.evidence["groups"] == {
         "left.1": [f"left.{number}" for number in range(10, 20)],
@@ -1691,7 +1693,7 @@ def test_every_group_that_a_prefix_froze_is_named():
     )
 
 
-def test_blocks_that_no_prefix_explains_are_frozen_on_purpose():
+def test_frozen_blocks_without_an_ambiguous_prefix_are_no_finding():
     assert not _frozen_by_prefix("left.1.", "left.10.", "left.5.")
     assert not _frozen_by_prefix(*(f"left.{number}." for number in range(1, 23)))
 
@@ -1707,7 +1709,7 @@ class _FeatureTable(nn.Module):
 
 
 @pytest.mark.parametrize("tower", [False, True])
-def test_what_needs_no_gradient_says_nothing_of_the_gradients_precision(tower):
+def test_frozen_modules_do_not_affect_the_gradients_precision(tower):
     features = _FeatureTable(tower)
     model = nn.Sequential(features, nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model[1:].parameters(), lr=1e-3)
@@ -1726,7 +1728,7 @@ def test_what_needs_no_gradient_says_nothing_of_the_gradients_precision(tower):
     assert inspector.session().passed_through() <= {"bfloat16", "float32"}
 
 
-def test_a_module_that_never_ran_is_information():
+def test_a_module_that_never_ran_is_an_info_finding():
     model = nn.Sequential(*mlp(), nn.Linear(4, 4))
     loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model[:3](x), y)  # noqa: E731
     report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
@@ -1735,7 +1737,7 @@ def test_a_module_that_never_ran_is_information():
     assert "did not run" in said.message
 
 
-def test_what_replaced_parameters_left_in_the_optimizer_is_named_whatever_the_share():
+def test_replaced_parameters_left_in_the_optimizer_are_always_reported():
     (said,) = named(replaced_behind_the_optimizer(True), "parameters-not-optimized")
     assert "holds 2 tensors that never got a gradient and are not in the model" in said.message
     assert not {"gradients-zeroed", "gradients-missing"} & {
@@ -1744,7 +1746,7 @@ def test_what_replaced_parameters_left_in_the_optimizer_is_named_whatever_the_sh
 
 
 class Keeping(torch.optim.Optimizer):
-    """SGD of 16-bit weights that keeps in its state what rounding cuts off, or keeps nothing."""
+    """SGD of 16-bit weights, with FP32 masters, rounding errors or only a momentum in its state."""
 
     def __init__(self, parameters, keeps):
         super().__init__(parameters, {"lr": 1e-3})
@@ -1769,13 +1771,13 @@ class Keeping(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("keeps", ["master", "compensation", ""])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_optimizer_that_keeps_what_rounding_cuts_off_loses_no_updates(keeps, dtype):
+def test_an_optimizer_that_stores_masters_or_rounding_errors_loses_no_updates(keeps, dtype):
     model = mlp(dtype)
     assert bool(named(train(model, Keeping(model.parameters(), keeps), dtype=dtype), "updates-lost")) == (not keeps)
 
 
 class RoundingStochastically(torch.optim.Adam):
-    """Adam of BF16 weights that rounds to one of the two neighbours by chance; ``draws`` whether it really does."""
+    """Adam of BF16 weights with stochastic rounding; with ``draws=False`` it rounds to nearest."""
 
     def __init__(self, parameters, draws):
         super().__init__(parameters, lr=1e-4)
@@ -1808,14 +1810,14 @@ def test_an_optimizer_that_rounds_stochastically_loses_no_updates(draws, closure
         for _ in range(8):
             optimizer.step(loss) if closure else (loss(), optimizer.step())
     report = inspector.report()
-    # What a closure draws cannot be told from what the step draws.
+    # The random numbers of a closure and of the step are indistinguishable.
     assert bool(named(report, "updates-lost")) == (not draws or closure)
     drawing = "RoundingStochastically (its step draws random numbers)"
     assert (drawing in report.verdict.precision) == (draws and not closure)
 
 
 class Compensating(torch.optim.Optimizer):
-    """SGD of 16-bit weights that keeps in its state "rest" what rounding cuts off, as optimi's does, or clears it."""
+    """SGD of 16-bit weights that stores rounding errors in its state "rest", as optimi does, or clears them."""
 
     def __init__(self, parameters, rate, keeps=True):
         super().__init__(parameters, {"lr": rate, "momentum": 0.9})
@@ -1835,19 +1837,19 @@ class Compensating(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_optimizer_whose_state_is_found_to_keep_what_rounding_cuts_off_loses_no_updates(keeps, dtype):
+def test_an_optimizer_with_rounding_errors_in_an_unknown_state_loses_no_updates(keeps, dtype):
     model = mlp(dtype, width=64)
     rate = 1e-2 if dtype is torch.bfloat16 else 1e-3
     report = train(model, Compensating(model.parameters(), rate, keeps), steps=40, dtype=dtype)
     assert bool(named(report, "updates-lost")) == (not keeps)
     assert ("('rest' keeps what rounding cuts off)" in report.verdict.precision) == keeps
-    # Whether a moment can decay is asked of the average only.
+    # Only the average is a moment, so only it is checked for decay.
     states = [each.evidence["state"] for each in report.findings if each.id == "moments-cannot-decay"]
     assert states == ["average"] if keeps else "average" in states
 
 
 class AdamW(torch.optim.AdamW):
-    """Multiplies the weights themselves by the decay, as torch's, and adds the update through "rest"."""
+    """Multiplies the weights by the decay directly, as torch does, and adds the update through "rest"."""
 
     @torch.no_grad()
     def step(self):
@@ -1859,7 +1861,7 @@ class AdamW(torch.optim.AdamW):
             rest.add_(before.sub_(parameter.add_(rest)))
 
 
-def test_a_weight_decay_beside_compensation_is_lost_all_the_same():
+def test_weight_decay_applied_outside_of_compensation_is_lost():
     model = mlp(torch.bfloat16, width=64)
     report = train(model, AdamW(model.parameters(), lr=1e-3, weight_decay=0.1), steps=20, dtype=torch.bfloat16)
     (said,) = named(report, "weight-decay-lost")
@@ -1884,7 +1886,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_spacing_of_every_number_is_that_to_the_next(dtype):
+def test_spacing_is_the_distance_to_the_next_number(dtype):
     infinity = int(torch.tensor(torch.inf, dtype=dtype).view(torch.int16))
     numbers = torch.arange(infinity, dtype=torch.int16).view(dtype).double().numpy()
     spacing = spacing_of(numbers, as_format(dtype))
@@ -1894,7 +1896,7 @@ def test_the_spacing_of_every_number_is_that_to_the_next(dtype):
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_no_moment_is_taken_for_compensation(moments, weights):
+def test_moments_are_not_mistaken_for_rounding_errors(moments, weights):
     for exponent in range(-24, -3, 3):
         torch.manual_seed(3)
         model = nn.Linear(64, 64, bias=False).bfloat16()
@@ -1910,7 +1912,7 @@ def test_no_moment_is_taken_for_compensation(moments, weights):
         assert record.compensation == ""
 
 
-def test_the_one_weight_that_is_stored_in_16_bits_is_named():
+def test_a_single_weight_stored_in_16_bits_is_named():
     model = mlp()
     model[2].bias.data = model[2].bias.data.bfloat16() + 4
     report = train(model, torch.optim.SGD(model.parameters(), lr=1e-3), autocast=torch.bfloat16)
@@ -1919,7 +1921,7 @@ def test_the_one_weight_that_is_stored_in_16_bits_is_named():
     assert said.code == "model.float()  # before the optimizer is made"
 
 
-def test_a_shared_scaler_that_found_its_scale_early_is_information():
+def test_a_shared_scaler_whose_scale_settled_early_is_an_info_finding():
     model, other = mlp(), mlp()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
     theirs = torch.optim.SGD(other.parameters(), lr=1e-9)
@@ -1937,7 +1939,7 @@ def test_a_shared_scaler_that_found_its_scale_early_is_information():
     assert (said.severity, said.fix, report.verdict.healthy) == ("info", "", True)
 
 
-def test_weights_that_explode_are_told_with_the_learning_rate_of_their_group():
+def test_exploded_weights_are_reported_with_the_learning_rate_of_their_group():
     model = mlp()
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 3e4}]
     loss_of = lambda model, x, y, step: nn.functional.mse_loss(model(x), 1e3 * nn.functional.one_hot(y, 4))  # noqa: E731
@@ -1948,7 +1950,7 @@ def test_weights_that_explode_are_told_with_the_learning_rate_of_their_group():
 
 
 class Scaled(nn.Module):
-    """Multiplies 64 rows by a constant that may look like a table of positions."""
+    """Multiplies 64 rows by a constant table that may resemble positions."""
 
     def __init__(self, table):
         super().__init__()
@@ -1978,7 +1980,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
-def test_a_constant_factor_is_no_table_of_positions_by_chance(table):
+def test_constant_tables_are_not_mistaken_for_positions(table):
     model = Scaled(table)
     report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), autocast=torch.bfloat16)
     quiet(report, "positions-collapse")
@@ -1986,7 +1988,7 @@ def test_a_constant_factor_is_no_table_of_positions_by_chance(table):
 
 @pytest.mark.parametrize("start", [256, 300, 512, 1000, 1024, 2048, 4096 - 512, 8192 - 700])
 @pytest.mark.parametrize("length", [64, 200, 1000])
-def test_consecutive_positions_are_found_wherever_they_begin(start, length):
+def test_collapsed_positions_are_found_at_any_start_and_length(start, length):
     table = torch.arange(start, start + length).bfloat16().float()[:, None] / 10000 ** (torch.arange(16) / 16)
     if len(table[:, 0].unique()) < 5:
         pytest.skip("too few groups to tell")
@@ -2005,7 +2007,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("term", LOSSES.values(), ids=LOSSES.keys())
-def test_a_term_that_cannot_cancel_is_no_warning(term):
+def test_a_16_bit_loss_term_that_cannot_cancel_is_an_info_finding(term):
     model = mlp(torch.bfloat16)
     loss_of = lambda model, x, y, step: term(model(x).log_softmax(-1), y) + model[2].bias.float().square().sum()  # noqa: E731
     report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16, loss_of=loss_of)
@@ -2024,7 +2026,7 @@ ON_CUDA = {
 
 @pytest.mark.parametrize("case", ON_CUDA.values(), ids=ON_CUDA.keys())
 @pytest.mark.parametrize("autocast", [True, False])
-def test_a_loss_that_cudas_autocast_would_widen_is_said_to_be_narrow_on_a_cpu_only(case, autocast):
+def test_a_loss_that_autocast_widens_on_cuda_is_reported_for_the_cpu_only(case, autocast):
     loss_of, is_wide_on_cuda = case
     model = mlp(torch.float32 if autocast else torch.bfloat16)
     report = train(
@@ -2050,7 +2052,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES.keys())
-def test_what_is_no_choice_of_the_largest_has_no_ties_of_rounding(choose):
+def test_operators_other_than_a_choice_of_the_largest_have_no_router_ties(choose):
     torch.manual_seed(7)
     model = Experts(torch.bfloat16, lambda scores, chosen: choose(scores))
     quiet(train(model, torch.optim.SGD(model.parameters(), lr=0.1)), "router-ties")
@@ -2059,7 +2061,7 @@ def test_what_is_no_choice_of_the_largest_has_no_ties_of_rounding(choose):
 @pytest.mark.skipif(
     not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"), reason="this torch does not tell what hooks have packed"
 )
-def test_reading_the_graph_runs_no_checkpointed_forward_again():
+def test_reading_the_graph_does_not_recompute_checkpoints():
     calls = []
 
     class Counted(nn.Module):
@@ -2093,7 +2095,7 @@ def _clipped(parameters, masters):
 
 
 def _with_momentum():
-    """Make a function that hands the optimizer moving averages of the gradients, kept outside .grad."""
+    """Make a function that writes moving averages of the gradients to .grad; the averages are stored elsewhere."""
     averages = []
 
     def replace(parameters, masters):
@@ -2107,7 +2109,7 @@ def _with_momentum():
 
 
 def _damped(parameters, masters):
-    """Keep nine tenths of the gradients in .grad, to which the next step's are added."""
+    """Add nine tenths of the last step's gradients to .grad."""
     for master in masters:
         if hasattr(master, "old"):
             master.grad += 0.9 * master.old
@@ -2134,7 +2136,7 @@ def _once_overflowing(model, x, y, step):
         {"zero_masters": "by overwriting"},
         {"zero_masters": "by overwriting", "dtype": torch.float16, "scale": 2.0**14, "loss_scale": 2.0**14},
         {"zero_masters": "by overwriting", "dtype": torch.float16, "scale": 1000.0, "loss_scale": 1000.0},
-        # Gradients that the masters have are 2^-30 of those of the model.
+        # The masters' gradients are the model's times 2^-30.
         {"zero_masters": "by overwriting", "scale": 2.0**30, "loss_scale": 2.0**30},
         {"micro_batches": 4},
         {"micro_batches": 16, "zero_masters": "in place"},
@@ -2142,12 +2144,12 @@ def _once_overflowing(model, x, y, step):
         {"before_step": _with_momentum()},
         {"before_step": _damped},
         {"before_step": _damped, "zero_masters": "by overwriting"},
-        # A step that overflowed is taken with no gradients at all.
+        # After an overflow the optimizer steps without gradients.
         {"dtype": torch.float16, "loss_of": _once_overflowing, "before_step": _none_where_infinite, "loss_scale": 1.0},
     ],
     ids=lambda how: ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in how.items()) or "plain",
 )
-def test_healthy_loops_with_masters_are_not_accused(how):
+def test_healthy_loops_with_masters_have_no_finding_about_gradients(how):
     report = train_masters(**how)
     assert contradictions(report) == []
     accused = [
@@ -2161,7 +2163,7 @@ def test_healthy_loops_with_masters_are_not_accused(how):
 
 @pytest.mark.parametrize("precision", ["bf16-master", "fp16-master"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_mixed_precision_of_our_own_is_not_accused(precision, micro_batches):
+def test_training_with_mixed_precision_has_no_finding(precision, micro_batches):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -2179,12 +2181,12 @@ def test_mixed_precision_of_our_own_is_not_accused(precision, micro_batches):
     report = inspector.report()
     assert not [str(finding) for finding in report.findings if finding.severity != "info"]
     assert not {"never-fired", "parameters-not-optimized"} & {finding.id for finding in report.findings}
-    # BatchNorm's weights are stepped themselves.
+    # BatchNorm's weights have no masters.
     assert {name for name, kind, _ in report.coverage.never_fired} == {"0.weight", "0.bias", "3.weight", "3.bias"}
     assert "on FP32 masters" in report.verdict.precision
 
 
-def test_masters_that_are_too_few_are_weights_that_no_optimizer_steps():
+def test_weights_without_a_master_are_not_optimized():
     model = mlp(torch.bfloat16, width=64)
     masters = [parameter.detach().clone().float().requires_grad_() for parameter in model[0].parameters()]
     optimizer = torch.optim.SGD(masters, lr=0.05)
@@ -2210,7 +2212,7 @@ def test_masters_that_are_too_few_are_weights_that_no_optimizer_steps():
     ]
 
 
-def test_tensors_that_are_no_copies_are_no_masters():
+def test_unrelated_tensors_in_the_optimizer_are_not_masters():
     model = mlp(torch.bfloat16)
     others = [torch.randn(parameter.shape, requires_grad=True) for parameter in model.parameters()]
     optimizer = torch.optim.SGD(others, lr=0.05)
@@ -2233,14 +2235,14 @@ def test_masters_are_matched_to_weights_in_any_order():
             model.zero_grad()
             nn.functional.cross_entropy(model(x).float(), y).backward()
             for parameter, master in zip(parameters, masters, strict=True):
-                # Of one weight's gradient nothing is left.
+                # One weight's gradient is zeroed.
                 master.grad = parameter.grad.float() * (parameter is not model[0].weight)
             optimizer.step()
     measured = [each for each in inspector.session().measurements if each.what == "changed-before-step"]
     assert {each.names for each in measured} == {("0.weight",)}
 
 
-def test_a_training_with_masters_is_bit_identical(monkeypatch, deterministic_torch):
+def test_the_inspector_does_not_change_training_with_masters(monkeypatch, deterministic_torch):
     def trained():
         model = mlp(torch.float16)
         train_masters(torch.float16, scale=8.0, loss_scale=8.0, micro_batches=2, zero_masters="never", model=model)
@@ -2251,7 +2253,7 @@ def test_a_training_with_masters_is_bit_identical(monkeypatch, deterministic_tor
     assert all(map(torch.equal, with_inspector, trained()))
 
 
-def test_a_fault_in_finding_masters_leaves_the_training_alone(monkeypatch):
+def test_an_error_while_finding_masters_does_not_stop_the_training(monkeypatch):
     def broken(*_):
         raise RuntimeError("a fault of ours")
 

@@ -1,4 +1,4 @@
-"""Disks that fail, fill up or are shared: after any fault the file reads, says what it lacks, and the training is unchanged."""
+"""After any disk error the session file is readable and names the lost steps, and the training is unchanged."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ STEPS = 7
 
 
 class Disk:
-    """Counts the calls that change files below ``root``, and lets some of them fail.
+    """Counts the calls that change files below ``root``, and makes some of them fail.
 
     Args:
-        root: other files are left alone.
-        at: numbers of the calls that fail, from 0.
-        how: the errno that they raise; "short": a write takes half of its data; "torn": it takes half, then raises ENOSPC;
-            "done": the call raises EIO after it has done its work.
-        on_call: called before each call with the data that it is to write, or None.
+        root: calls on files elsewhere neither count nor fail.
+        at: returns whether a call fails, given its number from 0.
+        how: the errno to raise; "short": a write accepts half of its data; "torn": it writes half, then raises ENOSPC;
+            "done": the call does its work, then raises EIO.
+        on_call: called before each call, with the data to write or None.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Disk:
     ) -> None:
         self.root, self.names = root, []
         self._at, self._how, self._on_call = at, how, on_call
-        #: Most bytes of all files together.
+        #: The maximum size of all files together, in bytes.
         self._most = 1 << 30
 
     @property
     def room(self) -> int:
-        """Bytes that may still be written."""
+        """The free space, in bytes."""
         return max(self._most - sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()), 0)
 
     @room.setter
@@ -75,7 +75,7 @@ class Disk:
         self._most += room - self.room
 
     def does(self, name: str, path: Any, work: Callable[[], Any], data: bytes | None = None, file: Any = None) -> Any:
-        """Do the work, or let it fail."""
+        """Do the work, or fail."""
         if isinstance(path, int) or not Path(path).is_relative_to(self.root):
             return work()
         self._on_call(data)
@@ -94,7 +94,7 @@ class Disk:
 
     @contextmanager
     def failing(self) -> Iterator[Disk]:
-        """Fail within the block."""
+        """Make calls fail within the block."""
         disk = self
 
         class File(FileIO):
@@ -134,7 +134,7 @@ EVENT = s.Event(3, 0, "backward", "", kinds.WEIGHT_GRADIENT, "", "inf")
 
 @pytest.fixture
 def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread, a write and a flush at every step, and a file that is rewritten soon: the calls of each run are the same."""
+    """Use one thread, write in every step and rewrite the file early, so that each run makes the same calls."""
     monkeypatch.setattr(recordings, "WRITE_INTERVAL_S", 0.0)
     monkeypatch.setattr(recordings, "WRITE_COST_FACTOR", 0)
     monkeypatch.setattr(writer, "SYNC_INTERVAL_S", 0.0)
@@ -145,7 +145,7 @@ def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(directory: Path) -> tuple[s.Session, list[str]]:
-    """A run of STEPS steps with an event and a measurement; what it has in memory at its end, and what it told the user."""
+    """Record STEPS steps with an event and a measurement, and return the session in memory and the notes."""
     told: list[str] = []
     opened = open_sinks(directory, s.RunInfo(model="m"))
     recording = Recording(s.RunInfo(model="m"), opened.sinks, tell=told.append)
@@ -166,15 +166,15 @@ def first_lost(session: s.Session) -> int:
     return max((window.last_step + 1 for window in session.windows), default=0)
 
 
-def said_to_be_lost(told: list[str]) -> int | None:
-    """The first step that a sentence says to be missing in the log_dir for good."""
+def reported_as_lost(told: list[str]) -> int | None:
+    """Return the first step that a note reports as lost, or None."""
     found = [re.search(r"records since step (\d+) are not in the log_dir", note) for note in told]
     return next((int(match[1]) for match in found if match), None)
 
 
 @pytest.mark.usefixtures("_steady")
-def test_any_call_may_fail_once(tmp_path: Path) -> None:
-    """Every call of a run fails in its turn. Whatever could be opened has everything in the end."""
+def test_no_record_is_lost_if_any_call_fails_once(tmp_path: Path) -> None:
+    """Each call of a run fails in turn; every file that could be opened is complete in the end."""
     (tmp_path / "calls").mkdir()
     with Disk(tmp_path / "calls").failing() as calls:
         whole, _ = recorded(tmp_path / "calls" / "run")
@@ -196,12 +196,12 @@ def test_any_call_may_fail_once(tmp_path: Path) -> None:
         read = read_session(root / "run")
         assert not any("damaged" in note or "within a record" in note for note in read.notes), case
         has_all = read.totals() == whole.totals() and read.progress == whole.progress and read.events == whole.events
-        assert has_all or said_to_be_lost(told) == first_lost(read), (case, told)
+        assert has_all or reported_as_lost(told) == first_lost(read), (case, told)
         assert has_all or how == "done", (case, told)
 
 
 @pytest.mark.usefixtures("_steady")
-def test_a_disk_that_fails_for_good_at_any_call_leaves_what_it_had_and_the_first_lost_step_is_named(
+def test_the_first_lost_step_is_named_if_the_disk_fails_permanently(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "calls").mkdir()
@@ -218,12 +218,12 @@ def test_a_disk_that_fails_for_good_at_any_call_leaves_what_it_had_and_the_first
             continue
         with suppress(SessionError):
             read = read_session(root / "run")
-            assert said_to_be_lost(told) == (None if read.progress.ended else first_lost(read)), (case, told)
+            assert reported_as_lost(told) == (None if read.progress.ended else first_lost(read)), (case, told)
 
 
 @pytest.mark.usefixtures("_steady")
-def test_killed_at_any_call_the_file_holds_what_came_before(tmp_path: Path) -> None:
-    """At each call, and with half of its data written, the file is as a kill would leave it."""
+def test_a_kill_at_any_call_loses_no_earlier_record(tmp_path: Path) -> None:
+    """The test copies the file before each call, and as it would be with half of the call's data written."""
     file, left = tmp_path / "run" / FILE_NAME, []
 
     def kill(data: bytes | None) -> None:
@@ -253,7 +253,7 @@ def test_killed_at_any_call_the_file_holds_what_came_before(tmp_path: Path) -> N
     assert len(left) > 50
 
 
-def test_a_training_is_the_same_on_any_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_errors_do_not_change_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings, "WRITE_INTERVAL_S", 0.0)
     monkeypatch.setattr(recordings, "WRITE_COST_FACTOR", 0)
 
@@ -282,7 +282,7 @@ def test_a_training_is_the_same_on_any_disk(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("write", [write_first, write_record])
-def test_the_record_of_a_run_is_whole_or_what_it_was(write: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_run_record_is_either_complete_or_unchanged(write: Callable[..., Any], tmp_path: Path) -> None:
     record = first_record(LaunchOptions("train.py"), Rank())
     (tmp_path / "calls").mkdir()
     with Disk(tmp_path / "calls").failing() as calls:
@@ -300,7 +300,7 @@ def test_the_record_of_a_run_is_whole_or_what_it_was(write: Callable[..., Any], 
         assert {path.name for path in (root / "run").glob("*")} <= {"run.json"}
 
 
-def test_a_disk_that_refuses_the_report_does_not_hide_how_the_run_ended(
+def test_the_outcome_is_recorded_if_the_report_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(report: object, path: object) -> None:
@@ -319,7 +319,7 @@ def test_a_disk_that_refuses_the_report_does_not_hide_how_the_run_ended(
 
 
 class Log:
-    """A sink as large as TensorBoard's log, in the same directory; it writes in small parts."""
+    """A sink in the same directory that writes as much as TensorBoard's log, in small parts."""
 
     yields = True
 
@@ -340,7 +340,7 @@ class Log:
 
 
 def large_window(step: int) -> s.Window:
-    """A window of some kilobytes, however it is compressed."""
+    """Return a window of some kilobytes that does not compress."""
     draw = random.Random(step)
     tensors = {}
     for number in range(60):
@@ -352,7 +352,7 @@ def large_window(step: int) -> s.Window:
 
 @pytest.mark.usefixtures("_steady")
 @pytest.mark.parametrize("freed", [0, 900, 200_000])
-def test_on_a_full_disk_the_session_comes_first_and_says_what_it_lacks(freed: int, tmp_path: Path) -> None:
+def test_the_session_file_has_priority_on_a_full_disk_and_names_lost_steps(freed: int, tmp_path: Path) -> None:
     told: list[str] = []
     with Disk(tmp_path).failing() as disk:
         session = SessionWriter(tmp_path, s.RunInfo())
@@ -369,18 +369,18 @@ def test_on_a_full_disk_the_session_comes_first_and_says_what_it_lacks(freed: in
     assert "since step 21 (" in told[0]
     if freed > 10_000:
         assert (read.totals(), read.progress) == (recording.session().totals(), recording.progress)
-        assert said_to_be_lost(told) is None
+        assert reported_as_lost(told) is None
         return
-    assert said_to_be_lost(told) == first_lost(read) >= 21
+    assert reported_as_lost(told) == first_lost(read) >= 21
     assert read.progress.ended == bool(freed)
-    assert said_to_be_lost(list(read.notes)) == (first_lost(read) if freed else None)
+    assert reported_as_lost(list(read.notes)) == (first_lost(read) if freed else None)
 
 
-# -- several at once --------------------------------------------------------------------------------------------------------
+# -- several runs at once ---------------------------------------------------------------------------------------------------
 
 
 def together(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What ``work`` returns on threads that begin at the same moment."""
+    """Run ``work`` on threads that start together, and return the results."""
     barrier, made_by = threading.Barrier(count), [None] * count
 
     def run(number: int) -> None:
@@ -401,7 +401,7 @@ def together(count: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 @pytest.mark.usefixtures("_steady")
-def test_runs_that_begin_at_once_in_one_log_dir_have_a_name_each(tmp_path: Path) -> None:
+def test_concurrent_runs_in_one_log_dir_get_different_names(tmp_path: Path) -> None:
     for attempt in range(5):
         wanted = tmp_path / str(attempt) / "a"
         opened = together(8, lambda number, wanted=wanted: open_sinks(wanted, s.RunInfo(model=str(number))))
@@ -411,7 +411,7 @@ def test_runs_that_begin_at_once_in_one_log_dir_have_a_name_each(tmp_path: Path)
             assert read_session(each.path).info.model == str(number)
 
 
-def test_ranks_of_two_jobs_that_begin_at_once_share_no_directory(tmp_path: Path) -> None:
+def test_ranks_of_two_concurrent_jobs_share_no_directory(tmp_path: Path) -> None:
     for attempt in range(5):
         options = LaunchOptions("train.py", log_dir=str(tmp_path / str(attempt)))
         ranks = [Rank(number, 2, job) for job in ("one", "two") for number in range(2)]
@@ -422,9 +422,7 @@ def test_ranks_of_two_jobs_that_begin_at_once_share_no_directory(tmp_path: Path)
 # -- paths ------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_relative_log_dir_stays_where_it_was_when_the_run_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_log_dir_is_resolved_when_the_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     with SessionWriter(there / "runs" / "a", s.RunInfo(model="other")) as other:
@@ -441,7 +439,7 @@ def test_a_relative_log_dir_stays_where_it_was_when_the_run_began(
     assert mpinspect.Recorder("runs/b").log_dir == (here / "runs" / "b").resolve()
 
 
-def test_a_link_that_points_elsewhere_later_redirects_nothing(tmp_path: Path) -> None:
+def test_changing_a_symlink_during_the_run_does_not_move_the_file(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     latest = tmp_path / "latest"
@@ -455,7 +453,7 @@ def test_a_link_that_points_elsewhere_later_redirects_nothing(tmp_path: Path) ->
     assert not list((tmp_path / "two").iterdir())
 
 
-def test_a_moved_run_does_not_overwrite_the_run_that_has_its_name_now(tmp_path: Path) -> None:
+def test_a_renamed_run_does_not_overwrite_a_new_run_of_its_old_name(tmp_path: Path) -> None:
     with SessionWriter(tmp_path / "a", s.RunInfo(model="first"), limit=2) as first:
         for step in range(3):
             first.window(made.step_window(step))
@@ -470,7 +468,7 @@ def test_a_moved_run_does_not_overwrite_the_run_that_has_its_name_now(tmp_path: 
     assert first_lost(read_session(tmp_path / "b")) == 9
 
 
-def test_paths_that_are_used_later_do_not_follow_the_working_directory(
+def test_relative_paths_are_resolved_before_the_working_directory_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
@@ -489,12 +487,12 @@ def test_paths_that_are_used_later_do_not_follow_the_working_directory(
     ending.finish()
     assert (here / "runs" / "a" / "report.html").exists()
     assert not (tmp_path / "runs").exists()
-    # As the user writes it in the shell that the launch came from.
+    # Messages show the path relative to the directory of the launch.
     assert ending._shown(ending.directory / "report.html") == "runs/a/report.html"
 
 
 @pytest.mark.parametrize("name", [f"{FILE_NAME}.rewriting", f"{FILE_NAME}.rewriting.0"])
-def test_no_link_is_written_through(name: str, tmp_path: Path) -> None:
+def test_existing_symlinks_are_replaced_instead_of_followed(name: str, tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     run = tmp_path / "run"

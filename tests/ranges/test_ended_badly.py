@@ -1,4 +1,4 @@
-"""Runs that end badly where the first look tells little: weights that broke between two looks, a loss, a scale too large."""
+"""Reports on broken runs with little evidence: weights that broke in unwatched steps, the loss, a scale that is too large."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _network() -> nn.Sequential:
 
 
 def _of_infinite_slope(loss: torch.Tensor) -> torch.Tensor:
-    """The same loss, plus the square root of a zero, whose derivative is infinite."""
+    """Return the same loss plus the square root of zero, which has an infinite derivative."""
     return loss + (loss - loss).sqrt()
 
 
@@ -40,7 +40,7 @@ def _trained(
     model: nn.Sequential | None = None,
     **options: Any,
 ) -> Inspector:
-    """A loss that is broken at one step."""
+    """Train with a loss that is broken in one step."""
     model = _network() if model is None else model
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     with Inspector(model, optimizers=optimizer, **options) as inspector:
@@ -60,7 +60,7 @@ def _the_finding(inspector: Inspector) -> Finding:
 # -- weights at the end -------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_broke_while_nobody_watched_are_an_error(tmp_path: Path) -> None:
+def test_weights_that_broke_without_a_watch_are_an_error(tmp_path: Path) -> None:
     inspector = _trained(broken_at=4, watch=False, every=100, log_dir=tmp_path / "run")
     (event,) = inspector.session().events
     assert (event.phase, event.step, event.what, event.tensor, event.value) == ("end", 5, "weight", "0.weight", "nan")
@@ -78,7 +78,7 @@ def test_weights_that_broke_while_nobody_watched_are_an_error(tmp_path: Path) ->
     assert "first: step 5, end, '0': nan in the weight of '0.weight'\n  no step reported it\n" in text
 
 
-def test_weights_that_broke_between_two_looks_of_a_budget_are_an_error() -> None:
+def test_weights_that_broke_in_a_step_unwatched_under_a_budget_are_an_error() -> None:
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer, max_overhead=0.02) as inspector:
@@ -96,12 +96,12 @@ def test_weights_that_broke_between_two_looks_of_a_budget_are_an_error() -> None
     )
 
 
-def test_weights_that_broke_without_a_gradient_are_told_of() -> None:
+def test_weights_broken_by_the_learning_rate_are_reported() -> None:
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer) as inspector:
         (model(torch.ones(3, 4)).square().mean() * 1000).backward()
-        # Near the largest of FP32, times gradients of more than one.
+        # Near FP32's maximum; the gradients are larger than 1.
         optimizer.param_groups[0]["lr"] = 3e38
         optimizer.step()
     finding = _the_finding(inspector)
@@ -109,7 +109,7 @@ def test_weights_that_broke_without_a_gradient_are_told_of() -> None:
     assert "learning rate" in finding.fix
 
 
-def test_weights_that_broke_where_all_gradients_stayed_finite_name_what_was_seen() -> None:
+def test_weights_that_broke_with_finite_gradients_are_reported_with_other_infinities() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -118,14 +118,14 @@ def test_weights_that_broke_where_all_gradients_stayed_finite_name_what_was_seen
                 with torch.no_grad():
                     model[0].weight[0, 0] = math.inf
             optimizer.zero_grad()
-            # The hyperbolic tangent of an infinity is 1, its gradient zero.
+            # tanh of an infinity is 1, and its gradient is zero.
             model(torch.ones(3, 4)).square().mean().backward()
             optimizer.step()
     seen = "in the steps taken was finite, but in step 1, where the activation of '0' held an inf"
     assert [seen in each.message for each in inspector.report().findings if each.severity == "error"] == [True]
 
 
-def test_an_event_that_a_step_told_of_is_enough() -> None:
+def test_broken_weights_are_not_reported_again_after_an_event_of_a_step() -> None:
     inspector = _trained(broken_at=4)
     assert [(event.phase, event.what) for event in inspector.session().events] == [
         ("forward", "loss"),
@@ -133,7 +133,7 @@ def test_an_event_that_a_step_told_of_is_enough() -> None:
     ]
 
 
-def test_an_event_that_did_no_harm_tells_nothing_of_the_weights() -> None:
+def test_broken_weights_are_reported_after_a_harmless_event() -> None:
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -149,7 +149,7 @@ def test_an_event_that_did_no_harm_tells_nothing_of_the_weights() -> None:
     assert (events[0].skipped, events[-1].phase, events[-1].tensor) == (True, "end", "2.bias")
 
 
-def test_sound_weights_and_those_that_nobody_trains_are_no_event() -> None:
+def test_finite_weights_and_frozen_weights_are_no_event() -> None:
     model = _network()
     with torch.no_grad():
         model[0].bias.fill_(-math.inf)
@@ -161,7 +161,7 @@ def test_sound_weights_and_those_that_nobody_trains_are_no_event() -> None:
     assert inspector.session().events == ()
 
 
-def test_weights_that_were_broken_from_the_start_or_have_no_values_are_no_event() -> None:
+def test_weights_infinite_from_the_start_or_uninitialized_are_no_event() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -180,7 +180,7 @@ def test_weights_that_were_broken_from_the_start_or_have_no_values_are_no_event(
     assert not any("failed" in note for note in inspector.session().notes)
 
 
-def test_a_sparse_parameter_is_no_hindrance() -> None:
+def test_a_sparse_parameter_is_no_event() -> None:
     model = nn.Linear(2, 1)
     model.register_parameter("first", nn.Parameter(torch.eye(3).to_sparse()))
     model._parameters = {name: model._parameters[name] for name in ("first", "weight", "bias")}
@@ -189,7 +189,7 @@ def test_a_sparse_parameter_is_no_hindrance() -> None:
     assert inspector.session().events == ()
 
 
-def test_a_second_detach_finishes_a_first_that_was_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_detach_finishes_an_interrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
     inspector = Inspector(_network()).attach()
 
     def interrupted(wait: bool) -> None:
@@ -204,7 +204,7 @@ def test_a_second_detach_finishes_a_first_that_was_broken_off(monkeypatch: pytes
     assert inspector.session().progress.ended
 
 
-def test_weights_that_broke_and_were_restored_between_two_trainings_of_a_script(tmp_path: Path) -> None:
+def test_weights_restored_between_two_trainings_are_no_event(tmp_path: Path) -> None:
     launched.write(
         tmp_path,
         """
@@ -234,7 +234,7 @@ train(sys.argv[1] == "broken")
 # -- the loss ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_loss_that_broke_is_named() -> None:
+def test_a_nan_in_the_loss_is_attributed_to_the_loss() -> None:
     inspector = _trained(broken_at=4)
     event = inspector.session().events[0]
     assert (event.module, event.after, event.place) == ("", False, "the loss")
@@ -245,7 +245,7 @@ def test_a_loss_that_broke_is_named() -> None:
 
 
 def _ctc(step: int, output: torch.Tensor) -> torch.Tensor:
-    """A CTC loss of two samples with 8 frames; in every fifth step the second has a target of 9 labels."""
+    """Return a CTC loss of two samples of 8 frames; in every fifth step the second has 9 labels."""
     log_probabilities = output.float().view(2, 8, 3).log_softmax(-1).transpose(0, 1)
     lengths = torch.tensor([2, 9 if step % 5 == 3 else 3])
     return nn.functional.ctc_loss(
@@ -254,7 +254,7 @@ def _ctc(step: int, output: torch.Tensor) -> torch.Tensor:
 
 
 def _dice(step: int, output: torch.Tensor) -> torch.Tensor:
-    """A Dice loss in FP16, whose sums exceed 65504 from step 3 on."""
+    """Return a Dice loss in FP16, with sums above 65504 from step 3."""
     p = output.sigmoid().repeat(4000 if step >= 3 else 1, 1)
     return 1 - (2 * (p * 0.5).sum() + 1) / (p.sum() + 1)
 
@@ -266,7 +266,7 @@ def _likelihood(step: int, output: torch.Tensor) -> torch.Tensor:
 def _scaled(
     loss_of: Callable[[int, torch.Tensor], torch.Tensor], large: Callable[[int], bool] = lambda step: False
 ) -> Inspector:
-    """FP16 autocast with a scaler; in ``large`` steps the input is so large that the first layer's output overflows to -inf."""
+    """Train under FP16 autocast with a scaler; in ``large`` steps the first layer's output overflows to -inf."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Identity(), nn.Linear(6, 3))
     with torch.no_grad():
@@ -286,7 +286,7 @@ def _scaled(
     return inspector
 
 
-def test_a_loss_that_is_infinite_for_its_targets_is_no_overflow_of_fp16() -> None:
+def test_a_loss_that_its_targets_make_infinite_is_no_overflow_of_fp16() -> None:
     inspector = _scaled(_ctc)
     session, report = inspector.session(), inspector.report()
     assert {(event.what, event.dtype) for event in session.events} == {("loss", "float32")}
@@ -309,7 +309,7 @@ def test_a_loss_that_is_infinite_for_its_targets_is_no_overflow_of_fp16() -> Non
     assert "65504" not in fallen.fix + fallen.code
 
 
-def test_a_ctc_loss_of_impossible_labels_is_none_of_a_long_target() -> None:
+def test_a_ctc_loss_of_impossible_labels_is_not_attributed_to_long_targets() -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -323,7 +323,7 @@ def test_a_ctc_loss_of_impossible_labels_is_none_of_a_long_target() -> None:
     assert not any("CTC" in each.text for each in session.measurements)
 
 
-def test_a_loss_that_overflows_in_fp16_is_where_to_look() -> None:
+def test_a_loss_that_overflows_in_fp16_is_named_in_the_fix() -> None:
     report = _scaled(_dice).report()
     fallen = report.findings[0]
     assert (fallen.id, fallen.step, fallen.layer) == ("scale-falls-for-forward", 3, "")
@@ -331,21 +331,21 @@ def test_a_loss_that_overflows_in_fp16_is_where_to_look() -> None:
     assert "the model" not in fallen.fix
 
 
-def test_a_logarithm_of_what_overflowed_before_is_no_cause() -> None:
+def test_a_logarithm_of_an_overflowed_value_is_no_cause() -> None:
     inspector = _scaled(_likelihood, lambda step: step >= 3)
     assert not any(each.what.startswith("examined-") for each in inspector.session().measurements)
     report = inspector.report()
     fallen = report.findings[0]
     assert (fallen.id, fallen.layer) == ("scale-falls-for-forward", "0")
     assert "65504" in fallen.fix
-    # In FP32 the same output overflows at no 65504.
+    # In FP32 the maximum is not 65504.
     events = [dataclasses.replace(event, dtype="float32") for event in inspector.session().events]
     fallen = analyse(dataclasses.replace(inspector.session(), events=tuple(events))).findings[0]
     assert (fallen.id, "65504" in fallen.fix + fallen.code) == ("scale-falls-for-forward", False)
 
 
 @pytest.mark.parametrize("operator", ["division", "product"])
-def test_a_parameter_that_meets_a_masks_infinity_is_named(operator: str) -> None:
+def test_a_parameter_multiplied_by_a_masks_infinity_is_named(operator: str) -> None:
     class Scores(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -372,7 +372,7 @@ def test_a_parameter_that_meets_a_masks_infinity_is_named(operator: str) -> None
     assert {finding.severity for finding in others} == {"info"}
 
 
-def test_a_masks_infinity_that_reaches_no_gradient_is_no_cause() -> None:
+def test_a_masks_infinity_without_a_non_finite_gradient_is_no_cause() -> None:
     model = nn.Linear(4, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mask = torch.zeros(5, 6, dtype=torch.bool)
@@ -386,7 +386,7 @@ def test_a_masks_infinity_that_reaches_no_gradient_is_no_cause() -> None:
     assert inspector.report().verdict.healthy
 
 
-def test_a_run_of_infinite_losses_alone_says_what_is_known() -> None:
+def test_a_run_of_infinite_losses_alone_names_the_loss() -> None:
     model = _network()
     scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -409,7 +409,7 @@ def test_a_run_of_infinite_losses_alone_says_what_is_known() -> None:
     assert "skips every loss that is not finite" in report.loss_scale.reason
 
 
-def test_a_loss_whose_gradient_alone_broke_is_said_to_be_after_the_last_module() -> None:
+def test_a_non_finite_gradient_of_the_loss_is_placed_after_the_last_module() -> None:
     inspector = _trained(broken_at=4, broken=_of_infinite_slope)
     event = inspector.session().events[0]
     assert (event.module, event.after, event.place) == ("2", True, "after '2'")
@@ -420,7 +420,7 @@ def test_a_loss_whose_gradient_alone_broke_is_said_to_be_after_the_last_module()
     assert "GradScaler would skip such steps, and mend nothing" in finding.fix
 
 
-def test_inside_a_module_is_not_after_it() -> None:
+def test_a_non_finite_gradient_inside_a_module_is_not_placed_after_it() -> None:
     class Root(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.sub(x).abs().sqrt()
@@ -439,7 +439,7 @@ def test_inside_a_module_is_not_after_it() -> None:
 
 
 def _unexplained(inspector: Inspector) -> tuple[Finding, ...]:
-    """The findings where nothing was measured that tells the cause."""
+    """Return the findings of a session without its measurements, which name causes."""
     return analyse(dataclasses.replace(inspector.session(), measurements=())).findings
 
 
@@ -447,7 +447,7 @@ def _raises(where: str) -> Inspector:
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inspector = Inspector(model, optimizers=optimizer)
-    with pytest.raises(FloatingPointError), inspector:  # noqa: PT012 - where it is raised is what is asked
+    with pytest.raises(FloatingPointError), inspector:  # noqa: PT012 - the test chooses where it is raised
         for step in range(3):
             optimizer.zero_grad()
             output = model(torch.full((3, 4), math.inf if where == "forward" and step == 2 else 1.0))
@@ -461,13 +461,13 @@ def _raises(where: str) -> Inspector:
     return inspector
 
 
-def test_an_exception_between_forward_and_backward_may_be_for_the_loss() -> None:
+def test_an_exception_between_forward_and_backward_may_concern_the_loss() -> None:
     (note,) = (note for note in _raises("loss").session().notes if "broke off" in note)
     assert note.startswith("FloatingPointError broke off step 2 after its forward, whose last output was finite")
     assert "in the loss function" in note
 
 
-def test_an_exception_inside_a_forward_says_nothing_of_the_loss() -> None:
+def test_an_exception_inside_a_forward_does_not_concern_the_loss() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(5, 2))
     with pytest.raises(RuntimeError), Inspector(model) as inspector:
         model(torch.ones(2, 4))
@@ -475,7 +475,7 @@ def test_an_exception_inside_a_forward_says_nothing_of_the_loss() -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
-def test_an_exception_elsewhere_says_nothing_of_the_loss(where: str) -> None:
+def test_an_exception_elsewhere_does_not_concern_the_loss(where: str) -> None:
     assert not any("broke off" in note for note in _raises(where).session().notes)
 
 
@@ -490,11 +490,11 @@ class _RaisesInBackward(torch.autograd.Function):
 
 
 def _crashed(where: str, at: int = 1, error: BaseException | None = None) -> Inspector:
-    """A run that an exception ends in a place of the step ``at``."""
+    """Train until an exception at the place ``where`` of the step ``at``."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inspector = Inspector(model, optimizers=optimizer)
-    with pytest.raises(BaseException), inspector:  # noqa: B017, PT011, PT012 - what is raised and where is the parameter
+    with pytest.raises(BaseException), inspector:  # noqa: B017, PT011, PT012 - error and place are parameters
         for step in range(3):
             now = where if step == at else ""
             if now == "data":
@@ -526,7 +526,7 @@ def _crashed(where: str, at: int = 1, error: BaseException | None = None) -> Ins
         ("optimizer", "optimizer", "", "in step 1, in the optimizer's step: TypeError: "),
     ],
 )
-def test_a_run_that_an_exception_ended_is_not_healthy(where: str, phase: str, module: str, begins: str) -> None:
+def test_a_run_that_ended_with_an_exception_is_not_healthy(where: str, phase: str, module: str, begins: str) -> None:
     inspector = _crashed(where)
     error = inspector.session().ended_by
     assert error is not None
@@ -540,7 +540,7 @@ def test_a_run_that_an_exception_ended_is_not_healthy(where: str, phase: str, mo
     assert "broke off" not in str(report)
 
 
-def test_an_exception_before_the_first_backward_is_what_the_report_says() -> None:
+def test_the_report_names_an_exception_before_the_first_backward() -> None:
     report = _crashed("data", at=0).report()
     assert report.verdict.lines[0] == "Ended by an exception before the first step: ValueError: bad"
     assert report.verdict.healthy is None
@@ -548,7 +548,7 @@ def test_an_exception_before_the_first_backward_is_what_the_report_says() -> Non
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0), SystemExit()])
-def test_an_end_that_was_asked_for_is_no_failure(error: BaseException) -> None:
+def test_an_interrupt_or_a_successful_exit_is_no_failure(error: BaseException) -> None:
     inspector = _crashed("data", error=error)
     assert inspector.session().ended_by is None
     assert inspector.report().verdict.healthy
@@ -559,7 +559,7 @@ def test_an_exit_with_another_status_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize(("steps", "words"), [(1, "skipped the only step. First: step 0"), (2, "skipped all 2 steps")])
-def test_a_run_whose_every_step_was_skipped_says_where_it_broke(steps: int, words: str) -> None:
+def test_a_run_with_every_step_skipped_names_the_first_overflow(steps: int, words: str) -> None:
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
@@ -575,7 +575,7 @@ def test_a_run_whose_every_step_was_skipped_says_where_it_broke(steps: int, word
     assert "the loss scale is too high so far" in str(verdict)
 
 
-def test_a_pattern_that_matches_nothing_leaves_nothing_to_call_healthy() -> None:
+def test_a_run_without_captured_tensors_is_not_called_healthy() -> None:
     inspector = _trained(include="nothing.*")
     verdict = inspector.report().verdict
     assert verdict.healthy is None
@@ -583,7 +583,7 @@ def test_a_pattern_that_matches_nothing_leaves_nothing_to_call_healthy() -> None
     assert _trained(capture=()).report().verdict.healthy
 
 
-def test_a_broken_run_that_an_exception_ended_is_told_both() -> None:
+def test_the_verdict_has_both_the_exception_and_the_trouble() -> None:
     session = dataclasses.replace(_trained(broken_at=4).session(), measurements=_crashed("data").session().measurements)
     verdict = analyse(session).verdict
     assert (verdict.healthy, verdict.opening) == (False, "In trouble")
@@ -605,7 +605,7 @@ def test_the_exception_that_ends_a_process_is_recorded_at_its_end(
 
 
 @pytest.mark.parametrize("message", ["Target 7 is out of bounds.", "information is missing"])
-def test_an_exception_that_checks_no_value_says_nothing_of_the_loss(message: str) -> None:
+def test_an_exception_that_names_no_value_does_not_concern_the_loss(message: str) -> None:
     model = _network()
     with pytest.raises(ValueError, match=message), Inspector(model) as inspector:  # noqa: PT012
         model(torch.ones(3, 4))
@@ -613,7 +613,7 @@ def test_an_exception_that_checks_no_value_says_nothing_of_the_loss(message: str
     assert not any("broke off" in note for note in inspector.session().notes)
 
 
-def test_the_same_of_a_script(tmp_path: Path) -> None:
+def test_a_scripts_exception_is_reported_before_the_precision(tmp_path: Path) -> None:
     launched.write(
         tmp_path,
         """
@@ -642,7 +642,7 @@ train()
 # -- updates and scales -----------------------------------------------------------------------------------------------
 
 
-def test_a_forward_that_overflows_for_its_weights_says_how_large_they_are() -> None:
+def test_a_forward_overflow_due_to_large_weights_is_reported_with_their_maximum() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -666,7 +666,7 @@ def test_a_scale_that_takes_dozens_of_steps_to_fall_is_a_warning(begins: float, 
     with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(60):
             optimizer.zero_grad()
-            # Of FP32's range 2^113 is left for the scale, then 2^13.
+            # The loss is about 2^115, so scales above about 2^13 overflow FP32.
             scaler.scale(model(torch.ones(3, 4)).mean() * 2.0**115).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -683,7 +683,7 @@ def test_a_scale_that_takes_dozens_of_steps_to_fall_is_a_warning(begins: float, 
         (6, False, ""),
     ],
 )
-def test_a_window_says_how_little_it_rests_on(steps: int, compiled: bool, basis: str) -> None:
+def test_a_window_with_little_evidence_says_so(steps: int, compiled: bool, basis: str) -> None:
     session = _trained(steps).session()
     if compiled:
         windows = tuple(

@@ -1,4 +1,4 @@
-"""A fault at one tensor costs that tensor: all others are counted exactly, the training is bit-identical, the tensor is named."""
+"""An error at one tensor loses only that tensor and is noted; the other counts are exact and the training is bit-identical."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mpinspect.ranges.kinds import KINDS
 from mpinspect.ranges.session import TensorKey
 
 STEPS = 6
-#: Elements of the tensors of the layer at which something fails: no other layer's have as many.
+#: The size of the failing layer's tensors; no other tensor has as many elements.
 ODD = 7 * 5
 
 
 class Wrapper(torch.Tensor):
-    """Keeps its values in another tensor and has no memory: its operators run on that one, and come back wrapped."""
+    """A subclass without memory: its operators run on an inner tensor and wrap the result."""
 
     elem: torch.Tensor
 
@@ -48,7 +48,7 @@ class Wrapper(torch.Tensor):
 
 
 class Refuses(Wrapper):
-    """Lets nobody near it: every operator, detach() included, raises."""
+    """Raises in every operator, including detach()."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +56,7 @@ class Refuses(Wrapper):
 
 
 class Quantised(Wrapper):
-    """Int8 values and a scale: the weight that they stand for is had by dequantize(), as with torchao's."""
+    """Int8 values with a scale; dequantize() returns the real weight, as in torchao."""
 
     scale = 0.25
 
@@ -77,7 +77,7 @@ class Quantised(Wrapper):
 
 
 def _unwrapped(tensor: Any) -> torch.Tensor:
-    """The plain values of whatever these tests use."""
+    """Return the plain values of a tensor or subclass."""
     for name in ("elem", "a"):
         if hasattr(tensor, name):
             return _unwrapped(getattr(tensor, name))
@@ -85,7 +85,7 @@ def _unwrapped(tensor: Any) -> torch.Tensor:
 
 
 class _Enter(torch.autograd.Function):
-    """From a plain tensor to a subclass, and in the backward back."""
+    """Wraps a plain tensor in a subclass, and unwraps its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, wrap: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -97,7 +97,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The other way."""
+    """Unwraps a subclass, and wraps its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, wrap: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -123,7 +123,7 @@ class _Border(nn.Module):
 
 
 class _OddWeight(nn.Module):
-    """A linear layer that computes with what its weight, a subclass, stands for; plain tensors go in and out."""
+    """A linear layer with a subclass as weight; its inputs and outputs are plain tensors."""
 
     def __init__(self, weight: Any, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class _OddWeight(nn.Module):
 
 
 def _train(model: nn.Module, inspect: bool, kinds: tuple[str, ...] = KINDS) -> tuple[Session, list[torch.Tensor]]:
-    """What was recorded, and the weights afterwards."""
+    """Train, and return the session and the final weights."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     inspector = Inspector(model, capture=kinds)
     if inspect:
@@ -150,7 +150,7 @@ def _train(model: nn.Module, inspect: bool, kinds: tuple[str, ...] = KINDS) -> t
 
 
 def _between(wrap: Callable[[torch.Tensor], torch.Tensor], trainable: bool) -> nn.Module:
-    """The inner layers run on subclasses: weight, outputs and gradients; those around them on plain tensors."""
+    """Return a model whose inner layer has subclasses as weight, outputs and gradients; the others have plain tensors."""
     torch.manual_seed(0)
     inner = nn.Linear(4, 4, bias=False)
     if wrap is not _unwrapped:
@@ -170,10 +170,10 @@ def _between(wrap: Callable[[torch.Tensor], torch.Tensor], trainable: bool) -> n
 
 @pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("wrap", [_two, Wrapper], ids=["TwoTensor", "wrapper"])
-def test_subclasses_without_memory_cost_no_other_tensor(
+def test_subclasses_without_memory_do_not_lose_other_tensors(
     wrap: Callable[[torch.Tensor], torch.Tensor], trainable: bool
 ) -> None:
-    """Weights, outputs, gradients and updates that are subclasses: all five kinds, with the watch."""
+    """Weights, outputs, gradients and updates are subclasses; all five kinds are captured, with the watch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         odd, weights = _train(_between(wrap, trainable), True)
@@ -196,14 +196,14 @@ def test_subclasses_without_memory_cost_no_other_tensor(
 
 
 @pytest.mark.parametrize("kind", [Wrapper, Refuses, Quantised])
-def test_a_frozen_weight_that_is_no_plain_tensor(kind: type[Wrapper]) -> None:
-    """The layer's outputs and gradients are plain, and all of them are counted, as are all other layers."""
+def test_a_frozen_weight_of_a_subclass_does_not_lose_other_tensors(kind: type[Wrapper]) -> None:
+    """The outputs and gradients of its layer are plain tensors and are counted too."""
 
     def model() -> nn.Module:
         torch.manual_seed(0)
         inner = torch.randint(-4, 4, (4, 4), dtype=torch.int8) if kind is Quantised else torch.randn(4, 4)
         value: Any = Quantised.dequantize if kind is Quantised else _unwrapped
-        # As Parameter() makes one, without an operator of a class that refuses them.
+        # Parameter() does the same, but calls operators of the class, which may raise.
         weight = kind(inner)
         weight._is_param = True
         return nn.Sequential(nn.Linear(4, 4), _OddWeight(weight, value), nn.Linear(4, 1))
@@ -219,7 +219,7 @@ def test_a_frozen_weight_that_is_no_plain_tensor(kind: type[Wrapper]) -> None:
     assert {totals[key].samples for key in others} == {STEPS}
     key = TensorKey("1.weight", "weight")
     if kind is Quantised:
-        # What a quantised weight stands for is what the layer multiplies by.
+        # The dequantised weight is counted.
         assert totals[key].histogram.total == 16 * STEPS
         assert session.notes == ()
     else:
@@ -229,7 +229,7 @@ def test_a_frozen_weight_that_is_no_plain_tensor(kind: type[Wrapper]) -> None:
 
 
 def _network() -> nn.Module:
-    """The weight of "1", and its outputs on batches of five, have ODD elements."""
+    """Return a model in which only the weight of "1" and its outputs have ODD elements, for batches of five."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5, bias=False), nn.Linear(5, 7, bias=False), nn.Linear(7, 1))
 
@@ -281,7 +281,7 @@ def _in_the_watch(patch: pytest.MonkeyPatch) -> None:
 
 OUTPUTS = {("1", "activation"), ("1", "activation_gradient")}
 GRADIENT, WEIGHT, UPDATE = (("1.weight", kind) for kind in ("weight_gradient", "weight", "update"))
-#: Where something fails, and what is then not counted.
+#: Where an error is planted, and the tensors that it loses.
 PLACES = {
     "hooks": (_in_hooks, OUTPUTS | {WEIGHT}),
     "without numba": (_without_numba, OUTPUTS | {WEIGHT, GRADIENT, UPDATE}),
@@ -300,7 +300,9 @@ def _different(one: Session, other: Session) -> set[tuple[str, str]]:
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
 @pytest.mark.parametrize("place", PLACES)
-def test_a_fault_at_one_layer_leaves_the_counts_of_all_others(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_at_one_layer_does_not_change_the_counts_of_others(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail, lost = PLACES[place]
     sound, weights = _train(_network(), True)
     fail(monkeypatch)
@@ -319,8 +321,8 @@ def test_a_fault_at_one_layer_leaves_the_counts_of_all_others(place: str, monkey
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
 @pytest.mark.parametrize("when", ["leaving", "arriving"])
-def test_a_fault_on_the_way_to_the_host_costs_one_tensor(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows can't be copied together; alone all but the third can. Or one row can't be read on the host."""
+def test_an_error_while_copying_rows_to_the_host_loses_one_tensor(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The joint copy of all rows fails, and then the copy of the third row alone, or its reading on the host."""
     monkeypatch.setattr(fastest, "cpu_counter", lambda: None)
     sound, weights = _train(_network(), True)
 
@@ -352,8 +354,8 @@ def test_a_fault_on_the_way_to_the_host_costs_one_tensor(when: str, monkeypatch:
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
-def test_a_look_that_cannot_travel_leaves_the_watch_its_sight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: looks travel together at a step's end. One that can't is left out, and an infinity is still seen later."""
+def test_a_magnitude_that_cannot_be_copied_does_not_stop_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Magnitudes are copied together at a step's end, as on a GPU. A failing one is left out; later infinities are found."""
     monkeypatch.setattr(largest, "largest_magnitude", lambda tensor: None)
     real = judge.stacked
 
@@ -380,8 +382,8 @@ def test_a_look_that_cannot_travel_leaves_the_watch_its_sight(monkeypatch: pytes
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
-def test_a_fault_that_nobody_foresaw_costs_its_layer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An output that not even a hook can be put on; whoever calls the capture is told which layer it was."""
+def test_an_output_that_cannot_be_hooked_loses_its_layer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output raises an error while the hook searches it for tensors; a note names the layer."""
 
     class Odd(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
@@ -410,7 +412,9 @@ def test_a_fault_that_nobody_foresaw_costs_its_layer_alone(monkeypatch: pytest.M
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
-def test_a_fault_at_a_steps_end_costs_one_observer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_observer_at_the_end_of_a_step_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The other observers end the step, and the next step begins."""
 
     def planted(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""An infinity, then a NaN, planted in the forward, then the backward, of every module of three networks in turn."""
+"""The watch names the module of the first infinity or NaN, planted in the forward or backward of every module in turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANTED_AT = 2
 
 
 class _SpoilGradient(torch.autograd.Function):
-    """Passes values on, and in the backward a gradient that is not finite."""
+    """Returns its input, and passes a non-finite gradient in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, plant: Plant) -> torch.Tensor:
@@ -34,7 +34,7 @@ class _SpoilGradient(torch.autograd.Function):
 
 
 class Plant:
-    """Spoils one module at one step."""
+    """Plants a non-finite value in one module at one step."""
 
     def __init__(self, module: nn.Module, value: float) -> None:
         self.module = module
@@ -47,17 +47,17 @@ class Plant:
         return torch.full_like(tensor, self.value)
 
     def output(self) -> None:
-        """In the forward: what the module returns."""
+        """Spoil the module's output in the forward."""
         self._around(lambda call, args, kwargs: _first_replaced(call(*args, **kwargs), lambda y: y + self.spoil(y)))
 
     def gradient_going_in(self) -> None:
-        """In the backward: behind the module's output, before its own work."""
+        """Spoil the gradient of the module's output, before the module's own backward."""
         self._around(
             lambda call, args, kwargs: _first_replaced(call(*args, **kwargs), lambda y: _SpoilGradient.apply(y, self))
         )
 
     def gradient_coming_out(self) -> None:
-        """In the backward: what the module passes on to its input."""
+        """Spoil the gradient of the module's input in the backward."""
 
         def spoiled(call: Any, args: Any, kwargs: Any) -> Any:
             if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
@@ -67,13 +67,13 @@ class Plant:
         self._around(spoiled)
 
     def forward_hook(self) -> None:
-        """In the forward: a hook of somebody else's that comes after ours."""
+        """Spoil the output in a forward hook that runs after the inspector's."""
         self.module.register_forward_hook(
             lambda module, args, y: _first_replaced(y, lambda t: t + self.spoil(t)) if self.armed else None
         )
 
     def full_backward_hook(self) -> None:
-        """In the backward: a full backward hook that changes the gradient of the input."""
+        """Spoil the gradient of the input in a full backward hook."""
 
         def hook(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
             if self.armed and any(gradient is not None for gradient in grad_input):
@@ -121,8 +121,8 @@ BACKWARD_PLANTS = ("gradient_going_in", "gradient_coming_out", "full_backward_ho
 @pytest.mark.parametrize("value", [math.inf, math.nan], ids=["inf", "nan"])
 @pytest.mark.parametrize("place", FORWARD_PLANTS + BACKWARD_PLANTS)
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_names_module_step_and_phase(name: str, place: str, value: float) -> None:
-    """Every module in turn: exactly the planted module, step and phase are named, at a step that is not sampled."""
+def test_the_planted_module_step_and_phase_are_named(name: str, place: str, value: float) -> None:
+    """This holds for every module, at a step that is not sampled."""
     _check_every_module(name, place, value, PLANTED_AT)
 
 
@@ -131,12 +131,12 @@ def test_names_module_step_and_phase(name: str, place: str, value: float) -> Non
     ("place", "value"), [("forward_hook", math.inf), ("output", math.nan), ("gradient_coming_out", math.inf)]
 )
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_names_it_where_a_device_reads_tensors_in_groups_and_few_while_all_is_finite(
+def test_the_planted_module_is_named_if_a_device_reads_few_tensors_in_groups(
     name: str, place: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host_kernels.install(monkeypatch)
-    # Neither sampled nor measured, and after the steps in which all is read to learn. GPT-2 has so many modules that only
-    # those around its blocks and these themselves are looked at then.
+    # Step 6 is neither sampled nor measured, and follows the steps in which the watch reads every tensor. GPT-2 has so
+    # many modules that from then on only its blocks and the modules around them are read.
     _check_every_module(name, place, value, planted_at=6, blocks=("transformer.h.0", "transformer.h.1"))
 
 
@@ -156,7 +156,7 @@ def _check_every_module(name: str, place: str, value: float, planted_at: int, bl
         if plant.fired:
             told[path] = inspector.session()
     expected_phase = "forward" if place in FORWARD_PLANTS else "backward"
-    # Modules that are never called (containers of lists), and inputs that need no gradient, can't be planted.
+    # A plant never fires in modules that are never called (lists), or whose input needs no gradient.
     assert len(told) >= len(paths) // 2
     for path, session in told.items():
         events = session.events
@@ -179,8 +179,8 @@ def test_a_clean_run_has_no_events(name: str) -> None:
     assert inspector.session().progress.steps == PLANTED_AT + 2
 
 
-def test_skipped_step_keeps_the_last_maxima() -> None:
-    """The event of a skipped step says that it was skipped and what the tensor's largest magnitudes were before."""
+def test_the_event_of_a_skipped_step_contains_the_last_maxima() -> None:
+    """The event states that the step was skipped, and lists the tensor's largest magnitudes of the steps before."""
     torch.manual_seed(0)
     subject = SUBJECTS["cnn"]()
     plant = Plant(subject.model.get_submodule("head"), math.inf)
@@ -196,8 +196,8 @@ def test_skipped_step_keeps_the_last_maxima() -> None:
     assert inspector.session().progress.skipped_steps == 1
 
 
-def test_a_weight_gradient_alone_is_named_by_the_scaler_skipping() -> None:
-    """With a GradScaler weight gradients are only looked at once its own found_inf has made it skip."""
+def test_a_non_finite_weight_gradient_is_named_after_the_scaler_skips() -> None:
+    """With a GradScaler, weight gradients are read only after a skipped step."""
     torch.manual_seed(0)
     subject = SUBJECTS["cnn"]()
     weight = subject.model.get_submodule("block.conv").weight
@@ -221,7 +221,7 @@ def test_a_weight_gradient_alone_is_named_by_the_scaler_skipping() -> None:
     assert event.value == "nan"
 
 
-def test_without_a_scaler_weight_gradients_are_watched() -> None:
+def test_weight_gradients_are_watched_without_a_scaler() -> None:
     model = nn.Linear(4, 4)
     model.weight.register_hook(lambda gradient: gradient * math.inf)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -234,8 +234,8 @@ def test_without_a_scaler_weight_gradients_are_watched() -> None:
     assert (first.phase, first.what, first.tensor) == ("backward", "weight_gradient", "weight")
 
 
-def test_an_infinite_mask_does_no_harm() -> None:
-    """A module that returns -inf on purpose, with every gradient finite, is told once and marked as harmless."""
+def test_an_infinite_mask_is_reported_once_as_harmless() -> None:
+    """The module returns -inf on purpose, and every gradient is finite."""
 
     class Mask(nn.Module):
         def forward(self, scores: torch.Tensor) -> torch.Tensor:
@@ -293,7 +293,7 @@ def test_a_model_that_returns_a_mask_does_not_excuse_the_loss() -> None:
     assert told == [(0, "activation", "1"), (2, "loss", "")]
 
 
-def test_infinite_data_is_told_from_an_infinite_layer() -> None:
+def test_a_nan_in_the_data_is_not_attributed_to_a_layer() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     with Inspector(model) as inspector:
         model(torch.full((2, 4), math.nan)).sum().backward()
@@ -303,7 +303,7 @@ def test_infinite_data_is_told_from_an_infinite_layer() -> None:
 
 
 def test_an_fp16_loss_makes_the_first_gradient_infinite() -> None:
-    """The gradient of an FP16 scalar loss is the scale itself, and 2^16 is infinite in FP16."""
+    """The first gradient of an FP16 loss is the scale itself, and 2^16 is infinite in FP16."""
     model = nn.Linear(4, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     with Inspector(model) as inspector:
@@ -313,7 +313,7 @@ def test_an_fp16_loss_makes_the_first_gradient_infinite() -> None:
     assert "loss" in event.explanation
 
 
-def test_a_scaled_loss_that_overflows() -> None:
+def test_an_overflow_of_the_scaled_loss_is_named() -> None:
     model = nn.Linear(4, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     with Inspector(model) as inspector:
@@ -323,7 +323,7 @@ def test_a_scaled_loss_that_overflows() -> None:
     assert event.explanation == "the loss was finite, and multiplied by the loss scale it was not"
 
 
-def test_a_loss_that_overflows_before_it_is_scaled() -> None:
+def test_an_overflow_of_the_loss_before_scaling_is_named() -> None:
     model = nn.Linear(4, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with Inspector(model) as inspector:
@@ -333,7 +333,7 @@ def test_a_loss_that_overflows_before_it_is_scaled() -> None:
     assert "loss function" in event.explanation
 
 
-def test_an_infinite_scaled_loss_with_finite_gradients_is_nothing() -> None:
+def test_an_infinite_scaled_loss_with_finite_gradients_is_no_event() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
@@ -345,7 +345,7 @@ def test_an_infinite_scaled_loss_with_finite_gradients_is_nothing() -> None:
     assert (session.progress.steps, session.progress.skipped_steps, session.events) == (1, 0, ())
 
 
-def test_a_scale_that_is_found_by_skipping_does_no_harm() -> None:
+def test_overflows_while_the_scaler_finds_its_scale_are_info_findings() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
@@ -365,8 +365,10 @@ class _Interrupted(Exception):
 
 
 @pytest.mark.parametrize("kind", [_Interrupted, KeyboardInterrupt])
-def test_an_exception_loses_nothing(kind: type[BaseException], capsys: pytest.CaptureFixture[str]) -> None:
-    """The step under way is judged, the report is printed, the exception goes on, no hook stays."""
+def test_an_exception_in_the_loop_does_not_lose_the_event(
+    kind: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The inspector judges the interrupted step, prints the report, removes its hooks and re-raises the exception."""
     subject = SUBJECTS["lstm"]()
     plant = Plant(subject.model.get_submodule("norm"), math.nan)
     plant.output()
@@ -398,7 +400,7 @@ def test_the_watch_can_be_turned_off() -> None:
     assert inspector.session().events == ()
 
 
-def test_accumulation_names_the_micro_batch() -> None:
+def test_the_event_names_the_micro_batch_under_accumulation() -> None:
     subject = SUBJECTS["cnn"]()
     plant = Plant(subject.model.get_submodule("block.norm"), math.inf)
     plant.output()
@@ -414,8 +416,8 @@ def test_accumulation_names_the_micro_batch() -> None:
     assert (event.step, event.micro_batch, event.module) == (1, 2, "block.norm")
 
 
-def test_weights_that_are_broken_already_are_named() -> None:
-    """The optimizer made them so a step before; the module's arithmetic is not to blame."""
+def test_a_weight_that_is_already_nan_is_named() -> None:
+    """The weight became NaN after the last step; the module's arithmetic is correct."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model) as inspector:
@@ -431,8 +433,8 @@ def test_weights_that_are_broken_already_are_named() -> None:
     assert "'1.weight' itself is not finite" in event.explanation
 
 
-def test_the_cause_is_told_before_its_consequences() -> None:
-    """sqrt(0) in the backward of one step breaks the weights; every later forward is not finite for that reason."""
+def test_the_cause_is_reported_before_its_consequences() -> None:
+    """sqrt(0) in one backward makes the weights NaN, and therefore every later forward."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model) as inspector:
@@ -449,8 +451,8 @@ def test_the_cause_is_told_before_its_consequences() -> None:
     assert "step 2" in events[0].message
 
 
-def test_a_forward_that_breaks_does_not_blame_the_weights_its_step_then_broke() -> None:
-    """relu + log: the infinity arises in the model's own code; only its gradients make the weights NaN."""
+def test_weights_that_became_nan_later_in_the_step_are_not_the_culprit() -> None:
+    """The infinity arises in the model's relu + log; only its gradients then make the weights NaN."""
 
     class Logs(nn.Module):
         def __init__(self) -> None:
@@ -477,11 +479,11 @@ def test_a_forward_that_breaks_does_not_blame_the_weights_its_step_then_broke() 
     assert "before 'decoder', whose input already held it" in event.explanation
 
 
-# -- what is known by construction -------------------------------------------------------------------------------------------
+# -- culprits that are known by construction ---------------------------------------------------------------------------------
 
 
 class _Times(torch.autograd.Function):
-    """x times one factor; in the backward the gradient times another."""
+    """Multiplies x by one factor, and its gradient by another."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float, in_backward: float) -> torch.Tensor:
@@ -494,7 +496,7 @@ class _Times(torch.autograd.Function):
 
 
 class _Scaled(nn.Module):
-    """A leaf of our own: what it computes may break anything."""
+    """A leaf of a type unknown to the inspector, so its arithmetic may cause any infinity or NaN."""
 
     def __init__(self, factor: float = 1.0, in_backward: float = 1.0) -> None:
         super().__init__()
@@ -505,7 +507,7 @@ class _Scaled(nn.Module):
 
 
 class _Block(nn.Module):
-    """A container whose own code is what a case says."""
+    """A container that runs the given code as its forward."""
 
     def __init__(self, code: Callable[..., Any], **parts: nn.Module) -> None:
         super().__init__()
@@ -530,7 +532,7 @@ def _divided_between(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _state_divided_between(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """One cell three times; before its third call the state is divided by 0."""
+    """Call one cell three times, and divide the state by 0 before the third call."""
     state = x
     for divisor in (1.0, 2.0, 0.0):
         state = self.cell(state / divisor)
@@ -538,7 +540,7 @@ def _state_divided_between(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _breaks_in_its_second_call(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """The state is copied in between, so that what the third call is given is of no module, and not finite."""
+    """Call a cell three times on copies of its state, so that no module made the third call's infinite input."""
     state = x
     for factor in (1.0, math.inf, 1.0):
         self.cell.factor = factor
@@ -551,7 +553,7 @@ def _residual(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _broken_backward(x: torch.Tensor) -> torch.Tensor:
-    """Zeros, whose gradient is infinite or NaN."""
+    """Return zeros, with an infinite or NaN gradient."""
     return torch.sqrt(x * 0)
 
 
@@ -577,7 +579,7 @@ def _tied() -> nn.Module:
 
 _GOOD, _NAN = torch.linspace(-1, 1, 8).view(2, 4), torch.full((2, 4), math.nan)
 _DATA = ("forward", "", False)
-#: Model, batch; the phase and module to be named, whether it arose after that module, and words of the explanation.
+#: Model, batch; the expected phase, module and whether it arose after that module; words of the explanation.
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]] = {
     "a batch that was NaN": (
         lambda: nn.Sequential(_Block(_chain, a=_linear(), b=_linear())),
@@ -749,7 +751,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]
     "kinds", [("weight_gradient", "activation_gradient", "activation"), ()], ids=["sampled", "watched"]
 )
 @pytest.mark.parametrize("name", CASES)
-def test_the_culprit_is_the_one_that_was_made(name: str, kinds: tuple[str, ...]) -> None:
+def test_each_constructed_culprit_is_named(name: str, kinds: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     make, batch, expected, words = CASES[name]
     model = make()
@@ -761,7 +763,7 @@ def test_the_culprit_is_the_one_that_was_made(name: str, kinds: tuple[str, ...])
         loss = model(batch).square().sum()
         if loss.requires_grad:
             loss.backward()
-            # Makes every gradient NaN, and with the step every weight, before the watch has judged.
+            # Clipping makes every gradient NaN, and the step every weight, before the watch judges.
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         inspector.detach()
@@ -770,19 +772,19 @@ def test_the_culprit_is_the_one_that_was_made(name: str, kinds: tuple[str, ...])
     assert words in event.explanation
 
 
-def test_the_code_after_the_model_is_the_culprit_where_one_of_its_calls_broke() -> None:
+def test_code_after_the_model_is_the_culprit_if_it_spoils_one_of_two_calls() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     with Inspector(model, capture=(), optimizers=torch.optim.SGD(model.parameters(), lr=0.1)) as inspector:
         one, other = model(_GOOD), model(_GOOD + 1)
-        # A metric's loss: the gradient of the square root at zero breaks the first call's output alone.
+        # The square root's gradient at zero is infinite, and reaches only the first call's output.
         ((one - one.detach()).square().sum().sqrt() + other.square().sum()).backward()
     event = inspector.session().events[0]
     assert (event.phase, event.module, event.after) == ("backward", "2", True)
     assert "in the backward of the code after this module" in event.explanation
 
 
-def test_the_code_after_a_model_that_returns_what_two_modules_made_is_the_culprit() -> None:
+def test_code_after_a_model_is_the_culprit_if_it_spoils_one_of_two_outputs() -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -800,7 +802,7 @@ def test_the_code_after_a_model_that_returns_what_two_modules_made_is_the_culpri
     assert (event.phase, event.module, event.after) == ("backward", "one", True)
 
 
-def test_inputs_that_autocast_makes_infinite_are_told_by_their_size() -> None:
+def test_finite_inputs_that_overflow_under_autocast_are_reported_with_their_maximum() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with Inspector(model, capture=(), optimizers=torch.optim.SGD(model.parameters(), lr=0.1)) as inspector:
         with torch.autocast("cpu", torch.float16):

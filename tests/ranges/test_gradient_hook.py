@@ -1,4 +1,4 @@
-"""``hook_gradient`` against what it stands for: ``torch.Tensor.register_hook``, with the same calls in the same order."""
+"""``hook_gradient`` calls hooks with the same gradients and in the same order as ``torch.Tensor.register_hook``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from mpinspect.runtime.hooks import hook_gradient
 
 Hook = Callable[[torch.Tensor], None]
 Register = Callable[[torch.Tensor, Hook], Any]
-#: Names of the hooks in the order in which they were called, each with what it was given.
+#: The calls in order: the hook's name and its gradient.
 Calls = list[tuple[str, list[Any] | None]]
 
 
 class _Recorded:
-    """A hook that writes its calls down; like ours it is not to be pickled, and says so."""
+    """A hook that records its calls. Like the inspector's hooks, it is marked as unserializable."""
 
     __torch_unserializable__ = True
 
@@ -33,19 +33,19 @@ class _Recorded:
         self._calls, self._name = calls, name
 
     def __call__(self, gradient: torch.Tensor | None) -> None:
-        # None: of an output that was not used, where another output of the same operation was.
+        # None: this output was not used, but another output of the same operation was.
         self._calls.append((self._name, None if gradient is None else gradient.tolist()))
 
 
 def _with_torch(tensor: torch.Tensor, hook: Hook) -> Any:
-    # Asked for it, a view whose base was changed in place finds out what its gradient comes from now; torch puts the hook on
-    # what it came from before, or crashes.
+    # Reading grad_fn makes a view whose base was changed in place update its node in the graph. Without it, torch registers
+    # the hook on the old node, or crashes.
     assert tensor.grad_fn is not None or tensor.is_leaf
     return tensor.register_hook(hook)
 
 
 class _Run:
-    """What one scenario works with: hooks of ours, registered one way or the other, and hooks of the user's."""
+    """The hooks of one scenario: the inspector's, registered through ``register``, and the user's."""
 
     def __init__(self, register: Register) -> None:
         self.calls: Calls = []
@@ -331,7 +331,7 @@ _SCENARIOS = (
 
 
 @pytest.mark.parametrize("scenario", _SCENARIOS, ids=lambda scenario: scenario.__name__.strip("_").replace("_", " "))
-def test_the_same_calls_in_the_same_order(scenario: Callable[[_Run], torch.Tensor]) -> None:
+def test_hooks_are_called_as_by_register_hook(scenario: Callable[[_Run], torch.Tensor]) -> None:
     oracle = _Run(_with_torch)
     expected = scenario(oracle)
     run = _Run(hook_gradient)
@@ -343,7 +343,7 @@ def test_the_same_calls_in_the_same_order(scenario: Callable[[_Run], torch.Tenso
         assert torch.equal(x.grad, expected.grad)
 
 
-def test_a_handle_comes_back_only_where_hooks_outlive_the_graph() -> None:
+def test_only_hooks_of_leaves_return_a_handle() -> None:
     x = _leaf(4)
     assert hook_gradient(x * 3, lambda gradient: None) is None
     y = x * 3
@@ -355,7 +355,7 @@ def test_a_handle_comes_back_only_where_hooks_outlive_the_graph() -> None:
     assert not x._backward_hooks
 
 
-def test_a_tensor_without_a_gradient_is_refused_as_by_torch() -> None:
+def test_a_tensor_without_a_gradient_raises_torchs_error() -> None:
     with pytest.raises(RuntimeError) as expected:
         torch.ones(3).register_hook(lambda gradient: None)
     with pytest.raises(RuntimeError) as refused:
@@ -363,26 +363,26 @@ def test_a_tensor_without_a_gradient_is_refused_as_by_torch() -> None:
     assert str(refused.value) == str(expected.value)
 
 
-def test_a_subclass_is_asked_itself() -> None:
-    """It may have its own way."""
-    asked = []
+def test_a_subclass_receives_the_call_of_register_hook() -> None:
+    """A subclass may override ``register_hook``."""
+    called = []
 
-    class Asked(torch.Tensor):
+    class Recording(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            asked.append(getattr(func, "__name__", ""))
+            called.append(getattr(func, "__name__", ""))
             return super().__torch_function__(func, types, args, kwargs or {})
 
     calls: Calls = []
-    y = _leaf(3).as_subclass(Asked) * 2
-    asked.clear()
+    y = _leaf(3).as_subclass(Recording) * 2
+    called.clear()
     hook_gradient(y, _Recorded(calls, "ours"))
-    assert "register_hook" in asked
+    assert "register_hook" in called
     y.sum().backward()
     assert [name for name, _ in calls] == ["ours"]
 
 
-def test_the_hook_goes_with_the_graph() -> None:
+def test_the_hook_is_released_with_the_graph() -> None:
     alive = []
     for register in (_with_torch, hook_gradient):
         hook = _Recorded([], "ours")
@@ -400,7 +400,7 @@ def test_the_hook_goes_with_the_graph() -> None:
 
 
 def _outcome(work: Callable[[], Any]) -> tuple[str, Any, list[str]]:
-    """What comes of it: a result or an error, and the warnings."""
+    """Return the result or the error, and the warnings."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -433,7 +433,7 @@ _COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("users_hook", [False, True], ids=["alone", "with a user's hook"])
 @pytest.mark.parametrize("kind", ["a leaf", "an output"])
 @pytest.mark.parametrize("way", _COPIES)
-def test_copies_and_pickles_of_a_tensor_that_has_it(way: str, kind: str, users_hook: bool) -> None:
+def test_copies_and_pickles_of_a_hooked_tensor_are_as_with_register_hook(way: str, kind: str, users_hook: bool) -> None:
     outcomes = []
     for register in (_with_torch, hook_gradient):
         run = _Run(register)
@@ -445,8 +445,8 @@ def test_copies_and_pickles_of_a_tensor_that_has_it(way: str, kind: str, users_h
     assert outcomes[1] == outcomes[0]
 
 
-def test_a_hook_that_may_be_pickled_is_told_of_as_by_torch() -> None:
-    """Without ``__torch_unserializable__`` torch warns that it is lost."""
+def test_saving_a_tensor_with_a_serializable_hook_produces_torchs_warning() -> None:
+    """torch warns that the hook is lost, unless it has ``__torch_unserializable__``."""
     outcomes = []
     for register in (_with_torch, hook_gradient):
         tensor = torch.ones(4, requires_grad=True) * 3

@@ -1,4 +1,4 @@
-"""Rows of counts on the CPU: memory made once; weight gradients that waited are counted together."""
+"""Rows of counts on the CPU: their memory is reused, and waiting weight gradients are counted together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows() -> HostRows:
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many gradients each compiled call counted."""
+    """The number of gradients in each call of the compiled loops."""
     found: list[int] = []
     fill_many = counter.fill_many
 
@@ -50,8 +50,8 @@ def sent(rows: HostRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:
     return {index: row for indices, copy in copies for index, row in zip(indices, copy.values(), strict=True)}
 
 
-def test_rows_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of too many rows has the rest beside the memory, and the next one a larger one."""
+def test_the_memory_of_rows_grows_after_a_step_with_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that do not fit are allocated separately, and the next step has a larger memory."""
     monkeypatch.setattr(host_rows, "_FIRST_CAPACITY", 4)
     rows = HostRows()
     for step in range(6):
@@ -63,7 +63,7 @@ def test_rows_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
             assert found.get(index, given[index].numpy()).tolist() == reference.count(tensor).tolist()
 
 
-def test_a_step_sends_the_rows_of_its_own_that_lie_in_the_memory(rows: HostRows) -> None:
+def test_a_step_sends_only_the_rows_in_its_memory(rows: HostRows) -> None:
     first = rows.count(torch.randn(5))
     elsewhere = reference.count(torch.randn(5))
     second = rows.count(torch.randn(6))
@@ -73,7 +73,7 @@ def test_a_step_sends_the_rows_of_its_own_that_lie_in_the_memory(rows: HostRows)
         assert row.tolist() == {1: second, 2: first}[index].tolist()
 
 
-def test_a_step_that_is_dropped_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropping_a_step_frees_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_rows, "_FIRST_CAPACITY", 2)
     rows = HostRows()
     for _ in range(3):
@@ -86,7 +86,7 @@ def test_a_step_that_is_dropped_makes_room_for_the_next(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_gradients_that_waited_are_counted_in_one_call(
+def test_waiting_gradients_are_counted_in_one_call(
     rows: HostRows, together: list[int], threads: int, dtype: torch.dtype
 ) -> None:
     alone = torch.randn(4)
@@ -105,7 +105,7 @@ def test_gradients_that_waited_are_counted_in_one_call(
         assert step[index].tolist() == reference.count(gradient).tolist()
 
 
-def test_gradients_for_which_the_memory_is_too_small_are_left_to_be_counted_alone(
+def test_gradients_beyond_the_memory_are_left_for_separate_counting(
     monkeypatch: pytest.MonkeyPatch, together: list[int]
 ) -> None:
     monkeypatch.setattr(host_rows, "_FIRST_CAPACITY", 2)
@@ -122,7 +122,7 @@ def test_gradients_for_which_the_memory_is_too_small_are_left_to_be_counted_alon
     assert together == [2, 3]
 
 
-def test_what_the_compiled_loops_do_not_take_is_left_to_be_counted_alone(rows: HostRows) -> None:
+def test_gradients_unsupported_by_the_compiled_loops_are_left_for_separate_counting(rows: HostRows) -> None:
     gradients = [torch.randn(3, dtype=torch.float64), torch.randn(4, 6).t(), torch.randn(5)]
     waiting = waited(*gradients)
     rows.count_together(waiting)
@@ -130,12 +130,12 @@ def test_what_the_compiled_loops_do_not_take_is_left_to_be_counted_alone(rows: H
     assert torch.equal(row_of(waiting[2]), reference.count(gradients[2]))
 
 
-def test_nothing_to_count_together_is_no_call(rows: HostRows, together: list[int]) -> None:
+def test_an_empty_list_of_gradients_makes_no_call(rows: HostRows, together: list[int]) -> None:
     rows.count_together([])
     assert together == []
 
 
-def test_a_gradient_that_cannot_be_counted_costs_no_other() -> None:
+def test_a_gradient_that_cannot_be_counted_does_not_lose_the_others() -> None:
     notes: list[str] = []
     tally = Tally(notes.append, lambda step, scale: None)
     gradients = [torch.randn(5), torch.randn(6), torch.randn(7)]
@@ -150,7 +150,7 @@ def test_a_gradient_that_cannot_be_counted_costs_no_other() -> None:
         assert torch.equal(row_of(waiting[number]), reference.count(gradients[number]))
 
 
-def test_the_same_with_and_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_equal_with_and_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> dict[TensorKey, Any]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -168,23 +168,23 @@ def test_the_same_with_and_without_numba(monkeypatch: pytest.MonkeyPatch) -> Non
     assert run() == fast
 
 
-def test_memory_that_was_given_back_is_an_error_and_no_crash() -> None:
+def test_a_tensor_without_its_memory_raises_an_error() -> None:
     values = torch.randn(10)
     values.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="memory has been given back"):
         count_exponents(values)
 
 
-def test_a_zero_tensor_has_no_memory() -> None:
+def test_an_efficient_zero_tensor_without_memory_is_counted() -> None:
     row = fastest.count(torch._efficientzerotensor(5))
     assert row.tolist() == reference.count(torch.zeros(5)).tolist()
 
 
-# -- where counting fails ---------------------------------------------------------------------------------------------------
+# -- errors while counting --------------------------------------------------------------------------------------------------
 
 
-def test_counting_that_fails_when_the_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients are counted one by one, the watch sees nothing wrong, and the training goes on."""
+def test_gradients_are_counted_separately_if_counting_together_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch reports no event, and the training continues."""
 
     def broken(pairs: Any) -> None:
         raise RuntimeError("out of order")
@@ -202,7 +202,7 @@ def test_counting_that_fails_when_the_backward_ends(monkeypatch: pytest.MonkeyPa
     assert session.events == ()
 
 
-def test_the_watch_sees_a_gradient_that_could_not_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_reads_gradients_that_could_not_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(pairs: Any) -> None:
         raise RuntimeError("out of order")
 
@@ -220,7 +220,7 @@ def test_the_watch_sees_a_gradient_that_could_not_be_counted(monkeypatch: pytest
     assert (event.step, event.what, event.tensor, event.value) == (1, "weight_gradient", "weight", "inf")
 
 
-def test_one_gradient_that_cannot_be_counted_takes_no_other_with_it() -> None:
+def test_a_gradient_that_cannot_be_counted_in_a_training_does_not_lose_the_others() -> None:
     def take_memory(gradient: torch.Tensor) -> None:
         model[2].weight.grad.untyped_storage().resize_(0)
 
@@ -242,8 +242,8 @@ def test_one_gradient_that_cannot_be_counted_takes_no_other_with_it() -> None:
     assert samples == {"0.weight": 8, "0.bias": 8, "2.weight": 4, "2.bias": 8}
 
 
-def test_ctrl_c_while_they_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What their rows hold is of another step: no sample."""
+def test_gradients_whose_counting_was_interrupted_are_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C leaves rows with the counts of another step."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer, capture=("weight_gradient",)) as inspector:

@@ -1,4 +1,4 @@
-"""Files made to do harm: each is a report or one sentence, in bounded memory, and nothing in it reaches a terminal raw."""
+"""A malicious file gives a report or one error, in bounded memory, and its names are escaped on a terminal."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from mpinspect.ranges import session as s
 from mpinspect.ranges.store import FILE_NAME, SessionError, frames, read_session, save_session
 from mpinspect.ranges.store import checks as counts
 
-#: The most memory that a file of a few megabytes may take.
+#: The limit of memory for reading a file of a few megabytes.
 MOST_MB = 1000
 
 
-def test_thousands_of_inputs_give_a_report_or_the_one_error(tmp_path: Path) -> None:
-    """The short form; ``python tests/hostile.py`` is the long one."""
+def test_fuzzed_inputs_give_a_report_or_one_error(tmp_path: Path) -> None:
+    """``python tests/hostile.py`` is the long form of this test."""
     ended = hostile.run(300, 0, tmp_path)
     assert ended["session: reported"] > 75
     assert ended["baseline: refused"] > 40
-    # Most of what is read of a file as such needs no report.
+    # Reading the file is tested with more inputs, without a report.
     fuzzed = hostile.Hostile(1, tmp_path / "more")
     file, loaded = tmp_path / FILE_NAME, 0
     for _ in range(1500):
@@ -50,7 +50,7 @@ def test_thousands_of_inputs_give_a_report_or_the_one_error(tmp_path: Path) -> N
     assert loaded > 800
 
 
-def test_the_fuzz_draws_the_same_inputs_from_a_seed(tmp_path: Path) -> None:
+def test_fuzzed_inputs_are_reproducible_from_a_seed(tmp_path: Path) -> None:
     first, second = (hostile.Hostile(7, tmp_path / name) for name in ("a", "b"))
     for _ in range(50):
         assert first.session() == second.session()
@@ -61,7 +61,7 @@ def test_the_fuzz_draws_the_same_inputs_from_a_seed(tmp_path: Path) -> None:
 
 
 def session_of(folder: Path, *records: tuple[bytes, Any]) -> Path:
-    """A session file of these records behind its first; a payload that is not bytes becomes JSON."""
+    """Write a session file of an info record and these records; payloads other than bytes become JSON."""
     payloads = [(kind, value if isinstance(value, bytes) else json.dumps(value).encode()) for kind, value in records]
     file = folder / FILE_NAME
     framed = [frames.frame(kind, payload) for kind, payload in ((frames.INFO, b'{"model": "Net"}'), *payloads)]
@@ -93,7 +93,7 @@ EVENT = {"step": 1, "micro_batch": 0, "phase": "forward", "module": "", "what": 
         (frames.DROPPED, {"events": "many"}, "is 'many', not a whole number"),
     ],
 )
-def test_a_field_of_a_wrong_kind_ends_the_reading_with_a_sentence(
+def test_a_field_of_a_wrong_type_ends_the_reading_with_a_note(
     kind: bytes, payload: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = session_of(tmp_path, (frames.NOTE, "before"), (kind, payload), (frames.NOTE, "after"))
@@ -109,7 +109,7 @@ def test_a_field_of_a_wrong_kind_ends_the_reading_with_a_sentence(
 
 
 def changed_window(change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> bytes:
-    """The payload of a window of two tensors, its header and columns changed."""
+    """Return the payload of a window of two tensors, after a change of its header and columns."""
     payload = next(payload for _, kind, payload in frames.frames(_two_tensors(), []) if kind == frames.WINDOW)
     body = zlib.decompress(payload)
     (size,) = struct.unpack_from("<I", body)
@@ -174,7 +174,7 @@ def put(name: str, numbers: Any) -> Callable[[dict[str, Any], dict[str, np.ndarr
         (lambda header, columns: header["contexts"][0].update(floor_exponent=1e400), "no JSON"),
     ],
 )
-def test_a_window_of_nonsense_is_left_out_with_a_sentence(change: Any, says: str, tmp_path: Path) -> None:
+def test_an_invalid_window_is_left_out_with_a_note(change: Any, says: str, tmp_path: Path) -> None:
     keys = [["a", "weight_gradient"], ["b", "weight_gradient"]]
     file = session_of(tmp_path, (frames.KEYS, keys), (frames.WINDOW, changed_window(change)))
     read = read_session(file)
@@ -183,7 +183,7 @@ def test_a_window_of_nonsense_is_left_out_with_a_sentence(change: Any, says: str
     hostile.report_session(file)
 
 
-def test_keys_that_are_one_tensor_are_no_two(tmp_path: Path) -> None:
+def test_two_keys_of_the_same_tensor_are_refused(tmp_path: Path) -> None:
     keys = [["a", "weight_gradient"], ["a", "weight_gradient"]]
     window = changed_window(lambda header, columns: None)
     assert (
@@ -199,14 +199,14 @@ def bomb(megabytes: int, piece: bytes = bytes(1 << 20)) -> bytes:
     return b"".join([*(pack.compress(piece) for _ in range(megabytes)), pack.flush()])
 
 
-def test_windows_that_unpack_to_much_are_refused(
+def test_windows_that_decompress_to_too_many_bytes_are_refused(
     tmp_path: Path, peak_mb: Callable[[], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = session_of(tmp_path, (frames.WINDOW, bomb(300)))
     assert file.stat().st_size < 1 << 20
     assert "unpacks to more than 268,435,456 bytes" in read_session(file).notes[-1]
     assert peak_mb() < MOST_MB
-    # Many that are each within the bound are not, together.
+    # The sum of many windows has a limit too.
     keys = [["a", "weight_gradient"], ["b", "weight_gradient"]]
     window = changed_window(lambda header, columns: None)
     monkeypatch.setattr(counts, "LARGEST_WINDOWS", 10 * len(zlib.decompress(window)))
@@ -216,7 +216,7 @@ def test_windows_that_unpack_to_much_are_refused(
 
 
 def test_a_window_of_many_small_bins_is_refused(tmp_path: Path, peak_mb: Callable[[], float]) -> None:
-    """Merged it would have a bin for each exponent between two windows' of each tensor."""
+    """After merging, each tensor would have a bin for every exponent from -2000 to 2000."""
     tensors, keys = 20_000, []
     keys = [[str(number), "weight_gradient"] for number in range(tensors)]
 
@@ -238,7 +238,7 @@ def test_a_window_of_many_small_bins_is_refused(tmp_path: Path, peak_mb: Callabl
     assert peak_mb() < MOST_MB
 
 
-def test_json_that_grows_is_refused(tmp_path: Path, peak_mb: Callable[[], float]) -> None:
+def test_records_and_files_above_the_size_limit_are_refused(tmp_path: Path, peak_mb: Callable[[], float]) -> None:
     file = session_of(tmp_path, (frames.KEYS, b"[" + b"[]," * (12 << 20) + b"[]]"))
     assert "bytes of JSON, more than 33,554,432" in read_session(file).notes[-1]
     file.write_bytes(frames.HEADER)
@@ -251,8 +251,8 @@ def test_json_that_grows_is_refused(tmp_path: Path, peak_mb: Callable[[], float]
     assert peak_mb() < MOST_MB
 
 
-def test_what_a_trace_says_beside_its_events_is_kept_up_to_a_bound(tmp_path: Path) -> None:
-    """Values of nine megabytes in all, in a gzip file of a hundredth of that."""
+def test_a_traces_other_values_are_stored_up_to_a_limit(tmp_path: Path) -> None:
+    """The values have nine megabytes, and the gzip file about a hundredth of that."""
     file = tmp_path / "trace.json.gz"
     with gzip.open(file, "wb", 1) as out:
         out.write(b"{")
@@ -267,7 +267,7 @@ def test_what_a_trace_says_beside_its_events_is_kept_up_to_a_bound(tmp_path: Pat
 @pytest.mark.parametrize("key", ["distributedInfo", "deviceProperties", "traceName", "job_name", "mast_job_name"])
 @pytest.mark.parametrize("depth", [300, 900, 100_000])
 @pytest.mark.parametrize("as_text", [False, True])
-def test_nesting_in_a_trace_is_no_traceback(key: str, depth: int, as_text: bool, tmp_path: Path) -> None:
+def test_deep_nesting_in_a_trace_raises_no_recursion_error(key: str, depth: int, as_text: bool, tmp_path: Path) -> None:
     nested = "[" * depth + "]" * depth
     text = json.dumps(hostile._good_trace() | {key: "@"}).replace('"@"', json.dumps(nested) if as_text else nested)
     (tmp_path / "t.json").write_text(text)
@@ -289,7 +289,7 @@ def assert_plain(text: str) -> None:
 
 
 def steering_session() -> s.Session:
-    """A session in which every name is ``NAME``."""
+    """Return a session in which every name contains ``NAME``."""
     session = hostile.good_session()
     context = {"dtypes": (NAME,), "passed_through": NAME, "lost_updates": {NAME: s.LostUpdates(3, 5)}}
 
@@ -338,7 +338,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("which", ["run", "session", "trace"])
-def test_what_files_name_reaches_neither_terminal_nor_markdown_raw(
+def test_names_from_files_are_escaped_on_terminals_and_in_markdown(
     which: str, run_directory: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = {
@@ -353,13 +353,13 @@ def test_what_files_name_reaches_neither_terminal_nor_markdown_raw(
     assert r"\x1b[31m" in captured.out
     assert_plain((tmp_path / "out.md").read_text(encoding="utf-8"))
     assert main([*words, "--json"]) == 0
-    # JSON has the names as they are.
+    # JSON contains the original names.
     document = capsys.readouterr().out
     assert document.isascii()
     assert STEERING in json.dumps(json.loads(document), ensure_ascii=False).replace("\\", "") or "\\u001b" in document
 
 
-def test_on_a_terminal_in_colour_nothing_of_a_name_is_a_command(run_directory: Path, trace: Path) -> None:
+def test_names_from_files_are_no_escape_sequences_on_a_colour_terminal(run_directory: Path, trace: Path) -> None:
     import io
     import re
 
@@ -373,7 +373,7 @@ def test_on_a_terminal_in_colour_nothing_of_a_name_is_a_command(run_directory: P
     for report in (read_run(run_directory), read_trace(trace)):
         file = io.StringIO()
         print_to(forms.document(report), Console(file=file, force_terminal=True, width=90))
-        # Rich's own: colours and weights, and nothing else.
+        # Rich's own sequences set colours and weights.
         assert_plain(re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()))
         assert_plain(re.sub(r"<[^>]*>", "", forms.render(report, ".html")))
 
@@ -403,7 +403,7 @@ WORD = "x\x1b[31m\x07\u202e\udcff\nforged"
         [WORD],
     ],
 )
-def test_arguments_in_errors_reach_no_terminal_raw(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_in_errors_are_escaped(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = main(words)
     except SystemExit as stop:
@@ -428,7 +428,9 @@ def test_arguments_in_errors_reach_no_terminal_raw(words: list[str], capsys: pyt
         ({"gpu": 3}, "is damaged (gpu is 3, not text)"),
     ],
 )
-def test_a_baseline_of_nonsense(change: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_baseline_is_refused_with_a_reason(
+    change: Any, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = {"schema": hostile.BASELINE_SCHEMA, "schema_version": 1, "gpu": "H100", "dtype": "float16", "findings": []}
     (tmp_path / "b.json").write_text(json.dumps(good | change))
     status = main(["lint", "torch.nn:ReLU", "--input", "4,4", "--gpu", "H100", "--baseline", str(tmp_path / "b.json")])
@@ -439,7 +441,9 @@ def test_a_baseline_of_nonsense(change: Any, says: str, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": Infinity}', '{"a": 1, "a": 2}', "\xff"])
-def test_a_baseline_that_can_not_be_parsed(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unparsable_baseline_is_refused_with_a_fix(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "b.json").write_bytes(text.encode("latin-1"))
     assert main(["lint", "torch.nn:ReLU", "--input", "4,4", "--baseline", str(tmp_path / "b.json")]) == 2
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Modules that are cleared of having made an infinity: only where that is certain, and the culprit stays right."""
+"""Modules that certainly cannot make an infinity are excluded as culprits, and the true culprit is still named."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _values(most: float, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_these_kinds_never_exceed_their_input(kind: Callable[..., nn.Module], dtype: torch.dtype) -> None:
-    """|f(x)| <= max(|x|, 1), up to the fourth root of the largest value; and finite up to the largest."""
+def test_excluded_kinds_never_exceed_their_input(kind: Callable[..., nn.Module], dtype: torch.dtype) -> None:
+    """|f(x)| <= max(|x|, 1) up to the fourth root of the dtype's maximum, and f is finite up to the maximum."""
     module = _made(kind)
     assert stays_finite(module)
     x = _values(torch.finfo(dtype).max ** 0.25, dtype)
@@ -44,8 +44,8 @@ def test_these_kinds_never_exceed_their_input(kind: Callable[..., nn.Module], dt
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_these_kinds_hand_on_no_larger_gradient(kind: Callable[..., nn.Module]) -> None:
-    """But for those whose own formula may compute infinity times zero: they are not cleared."""
+def test_excluded_kinds_pass_no_larger_gradient(kind: Callable[..., nn.Module]) -> None:
+    """Kinds whose formula may multiply infinity by zero are not excluded."""
     module = _made(kind)
     assert gradient_stays_finite(module, 3e38) == (kind in innocent.NO_STEEPER_THAN_1)
     if kind in innocent.NO_STEEPER_THAN_1:
@@ -75,13 +75,13 @@ _PRODUCTS: tuple[Callable[[int, int], Any], ...] = (
     scale=_SCALES,
     weight_scale=_SCALES,
 )
-def test_a_product_that_is_cleared_hands_on_a_gradient_that_fp16_holds(
+def test_an_excluded_product_passes_a_gradient_within_fp16(
     which: int, ins: int, outs: int, one_sign: bool, scale: float, weight_scale: float
 ) -> None:
     module = _PRODUCTS[which](ins, outs)
     generator = torch.Generator().manual_seed(ins * 21 + outs)
     with torch.no_grad():
-        # Values in which a bound that is too small would show: all at the largest, of one sign or of two.
+        # All weights have the largest magnitude, with one or two signs, so that a bound that is too small would fail.
         signs = torch.randn(module.weight.shape, generator=generator).sign()
         module.weight.copy_(weight_scale * (torch.ones_like(signs) if one_sign else signs))
     x = torch.zeros(2, ins, *([6] * (module.weight.dim() - 2)), requires_grad=True)
@@ -98,7 +98,7 @@ def test_a_product_that_is_cleared_hands_on_a_gradient_that_fp16_holds(
 
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["loops compiled", "not compiled yet"])
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1e30], ids=str)
-def test_a_product_whose_weight_is_not_sound_is_not_cleared(
+def test_a_product_with_a_non_finite_or_huge_weight_is_not_excluded(
     value: float, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
@@ -130,7 +130,7 @@ def _own_forward(module: nn.Module) -> None:
 
 
 @pytest.fixture
-def _everybodys_hook() -> Iterator[None]:
+def _global_hook() -> Iterator[None]:
     handle = nn.modules.module.register_module_forward_hook(lambda module, args, y: None)
     yield
     handle.remove()
@@ -138,7 +138,7 @@ def _everybodys_hook() -> Iterator[None]:
 
 @pytest.mark.parametrize("change", [_another_hook, _a_hook_before, _a_backward_hook, _own_forward])
 @pytest.mark.parametrize("kind", [nn.ReLU, lambda: nn.Linear(2, 2)], ids=["ReLU", "Linear"])
-def test_not_cleared_where_something_else_may_change_it(
+def test_a_module_with_other_hooks_or_its_own_forward_is_not_excluded(
     kind: Callable[[], nn.Module], change: Callable[[nn.Module], None]
 ) -> None:
     module = kind()
@@ -148,13 +148,13 @@ def test_not_cleared_where_something_else_may_change_it(
     assert not stays_finite(module)
 
 
-@pytest.mark.usefixtures("_everybodys_hook")
-def test_not_cleared_under_a_hook_for_all_modules() -> None:
+@pytest.mark.usefixtures("_global_hook")
+def test_no_module_is_excluded_under_a_global_hook() -> None:
     assert not stays_finite(nn.ReLU())
     assert not gradient_stays_finite(nn.Linear(2, 2), 1.0)
 
 
-def test_not_cleared_where_the_class_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_with_a_replaced_forward_is_not_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: x / 0.0)
     assert not stays_finite(nn.ReLU())
     assert not gradient_stays_finite(nn.ReLU(), 1.0)
@@ -167,19 +167,19 @@ class _Squares(nn.ReLU):
         return x.square()
 
 
-def test_a_subclass_may_do_anything() -> None:
+def test_a_subclass_is_not_excluded() -> None:
     assert not stays_finite(_Squares())
     events = _step(nn.Sequential(nn.Identity(), nn.Linear(1, 1, bias=False), _Squares()), torch.full((1, 1), 3e38))
     assert [event.module for event in events] == ["2"]
 
 
-def test_a_weight_that_is_computed_is_not_read() -> None:
+def test_a_product_with_a_parametrized_weight_is_not_excluded() -> None:
     linear = nn.Linear(4, 4)
     parametrizations.weight_norm(linear)
     assert not gradient_stays_finite(linear, 1.0)
 
 
-# -- who is named ----------------------------------------------------------------------------------------------------------
+# -- the named culprit -----------------------------------------------------------------------------------------------------
 
 
 def _step(model: nn.Module, x: torch.Tensor) -> list[Any]:
@@ -199,12 +199,12 @@ def _train(model: nn.Module, steps: int, at_step: Callable[[int], None]) -> list
     return list(inspector.session().events)
 
 
-#: Rows enough for an output of 2^16 values.
+#: With these, an output has 2^16 values.
 _ROWS, _WIDTH = 1024, 64
 
 
-def test_an_infinite_input_of_a_module_that_hides_it_is_told_of_the_next() -> None:
-    """ReLU(-inf) is 0 and nothing broke; a Linear given the same tensor breaks, and its input was broken already."""
+def test_an_infinity_hidden_by_one_module_is_reported_as_the_next_modules_input() -> None:
+    """ReLU(-inf) is 0; a Linear with the same input has a NaN output, and its input was infinite already."""
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -221,8 +221,8 @@ def test_an_infinite_input_of_a_module_that_hides_it_is_told_of_the_next() -> No
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38], ids=str)
-def test_a_large_linear_whose_weight_breaks_is_named_with_its_last_maxima(value: float) -> None:
-    """Every output is read, however small its input and weight keep it: its last maxima are those that it had."""
+def test_a_large_linear_with_a_broken_weight_is_named_with_its_last_maxima(value: float) -> None:
+    """Every output is read, even one that input and weight bound; the last maxima are exact."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, _WIDTH), nn.GELU())
     largest = []
@@ -239,7 +239,7 @@ def test_a_large_linear_whose_weight_breaks_is_named_with_its_last_maxima(value:
 
 
 @pytest.mark.parametrize(("by", "module"), [("last", ""), (None, "")], ids=["before a layer", "at the end"])
-def test_an_infinity_made_after_a_large_product_is_told_of_the_code_that_made_it(by: str | None, module: str) -> None:
+def test_an_infinity_made_by_code_after_a_large_product_is_attributed_to_the_code(by: str | None, module: str) -> None:
     class Divides(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -258,7 +258,7 @@ def test_an_infinity_made_after_a_large_product_is_told_of_the_code_that_made_it
         assert "whose input already held it" in event.explanation
 
 
-def test_a_layer_after_large_products_is_named_itself() -> None:
+def test_a_broken_layer_after_large_products_is_named() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 2))
 
     def break_it(step: int) -> None:
@@ -270,8 +270,8 @@ def test_a_layer_after_large_products_is_named_itself() -> None:
     assert (event.step, event.phase, event.module) == (2, "forward", "3")
 
 
-def test_a_layer_is_named_and_not_the_container_that_hands_its_output_on() -> None:
-    """In another shape, so it is another tensor."""
+def test_a_layer_is_named_rather_than_the_container_that_returns_its_output() -> None:
+    """The container returns the output in another shape, which is another tensor."""
 
     class Flat(nn.Module):
         def __init__(self) -> None:
@@ -291,7 +291,7 @@ def test_a_layer_is_named_and_not_the_container_that_hands_its_output_on() -> No
     assert (event.step, event.phase, event.module) == (2, "forward", "head")
 
 
-def test_our_own_hooks_change_nothing() -> None:
+def test_a_module_with_the_inspectors_hooks_is_excluded() -> None:
     linear = nn.Linear(2, 2)
     for register in (linear.register_forward_pre_hook, linear.register_forward_hook):
         register(ModelHook(linear, lambda *given: None))

@@ -1,4 +1,4 @@
-"""The inspector as a user meets it: what it records, what it says of bad input, what it leaves in the log directory."""
+"""The inspector's public behaviour: records, messages about wrong input, and files in the log directory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _trained(model: nn.Module, steps: int = 3, **options: object) -> Inspector:
 # -- the object -------------------------------------------------------------------------------------------------------
 
 
-def test_attach_and_detach_beside_the_context_manager() -> None:
+def test_attach_and_detach_work_without_the_context_manager() -> None:
     model = nn.Linear(4, 1)
     inspector = Inspector(model)
     assert inspector.attach() is inspector
@@ -53,12 +53,12 @@ def test_attach_and_detach_beside_the_context_manager() -> None:
     assert inspector.session().progress.ended
 
 
-def test_attaching_twice_is_an_error() -> None:
+def test_attaching_twice_raises_an_error() -> None:
     with Inspector(nn.Linear(1, 1)) as inspector, pytest.raises(RuntimeError, match="attached already"):
         inspector.attach()
 
 
-def test_a_report_while_the_run_goes_on() -> None:
+def test_a_report_is_available_during_the_run() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Inspector(model) as inspector:
@@ -85,17 +85,19 @@ def test_a_report_while_the_run_goes_on() -> None:
         ({"watch": "no"}, TypeError, "True or False"),
     ],
 )
-def test_wrong_arguments(options: dict[str, object], error: type[Exception], match: str) -> None:
+def test_wrong_arguments_raise_an_error_that_names_them(
+    options: dict[str, object], error: type[Exception], match: str
+) -> None:
     with pytest.raises(error, match=match):
         Inspector(nn.Linear(1, 1), **options)
 
 
-def test_not_a_module() -> None:
+def test_a_model_that_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match="not function"):
         Inspector(lambda x: x)  # type: ignore[arg-type]
 
 
-def test_include_and_exclude() -> None:
+def test_include_and_exclude_select_modules_by_pattern() -> None:
     model = cnn().model
     with Inspector(model, include=["block.*", "head"], exclude="*.norm") as inspector:
         model(torch.randn(2, 1, 8, 8)).sum().backward()
@@ -103,14 +105,14 @@ def test_include_and_exclude() -> None:
     assert names == {"block.conv", "block.conv.weight", "block.conv.bias", "head", "head.weight", "head.bias"}
 
 
-def test_include_names_a_container() -> None:
+def test_include_can_name_a_container() -> None:
     model = cnn().model
     with Inspector(model, include="block", capture="activation") as inspector:
         model(torch.randn(2, 1, 8, 8))
     assert set(inspector.session().totals()) == {TensorKey("block", "activation")}
 
 
-def test_the_record_of_a_long_run_is_bounded_and_exact() -> None:
+def test_a_long_recording_is_bounded_and_exact() -> None:
     recording = Recording(RunInfo())
     steps = 5 * WINDOW_LIMIT
     for step in range(steps):
@@ -121,7 +123,7 @@ def test_the_record_of_a_long_run_is_bounded_and_exact() -> None:
     assert recording.session().gradient_peaks() == {0: steps}
 
 
-def test_events_are_bounded() -> None:
+def test_the_number_of_events_is_bounded() -> None:
     recording = Recording(RunInfo())
     for step in range(EVENT_LIMIT):
         recording.event(Event(step, 0, "forward", "", "activation", "", "nan"))
@@ -130,10 +132,10 @@ def test_events_are_bounded() -> None:
     assert len(recording.session().events) == EVENT_LIMIT
 
 
-# -- bad input: a clear message, and the training goes on -------------------------------------------------------------
+# -- wrong input produces a clear message and does not stop the training -----------------------------------------------
 
 
-def test_nothing_ran() -> None:
+def test_the_report_of_a_run_without_a_forward_says_so() -> None:
     with Inspector(nn.Linear(1, 1)) as inspector:
         pass
     text = str(inspector.report())
@@ -141,7 +143,7 @@ def test_nothing_ran() -> None:
     assert not inspector.report().loss_scale.available
 
 
-def test_no_backward_ran() -> None:
+def test_the_report_of_a_run_without_a_backward_says_so() -> None:
     model = nn.Linear(1, 1)
     with Inspector(model) as inspector:
         model(torch.ones(1, 1))
@@ -150,28 +152,28 @@ def test_no_backward_ran() -> None:
     assert "backward" in str(report)
 
 
-def test_a_model_without_parameters() -> None:
+def test_a_model_without_parameters_produces_a_warning() -> None:
     model = nn.ReLU()
     with pytest.warns(MpinspectWarning, match="no parameters"), Inspector(model) as inspector:
         model(torch.ones(2, requires_grad=True)).sum().backward()
     assert inspector.session().totals()[TensorKey("", "activation_gradient")].histogram.nonzero == 2
 
 
-def test_everything_frozen() -> None:
+def test_a_frozen_model_produces_a_warning() -> None:
     model = nn.Linear(1, 1).requires_grad_(False)
     with pytest.warns(MpinspectWarning, match="frozen"), Inspector(model) as inspector:
         model(torch.ones(1, 1))
     assert "requires_grad" in str(inspector.report())
 
 
-def test_a_pattern_that_matches_nothing() -> None:
+def test_a_pattern_without_a_match_produces_a_warning() -> None:
     model = nn.Linear(4, 1)
     with pytest.warns(MpinspectWarning, match="'decoder"):
         inspector = _trained(model, include=["decoder.*", "weight"])
     assert set(inspector.session().totals()) == {TensorKey("weight", "weight_gradient")}
 
 
-def test_a_scaler_that_steps_no_optimizer_of_the_model() -> None:
+def test_a_scaler_without_an_optimizer_of_the_model_produces_a_warning() -> None:
     model, other = nn.Linear(1, 1), nn.Linear(1, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -186,7 +188,7 @@ def test_a_scaler_that_steps_no_optimizer_of_the_model() -> None:
     assert inspector.session().totals()[TensorKey("weight", "weight_gradient")].samples == 2
 
 
-def test_nan_everywhere() -> None:
+def test_a_model_of_nans_has_events_and_no_advice() -> None:
     model = nn.Linear(4, 1)
     nn.init.constant_(model.weight, float("nan"))
     inspector = _trained(model)
@@ -196,7 +198,7 @@ def test_nan_everywhere() -> None:
     assert "nan" in str(report).lower()
 
 
-def test_a_log_dir_that_is_a_file(tmp_path: Path) -> None:
+def test_a_log_dir_that_is_a_file_produces_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "taken"
     path.write_text("something else")
     with pytest.warns(MpinspectWarning, match="kept in memory"):
@@ -206,13 +208,13 @@ def test_a_log_dir_that_is_a_file(tmp_path: Path) -> None:
     assert path.read_text() == "something else"
 
 
-def test_a_log_dir_that_cannot_be_made() -> None:
+def test_a_log_dir_that_cannot_be_created_produces_a_warning() -> None:
     with pytest.warns(MpinspectWarning, match="kept in memory"):
         inspector = _trained(nn.Linear(4, 1), log_dir="/proc/nowhere/run")
     assert inspector.session().progress.steps == 3
 
 
-def test_a_log_dir_that_holds_another_run(tmp_path: Path) -> None:
+def test_a_log_dir_of_another_run_gets_a_numbered_sibling(tmp_path: Path) -> None:
     first = _trained(nn.Linear(4, 1), steps=2, log_dir=tmp_path / "run")
     with pytest.warns(MpinspectWarning, match="holds another run"):
         second = _trained(nn.Linear(4, 1), steps=3, log_dir=tmp_path / "run")
@@ -221,7 +223,7 @@ def test_a_log_dir_that_holds_another_run(tmp_path: Path) -> None:
     assert Session.load(tmp_path / "run-2").progress.steps == 3
 
 
-def test_a_log_dir_that_vanishes_under_way(tmp_path: Path) -> None:
+def test_a_log_dir_deleted_during_the_run_does_not_stop_the_training(tmp_path: Path) -> None:
     import shutil
 
     model = nn.Linear(4, 1)
@@ -261,7 +263,7 @@ def _encoder() -> nn.Module:
     ],
 )
 @pytest.mark.parametrize("option", ["include", "exclude"])
-def test_the_hint_for_a_pattern_that_matches_nothing_names_what_there_is(option, pattern, suggested) -> None:
+def test_the_hint_for_a_pattern_without_a_match_suggests_an_existing_name(option, pattern, suggested) -> None:
     model = _encoder()
     given = {"include": ["head", pattern]} if option == "include" and pattern != "encoder" else {"exclude": pattern}
     with pytest.warns(MpinspectWarning, match="matches no module") as told:
@@ -280,7 +282,7 @@ def _notes_on_patterns(inspector: Inspector) -> list[str]:
 
 
 def test_the_hint_never_repeats_the_pattern() -> None:
-    """Not the usual example either, "encoder.*", where a model has no encoder."""
+    """The usual example "encoder.*" is replaced too, for a model without an encoder."""
     model = nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(4, 4))})
     with pytest.warns(MpinspectWarning, match="matches no module"):
         (note,) = _notes_on_patterns(Inspector(model, exclude="encoder.*"))
@@ -288,16 +290,16 @@ def test_the_hint_never_repeats_the_pattern() -> None:
     assert "'backbone.*'" in note
 
 
-def test_a_container_that_is_named_is_no_pattern_that_matches_nothing() -> None:
+def test_a_pattern_that_names_a_container_matches() -> None:
     inspector = Inspector(_encoder(), include="encoder")
     assert not _notes_on_patterns(inspector)
     assert [info.name for info in inspector.session().watched] == ["encoder"]
 
 
-# -- warnings and what objects print ------------------------------------------------------------------------------------
+# -- warnings and reprs -------------------------------------------------------------------------------------------------
 
 
-def _told_here(told: list[warnings.WarningMessage], line: int) -> None:
+def _warned_here(told: list[warnings.WarningMessage], line: int) -> None:
     assert [(warning.filename, warning.lineno) for warning in told] == [(__file__, line)]
 
 
@@ -305,21 +307,21 @@ def _line() -> int:
     return sys._getframe(1).f_lineno
 
 
-def test_warnings_name_the_users_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_warnings_point_to_the_users_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("ours")
 
     model = nn.Sequential(nn.Linear(4, 1))
     with pytest.warns(MpinspectWarning, match="matches no") as told:
         inspector, line = Inspector(model, include=["0", "nothing.*"]), _line()
-    _told_here(told, line)
-    # In a hook, below torch's own calls.
+    _warned_here(told, line)
+    # The next warnings are raised in hooks, below torch's own calls.
     monkeypatch.setattr(inspector._capture._watch, "called", broken)
     with contextlib.ExitStack() as stack:
         stack.enter_context(inspector)
         with pytest.warns(MpinspectWarning, match="mpinspect failed in") as told:
             output, line = model(torch.ones(2, 4)), _line()
-        _told_here(told, line)
+        _warned_here(told, line)
         monkeypatch.setattr(inspector._capture, "_context", broken)
         with pytest.warns(MpinspectWarning, match="mpinspect failed in") as told:
             _, line = output.sum().backward(), _line()
@@ -328,25 +330,25 @@ def test_warnings_name_the_users_line(monkeypatch: pytest.MonkeyPatch, tmp_path:
     Recorder(tmp_path / "a").close()
     with pytest.warns(MpinspectWarning, match="another run") as told:
         recorder, line = Recorder(tmp_path / "a"), _line()
-    _told_here(told, line)
+    _warned_here(told, line)
     with recorder, pytest.warns(MpinspectWarning, match="'x'") as told:
         _, line = recorder.observe("x", object()), _line()
-    _told_here(told, line)
+    _warned_here(told, line)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.Adam(model.parameters())
     with pytest.warns(LossScaleWarning, match="eps") as told:
         _, line = mpinspect.MixedPrecision(model, optimizer, "fp16-pure"), _line()
-    _told_here(told, line)
+    _warned_here(told, line)
 
 
-def test_warnings_can_name_code_that_has_no_file() -> None:
+def test_warnings_can_point_to_code_without_a_file() -> None:
     code = "import torch, mpinspect\nmpinspect.Inspector(torch.nn.Linear(1, 1), include='nothing')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("<string>:2: MpinspectWarning: the pattern 'nothing'")
 
 
-def test_objects_print_in_a_line(tmp_path: Path) -> None:
+def test_reprs_are_one_line(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     inspector = Inspector(model, log_dir=tmp_path / "a")
     assert (
@@ -385,7 +387,7 @@ def test_objects_print_in_a_line(tmp_path: Path) -> None:
 # -- the run directory ----------------------------------------------------------------------------------------------
 
 
-def test_the_session_file_holds_what_the_inspector_holds(tmp_path: Path) -> None:
+def test_the_session_file_equals_the_inspectors_session(tmp_path: Path) -> None:
     inspector = _trained(nn.Linear(4, 1), 5, log_dir=tmp_path / "run")
     held, kept = inspector.session(), Session.load(tmp_path / "run")
     assert kept.totals() == held.totals()
@@ -437,18 +439,18 @@ def test_kill_9_loses_at_most_the_last_interval(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "weight" in result.stdout
     session = Session.load(tmp_path / "run")
-    # An interval had ended with step 40; of later steps it depends on how far the writing had come.
+    # An interval ended with step 40; later steps may be lost.
     assert session.progress.steps >= 40
     assert not session.progress.ended
     assert session.totals()[TensorKey("weight", "weight_gradient")].samples >= 40
 
 
-def test_the_public_face() -> None:
+def test_every_public_name_exists() -> None:
     for name in mpinspect.__all__:
         assert getattr(mpinspect, name) is not None
 
 
-def test_a_fault_in_the_report_does_not_hide_the_users_exception(
+def test_an_error_in_the_report_does_not_hide_the_users_exception(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(session: Session) -> None:

@@ -1,4 +1,4 @@
-"""What was found in a tensor is used again only for the same memory, unchanged; and says the same as reading it again."""
+"""Results of reading a tensor are reused only for the same unchanged memory, and equal the results of a new reading."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def last() -> LastValues[str]:
     return LastValues()
 
 
-# -- which tensors ---------------------------------------------------------------------------------------------------------
+# -- tensors whose results are reused --------------------------------------------------------------------------------------
 
 
-def test_found_in_the_tensor_itself(last: LastValues[str]) -> None:
+def test_a_result_is_reused_for_the_tensor_itself(last: LastValues[str]) -> None:
     tensor = torch.randn(_LENGTH)
     assert last.found_in(tensor) is None
     last.keep(tensor, "found")
@@ -53,7 +53,7 @@ def test_found_in_the_tensor_itself(last: LastValues[str]) -> None:
     ],
     ids=["flat", "three dimensions", "unsqueezed", "sliced in full"],
 )
-def test_found_in_another_shape_of_the_same_memory(
+def test_a_result_is_reused_for_another_shape_of_the_same_memory(
     last: LastValues[str], other: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     tensor = torch.randn(_BLOCK)
@@ -63,7 +63,7 @@ def test_found_in_another_shape_of_the_same_memory(
     assert last.found_in(tensor) == "of the view"
 
 
-def test_found_in_a_view_of_what_is_a_view(last: LastValues[str]) -> None:
+def test_a_result_is_reused_for_a_view_of_a_view(last: LastValues[str]) -> None:
     base = torch.randn(2 * _LENGTH)
     half = base[_LENGTH:]
     last.keep(half, "found")
@@ -90,7 +90,7 @@ def test_found_in_a_view_of_what_is_a_view(last: LastValues[str]) -> None:
         *("one value", "other strides"),
     ],
 )
-def test_nothing_is_found_in_what_is_not_the_same(
+def test_no_result_is_reused_for_other_values(
     last: LastValues[str], other: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     tensor = torch.randn(_BLOCK)
@@ -109,7 +109,7 @@ def test_nothing_is_found_in_what_is_not_the_same(
     ],
     ids=["itself", "one value of it", "by way of detach", "as an output"],
 )
-def test_nothing_is_found_once_it_was_changed(
+def test_no_result_is_reused_after_an_in_place_change(
     last: LastValues[str], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     tensor = torch.randn(_BLOCK)
@@ -121,8 +121,8 @@ def test_nothing_is_found_once_it_was_changed(
     assert last.found_in(tensor) == "now"
 
 
-def test_nothing_is_found_in_memory_that_has_another_owner_by_now(last: LastValues[str]) -> None:
-    """An allocator hands the same memory out again, and its version is 0 as before."""
+def test_no_result_is_reused_for_a_new_tensor_at_the_same_address(last: LastValues[str]) -> None:
+    """An allocator reuses memory, and the new tensor's version is 0 again."""
     memory = bytearray(4 * _LENGTH)
     first = torch.frombuffer(memory, dtype=torch.float32)
     address = first.data_ptr()
@@ -134,7 +134,7 @@ def test_nothing_is_found_in_memory_that_has_another_owner_by_now(last: LastValu
     assert last.found_in(second) is None
 
 
-def test_what_is_remembered_is_not_held(last: LastValues[str]) -> None:
+def test_the_remembered_tensor_is_not_kept_alive(last: LastValues[str]) -> None:
     tensor = torch.randn(_LENGTH)
     last.keep(tensor, "found")
     owner = weakref.ref(tensor)
@@ -143,7 +143,7 @@ def test_what_is_remembered_is_not_held(last: LastValues[str]) -> None:
     assert owner() is None
 
 
-def test_memory_put_under_the_same_tensor_is_another(last: LastValues[str]) -> None:
+def test_no_result_is_reused_after_an_assignment_to_data(last: LastValues[str]) -> None:
     tensor, other = torch.randn(_LENGTH), torch.randn(_LENGTH)
     last.keep(tensor, "found")
     tensor.data = other
@@ -172,8 +172,8 @@ _NOT_KEPT: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", _NOT_KEPT)
-def test_these_are_read_again(last: LastValues[str], kind: str) -> None:
-    """And the one before is forgotten."""
+def test_unsupported_tensors_are_read_again(last: LastValues[str], kind: str) -> None:
+    """The tensor before is forgotten too."""
     before, tensor = torch.randn(_LENGTH), _NOT_KEPT[kind]()
     last.keep(before, "before")
     assert last.found_in(tensor) is None
@@ -183,7 +183,7 @@ def test_these_are_read_again(last: LastValues[str], kind: str) -> None:
     assert last.found_in(before) is None
 
 
-def test_where_nothing_was_found_nothing_is_remembered(last: LastValues[str]) -> None:
+def test_the_result_none_is_not_remembered(last: LastValues[str]) -> None:
     before, tensor = torch.randn(_LENGTH), torch.randn(_LENGTH)
     last.keep(before, "before")
     last.keep(tensor, None)
@@ -192,7 +192,7 @@ def test_where_nothing_was_found_nothing_is_remembered(last: LastValues[str]) ->
     assert last.found_in(before) is None
 
 
-def test_forgotten(last: LastValues[str]) -> None:
+def test_forget_drops_the_result(last: LastValues[str]) -> None:
     tensor = torch.randn(_LENGTH)
     last.keep(tensor, "found")
     last.forget()
@@ -200,11 +200,11 @@ def test_forgotten(last: LastValues[str]) -> None:
     assert last.found_in(tensor) is None
 
 
-# -- through an inspector --------------------------------------------------------------------------------------------------
+# -- in an inspected training ----------------------------------------------------------------------------------------------
 
 
 class _Block(nn.Module):
-    """A residual branch: the gradient of the sum is that of the branch's last layer, in the same memory."""
+    """A residual branch: its output and its last layer share one gradient, in the same memory."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class _Block(nn.Module):
 
 
 class _Network(nn.Module):
-    """Blocks and a head whose output is handed on flattened."""
+    """Blocks and a head; the network returns the head's output flattened."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -233,25 +233,25 @@ Seen = tuple[dict[TensorKey, Any], list[tuple[tuple[str, str], list[float]]], li
 
 
 class _Reads:
-    """How many values were read to count them, and to find their largest magnitude."""
+    """The numbers of values read for counting and for the largest magnitude."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.counted = self.looked_at = 0
+        self.counted = self.measured = 0
         count, largest = HostRows.count, largest_magnitudes.largest_magnitude
 
         def counted(rows: HostRows, tensor: torch.Tensor) -> torch.Tensor:
             self.counted += tensor.numel()
             return count(rows, tensor)
 
-        def looked_at(tensor: torch.Tensor) -> float | None:
-            self.looked_at += tensor.numel()
+        def measured(tensor: torch.Tensor) -> float | None:
+            self.measured += tensor.numel()
             return largest(tensor)
 
         monkeypatch.setattr(HostRows, "count", counted)
-        monkeypatch.setattr(largest_magnitudes, "largest_magnitude", looked_at)
+        monkeypatch.setattr(largest_magnitudes, "largest_magnitude", measured)
 
     def take(self) -> tuple[int, int]:
-        found, self.counted, self.looked_at = (self.counted, self.looked_at), 0, 0
+        found, self.counted, self.measured = (self.counted, self.measured), 0, 0
         return found
 
 
@@ -270,11 +270,11 @@ def _train(
     loss_scale: float | None = None,
     each_step: Callable[[int, _Network, list[torch.Tensor]], None] | None = None,
 ) -> Seen:
-    """Three steps of two micro-batches; ``each_step`` gets the outputs of the blocks, from the first one on."""
+    """Train three steps of two micro-batches; ``each_step`` is called with the outputs of the blocks."""
     torch.manual_seed(0)
     network = _Network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    looks: list[tuple[str, ...]] = []
+    readings: list[tuple[str, ...]] = []
     outputs: list[torch.Tensor] = []
     values: list[float] = []
     with Inspector(network, capture=kinds, loss_scale=loss_scale, optimizers=optimizer) as inspector:
@@ -293,16 +293,16 @@ def _train(
                     each_step(step, network, outputs)
                 (network.head(hidden).flatten(0, 1).square().mean() * (loss_scale or 1.0)).backward()
                 network(tokens).logsumexp(-1).mean().mul(loss_scale or 1.0).backward()
-            looks += [(look.phase, look.what, look.name) for look in watch._log.readings]
+            readings += [(reading.phase, reading.what, reading.name) for reading in watch._log.readings]
             optimizer.step()
     values = [float(parameter.detach().double().sum()) for parameter in network.parameters()]
     rings = [(key, list(ring)) for key, ring in sorted(watch._judge._history._maxima.items())]
     assert inspector.session().notes == ()
-    return inspector.session().totals(), rings, looks, values
+    return inspector.session().totals(), rings, readings, values
 
 
 def _with_and_without(monkeypatch: pytest.MonkeyPatch, reads: _Reads, *given: Any, **more: Any) -> list[int]:
-    """Both see the same; returns how many values each read."""
+    """Train with and without reuse, assert equal results, and return the numbers of values read."""
     found = _train(*given, **more)
     read = [sum(reads.take())]
     monkeypatch.setattr(LastValues, "found_in", _nothing_found)
@@ -320,7 +320,7 @@ def _with_and_without(monkeypatch: pytest.MonkeyPatch, reads: _Reads, *given: An
     [KINDS, (WEIGHT_GRADIENT, ACTIVATION_GRADIENT), (WEIGHT_GRADIENT,), ()],
     ids=["every kind", "gradients", "weight gradients", "none"],
 )
-def test_the_same_is_counted_and_seen_and_less_is_read(
+def test_reuse_reads_fewer_values_with_the_same_results(
     monkeypatch: pytest.MonkeyPatch, reads: _Reads, kinds: tuple[str, ...]
 ) -> None:
     with_it, without = _with_and_without(monkeypatch, reads, kinds)
@@ -328,13 +328,15 @@ def test_the_same_is_counted_and_seen_and_less_is_read(
 
 
 @pytest.mark.parametrize("loss_scale", [1024.0, 1000.0], ids=["a power of two", "no power of two"])
-def test_the_same_under_a_loss_scale(monkeypatch: pytest.MonkeyPatch, reads: _Reads, loss_scale: float) -> None:
-    """Where the scale is no power of two it is values divided by it that are counted, and others that the watch sees."""
+def test_reuse_under_a_loss_scale_has_the_same_results(
+    monkeypatch: pytest.MonkeyPatch, reads: _Reads, loss_scale: float
+) -> None:
+    """If the scale is no power of two, the counts are of divided values, but the watch reads the original ones."""
     with_it, without = _with_and_without(monkeypatch, reads, KINDS, loss_scale=loss_scale)
     assert with_it < without
 
 
-def test_once_it_is_known_that_a_block_and_its_last_layer_share_a_gradient_it_is_read_once(reads: _Reads) -> None:
+def test_a_gradient_shared_by_a_block_and_its_last_layer_is_read_once(reads: _Reads) -> None:
     torch.manual_seed(0)
     block = _Block(256)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
@@ -347,18 +349,18 @@ def test_once_it_is_known_that_a_block_and_its_last_layer_share_a_gradient_it_is
             read.append(reads.take())
             optimizer.step()
             optimizer.zero_grad()
-    # The watch reads the parameters' gradients, and so do the diagnoses at the backward's end.
+    # The watch and the diagnoses each read the parameters' gradients.
     parameters = 2 * sum(parameter.numel() for parameter in block.parameters())
     outputs = 2 * 128 * 256
-    # Of norm, up and proj the gradients are counted; that of the block itself is proj's.
+    # Four outputs, in every step: ``norm``, ``up`` (twice as wide) and ``proj``. The block shares proj's counts.
     assert [counted for counted, _ in read] == [4 * outputs] * 4
-    # The watch sees proj's input too, which no module made, and the loss.
+    # The watch also reads proj's input, which no module made, and the loss.
     others = 2 * outputs + 1
-    assert [looked_at - parameters for _, looked_at in read] == [outputs + others, others, others, others]
+    assert [measured - parameters for _, measured in read] == [outputs + others, others, others, others]
 
 
-def test_where_values_are_divided_before_they_are_counted_a_block_is_not_counted_for_nothing(reads: _Reads) -> None:
-    """A scale that is no power of two: what is counted says nothing of the values as they are."""
+def test_a_shared_gradient_is_divided_and_counted_once(reads: _Reads) -> None:
+    """The scale is no power of two, so the counts are of divided values and cannot replace a reading."""
     torch.manual_seed(0)
     block = _Block(256)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
@@ -380,23 +382,23 @@ def test_where_values_are_divided_before_they_are_counted_a_block_is_not_counted
 
 
 @pytest.mark.parametrize("steps", [(0, 1, 2), (1,), (1, 2), (0,)], ids=str)
-def test_a_gradient_changed_between_a_block_and_its_last_layer(
+def test_no_result_is_reused_for_a_gradient_changed_between_two_modules(
     monkeypatch: pytest.MonkeyPatch, reads: _Reads, steps: tuple[int, ...]
 ) -> None:
-    """Another hook changes it in place: what was found at the block does not hold for the layer, in these steps."""
+    """Another hook changes the gradient in place, between the block's hook and its last layer's."""
 
     def change(step: int, network: _Network, outputs: list[torch.Tensor]) -> None:
         if step in steps:
             for output in outputs:
-                # After our own hook on the same tensor, before the layer that the gradient goes on to.
+                # Runs after the inspector's hook on the same tensor, and before the last layer's hook.
                 output.register_hook(lambda gradient: gradient.mul_(0.125).numel() and None)
 
     with_it, without = _with_and_without(monkeypatch, reads, KINDS, each_step=change)
     assert with_it < without
 
 
-def test_a_gradient_changed_in_place_is_counted_as_it_is_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exactly: of the layer by 2^-3 less than of the block before it, which is named to be counted too."""
+def test_a_gradient_changed_in_place_is_counted_with_its_values_at_each_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer's counts are the block's, shifted by exactly 2^-3."""
     torch.manual_seed(0)
     block = _Block(256)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.0)
@@ -421,8 +423,8 @@ def test_a_gradient_changed_in_place_is_counted_as_it_is_then(monkeypatch: pytes
     assert layer_after.counts.tolist() == block_before.counts.tolist()
 
 
-def test_what_the_watch_tells_of_an_output_that_a_module_hands_on() -> None:
-    """A container that returns its head's output in another shape: both have the same maxima, and the head is the culprit."""
+def test_the_watch_names_the_inner_module_of_a_shared_output() -> None:
+    """The container returns its head's output in another shape; both have the same maxima."""
 
     class Flat(nn.Module):
         def __init__(self) -> None:
@@ -452,7 +454,7 @@ def test_what_the_watch_tells_of_an_output_that_a_module_hands_on() -> None:
     assert event.last_maxima == tuple(largest[:3])
 
 
-def test_an_output_changed_before_the_container_returns_it_is_looked_at_again() -> None:
+def test_an_output_changed_in_place_by_its_container_is_read_again() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()

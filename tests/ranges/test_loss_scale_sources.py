@@ -1,4 +1,4 @@
-"""Counts are of the unscaled gradient, by the scale at the time of that backward; what can't be known is said."""
+"""Gradients are counted unscaled, by the scale of their own backward; an unknown scale is reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _weight(session: Session, name: str = "weight") -> TensorWindow:
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
 @pytest.mark.parametrize("scale", [2.0**16, 1.0, 1000.0, 3.0 * 2**-4])
-def test_a_grad_scaler(scale: float, given: bool) -> None:
+def test_a_grad_scalers_scale_is_divided_out(scale: float, given: bool) -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -45,7 +45,7 @@ def test_a_grad_scaler(scale: float, given: bool) -> None:
     assert [change.scale for change in session.progress.scales] == [scale]
 
 
-def test_the_scale_is_that_of_the_backward_not_of_the_report() -> None:
+def test_each_backward_uses_its_own_scale() -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
@@ -62,7 +62,7 @@ def test_the_scale_is_that_of_the_backward_not_of_the_report() -> None:
     assert _weight(session).peaks == {1: 4}
 
 
-def test_a_skipped_step_leaves_its_infinity_counted_once() -> None:
+def test_an_infinity_of_a_skipped_step_is_counted_once() -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -77,7 +77,7 @@ def test_a_skipped_step_leaves_its_infinity_counted_once() -> None:
     assert inspector.session().progress.skipped_steps == 1
 
 
-def test_fused_optimizers_leave_scaled_gradients() -> None:
+def test_gradients_of_a_fused_optimizer_are_counted_unscaled() -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -89,7 +89,7 @@ def test_fused_optimizers_leave_scaled_gradients() -> None:
     assert inspector.session().progress.steps == 1
 
 
-def test_an_unscaled_backward_beside_a_scaled_one() -> None:
+def test_scaled_and_unscaled_backwards_of_one_loss_are_counted_alike() -> None:
     model = _model()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     with Inspector(model) as inspector:
@@ -99,8 +99,8 @@ def test_an_unscaled_backward_beside_a_scaled_one() -> None:
     assert _weight(inspector.session()).peaks == {1: 2}
 
 
-def test_a_scaler_each_for_two_networks() -> None:
-    """A GAN: each backward under its own scaler's scale."""
+def test_two_networks_can_have_different_scalers() -> None:
+    """In a GAN each backward uses the scale of its own scaler."""
     model = nn.ModuleDict({"one": _model(), "two": _model()})
     scalers = [torch.amp.GradScaler("cpu", init_scale=scale) for scale in (4.0, 1024.0)]
     with Inspector(model) as inspector:
@@ -111,7 +111,7 @@ def test_a_scaler_each_for_two_networks() -> None:
 
 
 def _gan(of_critic: Sequence[float], of_generator: Sequence[float], freezes: bool = False) -> tuple[Session, Session]:
-    """A GAN with one scaler in FP16, its losses multiplied in each iteration; returns (the critic's session, the generator's)."""
+    """Train a GAN in FP16 with one scaler and weighted losses, and return the sessions of the critic and the generator."""
     torch.manual_seed(0)
     generator, critic = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2))
     steps_generator, steps_critic = (torch.optim.SGD(each.parameters(), lr=1e-3) for each in (generator, critic))
@@ -140,13 +140,13 @@ _OVERFLOWS = 1e6
 
 
 @pytest.mark.parametrize("freezes", [False, True])
-def test_the_generators_overflow_in_the_critic_is_not_the_critics(freezes: bool) -> None:
+def test_the_generators_overflow_in_the_critic_does_not_count_for_the_critic(freezes: bool) -> None:
     often = [_OVERFLOWS, _OVERFLOWS, *[1e-3] * 18]
     critic, generator = _gan([_OVERFLOWS, *[1e-3] * 19], often, freezes)
     assert (critic.progress.skipped_steps, generator.progress.skipped_steps) == (1, 2)
     own, others = ([event for event in critic.events if event.aside is aside] for aside in (False, True))
     assert [(event.step, event.loss_scale, event.story) for event in own] == [(0, 2.0**15, "skipped")]
-    # These gradients were made at the scale before the critic's own backward.
+    # These gradients have the scale of the generator's backward, one step earlier.
     assert [(event.step, event.loss_scale) for event in others] == [(1, 2.0**15), (2, 2.0**14)]
     assert not any(event.aside for event in generator.events)
     report = analyse(critic)
@@ -155,7 +155,7 @@ def test_the_generators_overflow_in_the_critic_is_not_the_critics(freezes: bool)
     assert "2 of" not in str(report.verdict)
 
 
-def test_only_the_generator_overflows() -> None:
+def test_the_critics_report_names_overflows_of_the_generator_alone_as_info() -> None:
     critic, generator = _gan([1e-3] * 20, [_OVERFLOWS] * 4 + [1e-3] * 16)
     assert (critic.progress.skipped_steps, generator.progress.skipped_steps) == (0, 4)
     found = {finding.id: finding for finding in analyse(critic).findings}
@@ -164,8 +164,8 @@ def test_only_the_generator_overflows() -> None:
     assert "another model's loss through this one was not finite in 4 steps" in found["non-finite-event"].message
 
 
-def test_gradients_that_both_optimizers_use_are_not_put_aside() -> None:
-    """An encoder and a head trained by one loss, an optimizer each."""
+def test_gradients_of_a_loss_that_trains_two_models_count_for_both() -> None:
+    """One loss trains an encoder and a head, each with its own optimizer."""
     encoder, head = nn.Linear(4, 4), nn.Linear(4, 1)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.0) for each in (head, encoder)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -179,15 +179,15 @@ def test_gradients_that_both_optimizers_use_are_not_put_aside() -> None:
     assert [(event.step, event.story, event.aside) for event in inspector.session().events] == [(1, "skipped", False)]
 
 
-def test_a_loss_that_does_not_reach_a_model_is_not_its_own() -> None:
-    """The critic's loss is rounded to FP16 term by term; the generator's is not."""
+def test_a_loss_that_does_not_reach_a_model_causes_no_finding_for_it() -> None:
+    """Each term of the critic's loss is rounded to FP16; the generator's loss is FP32."""
     critic, generator = _gan([1.0] * 8, [1.0] * 8)
     assert "loss-in-16-bits" in {finding.id for finding in analyse(critic).findings}
     assert "loss-in-16-bits" not in {finding.id for finding in analyse(generator).findings}
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_an_infinite_loss_that_does_not_reach_a_model_is_not_its_event(scaled: bool) -> None:
+def test_an_infinite_loss_that_does_not_reach_a_model_is_no_event_for_it(scaled: bool) -> None:
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     scaler = torch.amp.GradScaler("cpu", enabled=True)
     with Inspector(generator) as inspector:
@@ -229,29 +229,29 @@ def test_a_disabled_scaler_does_not_check_the_weight_gradients(enabled: bool) ->
 
 @pytest.mark.parametrize("scale", [128.0, 1000.0])
 @pytest.mark.parametrize("as_callable", [True, False])
-def test_a_loop_that_scales_by_hand(scale: float, as_callable: bool) -> None:
+def test_the_scale_of_a_loop_that_scales_by_hand_is_divided_out(scale: float, as_callable: bool) -> None:
     model = _model()
     with Inspector(model, loss_scale=(lambda: scale) if as_callable else scale) as inspector:
         (scale * model(torch.full((1, 1), 3.0)).sum()).backward()
     assert _weight(inspector.session()).histogram.max_abs == 3.0
 
 
-def test_a_callable_is_asked_once_a_backward() -> None:
-    asked: list[float] = []
+def test_a_callable_is_called_once_per_backward() -> None:
+    calls: list[float] = []
     model = nn.Sequential(_model(), _model())
 
     def scale() -> float:
-        asked.append(1.0)
+        calls.append(1.0)
         return 2.0
 
     with Inspector(model, loss_scale=scale):
         for _ in range(3):
             model(torch.ones(1, 1)).sum().backward()
-    assert len(asked) == 3
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, 0.0, -8.0])
-def test_a_callable_that_returns_nonsense_makes_the_scale_unknown(bad: float) -> None:
+def test_a_callable_that_returns_an_invalid_scale_makes_it_unknown(bad: float) -> None:
     model = _model()
     with (
         pytest.warns(MpinspectWarning, match="loss scale is not known"),
@@ -263,7 +263,7 @@ def test_a_callable_that_returns_nonsense_makes_the_scale_unknown(bad: float) ->
     assert _weight(inspector.session()).samples == 1
 
 
-def test_fp16_weights_without_a_scaler_are_not_guessed_at() -> None:
+def test_fp16_weights_without_a_scaler_have_an_unknown_scale() -> None:
     model = _model().to(torch.float16)
     with pytest.warns(MpinspectWarning, match="pass loss_scale="), Inspector(model) as inspector:
         model(torch.ones(1, 1, dtype=torch.float16)).sum().backward()
@@ -272,7 +272,7 @@ def test_fp16_weights_without_a_scaler_are_not_guessed_at() -> None:
     assert advice.recommended is None
 
 
-def test_a_given_scaler_that_never_scales() -> None:
+def test_a_given_scaler_that_never_scales_produces_a_warning() -> None:
     model = _model()
     scaler = torch.amp.GradScaler("cpu")
     with pytest.warns(MpinspectWarning, match="has not scaled a loss"), Inspector(model, scalers=scaler) as inspector:
@@ -280,7 +280,7 @@ def test_a_given_scaler_that_never_scales() -> None:
     assert not inspector.report().loss_scale.available
 
 
-def test_other_scalers_are_asked_for_their_scale() -> None:
+def test_the_scale_of_other_scalers_is_read() -> None:
     class Apex:
         def loss_scale(self) -> float:
             return 16.0
@@ -303,7 +303,7 @@ def test_other_scalers_are_asked_for_their_scale() -> None:
     assert _weight(inspector.session()).histogram.max_abs == 3.0
 
 
-def test_subclasses_that_override_scale_are_seen_once() -> None:
+def test_a_subclass_that_overrides_scale_scales_once() -> None:
     class Sharded(torch.amp.GradScaler):
         calls = 0
 
@@ -319,11 +319,11 @@ def test_subclasses_that_override_scale_are_seen_once() -> None:
     assert _weight(inspector.session()).histogram.max_abs == 3.0
 
 
-# -- what was flushed before anybody could look ---------------------------------------------------------------------
+# -- values flushed before they were counted --------------------------------------------------------------------------
 
 
-def test_autocast_hides_what_it_flushed_and_the_report_says_so() -> None:
-    """16 gradients of 3e-9: under FP16 autocast at scale 1 the FP32 .grad holds 16 exact zeros."""
+def test_the_report_bounds_values_that_autocast_flushed() -> None:
+    """The 16 gradients are 3e-9; under FP16 autocast at scale 1, the FP32 .grad contains 16 zeros."""
     model = nn.Linear(16, 1, bias=False)
 
     def session_at(scale: float) -> Any:
@@ -345,8 +345,8 @@ def test_autocast_hides_what_it_flushed_and_the_report_says_so() -> None:
     assert seen.histogram.flushed(FLOAT16) == 16
 
 
-def test_the_talks_loop_by_hand_has_the_ranges_of_the_unscaled_loop() -> None:
-    """FP16 model, FP32 master weights, scale_factor = 128.0: the same exponents as FP32 wherever FP16 can hold them."""
+def test_a_loop_with_masters_and_a_scale_by_hand_has_the_ranges_of_fp32() -> None:
+    """The model is FP16, with FP32 masters and the scale 128; the exponents equal FP32's within FP16's range."""
     torch.manual_seed(0)
     x, y = torch.randn(64, 32), torch.randn(64, 16)
     reference = nn.Linear(32, 16)
@@ -369,7 +369,7 @@ def test_the_talks_loop_by_hand_has_the_ranges_of_the_unscaled_loop() -> None:
         found, expected = (_weight(run.session(), name).histogram for run in (by_hand, plain))
         assert found.total == expected.total
         assert abs(found.max_exponent - expected.max_exponent) <= 1
-        # FP16 rounding moves a value to the next exponent now and then, never further.
+        # FP16 rounding moves a few values to the next exponent.
         shared = [i for i in range(expected.min_exponent, expected.max_exponent + 1) if i >= -24 - 7]
         for exponent in shared:
             below, limit = (h._count_below(exponent) for h in (found, expected))
@@ -377,8 +377,8 @@ def test_the_talks_loop_by_hand_has_the_ranges_of_the_unscaled_loop() -> None:
     assert count_exponents(reference.weight.grad) == _weight(plain.session()).histogram
 
 
-def test_every_fp32_gradient_of_an_fp16_backward_may_have_been_flushed() -> None:
-    """An embedding's gradient is FP32 under autocast, and what reaches it has passed through the FP16 layer after it."""
+def test_fp32_gradients_of_an_fp16_backward_have_fp16s_visibility_floor() -> None:
+    """An embedding's gradient is FP32 under autocast, but it passed through the FP16 layer after the embedding."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -398,7 +398,7 @@ def test_every_fp32_gradient_of_an_fp16_backward_may_have_been_flushed() -> None
         assert (window.passed_through, window.floor_exponent) == ("float16", -26), key
 
 
-def test_different_scalers_in_one_backward_are_not_guessed_at() -> None:
+def test_different_scales_in_one_backward_make_the_scale_unknown() -> None:
     model = _model()
     first, second = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (4.0, 8.0))
     inspector = Inspector(model).attach()
@@ -412,7 +412,7 @@ def test_different_scalers_in_one_backward_are_not_guessed_at() -> None:
     assert on_device[0].agrees_with(on_device[2])
 
 
-def test_a_fused_optimizer_that_skips_on_the_device() -> None:
+def test_a_step_skipped_by_a_fused_optimizer_is_counted_as_skipped() -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -427,8 +427,8 @@ def test_a_fused_optimizer_that_skips_on_the_device() -> None:
     assert (session.progress.steps, session.progress.skipped_steps) == (3, 1)
 
 
-def test_scalers_of_other_threads_do_not_matter() -> None:
-    """Another network trains under its own scale in another thread, the inspected one without any."""
+def test_a_scaler_in_another_thread_does_not_change_the_scale() -> None:
+    """Another network trains with a scaler in another thread, the inspected one without."""
     import threading
 
     model, other = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -454,8 +454,8 @@ def test_scalers_of_other_threads_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_inside_a_scaled_backward(reentrant: bool) -> None:
-    """A reentrant checkpoint runs a backward inside the backward, under the same scale."""
+def test_gradients_of_a_checkpoint_are_unscaled(reentrant: bool) -> None:
+    """A reentrant checkpoint runs a nested backward, with the same scale."""
     from torch.utils.checkpoint import checkpoint
 
     model = _model()

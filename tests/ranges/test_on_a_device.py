@@ -1,4 +1,4 @@
-"""mpinspect on a device that works asynchronously: a stand-in, which counts what would wait, where there is no GPU."""
+"""mpinspect on an asynchronous device: a stand-in that counts blocking copies, and a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ CHECKS = (*(f"never waits: {name}" for name in TRAININGS), "counts", "culprits",
 
 
 @pytest.fixture(scope="module")
-def told() -> str:
-    """What the checks say: all in one process, since torch can rename this kind of device once a process."""
+def printed() -> str:
+    """The output of all checks, in one process, since torch can rename this device type only once per process."""
     reason = stand_in_device.why_not()
     if reason:
         pytest.skip(reason)
@@ -49,8 +49,8 @@ def told() -> str:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_check_on_the_stand_in_holds(told: str, check: str) -> None:
-    assert f"held: {check}\n" in told, told[-3000:]
+def test_a_check_on_the_stand_in_device_passes(printed: str, check: str) -> None:
+    assert f"held: {check}\n" in printed, printed[-3000:]
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def _model() -> nn.Module:
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 8, **options: Any) -> Session:
-    """Train in FP16 autocast with a scaler, inspected."""
+    """Train under FP16 autocast with a scaler and an inspector, and return the session."""
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     with Inspector(model, optimizers=optimizer, scalers=scaler, **options) as inspector:
         for step in range(steps):
@@ -77,7 +77,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 8, *
     return inspector.session()
 
 
-def _is_whole(session: Session, steps: int = 8, tensors: int = 7) -> None:
+def _assert_complete(session: Session, steps: int = 8, tensors: int = 7) -> None:
     assert session.notes == ()
     assert (session.progress.steps, session.progress.skipped_steps, session.events) == (steps, 0, ())
     counted = session.totals().values()
@@ -89,7 +89,7 @@ def test_a_default_device_that_is_a_gpu() -> None:
     torch.set_default_device("cuda")
     try:
         model = _model()
-        _is_whole(_train(model, torch.optim.Adam(model.parameters())))
+        _assert_complete(_train(model, torch.optim.Adam(model.parameters())))
     finally:
         torch.set_default_device(None)
 
@@ -113,12 +113,12 @@ def test_a_model_that_moves_to_the_gpu_after_attaching() -> None:
             optimizer.zero_grad()
             model(torch.randn(32, 64, device="cuda")).square().mean().backward()
             optimizer.step()
-    _is_whole(inspector.session(), steps=6)
+    _assert_complete(inspector.session(), steps=6)
 
 
 @pytest.fixture
 def nccl(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group with one rank."""
     distributed = pytest.importorskip("torch.distributed")
     file = tmp_path / "store"
     distributed.init_process_group(
@@ -131,7 +131,7 @@ def nccl(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.gpu
 def test_a_process_group_of_one(nccl: None) -> None:
     model = nn.parallel.DistributedDataParallel(_model().cuda(), device_ids=[0])
-    _is_whole(_train(model, torch.optim.AdamW(model.parameters())))
+    _assert_complete(_train(model, torch.optim.AdamW(model.parameters())))
 
 
 @pytest.mark.gpu
@@ -174,7 +174,7 @@ def test_workers_of_a_data_loader_are_forked_while_the_gpu_is_in_use() -> None:
                 optimizer.zero_grad()
                 model(x.cuda()).square().mean().backward()
                 optimizer.step()
-    _is_whole(inspector.session())
+    _assert_complete(inspector.session())
 
 
 @pytest.mark.gpu

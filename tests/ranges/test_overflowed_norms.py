@@ -1,4 +1,4 @@
-"""Normalisations by hand whose squares overflow in FP16: which are named, with how many rows, and which are not."""
+"""Hand-written normalisations whose squares overflow in FP16 are reported with their rows, and others are not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.measure import overflowed_norms
 
 ROWS, WIDTH, EPS = 32, 16, 1e-5
-#: Each divides rows by a root of the mean or the sum of their squares.
+#: Each divides rows by the root of the mean or sum of their squares.
 NORMS = {
     "rsqrt": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS),
     "rsqrt of a product": lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS),
@@ -54,12 +54,12 @@ def rows_with_outliers(seed: int = 0) -> torch.Tensor:
 
 
 def train(formula, narrow=torch.float16, norm_in=None, x=None, steps=3, of=None) -> RangeReport:
-    """Train a model with a normalisation by hand.
+    """Train a model with a hand-written normalisation.
 
     Args:
         narrow: autocast's dtype; float32 for none.
-        norm_in: the dtype in which the normalisation is computed; None for that of its input.
-        of: the part of the model that is inspected; None for all of it.
+        norm_in: the dtype of the normalisation; None for its input's dtype.
+        of: the part of the model to inspect; None for all of it.
     """
     torch.manual_seed(1)
     model = Model(formula, norm_in or narrow)
@@ -81,12 +81,12 @@ def train(formula, narrow=torch.float16, norm_in=None, x=None, steps=3, of=None)
     return report
 
 
-def told(report):
+def norm_findings(report):
     return [finding for finding in report.findings if finding.id == "norm-overflows"]
 
 
 def zero_rows(formula, x=None) -> int:
-    """Return how many rows are zero in FP16 that are none in FP64."""
+    """Return the number of rows that are zero in FP16 but not in FP64."""
     torch.manual_seed(1)
     model = Model(formula, torch.float16)
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
@@ -96,9 +96,9 @@ def zero_rows(formula, x=None) -> int:
 
 
 @pytest.mark.parametrize("formula", NORMS.values(), ids=NORMS)
-def test_rows_that_became_zero_are_counted_and_their_norm_is_named(formula):
+def test_rows_that_became_zero_are_counted_and_their_norm_is_reported(formula):
     report = train(formula)
-    (finding,) = told(report)
+    (finding,) = norm_findings(report)
     zeros = zero_rows(formula)
     assert 0 < zeros < ROWS
     assert (finding.severity, finding.layer, finding.step) == ("error", "norm", 0)
@@ -111,36 +111,36 @@ def test_rows_that_became_zero_are_counted_and_their_norm_is_named(formula):
 
 @pytest.mark.parametrize(("narrow", "norm_in"), [(torch.float16, torch.float32), (torch.bfloat16, None)])
 @pytest.mark.parametrize("formula", NORMS.values(), ids=NORMS)
-def test_norms_in_fp32_and_bf16_are_not_named(formula, narrow, norm_in):
-    assert not told(train(formula, narrow, norm_in))
+def test_norms_in_fp32_and_bf16_are_not_reported(formula, narrow, norm_in):
+    assert not norm_findings(train(formula, narrow, norm_in))
 
 
-def test_squares_within_fp16_are_not_named():
+def test_squares_within_fp16s_range_are_not_reported():
     torch.manual_seed(0)
-    assert not told(train(NORMS["rsqrt"], x=torch.randn(ROWS, WIDTH)))
+    assert not norm_findings(train(NORMS["rsqrt"], x=torch.randn(ROWS, WIDTH)))
 
 
-def test_a_variance_that_overflows_is_named():
+def test_a_variance_that_overflows_is_reported():
     def layer_norm(x):
         return (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + EPS)
 
     x = 4 * rows_with_outliers()
-    (finding,) = told(train(layer_norm, x=x))
+    (finding,) = norm_findings(train(layer_norm, x=x))
     assert finding.evidence["elements"] == zero_rows(layer_norm, x) > 0
 
 
-def test_a_root_without_rows_is_told_by_its_elements():
-    (finding,) = told(train(lambda x: x * torch.rsqrt((x * x).mean(-1) + EPS)[:, None]))
+def test_a_root_without_rows_is_reported_by_its_elements():
+    (finding,) = norm_findings(train(lambda x: x * torch.rsqrt((x * x).mean(-1) + EPS)[:, None]))
     zeros = zero_rows(NORMS["rsqrt of a product"])
     assert f"what is divided by {zeros} of that root's {ROWS} elements became zero" in finding.message
 
 
-def test_a_root_of_infinity_alone_makes_everything_zero():
-    (finding,) = told(train(lambda x: x * torch.rsqrt((x * x).mean() + EPS)))
+def test_a_scalar_infinite_root_is_reported_as_zeroing_everything():
+    (finding,) = norm_findings(train(lambda x: x * torch.rsqrt((x * x).mean() + EPS)))
     assert "everything that is divided by that root became zero" in finding.message
 
 
-def test_a_root_of_the_scripts_own_is_passed_over():
+def test_a_root_in_a_custom_function_is_ignored():
     class Sqrt(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -152,37 +152,37 @@ def test_a_root_of_the_scripts_own_is_passed_over():
 
     formula = NORMS["rsqrt"]
     own = lambda x: Sqrt.apply(x.square().mean(-1, keepdim=True)).clamp(max=1)  # noqa: E731
-    (finding,) = told(train(lambda x: 0 * own(x) + formula(x)))
+    (finding,) = norm_findings(train(lambda x: 0 * own(x) + formula(x)))
     assert finding.evidence["elements"] == zero_rows(formula)
 
 
-def test_a_root_that_nothing_is_divided_by_is_not_named():
+def test_a_root_that_is_no_divisor_is_not_reported():
     def bounded(x):
         return x + (x * x).sum(-1, keepdim=True).sqrt().clamp(max=4.0)
 
-    assert not told(train(bounded))
+    assert not norm_findings(train(bounded))
 
 
-def test_an_infinity_that_no_square_or_sum_made_is_not_named():
+def test_a_root_of_an_infinity_without_a_square_or_sum_is_not_reported():
     def distances(x):
         far = torch.full_like(x, torch.inf).where(x > 1, x.abs() + 1)
         return torch.rsqrt(far)
 
-    assert not told(train(distances))
+    assert not norm_findings(train(distances))
 
 
-def test_roots_of_a_loss_that_is_not_finite_are_left_to_its_examination():
+def test_roots_under_a_non_finite_loss_are_not_reported():
     x = rows_with_outliers()
     x[0, 0] = torch.nan
-    assert not told(train(NORMS["rsqrt"], x=x))
+    assert not norm_findings(train(NORMS["rsqrt"], x=x))
 
 
-def test_a_norm_of_another_model_is_not_told_of_this_one():
-    assert not told(train(NORMS["rsqrt"], of=lambda model: model.head))
-    assert [finding.layer for finding in told(train(NORMS["rsqrt"], of=lambda model: model.norm))] == [""]
+def test_a_norm_outside_of_the_inspected_part_is_not_reported():
+    assert not norm_findings(train(NORMS["rsqrt"], of=lambda model: model.head))
+    assert [finding.layer for finding in norm_findings(train(NORMS["rsqrt"], of=lambda model: model.norm))] == [""]
 
 
-def test_without_fp16_no_graph_is_searched(monkeypatch):
+def test_the_graph_is_searched_only_in_fp16(monkeypatch):
     searched = []
 
     def graph(starts, most):
@@ -196,7 +196,7 @@ def test_without_fp16_no_graph_is_searched(monkeypatch):
     assert searched
 
 
-def test_three_modules_are_told_and_no_more():
+def test_at_most_three_modules_are_listed():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Norm(NORMS["sqrt"], torch.float16) for _ in range(5)))
     with Inspector(model) as inspector, torch.autocast("cpu", torch.float16):
@@ -204,6 +204,6 @@ def test_three_modules_are_told_and_no_more():
             hidden = model[0](rows_with_outliers())
             sum(norm(hidden).float().mean() for norm in model[1:]).backward()
             model.zero_grad()
-    (finding,) = told(inspector.report())
+    (finding,) = norm_findings(inspector.report())
     assert finding.evidence["modules"] == ["1", "2", "3"]
     assert finding.message.endswith("The same was found in '2' and in '3'.")

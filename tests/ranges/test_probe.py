@@ -1,4 +1,4 @@
-"""probe: what FP32 counts predict against what FP16 does, and a model that is as it was before."""
+"""probe compares predictions from FP32 counts with an FP16 pass, and does not change the model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_predicted_and_measured_agree_within_a_hundredth_at_scale_1(name, report
     assert report.batches == 2
 
 
-def test_what_is_not_compared_is_named(reports):
+def test_parameters_that_are_not_compared_are_marked(reports):
     cnn = {layer.name: layer for layer in reports["digits CNN"].layers}
     # A bias before BatchNorm has no influence on the loss; BatchNorm's own parameters stay in FP32.
     assert [name for name, layer in cnn.items() if layer.rounding_noise] == ["0.bias", "3.bias"]
@@ -96,13 +96,13 @@ def test_what_is_not_compared_is_named(reports):
     gpt2 = {layer.name: layer for layer in reports["GPT-2"].layers}
     assert not gpt2["transformer.wte.weight"].in_half
     fused = gpt2["transformer.h.0.attn.c_attn.bias"]
-    # The key third of the fused bias is noise, the rest is compared.
+    # The key part of the fused bias is noise; the other parts are compared.
     assert 2 * 60 <= fused.unscaled.nonzero <= 2 * 64 < fused.histogram.nonzero
     assert "noise in part" in str(reports["GPT-2"])
 
 
 def by_hand(make, factor, log2_scale=0):
-    """The same figures straight from the gradients, without a histogram."""
+    """Compute the same figures from the gradients directly, without a histogram."""
     model, loss_fn, batches = make()
     found = {name: [0, 0, 0, 0] for name, _ in model.named_parameters()}
     for batch in batches:
@@ -123,7 +123,7 @@ def by_hand(make, factor, log2_scale=0):
 
 
 @pytest.mark.parametrize(("exponent", "log2_scale"), [(-12, 0), (-16, 0), (-16, 10)])
-def test_the_counts_are_those_of_the_gradients_themselves(exponent, log2_scale):
+def test_the_counts_equal_those_computed_from_the_gradients(exponent, log2_scale):
     model, loss_fn, batches = digits_mlp()
     factor = 2.0**exponent
     report = probe(model, lambda m, b: loss_fn(m, b) * factor, batches, loss_scale=2.0**log2_scale)
@@ -136,8 +136,8 @@ def test_the_counts_are_those_of_the_gradients_themselves(exponent, log2_scale):
     assert max(layer.unscaled.predicted_flushed_fraction for layer in report.layers) > 0.2
 
 
-def test_what_flushes_upstream_is_measured_and_explained_and_a_scale_cures_it():
-    """Every logit's gradient is below FP16's range, every weight gradient, a sum of 1024 of them, within it."""
+def test_values_flushed_upstream_are_measured_and_a_scale_prevents_them():
+    """The gradient of each output is below FP16's range; a weight gradient, a sum of 1024 of these, is within it."""
 
     def loss_fn(model, x):
         return model(x).float().mean() * 2.0**-14
@@ -160,7 +160,7 @@ def test_what_flushes_upstream_is_measured_and_explained_and_a_scale_cures_it():
     assert "weight, bias" in text
 
 
-def test_the_advice_is_of_the_reference_and_serves_the_activation_gradients(reports):
+def test_the_advice_follows_from_the_fp32_reference(reports):
     report = reports["digits MLP"]
     assert report.loss_scale.needed is False
     assert report.second_scale == 1.0
@@ -171,7 +171,7 @@ def test_the_advice_is_of_the_reference_and_serves_the_activation_gradients(repo
     assert report.reference.progress.steps == 2
 
 
-def test_gradients_are_those_of_the_same_dropout_masks():
+def test_both_passes_use_the_same_dropout_masks():
     model = nn.Sequential(nn.Linear(32, 256), nn.Dropout(0.5), nn.Linear(256, 4))
     batches = [torch.randn(16, 32) for _ in range(3)]
     report = probe(model, lambda m, x: m(x).float().square().mean(), batches, loss_scale=64.0)
@@ -181,7 +181,7 @@ def test_gradients_are_those_of_the_same_dropout_masks():
         assert layer.scaled.relative_error < 0.01
 
 
-def test_overflow_is_counted():
+def test_overflows_are_counted():
     report = probe(*digits_mlp(), loss_scale=2.0**40)
     last = report.layers[-2].scaled
     assert last.overflowed == last.infs + last.nans > 0
@@ -222,11 +222,11 @@ def test_sparse_gradients_and_shared_parameters_are_compared():
     assert report.layers[0].unscaled.nonzero == tokens.unique().numel() * 8
 
 
-# -- as it was before ---------------------------------------------------------------------------------------------------
+# -- unchanged state ----------------------------------------------------------------------------------------------------
 
 
 def everything(model):
-    """All that probe must leave alone, comparable by ==."""
+    """Return all state that probe must not change, comparable by ==."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {
         "values": [
@@ -246,7 +246,7 @@ def everything(model):
 
 
 def used_model():
-    """In the middle of a training: a gradient here, none there, a frozen layer, one in eval mode."""
+    """Return a model in the middle of a training: one gradient is missing, one layer is frozen, one is in eval mode."""
     model, loss_fn, batches = digits_cnn()
     loss_fn(model, batches[0]).backward()
     model[0].bias.grad = None
@@ -256,7 +256,7 @@ def used_model():
 
 
 def meddling(loss_fn):
-    """A loss that draws from every generator and switches flags."""
+    """Return a loss that draws from every random generator and changes flags."""
 
     def loss(model, batch):
         random.random(), np.random.rand(), torch.rand(1)
@@ -267,7 +267,7 @@ def meddling(loss_fn):
     return loss
 
 
-def test_the_model_and_the_random_state_are_left_as_they_were():
+def test_the_model_and_the_random_state_are_unchanged():
     model, loss_fn, batches = used_model()
     before = everything(model)
     probe(model, meddling(loss_fn), batches, loss_scale=256.0)
@@ -275,7 +275,7 @@ def test_the_model_and_the_random_state_are_left_as_they_were():
 
 
 @pytest.mark.parametrize("failing_call", [1, 2, 3, 5, 8])
-def test_so_they_are_when_the_loss_raises(failing_call):
+def test_the_model_and_the_random_state_are_unchanged_if_the_loss_raises(failing_call):
     model, loss_fn, batches = used_model()
     before = everything(model)
     calls = itertools.count(1)
@@ -291,8 +291,8 @@ def test_so_they_are_when_the_loss_raises(failing_call):
     assert everything(model) == before
 
 
-def test_parameters_are_put_back_where_a_backward_steps_them():
-    """An optimizer in the backward: a hook that changes the weights as soon as their gradient is there."""
+def test_parameters_changed_in_the_backward_are_restored():
+    """An optimizer in the backward is a hook that changes the weights as soon as their gradient is accumulated."""
     model, loss_fn, batches = tiny()
 
     def step(parameter):
@@ -306,7 +306,7 @@ def test_parameters_are_put_back_where_a_backward_steps_them():
     assert report.layers[0].unscaled.cosine > 0.9999
 
 
-def test_a_buffer_that_the_forward_replaces_is_put_back():
+def test_a_buffer_replaced_in_the_forward_is_restored():
     class Counter(nn.Linear):
         def __init__(self):
             super().__init__(3, 2)
@@ -323,7 +323,7 @@ def test_a_buffer_that_the_forward_replaces_is_put_back():
     assert model.calls == 0
 
 
-def test_surrounding_modes_neither_disturb_nor_are_disturbed():
+def test_surrounding_modes_have_no_effect_and_are_unchanged():
     model, loss_fn, batches = digits_mlp()
     expected = probe(model, loss_fn, batches)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -345,7 +345,7 @@ def test_a_shuffling_loader_gives_every_pass_the_same_batches():
     assert min(layer.scaled.cosine for layer in report.layers) > 0.999
 
 
-# -- bad input ----------------------------------------------------------------------------------------------------------
+# -- wrong arguments ----------------------------------------------------------------------------------------------------
 
 
 def bad_inputs():
@@ -377,7 +377,7 @@ def bad_inputs():
 
 
 @pytest.mark.parametrize("name", bad_inputs())
-def test_bad_input_is_explained(name):
+def test_wrong_arguments_raise_an_explained_error(name):
     arguments, error, message = bad_inputs()[name]
     with pytest.raises(error, match=message):
         probe(*arguments)
@@ -392,7 +392,7 @@ def test_a_scale_that_is_no_power_of_two_is_refused(scale, error):
         probe(*tiny(), loss_scale=scale)
 
 
-def test_a_transformers_output_is_told_apart_from_its_loss():
+def test_the_error_for_a_transformers_output_suggests_its_loss():
     model, _, batches = small_gpt2()
     with pytest.raises(TypeError, match=r"model\(...\).loss"):
         probe(model, lambda m, tokens: m(input_ids=tokens, labels=tokens), batches)
@@ -401,7 +401,7 @@ def test_a_transformers_output_is_told_apart_from_its_loss():
 # -- the report ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_report_as_text_html_json_and_files(reports, tmp_path):
+def test_the_report_has_text_html_json_and_files(reports, tmp_path):
     report = reports["digits CNN"]
     text = str(report)
     assert text.isascii()

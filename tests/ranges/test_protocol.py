@@ -1,4 +1,4 @@
-"""The loop's protocol: scales by hand, and masters that are set to their weights."""
+"""The training loop's protocol: loss scales by hand, and masters that are overwritten with their weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpinspect import Inspector
 
 
 def by_hand(multiplied, divided, *, masters=False, steps=10, of_loss=lambda loss, scale: loss * scale):
-    """Train with a scale by hand: ``multiplied`` and ``divided`` give it for each step."""
+    """Train with a loss scaled by hand; ``multiplied`` and ``divided`` return the factors of a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -27,7 +27,7 @@ def by_hand(multiplied, divided, *, masters=False, steps=10, of_loss=lambda loss
     return {finding.id: finding for finding in analyse(inspector.session()).findings}
 
 
-def test_a_scale_that_grew_before_the_division_is_named():
+def test_a_division_by_another_scale_is_reported():
     found = by_hand(lambda step: 256.0, lambda step: 512.0 if step == 3 else 256.0)["divided-by-another-scale"]
     assert (found.severity, found.step) == ("error", 3)
     assert (found.evidence["multiplied_by"], found.evidence["divided_by"]) == (256.0, 512.0)
@@ -39,7 +39,7 @@ def test_a_scale_that_grew_before_the_division_is_named():
     [
         (lambda step: 256.0, lambda step: 256.0),
         (lambda step: 2.0 ** (8 + step), lambda step: 2.0 ** (8 + step)),
-        # Averaged over micro-batches besides, in every step alike.
+        # Also averaged over micro-batches, in every step.
         (lambda step: 256.0, lambda step: 1024.0),
         # Clipped in one step.
         (lambda step: 256.0, lambda step: 700.0 if step == 2 else 256.0),
@@ -47,11 +47,11 @@ def test_a_scale_that_grew_before_the_division_is_named():
     ],
     ids=["constant", "growing", "an average", "clipped", "no scale"],
 )
-def test_other_divisions_are_no_fault(multiplied, divided):
+def test_divisions_by_the_same_scale_are_no_fault(multiplied, divided):
     assert "divided-by-another-scale" not in by_hand(multiplied, divided)
 
 
-def test_a_scale_in_a_divisor_counts_as_well():
+def test_a_loss_divided_by_the_inverse_scale_is_recognised():
     found = by_hand(
         lambda step: 256.0,
         lambda step: 128.0 if step == 2 else 256.0,
@@ -61,7 +61,7 @@ def test_a_scale_in_a_divisor_counts_as_well():
 
 
 def with_masters(set_back, *, steps=10, dtype=torch.bfloat16):
-    """Train masters by Adam; ``set_back``: called after each step with its number, the weights and the masters."""
+    """Train masters with Adam; ``set_back`` is called after each step with its number, the weights and the masters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).to(dtype)
     masters = [weight.detach().float().clone().requires_grad_() for weight in model.parameters()]
@@ -86,7 +86,7 @@ def copies_back(step, weights, masters):
             master.copy_(weight)
 
 
-def test_masters_that_are_set_to_their_weights_are_named():
+def test_masters_overwritten_with_their_weights_are_reported():
     found = with_masters(copies_back)["masters-overwritten"]
     assert (found.severity, found.step, found.evidence["parameters"]) == ("error", 2, 4)
     assert found.evidence["changed"] > 0.5
@@ -98,5 +98,5 @@ def decays(step, weights, masters):
 
 
 @pytest.mark.parametrize("set_back", [lambda *given: None, decays], ids=["untouched", "decayed by hand"])
-def test_masters_that_keep_their_own_values_are_not(set_back):
+def test_masters_with_their_own_values_are_not_reported(set_back):
     assert "masters-overwritten" not in with_masters(set_back)

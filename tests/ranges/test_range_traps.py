@@ -1,4 +1,4 @@
-"""Traps of number ranges in training: what the inspector says where FP16 reductions overflow and scalers are shared."""
+"""Findings of the inspector on common range problems: overflowing FP16 reductions, shared scalers, a NaN in the forward."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from mpinspect import Inspector, count_exponents
 
 
-def test_sums_that_fp16_cannot_hold_are_known_from_the_counts() -> None:
-    """65,536 ones sum to inf in FP16, squares of 256 are infinite at once, and adding ones one by one stops at 2048."""
+def test_sums_that_overflow_fp16_follow_from_the_counts() -> None:
+    """In FP16 the sum of 65,536 ones and the square of 256 are inf, and adding ones one by one stops at 2048."""
     ones = torch.ones(65_536, dtype=torch.float16)
     total = torch.tensor(0.0, dtype=torch.float16)
     for one in ones[:4096]:
@@ -25,8 +25,8 @@ def test_sums_that_fp16_cannot_hold_are_known_from_the_counts() -> None:
     assert torch.tensor(256.0, dtype=torch.float16).square().isinf()
 
 
-def test_half_precision_batch_norm_statistics() -> None:
-    """x ~ N(0, 400^2): the running variance of an FP16 BatchNorm becomes infinite, and evaluation returns zeros."""
+def test_overflowing_batch_norm_statistics_are_reported() -> None:
+    """For inputs from N(0, 400^2), an FP16 BatchNorm's running variance is inf, and evaluation returns zeros."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(4).half()
     batch = 400 * torch.randn(256, 4)
@@ -46,8 +46,8 @@ def test_half_precision_batch_norm_statistics() -> None:
     assert findings["reductions-overflow"].evidence["sum_squares"] == bounds.estimate
 
 
-def test_one_networks_overflow_backs_off_the_scale_that_both_share() -> None:
-    """A shared GradScaler halves for both networks; the event says which of them overflowed."""
+def test_an_overflow_under_a_shared_scaler_names_the_network() -> None:
+    """The GradScaler halves its scale for both networks; the event names the one that overflowed."""
     model = nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 1)})
     optimizers = [torch.optim.SGD(network.parameters(), lr=0.0) for network in model.values()]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -69,8 +69,8 @@ def test_one_networks_overflow_backs_off_the_scale_that_both_share() -> None:
     assert (session.progress.steps, session.progress.skipped_steps) == (3, 1)
 
 
-def test_backing_off_on_a_forward_nan_takes_the_scale_to_nothing() -> None:
-    """Forty steps with a NaN in the forward take the scale from 8 to 7e-12 and change nothing: the report says so."""
+def test_a_scale_that_collapses_due_to_a_nan_in_the_forward_is_an_error() -> None:
+    """Forty forwards with a NaN lower the scale from 8 to 7e-12 without effect."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -1,4 +1,4 @@
-"""Sessions of several ranks added up, and the ranks that differ: pure, with made sessions."""
+"""Merging the sessions of several ranks, and findings on ranks that differ."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ranked(session, rank, of=4, **info):
 
 
 def of_rank(rank, centre=-10, of=4, blocks=8, held="own", progress=None, **others):
-    """A rank of eight stretches of ten steps, its one gradient around 2^centre, moving by a tenth from stretch to stretch."""
+    """Return the session of a rank: eight windows of ten steps, with one gradient near 2^centre that varies by a tenth."""
     key = weight("fc.weight")
     parts = [{key: spread({centre: 1000 + 100 * (i % 2), centre + 1: 1000, centre + 2: 500})} for i in range(blocks)]
     infos = [s.TensorInfo(*key, "fc", "Linear", (50, 50), "float32", held=held, **others)]
@@ -56,7 +56,7 @@ def finding(report, id):
 
 @st.composite
 def several_ranks(draw):
-    """Ranks of one run: windows of the same steps, where each rank may have merged neighbours."""
+    """Sessions of the ranks of one run, with the same steps; each rank may have merged neighbouring windows."""
     keys = [TensorKey(name, kind) for name in "ab" for kind in GRADIENT_KINDS]
     ranks = []
     for rank in range(3):
@@ -73,7 +73,7 @@ def several_ranks(draw):
 
 
 def counts(session):
-    """Every tensor's integers over the run."""
+    """Return the counts of every tensor over the run."""
     return {
         key: (t.histogram, t.samples, t.peaks, {name: (u.lost, u.nonzero) for name, u in t.lost_updates.items()})
         for key, t in session.totals().items()
@@ -82,7 +82,7 @@ def counts(session):
 
 @quick
 @given(several_ranks())
-def test_the_order_of_the_ranks_does_not_matter_and_sums_can_be_summed(ranks):
+def test_merging_ranks_is_commutative_and_associative(ranks):
     one, two, three = ranks
     whole = merge_ranks(ranks)
     shuffled = merge_ranks([three, one, two])
@@ -100,13 +100,13 @@ def test_the_order_of_the_ranks_does_not_matter_and_sums_can_be_summed(ranks):
 
 @quick
 @given(several_ranks())
-def test_the_sum_is_the_count_of_all_ranks_samples(ranks):
+def test_merging_ranks_adds_their_counts(ranks):
     windows = [window for rank in ranks for window in rank.windows]
     expected = s.Session(watched=ranks[0].watched, windows=tuple(windows))
     assert counts(merge_ranks(ranks)) == counts(expected)
 
 
-def test_windows_that_overlap_are_one_and_steps_count_once():
+def test_overlapping_windows_are_merged_and_steps_count_once():
     key = made.KEY
     one = s.Session(s.RunInfo(world_size=2), windows=tuple(made.step_window(step) for step in range(4)))
     other = s.Session(s.RunInfo(rank=1, world_size=2), windows=s.coarsen(one.windows[:3], 2))
@@ -116,9 +116,9 @@ def test_windows_that_overlap_are_one_and_steps_count_once():
     assert merged.windows[0].gradient_peaks == {0: 2}
 
 
-def test_the_largest_of_the_ranks_is_a_bound_that_no_count_of_steps_exceeds():
+def test_the_largest_peaks_of_the_ranks_are_bounded_by_the_steps():
     assert largest_of([{0: 3, 5: 1}, {0: 4}]) == {0: 3, 5: 1}
-    # In different steps, or in the same: at most both.
+    # Peaks of two ranks may be in different steps or in the same.
     assert largest_of([{0: 3, 5: 1}, {0: 3, 5: 1}]) == {0: 2, 5: 2}
     assert largest_of([{7: 4}, {0: 4}]) == {7: 4}
     assert largest_of([{}, {}]) == {}
@@ -134,7 +134,7 @@ def test_replicas_are_counted_on_the_first_rank_and_shards_are_one_sample():
     assert shards.totals()[key].samples == alone.samples
 
 
-def test_tensors_of_some_ranks_alone_stay():
+def test_tensors_of_a_single_rank_are_part_of_the_sum():
     stages = [
         ranked(session_of({weight(f"layers.{rank}.weight"): spread({-5: 10 + rank})}), rank, 2) for rank in range(2)
     ]
@@ -161,7 +161,7 @@ def test_tensors_of_some_ranks_alone_stay():
         ({"zeros": 12}, None),
     ],
 )
-def test_averaged_gradients_stand_beside_the_ranks_own_of_their_step(figures, said):
+def test_averaged_gradients_are_compared_with_the_ranks_own_of_their_step(figures, said):
     ranks = [of_rank(rank, of=2, blocks=1) for rank in range(2)]
     found = s.Measurement("gradients-averaged", "", 3, figures), s.Measurement("gradients-averaged", "", 900, {"1": 1})
     ranks[0] = dataclasses.replace(ranks[0], measurements=found)
@@ -172,7 +172,7 @@ def test_averaged_gradients_stand_beside_the_ranks_own_of_their_step(figures, sa
         assert sentence.endswith("(2^-10 to 2^-8).")
 
 
-def test_events_keep_their_rank_and_come_in_their_order():
+def test_events_are_sorted_by_step_and_contain_their_rank():
     event = s.Event(4, 0, "backward", "fc", kinds.WEIGHT_GRADIENT, "fc.weight", "inf")
     ranks = [
         dataclasses.replace(of_rank(0, of=2), events=(dataclasses.replace(event, step=6),)),
@@ -181,7 +181,7 @@ def test_events_keep_their_rank_and_come_in_their_order():
     assert [(each.step, each.rank) for each in merge_ranks(ranks).events] == [(4, 1), (6, 0)]
 
 
-def test_a_merged_session_is_saved_loaded_and_merged_again(tmp_path):
+def test_a_merged_session_can_be_saved_loaded_and_merged_again(tmp_path):
     ranks = [dataclasses.replace(of_rank(rank), notes=("on all", f"on {rank}")) for rank in range(4)]
     for name, pair in (("low", ranks[:2]), ("high", ranks[2:])):
         merge_ranks(pair).save(tmp_path / name)
@@ -189,12 +189,12 @@ def test_a_merged_session_is_saved_loaded_and_merged_again(tmp_path):
     whole = merge_ranks(ranks)
     assert counts(again) == counts(whole)
     assert again.ranks == whole.ranks
-    # Those of the halves that the other half has.
+    # Each half lacks two ranks, which the other half contains.
     assert not [each for each in again.measurements if each.what == "rank-missing"]
     assert whole.notes == ("on all", "rank 0: on 0", "rank 1: on 1", "rank 2: on 2", "rank 3: on 3")
 
 
-def test_what_does_not_fit_is_refused_and_leaves_the_sum_as_it_was():
+def test_a_rank_of_another_model_is_refused_without_changing_the_sum():
     total = RankSum()
     total.add(of_rank(0))
     other = of_rank(1)
@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_sum_as_it_was():
         merge_ranks([])
 
 
-def test_a_world_of_one_adds_up_to_itself():
+def test_merging_a_single_rank_returns_its_windows():
     alone = of_rank(0, of=1)
     merged = merge_ranks([alone])
     assert merged.windows == alone.windows
@@ -224,7 +224,7 @@ def test_a_world_of_one_adds_up_to_itself():
     ("ranks", "words"),
     [((3,), "rank 3"), ((1, 0), "ranks 0 and 1"), (range(4), "ranks 0-3"), ((1, 5, 7), "ranks 1, 5 and 7")],
 )
-def test_ranks_are_named_in_words(ranks, words):
+def test_lists_of_ranks_are_written_as_text(ranks, words):
     assert ranks_named(list(ranks)) == words
     assert ranks_named(list(range(0, 40, 2))) == "ranks 0, 2, 4, 6 and 16 more"
 
@@ -232,30 +232,30 @@ def test_ranks_are_named_in_words(ranks, words):
 # -- ranks that differ ----------------------------------------------------------------------------------------------------
 
 
-def test_ranks_alike_have_no_finding_and_one_advice():
+def test_equal_ranks_have_no_finding_and_the_advice_of_one():
     report = analyse(merge_ranks(of_rank(rank) for rank in range(4)))
     assert ids(report) == []
     assert report.loss_scale.recommended == analyse(of_rank(0)).loss_scale.recommended
     assert report.verdict.healthy
 
 
-def test_a_rank_whose_gradients_lie_elsewhere_is_named():
+def test_a_rank_whose_gradients_have_another_range_is_named():
     report = analyse(merge_ranks(of_rank(rank, centre=-4 if rank == 2 else -10) for rank in range(4)))
     found = finding(report, "rank-ranges-differ")
     assert "On rank 2 1 of 1 tensors" in found.message
     assert "6.0 powers higher" in found.message
     assert found.evidence["ranks"] == [2]
-    # By less than one power of two: no more than other data do.
+    # A difference of up to one power of two may be due to other data.
     nearly = [of_rank(rank) for rank in range(3)] + [of_rank(3, centre=-9)]
     assert ids(analyse(merge_ranks(nearly))) == []
 
 
-def test_a_short_run_does_not_tell_whether_ranks_lie_apart():
+def test_ranges_of_ranks_are_not_compared_in_a_short_run():
     report = analyse(merge_ranks(of_rank(rank, centre=-4 * rank, blocks=2) for rank in range(4)))
     assert ids(report) == []
 
 
-def test_copies_of_weights_that_differ_are_an_error():
+def test_replicas_of_weights_that_differ_are_an_error():
     key = TensorKey("fc.weight", kinds.WEIGHT)
 
     def copy(rank, top):
@@ -287,7 +287,7 @@ def test_uneven_steps_inside_torchs_join_are_healthy():
     for ended in (True, False):
         ranks = [ending_at(0, 600), ending_at(1, 412, ended=ended)]
         report = analyse(merge_ranks([dataclasses.replace(rank, measurements=(joined,)) for rank in ranks]))
-        # A rank that still runs, or was killed, is named all the same.
+        # A rank that still runs or was killed is named in any case.
         assert ("rank-steps-differ" in ids(report)) is not ended
 
 
@@ -295,7 +295,7 @@ def left(rank, words, order=0.0):
     return s.Measurement(ENDED_EARLY, rank=rank, figures={"order": order}, text=words)
 
 
-def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
+def test_ranks_that_ended_early_are_first_in_the_verdict_with_their_cause():
     total = RankSum()
     for rank, steps in enumerate((580, 570, 580)):
         total.add(ending_at(rank, steps, ended=rank == 1))
@@ -314,14 +314,14 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
     assert said.message == f"{first} Then ranks 0, 2 and 3 ended after step 579 {killed}."
     assert report.verdict.sentences[0] == f"In trouble: {said.message}"
     assert "rank 1" in report.verdict.change
-    # How it ended says why rank 3 left nothing.
+    # The finding that rank 3 was killed explains its missing file.
     assert "rank-missing" not in ids(report)
     alone = analyse(total.session(ended_early=[left(3, killed, 1.0)]))
     assert finding(alone, "rank-ended-early").message == f"Rank 3 ended before a step was recorded, {killed}."
     slow = analyse(total.session(ended_early=[left(2, killed, 1.0)]))
     assert finding(slow, "rank-ended-early").message == f"Rank 2 ended after step 579 {killed}."
     assert "signal 9" in finding(slow, "rank-ended-early").fix
-    # The rank that waited for it, in vain, bounds the step in which it was killed.
+    # The step of the rank that waited for it bounds the step of the kill.
     waited = left(1, "by DistBackendError in a collective", 2.0)
     for wrote, when in ((560, "in one of steps 560-570"), (570, "in step 570"), (571, "after step 570")):
         two = RankSum()
@@ -330,13 +330,13 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
         dead = analyse(two.session(ended_early=[left(0, killed, 1.0), waited]))
         then = f"Then rank 1 ended in step 570 {waited.text}."
         assert finding(dead, "rank-ended-early").message == f"Rank 0 ended {when} {killed}. {then}"
-    # A rank that was killed before it wrote of a whole step may have done more of them than it wrote.
+    # A rank that was killed before its first write may have finished some steps.
     early = RankSum()
     early.add(ranked(session_of(progress=s.Progress(0, 0, 0, 0, False)), 0, 4))
     early.add(ending_at(1, 570, ended=True))
     none = analyse(early.session(ended_early=[left(0, killed, 1.0)]))
     assert finding(none, "rank-ended-early").message == f"Rank 0 ended in step 0 or later {killed}."
-    # The launcher stops those that are left, and a scheduler the whole job.
+    # A launcher stops the remaining ranks, a scheduler stops the whole job.
     sigterms = [left(rank, "by a SIGTERM", 3.0) for rank in (0, 2)]
     ended = finding(analyse(total.session(ended_early=[*sigterms, left(3, killed, 1.0)])), "rank-ended-early")
     then = "Then ranks 0 and 2 ended after step 579 by a SIGTERM."
@@ -344,7 +344,7 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
     cancelled = finding(analyse(total.session(ended_early=sigterms)), "rank-ended-early")
     assert (cancelled.severity, cancelled.message) == ("warning", "Ranks 0 and 2 ended after step 579 by a SIGTERM.")
     assert "the scheduler" in cancelled.fix
-    # Somebody may have stopped the whole job.
+    # If all ranks were killed, the job may have been stopped.
     stopped = finding(
         analyse(total.session(ended_early=[left(rank, killed, 1.0) for rank in range(4)])), "rank-ended-early"
     )
@@ -353,7 +353,7 @@ def test_ranks_that_ended_early_lead_the_verdict_with_their_cause():
     assert finding(slow, "rank-steps-differ").severity == "info"
 
 
-def test_another_loss_scale_is_named_with_its_first_step():
+def test_a_different_loss_scale_is_reported_with_its_first_step():
     def scaled(rank, *scales):
         changes = tuple(s.ScaleChange(step, scale) for step, scale in scales)
         return of_rank(rank, progress=s.Progress(80, 80, 0, 80, True, scales=changes), of=3)
@@ -364,7 +364,7 @@ def test_another_loss_scale_is_named_with_its_first_step():
     assert "rank 1 did not have the loss scale of rank 0" in said.message
 
 
-def test_infinities_on_one_rank_alone_name_it():
+def test_the_only_rank_with_infinities_is_named():
     event = s.Event(4, 0, "backward", "fc", kinds.WEIGHT_GRADIENT, "fc.weight", "inf", skipped=False)
     ranks = [of_rank(rank) for rank in range(4)]
     ranks[2] = dataclasses.replace(ranks[2], events=(event,))
@@ -372,7 +372,7 @@ def test_infinities_on_one_rank_alone_name_it():
     said = finding(report, "rank-events-differ").message
     assert said.startswith("Infinities or NaNs came on rank 2 in 1 step, the others saw none")
     assert "rank 2, step 4, backward, 'fc', first inf" in str(report)
-    # A rank that was given of it is none of those on which it arose.
+    # A rank that received the infinity from another rank is not named as its origin.
     batch = s.Event(4, 0, "forward", "", kinds.ACTIVATION, "fc", "inf", given=True)
     examined = s.Measurement("examined-batch", step=4, figures={"elements": 1.0}, names=("0",))
     first = dataclasses.replace(of_rank(0, of=2), events=(dataclasses.replace(event, elsewhere=True),))
@@ -392,7 +392,7 @@ def test_infinities_on_one_rank_alone_name_it():
         ({"started": "2026-01-01T12:00:00+00:00"}, "rank 1 began up to 720 minutes after the first"),
     ],
 )
-def test_ranks_that_are_not_alike_are_named(info, said):
+def test_ranks_with_different_settings_are_named(info, said):
     started = {"started": "2026-01-01T00:00:00+00:00"}
     ranks = [ranked(of_rank(rank), rank, 4, **(started | (info if rank == 1 else {}))) for rank in range(4)]
     found = finding(analyse(merge_ranks(ranks)), "rank-settings-differ")
@@ -400,7 +400,7 @@ def test_ranks_that_are_not_alike_are_named(info, said):
     assert ("two runs" in found.fix) is ("started" in info)
 
 
-def test_of_a_rank_whose_file_tells_nothing_no_setting_differs_and_nothing_is_added_up():
+def test_a_rank_without_records_adds_no_counts_and_no_difference_in_settings():
     ranks = [of_rank(rank, of=2) for rank in range(2)]
     ranks[1] = s.Session(s.RunInfo(rank=1, world_size=2))
     merged = merge_ranks(ranks)
@@ -415,7 +415,7 @@ def test_a_sum_in_16_bits_is_a_finding(dtype, world, severity):
     assert finding(analyse(merge_ranks([session])), "gradients-summed-in-16-bits").severity == severity
 
 
-def test_measurements_of_one_thing_on_several_ranks_are_said_once():
+def test_equal_measurements_of_several_ranks_are_merged_into_one():
     measured = s.Measurement("gradients-replaced", "fc.weight", 3)
     ranks = [dataclasses.replace(of_rank(rank, of=2), measurements=(measured,)) for rank in range(2)]
     ranks[1] = dataclasses.replace(ranks[1], measurements=(measured, s.Measurement("average", "ema")))
@@ -425,8 +425,8 @@ def test_measurements_of_one_thing_on_several_ranks_are_said_once():
     ]
 
 
-def test_a_thousand_small_tensors_add_up_as_columns():
-    """The columns' way of counting shards once is that of the objects."""
+def test_shards_count_once_when_columns_are_merged():
+    """Columns add samples of shards as objects do."""
     tensors = {
         TensorKey(f"{n}", kinds.WEIGHT_GRADIENT): window_of(ExponentHistogram.from_counts([n + 1], -n), n + 1)
         for n in range(50)

@@ -1,4 +1,4 @@
-"""Two and four gloo processes under DDP, FSDP2, TP and a pipeline: the ranks' sessions add up to what an oracle counts."""
+"""The sum of the ranks' sessions equals an oracle's counts, with two and four gloo processes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ CASES = [
     for name in trained.models_of(ranks)
 ]
 Run = Callable[[int], Path]
-#: The kinds of tensor that the oracle counts, too.
+#: The kinds of tensor that the oracle counts.
 COUNTED = (WEIGHT_GRADIENT, ACTIVATION, ACTIVATION_GRADIENT)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Makes the folder of so many ranks' trainings, once."""
+    """Returns the folder of the trainings with a number of ranks, which run once."""
 
     @functools.cache
     def folder_of(ranks: int) -> Path:
@@ -71,12 +71,12 @@ def _counts(session: Session) -> dict[TensorKey, trained.Counts]:
 
 
 @pytest.mark.parametrize(("ranks", "name"), CASES)
-def test_the_sum_is_what_an_oracle_counts(ranks: int, name: str, run: Run) -> None:
+def test_the_sum_of_the_ranks_equals_an_oracles_counts(ranks: int, name: str, run: Run) -> None:
     folder = run(ranks)
     merged = merge_ranks(Session.load(folder / name / f"rank{rank}" / "Net") for rank in range(ranks))
     assert _counts(merged) == _oracle(folder, ranks, name, "whole")
     assert all(torch.load(folder / f"rank{rank}.pt", weights_only=False)[name]["same"] for rank in range(ranks))
-    # Every element of the weights is there once, on however many ranks: as many in each step.
+    # Every element of the weights is counted once per step, on any number of ranks.
     totals = merged.totals()
     shapes = {info.name: info.shape for info in merged.watched if info.kind == WEIGHT}
     for tensor, shape in shapes.items():
@@ -94,7 +94,7 @@ def test_the_sum_is_what_an_oracle_counts(ranks: int, name: str, run: Run) -> No
 
 
 @pytest.mark.parametrize(("ranks", "name"), CASES)
-def test_what_is_added_up_while_they_train_is_what_they_had_counted(ranks: int, name: str, run: Run) -> None:
+def test_the_sum_during_the_training_equals_the_counts_so_far(ranks: int, name: str, run: Run) -> None:
     folder = run(ranks)
     so_far = Session.load(folder / name / ALL_RANKS / "Net")
     oracle = _oracle(folder, ranks, name, "middle")
@@ -108,7 +108,7 @@ def test_what_is_added_up_while_they_train_is_what_they_had_counted(ranks: int, 
 
 @_WITHOUT_FSDP2
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_where_arithmetic_is_exact_the_sums_are_those_of_one_process_on_the_whole_batch(ranks: int, run: Run) -> None:
+def test_exact_sums_equal_those_of_one_process_on_the_whole_batch(ranks: int, run: Run) -> None:
     folder = run(ranks)
     whole = torch.load(folder / "rank0.pt", weights_only=False)
     shards, copies = (
@@ -122,11 +122,11 @@ def test_where_arithmetic_is_exact_the_sums_are_those_of_one_process_on_the_whol
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_averaged_gradients_stand_beside_the_ranks_own(ranks: int, run: Run) -> None:
+def test_averaged_gradients_are_reported_with_the_ranks_own(ranks: int, run: Run) -> None:
     folder = run(ranks)
     merged = merge_ranks(Session.load(folder / "copies" / f"rank{rank}" / "Net") for rank in range(ranks))
     found = {each.step: each for each in merged.measurements if each.what == AVERAGED}
-    # Attached before there was a DistributedDataParallel, so not in step 0; by rank 0 alone, since all have the same.
+    # Not in step 0: the inspector was attached before DistributedDataParallel. Only rank 0 counts, as all ranks have the same.
     assert {step: each.rank for step, each in found.items()} == {1: 0, trained.LAST_AVERAGED: 0}
     counts = _counted(found[trained.LAST_AVERAGED].figures)
     for rank in range(ranks):
@@ -141,13 +141,13 @@ def test_the_averaged_gradients_stand_beside_the_ranks_own(ranks: int, run: Run)
 
 
 def _counted(figures: Mapping[str, float]) -> trained.Counts:
-    """What the measurement of averaged gradients counted, as the oracle does."""
+    """Return a measurement of averaged gradients in the form of the oracle's counts."""
     assert figures["nonfinite"] == 0
     return +Counter({name if name == "zeros" else int(name): figures[name] for name in figures if name != "nonfinite"})
 
 
 def _in_the_log(folder: Path) -> dict[TensorKey, trained.Counts]:
-    """The exponents that TensorBoard shows of what the oracle counts, added up over the steps."""
+    """Return the exponents in TensorBoard's log of the oracle's kinds, added over the steps."""
     log = EventAccumulator(str(folder), size_guidance={"tensors": 0})
     log.Reload()
     assert "verdict/text_summary" in log.Tags()["tensors"]

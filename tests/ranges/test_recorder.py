@@ -1,4 +1,4 @@
-"""Recorder: arrays in, the session and report of an Inspector out; and nothing that it is given stops the loop."""
+"""A Recorder makes the session and report of an Inspector from arrays, and no argument of its calls stops the loop."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def values(size: int = 100, dtype: object = np.float32) -> np.ndarray:
     return (RANDOM.standard_normal(size) * 2.0 ** RANDOM.integers(-20, 10, size)).astype(dtype)
 
 
-# -- what is counted ----------------------------------------------------------------------------------------------------
+# -- counts -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 2.0**-3])
-def test_a_power_of_two_is_divided_out_exactly(scale: float) -> None:
+def test_a_power_of_two_scale_is_divided_out_exactly(scale: float) -> None:
     recorder, array = Recorder(), values()
     recorder.observe("x", array * np.float32(scale), loss_scale=scale)
     assert window_of(recorder).histogram == count_exponents(array)
@@ -51,14 +51,14 @@ def test_any_other_scale_is_divided_out_in_float64() -> None:
 @pytest.mark.parametrize(
     "scale", [np.float32(8), np.array([8.0]), torch.tensor(8.0), torch.tensor([8.0], requires_grad=True)]
 )
-def test_a_scale_may_be_an_array(scale: object) -> None:
+def test_a_scale_can_be_an_array(scale: object) -> None:
     recorder = Recorder()
     recorder.observe("x", np.float32([8.0, 16.0]), loss_scale=scale)
     assert window_of(recorder).histogram == count_exponents(np.array([1.0, 2.0]))
 
 
 @pytest.mark.parametrize("scale", [None, 0.0, -1.0, math.inf, math.nan])
-def test_a_scale_that_is_not_known(scale: float | None) -> None:
+def test_an_unknown_scale_produces_a_warning_and_no_advice(scale: float | None) -> None:
     recorder = Recorder()
     with pytest.warns(MpinspectWarning, match="loss scale is not known"):
         recorder.observe("x", np.ones(3), loss_scale=scale)
@@ -110,7 +110,7 @@ def test_an_overflow_of_fp16_counts_as_a_peak_beyond_its_range() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_torch_tensors(dtype: torch.dtype) -> None:
+def test_torch_tensors_are_counted(dtype: torch.dtype) -> None:
     recorder = Recorder()
     tensor = torch.from_numpy(values()).to(dtype).requires_grad_()
     recorder.observe("x", tensor)
@@ -118,7 +118,7 @@ def test_torch_tensors(dtype: torch.dtype) -> None:
     assert recorder.session().watched[0].shape == (100,)
 
 
-def test_a_sample_of_every_micro_batch_adds_up() -> None:
+def test_arrays_of_several_micro_batches_are_added() -> None:
     recorder, parts = Recorder(), [values(), values(50)]
     for part in parts:
         recorder.observe("x", part, step=0)
@@ -127,7 +127,7 @@ def test_a_sample_of_every_micro_batch_adds_up() -> None:
     assert (window.samples, window.numel_max) == (2, 100)
 
 
-def test_the_array_is_neither_changed_nor_kept() -> None:
+def test_the_array_is_not_changed_and_is_released() -> None:
     import weakref
 
     recorder, array = Recorder(), values()
@@ -195,7 +195,7 @@ def test_next_step_ends_a_step() -> None:
     assert recorder.session().progress.steps == 3
 
 
-def test_numbers_and_next_step_together() -> None:
+def test_step_numbers_and_next_step_can_be_combined() -> None:
     recorder = Recorder()
     for step in (10, 11, 20):
         recorder.observe("x", np.ones(3), step=step)
@@ -204,7 +204,7 @@ def test_numbers_and_next_step_together() -> None:
     assert (recorder.session().progress.steps, recorder.session().progress.skipped_steps) == (11, 1)
 
 
-def test_steps_that_begin_anew_in_each_epoch_go_on() -> None:
+def test_steps_that_restart_in_each_epoch_are_numbered_consecutively() -> None:
     recorder = Recorder()
     for step in (0, 1, 2):
         recorder.observe("x", np.ones(3), step=step)
@@ -215,7 +215,7 @@ def test_steps_that_begin_anew_in_each_epoch_go_on() -> None:
     assert steps(recorder) == [(step, step) for step in range(6)]
 
 
-def test_every_third_step_is_sampled_whatever_its_number() -> None:
+def test_every_third_step_is_sampled_for_any_step_numbers() -> None:
     recorder = Recorder(every=3)
     sampled = []
     for step in range(5, 75, 10):
@@ -226,21 +226,21 @@ def test_every_third_step_is_sampled_whatever_its_number() -> None:
     assert window_of(recorder).samples == 3
 
 
-def test_between_samples_an_array_is_not_even_looked_at() -> None:
+def test_arrays_between_samples_are_not_read() -> None:
     recorder = Recorder(every=2)
     recorder.observe("x", np.ones(3), step=0)
     recorder.observe("x", object(), step=1)
     assert recorder.session().notes == ()
 
 
-def test_a_schedule() -> None:
+def test_a_schedule_chooses_the_sampled_steps() -> None:
     recorder = Recorder(every=Schedule(every=4, dense=2))
     for step in range(9):
         recorder.observe("x", np.ones(3), step=step)
     assert [first for first, _ in steps(recorder)] == [0, 1, 4, 8]
 
 
-def test_the_session_may_be_read_in_the_middle_of_a_step() -> None:
+def test_reading_the_session_in_the_middle_of_a_step_does_not_end_it() -> None:
     recorder = Recorder()
     recorder.observe("x", np.ones(3), step=0)
     recorder.session()
@@ -251,7 +251,7 @@ def test_the_session_may_be_read_in_the_middle_of_a_step() -> None:
     assert window_of(recorder).samples == 2
 
 
-def test_a_long_run_stays_bounded() -> None:
+def test_the_session_of_a_long_run_is_bounded() -> None:
     recorder = Recorder()
     for step in range(2000):
         recorder.observe("x", np.ones(3), step=step)
@@ -265,7 +265,7 @@ def test_a_long_run_stays_bounded() -> None:
 # -- infinities -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_that_is_not_finite_becomes_the_steps_event() -> None:
+def test_the_first_non_finite_array_becomes_the_steps_event() -> None:
     recorder = Recorder()
     bad = np.array([1.0, np.inf], np.float32)
     for step in range(12):
@@ -287,7 +287,7 @@ def test_the_first_that_is_not_finite_becomes_the_steps_event() -> None:
     assert recorder.report().events == (event,)
 
 
-def test_the_forward_is_judged_where_activations_are_given() -> None:
+def test_the_forward_is_judged_if_activations_are_observed() -> None:
     recorder = Recorder()
     for step, out in enumerate([1.0, np.nan]):
         recorder.observe("block/out", np.array([out]), kind="activation", step=step)
@@ -298,7 +298,7 @@ def test_the_forward_is_judged_where_activations_are_given() -> None:
     assert second.gradients_finite is False
 
 
-def test_a_mask_of_infinities_is_told_once() -> None:
+def test_a_mask_of_infinities_is_one_event() -> None:
     recorder = Recorder()
     for step in range(5):
         recorder.observe("mask", np.array([-np.inf, 0.0]), kind="activation", step=step)
@@ -308,7 +308,7 @@ def test_a_mask_of_infinities_is_told_once() -> None:
     assert events[0].gradients_finite
 
 
-def test_an_infinity_in_the_open_step_is_told_already() -> None:
+def test_an_infinity_in_the_current_step_is_in_the_session() -> None:
     recorder = Recorder()
     recorder.observe("x", np.array([np.inf]))
     assert len(recorder.session().events) == 1
@@ -319,7 +319,7 @@ def test_an_infinity_in_the_open_step_is_told_already() -> None:
 # -- the same as an Inspector ---------------------------------------------------------------------------------------------
 
 
-def test_it_records_what_an_inspector_records() -> None:
+def test_a_recorder_and_an_inspector_record_the_same() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -345,7 +345,7 @@ def test_it_records_what_an_inspector_records() -> None:
 # -- files ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_run_directory_reads_back(tmp_path: Path) -> None:
+def test_the_run_directory_can_be_loaded(tmp_path: Path) -> None:
     with Recorder(tmp_path / "run", model="net") as recorder:
         for step in range(4):
             recorder.observe("x", values(), step=step, loss_scale=8.0)
@@ -360,7 +360,7 @@ def test_the_run_directory_reads_back(tmp_path: Path) -> None:
     assert recorder.log_dir == tmp_path / "run"
 
 
-def test_a_directory_that_holds_a_run_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_with_another_run_is_not_changed(tmp_path: Path) -> None:
     Recorder(tmp_path / "run").close()
     with pytest.warns(MpinspectWarning, match="holds another run"):
         second = Recorder(tmp_path / "run")
@@ -368,7 +368,7 @@ def test_a_directory_that_holds_a_run_is_left_alone(tmp_path: Path) -> None:
     assert second.log_dir == (tmp_path / "run-2").resolve()
 
 
-def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_produces_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(MpinspectWarning, match="nothing is written"):
         recorder = Recorder(tmp_path / "file" / "run")
@@ -381,7 +381,7 @@ def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_in_memory_no_torch_is_loaded() -> None:
+def test_a_recorder_in_memory_does_not_import_torch() -> None:
     code = (
         "import sys, numpy as np\nfrom mpinspect.ranges.recorder import Recorder\nrecorder = Recorder()\n"
         "recorder.observe('x', {'a': np.ones(3)}, step=0)\nprint(recorder.report())\n"
@@ -391,7 +391,7 @@ def test_in_memory_no_torch_is_loaded() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_without_torch_the_session_file_is_written_alone(tmp_path: Path) -> None:
+def test_only_the_session_file_is_written_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys, warnings, numpy as np\nwarnings.simplefilter('ignore')\nsys.modules['torch'] = None\n"
         "from mpinspect.ranges.recorder import Recorder\n"
@@ -403,7 +403,7 @@ def test_without_torch_the_session_file_is_written_alone(tmp_path: Path) -> None
     assert Session.load(tmp_path).totals()["x", "weight_gradient"].samples == 1
 
 
-def test_a_script_that_forgets_to_close_still_leaves_all_of_it(tmp_path: Path) -> None:
+def test_a_script_without_close_writes_the_whole_session(tmp_path: Path) -> None:
     code = (
         "import sys, numpy as np\nfrom mpinspect.ranges.recorder import Recorder\nrecorder = Recorder(sys.argv[1])\n"
         "for step in range(3):\n    recorder.observe('x', np.ones(3), step=step)"
@@ -414,7 +414,7 @@ def test_a_script_that_forgets_to_close_still_leaves_all_of_it(tmp_path: Path) -
     assert session.totals()["x", "weight_gradient"].samples == 3
 
 
-def test_a_loop_that_breaks_gets_its_report_and_its_own_exception() -> None:
+def test_an_exception_in_the_loop_prints_the_report_and_is_raised() -> None:
     code = (
         "import numpy as np\nfrom mpinspect.ranges.recorder import Recorder\n"
         "with Recorder() as recorder:\n    recorder.observe('layer.kernel', np.array([np.inf]))\n    1 / 0"
@@ -426,11 +426,11 @@ def test_a_loop_that_breaks_gets_its_report_and_its_own_exception() -> None:
     assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
 
 
-# -- nothing stops the loop -------------------------------------------------------------------------------------------------
+# -- wrong arguments --------------------------------------------------------------------------------------------------------
 
 
 class Hostile:
-    """Raises at whatever is done to it."""
+    """Raises an error in every access."""
 
     def __getattr__(self, name: str) -> object:
         raise RuntimeError(name)
@@ -458,7 +458,7 @@ class Hostile:
     ],
     ids=lambda arguments: " ".join(f"{name}={value!r:.20}" for name, value in arguments.items()),
 )
-def test_what_cannot_be_recorded_is_said_once(arguments: dict[str, object]) -> None:
+def test_arguments_that_cannot_be_recorded_produce_one_warning(arguments: dict[str, object]) -> None:
     recorder = Recorder()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -473,7 +473,7 @@ def test_what_cannot_be_recorded_is_said_once(arguments: dict[str, object]) -> N
 
 
 def notes_of(*observed: dict[str, object]) -> list[str]:
-    """What a recorder that is handed these says."""
+    """Return a recorder's notes on these observations."""
     recorder = Recorder()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -497,13 +497,13 @@ def notes_of(*observed: dict[str, object]) -> list[str]:
         ({"name": None}, "name=None is no text: it is recorded under 'None'"),
     ],
 )
-def test_the_argument_is_blamed_and_not_the_array(arguments: dict[str, object], blame: str) -> None:
+def test_the_warning_names_the_wrong_argument(arguments: dict[str, object], blame: str) -> None:
     (note,) = notes_of(arguments, arguments)
     assert blame in note
     assert "array" not in note
 
 
-def test_each_kind_of_nonsense_is_said_once() -> None:
+def test_each_kind_of_wrong_argument_produces_one_warning() -> None:
     scales = [{"loss_scale": scale} for scale in ("a", "b", None, math.nan, -1.0, -2.0, 0.0, math.inf, 3 + 4j)]
     notes = notes_of(*scales, *scales, {"step": "a"}, {"step": "b"}, {"step": object()}, {"step": object()})
     blamed = [
@@ -541,7 +541,7 @@ def test_a_recorder_that_is_dropped_is_closed(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path)
     recorder.observe("x", np.ones(3), step=0)
     with warnings.catch_warnings():
-        # Of files that nobody closed.
+        # An unclosed file would produce a ResourceWarning.
         warnings.simplefilter("error")
         del recorder
     session = Session.load(tmp_path)
@@ -555,7 +555,7 @@ def test_warnings_as_errors_do_not_stop_the_loop() -> None:
         Recorder().observe("x", object())
 
 
-def test_after_close_nothing_is_recorded() -> None:
+def test_observations_after_close_are_not_recorded() -> None:
     recorder = Recorder()
     recorder.observe("x", np.ones(3))
     recorder.close()
@@ -566,7 +566,7 @@ def test_after_close_nothing_is_recorded() -> None:
     assert window_of(recorder).samples == 1
 
 
-def test_an_interrupt_passes() -> None:
+def test_a_keyboard_interrupt_is_not_caught() -> None:
     class Interrupts:
         def __array__(self, *_: object, **__: object) -> np.ndarray:
             raise KeyboardInterrupt
@@ -581,7 +581,7 @@ def test_every_must_be_a_number_of_steps(every: object) -> None:
         Recorder(every=every)
 
 
-def test_threads_may_observe_together() -> None:
+def test_threads_can_observe_concurrently() -> None:
     recorder = Recorder()
     threads = [
         threading.Thread(target=lambda: [recorder.observe("x", np.ones(3)) for _ in range(50)]) for _ in range(4)
@@ -593,13 +593,13 @@ def test_threads_may_observe_together() -> None:
     assert window_of(recorder).histogram.total == 600
 
 
-def test_an_empty_recorder_reports() -> None:
+def test_an_empty_recorder_has_a_report() -> None:
     with Recorder() as recorder:
         recorder.next_step()
     assert "1 step" in str(recorder.report())
 
 
-def test_the_counts_are_numpys_own() -> None:
+def test_the_counts_equal_an_oracle_in_numpy() -> None:
     recorder, arrays = Recorder(), [values(500), values(300, np.float16), np.zeros(7)]
     for step, array in enumerate(arrays):
         recorder.observe("x", array.reshape(-1, 1), step=step)

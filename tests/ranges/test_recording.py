@@ -1,4 +1,4 @@
-"""A recording: bounded in memory, passed on beside the training, whole when it is closed."""
+"""A recording has bounded memory, writes on another thread, and is complete once it is closed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class Kept:
-    """A sink that keeps what it is told, and on which thread; the disk behind it answers when it is told to."""
+    """A sink that stores its calls and their threads; a test can block its disk."""
 
     def __init__(self, fails: bool = False) -> None:
         self.told: list[tuple[str, object]] = []
@@ -91,7 +91,7 @@ def _at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def last_steps(monkeypatch: pytest.MonkeyPatch, steps_a_second: list[float]) -> list[int]:
-    """Where the windows end that a run of this pace writes, one after the other, at intervals of a second."""
+    """Return the last steps of the windows that a run of this pace writes, at intervals of a second."""
     monkeypatch.setattr(recordings, "WRITE_INTERVAL_S", 1.0)
     sink, now = Kept(), [0.0]
     recording = Recording(s.RunInfo(), [sink], clock=lambda: now[0])
@@ -102,13 +102,13 @@ def last_steps(monkeypatch: pytest.MonkeyPatch, steps_a_second: list[float]) -> 
     return [window.last_step for window in sink.of("window")]
 
 
-def test_runs_of_unlike_pace_end_their_windows_at_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock decides when to write; runs can be compared from one common end of a window to the next."""
+def test_runs_of_different_pace_end_their_windows_at_common_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock decides when to write, and two runs are compared between common ends of windows."""
     quick = last_steps(monkeypatch, [100.0] * 2000)
     for pace in ([70.0] * 2000, [100.0 + 40 * (number % 300 > 150) for number in range(2000)]):
         other = last_steps(monkeypatch, pace)
         common = sorted({*quick} & {*other})
-        # Windows hold at most what twice the interval brings, and of two runs no more than a pair of windows lies between.
+        # A window has at most the steps of two intervals, and common ends are at most 256 steps apart.
         assert max(b - a for a, b in pairwise(other)) <= 2 * max(pace)
         assert max(b - a for a, b in pairwise(common)) <= 256
         assert common[-1] > 1700
@@ -118,10 +118,10 @@ def test_slow_steps_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
     assert last_steps(monkeypatch, [0.5] * 6) == [0, 1, 2, 3, 4, 5]
 
 
-# -- beside the training ------------------------------------------------------------------------------------------------
+# -- writing on another thread ------------------------------------------------------------------------------------------
 
 
-def test_sinks_are_told_on_another_thread_and_have_everything_after_close() -> None:
+def test_sinks_are_called_on_another_thread_and_are_complete_after_close() -> None:
     sink = Kept()
     recording = Recording(s.RunInfo(), [sink])
     recording.watch(())
@@ -136,7 +136,7 @@ def test_sinks_are_told_on_another_thread_and_have_everything_after_close() -> N
     assert recording.progress.ended
 
 
-def test_a_slow_disk_stops_nobody_and_what_waits_is_merged() -> None:
+def test_a_slow_disk_does_not_block_the_training_and_waiting_windows_are_merged() -> None:
     sink = Kept()
     recording = Recording(s.RunInfo(), [sink])
     sink.disk.clear()
@@ -154,7 +154,7 @@ def test_a_slow_disk_stops_nobody_and_what_waits_is_merged() -> None:
     assert len(sink.of("event")) == steps
 
 
-def test_events_are_announced_at_once_and_passed_on_before_anything_else_is_asked() -> None:
+def test_events_are_announced_and_written_at_once() -> None:
     sink, announced = Kept(), []
     recording = Recording(s.RunInfo(), [sink], announce=announced.append)
     recording.event(event())
@@ -173,7 +173,7 @@ def test_flush_returns_when_the_file_is_complete(tmp_path: Path) -> None:
     recording.close()
 
 
-def test_a_sink_that_fails_is_told_of_once_by_the_thread_that_records() -> None:
+def test_a_failing_sink_is_reported_once_on_the_recording_thread() -> None:
     broken, sound, told = Kept(fails=True), Kept(), []
     recording = Recording(
         s.RunInfo(), [broken, sound], tell=lambda note: told.append((note, threading.current_thread()))
@@ -190,7 +190,7 @@ def test_a_sink_that_fails_is_told_of_once_by_the_thread_that_records() -> None:
     assert recording.session().notes == (note,)
 
 
-def test_a_sink_that_fails_at_the_end_is_still_told_of() -> None:
+def test_a_sink_that_fails_during_close_produces_a_warning() -> None:
     recording = Recording(s.RunInfo(), [Kept(fails=True)])
     with pytest.warns(MpinspectWarning, match="no space left"):
         recording.close()
@@ -230,21 +230,21 @@ def ended_by(code: str, directory: Path) -> tuple[subprocess.CompletedProcess[st
     [("", 0), ("sys.exit(3)", 3), ("1 / 0", 1), ("signal.raise_signal(signal.SIGINT)", -2)],
     ids=["falls off", "sys.exit", "exception", "Ctrl-C"],
 )
-def test_what_was_handed_over_is_written_however_the_interpreter_ends(end: str, status: int, tmp_path: Path) -> None:
+def test_records_are_written_however_the_interpreter_ends(end: str, status: int, tmp_path: Path) -> None:
     done, read = ended_by(f"train(0, 20)\nrecording.write()\n{end}", tmp_path)
     assert done.returncode == status, done.stderr
     assert read.progress.steps == sum(window.sampled_steps for window in read.windows) == 20
     assert not read.notes
 
 
-def test_a_recording_may_be_closed_when_threads_are_over(tmp_path: Path) -> None:
+def test_a_recording_can_be_closed_in_an_atexit_handler(tmp_path: Path) -> None:
     done, read = ended_by("import atexit\natexit.register(recording.close)\ntrain(0, 20)", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert read.progress.ended
     assert sum(window.sampled_steps for window in read.windows) == 20
 
 
-def test_os_exit_right_after_close_loses_nothing(tmp_path: Path) -> None:
+def test_os_exit_right_after_close_loses_no_record(tmp_path: Path) -> None:
     done, read = ended_by("train(0, 20)\nrecording.close()\nos._exit(5)", tmp_path)
     assert done.returncode == 5
     assert read.progress.ended
@@ -252,8 +252,8 @@ def test_os_exit_right_after_close_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_a_forked_child_trains_on_closes_and_ends_without_writing(tmp_path: Path) -> None:
-    """While the parent writes, and both end as interpreters do."""
+def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
+    """The child trains and closes its recording while the parent writes, and both exit normally."""
     done, read = ended_by(
         """
         train(0, 20)
@@ -277,7 +277,7 @@ def test_a_forked_child_trains_on_closes_and_ends_without_writing(tmp_path: Path
 
 
 @pytest.mark.parametrize("lengths", [[1] * 200, [1, 5, 2, 9, 1, 1, 1] * 30, [0] * 100, [64, *[1] * 300]])
-def test_windows_stay_few_and_every_step_is_kept_in_order(lengths: list[int]) -> None:
+def test_merging_bounds_the_number_of_windows_and_covers_every_step(lengths: list[int]) -> None:
     kept, merges = WindowList(), 0
     first = 0
     for length in lengths:
@@ -287,13 +287,13 @@ def test_windows_stay_few_and_every_step_is_kept_in_order(lengths: list[int]) ->
         first += max(length, 1)
         assert len(kept) <= 16
     windows = kept.as_tuple()
-    assert merges <= 2, "never much work at once"
+    assert merges <= 2, "one call merges few windows"
     assert sum(window.sampled_steps for window in windows) == sum(lengths)
     edges = [(window.first_step, window.last_step) for window in windows]
     assert all(last + 1 == following for (_, last), (following, _) in pairwise(edges))
 
 
-def test_a_run_of_many_tensors_is_kept_as_columns_and_says_the_same() -> None:
+def test_a_run_of_many_tensors_is_stored_as_equal_columns() -> None:
     keys = [s.TensorKey(f"layer.{number}", kinds.WEIGHT_GRADIENT) for number in range(40)]
     tensor = next(iter(made.step_window(3).tensors.values()))
     windows = [s.Window(number, number, 1, dict.fromkeys(keys, tensor)) for number in range(5)]
@@ -310,7 +310,7 @@ def test_a_run_of_many_tensors_is_kept_as_columns_and_says_the_same() -> None:
 
 
 class Disk:
-    """No file of this process may exceed so many bytes: a write beyond is cut short, then refused, as on a full disk."""
+    """Limits the size of this process's files: as on a full disk, a write is truncated, and the next one fails."""
 
     def __init__(self) -> None:
         self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -329,7 +329,7 @@ def disk() -> Iterator[Disk]:
     disk.make_room()
 
 
-def test_after_a_full_disk_has_room_again_recording_goes_on_and_nothing_is_lost(tmp_path: Path, disk: Disk) -> None:
+def test_no_record_is_lost_if_a_full_disk_has_room_again(tmp_path: Path, disk: Disk) -> None:
     told: list[str] = []
     recording = Recording(s.RunInfo(), [SessionWriter(tmp_path, s.RunInfo())], tell=told.append)
 
@@ -345,7 +345,7 @@ def test_after_a_full_disk_has_room_again_recording_goes_on_and_nothing_is_lost(
     steps(range(5, 60))
     recording.note("something else")
     recording.flush()
-    # Not even half a record: whoever reads meanwhile finds what was there.
+    # The file contains no partial record, so a reader gets the same session as before.
     assert read_session(tmp_path) == before
     (full,) = (note for note in told if "could not write" in note)
     assert full.startswith("SessionWriter could not write the records since step 5 (")
@@ -360,13 +360,13 @@ def test_after_a_full_disk_has_room_again_recording_goes_on_and_nothing_is_lost(
     assert read.events == (event(5),)
     assert read.progress == recording.progress
     (again,) = (note for note in read.notes if "could write again" in note)
-    # The thread that writes may come to it a step or two later.
+    # The writing thread may retry a few steps later.
     assert re.search("again at step 6[0-3]: the records since step 5 have been written too", again)
     assert {full, again, "something else"} <= set(read.notes)
     assert not any("damaged" in note or "within a record" in note for note in read.notes)
 
 
-def test_a_disk_that_stays_full_is_told_of_at_the_end(tmp_path: Path, disk: Disk) -> None:
+def test_a_disk_that_stays_full_is_reported_at_the_end(tmp_path: Path, disk: Disk) -> None:
     told: list[str] = []
     recording = Recording(s.RunInfo(), [SessionWriter(tmp_path, s.RunInfo())], tell=told.append)
     disk.fill(1)
@@ -384,7 +384,7 @@ def test_a_disk_that_stays_full_is_told_of_at_the_end(tmp_path: Path, disk: Disk
     assert read_session(tmp_path).windows == ()
 
 
-def test_the_tensorboard_log_goes_on_too_and_has_no_torn_record(tmp_path: Path, disk: Disk) -> None:
+def test_the_tensorboard_log_resumes_after_a_full_disk_without_a_torn_record(tmp_path: Path, disk: Disk) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -401,11 +401,11 @@ def test_the_tensorboard_log_goes_on_too_and_has_no_torn_record(tmp_path: Path, 
         recording.flush()
     recording.close()
     steps = {found.step for found in EventFileLoader(str(file)).Load()}
-    # Those that waited are in one window or in their own.
+    # Steps 3 to 5 waited, and may be merged into one window.
     assert {0, 1, 2, 6, 7, 8} <= steps
 
 
-def test_a_disk_that_is_full_again_and_again_does_not_fill_the_notes(tmp_path: Path, disk: Disk) -> None:
+def test_a_repeatedly_full_disk_adds_a_limited_number_of_notes(tmp_path: Path, disk: Disk) -> None:
     told: list[str] = []
     recording = Recording(s.RunInfo(), [SessionWriter(tmp_path, s.RunInfo())], tell=told.append)
     for number in range(40):
@@ -418,8 +418,8 @@ def test_a_disk_that_is_full_again_and_again_does_not_fill_the_notes(tmp_path: P
     assert read_session(tmp_path).totals() == recording.session().totals()
 
 
-def test_events_that_the_disk_refused_are_no_further_ones(tmp_path: Path, disk: Disk) -> None:
-    """The writer counts what it has beyond its limit, and not each try."""
+def test_retried_events_do_not_count_towards_the_event_limit(tmp_path: Path, disk: Disk) -> None:
+    """The writer counts the events that it has written, not the attempts."""
     with SessionWriter(tmp_path, s.RunInfo()) as writer:
         disk.fill(writer.path.stat().st_size)
         for _ in range(1500):

@@ -1,4 +1,4 @@
-"""Typed records and the measurements that sessions store: both sides of one thing."""
+"""Typed records are converted to the measurements that sessions store, and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def example(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)
-def test_a_record_that_was_stored_is_read_again(kind):
+def test_a_stored_record_is_read_unchanged(kind):
     record = example(kind)
     stored = record.measurement()
     assert stored.what == kind.kind
@@ -32,11 +32,11 @@ def test_a_record_that_was_stored_is_read_again(kind):
     assert list(recorded([stored], kind)) == list(recorded([stored], Record)) == [record]
 
 
-def test_kinds_differ():
+def test_every_record_has_its_own_kind():
     assert len({each.kind for each in KINDS}) == len(KINDS) > 25
 
 
-def test_a_figure_has_its_type_and_an_unknown_one_is_left_out():
+def test_figures_are_converted_to_their_type_and_unknown_ones_are_ignored():
     change = records.ChangedBeforeStep.read(
         Measurement("changed-before-step", figures={"factor": 0.5, "zeroed": 2.0, "is_uniform": 1.0})
     )
@@ -48,17 +48,17 @@ def test_a_figure_has_its_type_and_an_unknown_one_is_left_out():
     assert records.Ties.read(of_later).figures == {"fraction": 0.1, "k": 2.0, "scores": 8.0}
 
 
-def test_a_missing_figure_is_named():
+def test_a_missing_figure_raises_an_error_with_its_name():
     with pytest.raises(KeyError, match="fraction"):
         records.Ties.read(Measurement("ties", figures={"k": 2.0, "scores": 8.0}))
 
 
-def test_a_figure_that_is_no_number_of_its_type_is_an_error():
+def test_a_figure_that_does_not_fit_its_type_raises_an_error():
     with pytest.raises((ValueError, OverflowError)):
         records.ExaminedArgument.read(Measurement("examined-argument", figures={"elements": 1.0, "bits": math.inf}))
 
 
-def test_records_of_a_base_come_in_the_order_in_which_they_were_made():
+def test_records_of_a_base_class_are_read_in_their_stored_order():
     made = [
         records.ExaminedMask(elements=1),
         records.Ties(fraction=0.1, k=1, scores=4),

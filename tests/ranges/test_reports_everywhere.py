@@ -1,4 +1,4 @@
-"""Every session through every report: the empty one, no gradients, NaN everywhere, 300 layers, hostile names."""
+"""Every report renders every session: empty, without gradients, all NaN, with 300 layers, with hostile names."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ ANALYSED = {name: analyse(session) for name, session in SESSIONS.items()}
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_every_session_as_a_dataframe(name):
+def test_every_session_has_a_dataframe(name):
     frame = dataframe.render(ANALYSED[name])
     assert len(frame) == len(ANALYSED[name].layers)
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_every_session_as_pictures(name, tmp_path):
-    """What ``save`` draws is both pictures; of an analysed report, whose figures other tests look at, only one differs."""
+def test_every_session_has_pictures(name, tmp_path):
+    """``save`` draws both pictures of the hand-made report; of the analysed one only the range offset is drawn."""
     plots.range_offset(ANALYSED[name]).canvas.draw()
     path = plots.save(REPORTS[name], tmp_path / "picture.png")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_every_session_into_tensorboard(name, tmp_path):
+def test_every_session_has_a_tensorboard_log(name, tmp_path):
     session = SESSIONS[name]
     sink = TensorBoardSink(tmp_path)
     sink.watched(session.watched)
@@ -48,8 +48,8 @@ def test_every_session_into_tensorboard(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_no_layer_name_is_cut_from_text(name):
-    """Folded over lines at most: with the white space taken out every shown name is there in full."""
+def test_layer_names_are_never_truncated_in_text(name):
+    """A name may be folded over lines; without white space it is complete."""
     from mpinspect.ranges.report.document import LAYERS
     from mpinspect.ranges.report.layers import badness, repeated, seen_layers
     from mpinspect.reporting.streams import printable
@@ -59,12 +59,12 @@ def test_no_layer_name_is_cut_from_text(name):
         assert max(map(_cells, lines)) <= width
         seen = seen_layers(REPORTS[name])
         rows = repeated(seen, LAYERS.terminal)
-        # One place is kept for the gradient nearest to overflow.
+        # One row is reserved for the gradient nearest to overflow.
         for row in sorted(rows, key=lambda row: badness(row.worst), reverse=True)[: LAYERS.terminal - 1]:
             assert _holds(lines, printable(row.name)), (width, row.name)
 
 
-def test_a_report_saves_itself_by_suffix(tmp_path):
+def test_the_suffix_chooses_the_form_of_a_saved_report(tmp_path):
     report = REPORTS["word_model"]
     for suffix in (".txt", ".md", ".html", ".json", ".png", ".JSON"):
         path = save(report, tmp_path / "deep" / "er" / f"report{suffix}")
@@ -80,7 +80,7 @@ def test_an_unknown_suffix_is_refused_before_anything_is_written(name, tmp_path)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_report_renders_itself():
+def test_a_report_has_text_html_json_and_a_dataframe():
     report = ANALYSED["word_model"]
     assert str(report).startswith("WordModel against float16\n")
     assert report._repr_html_().startswith("<style>")
@@ -95,7 +95,7 @@ def _cells(line):
 
 
 def _holds(lines, name):
-    """Whether the name is in the lines in order: a column of one line, or its pieces at the starts of neighbouring ones."""
+    """Return whether the lines contain the name, in one line or in pieces at the starts of neighbouring lines."""
     wanted = name.replace(" ", "")
     for start in range(len(lines)):
         rest = wanted

@@ -1,4 +1,4 @@
-"""The JSON report: every field, strict JSON, a stable form."""
+"""The JSON report contains every field, is strict JSON, and has a stable form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpinspect.ranges.analysis.report import LayerReport, RangeReport
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "report-schema.md"
 
-#: Left out on purpose: they stand elsewhere in the report, only in the session file, or follow from the two.
+#: Fields that are omitted on purpose: they are elsewhere in the report or in the session file, or follow from these.
 LEFT_OUT = {("Session", "events"), ("Window", "tensors"), ("LayerReport", "weighed")}
 
 
@@ -32,17 +32,17 @@ def report():
     return sessions.report_by_hand(sessions.everything())
 
 
-def test_golden(report, golden):
+def test_the_json_report_matches_its_golden_file(report, golden):
     golden("report.json", report.to_json())
 
 
 @pytest.mark.parametrize("name", sessions.all_sessions())
-def test_strict_json(name):
+def test_every_session_is_strict_json(name):
     document = strict(sessions.report_by_hand(sessions.all_sessions()[name]).to_json())
     assert (document["schema"], document["schema_version"]) == ("mpinspect.report", 1)
 
 
-def test_every_field_of_every_record_is_there(report):
+def test_every_field_of_every_record_is_in_the_json(report):
     missing = []
 
     def compare(value, plain, path):
@@ -70,7 +70,7 @@ def test_every_field_of_every_record_is_there(report):
     assert not missing
 
 
-def test_a_histogram_comes_back_whole(report):
+def test_a_histogram_can_be_rebuilt_from_the_json(report):
     layers = strict(report.to_json())["layers"]
     for layer, plain in zip(report.layers, layers, strict=True):
         if layer.histogram is None:
@@ -91,7 +91,7 @@ def test_a_histogram_comes_back_whole(report):
         assert again == layer.histogram
 
 
-def test_what_json_can_not_hold_is_a_string(report):
+def test_values_that_json_cannot_represent_are_strings(report):
     finding = dataclasses.replace(
         report.findings[0],
         evidence={"inf": float("inf"), "minus": -np.inf, "nan": np.float64("nan"), "int": np.int64(3), "odd": 1j},
@@ -101,14 +101,14 @@ def test_what_json_can_not_hold_is_a_string(report):
     assert document["findings"][0]["evidence"] == expected
 
 
-def test_counts_stay_on_one_line(report):
+def test_a_histogram_is_on_one_line(report):
     histograms = [layer for layer in (*report.layers, *report.overall) if layer.histogram is not None]
     lines = report.to_json().splitlines()
     assert sum('"counts": [' in line and line.rstrip(",").endswith("}") for line in lines) == len(histograms)
 
 
 def test_the_schema_page_names_every_key(report):
-    """A new field must be documented: every key of a full report stands in docs/report-schema.md as code."""
+    """A new field must be documented: docs/report-schema.md contains every key of a full report as code."""
     documented = set(re.findall(r"`([\w.]+)`", SCHEMA.read_text(encoding="utf-8")))
     fields = {
         field.name
@@ -121,7 +121,7 @@ def test_the_schema_page_names_every_key(report):
 
 
 def _keys(plain, *, free=("versions", "evidence", "lost_updates", "peaks", "gradient_peaks")):
-    """Keys at any depth; not those of mappings whose keys are data."""
+    """Yield the keys at any depth, except for mappings whose keys are data."""
     if isinstance(plain, list):
         for item in plain:
             yield from _keys(item)

@@ -1,4 +1,4 @@
-"""The pictures: what they draw, and that they leave matplotlib as it was."""
+"""The pictures show the counts, and drawing them does not change matplotlib's state."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def report():
     return sessions.report_by_hand(sessions.word_model())
 
 
-def test_the_range_offset_picture_says_what_it_shows(report):
+def test_the_range_offset_picture_has_a_caption_and_labels(report):
     shown = words(plots.range_offset(report))
     assert "FP16 needs a loss scale of 8192 (2^13): in 'decoder' it flushes 87% without, 0.012% with it" in shown
-    # The largest gradient of all is one of hidden.bias, 2^-4: 15 - -4 unused; 13 fewer after scaling.
+    # The largest gradient is 2^-4 (hidden.bias), so 15 - -4 powers of two are unused, and 13 fewer after scaling.
     assert "range offset: 19 powers of two unused at loss scale 1" in shown
     assert "range offset: 6 powers of two unused at loss scale 8192 (2^13)" in shown
     for region in ("flushed", "subnormal", "normal", "overflow"):
@@ -40,7 +40,7 @@ def test_the_range_offset_picture_says_what_it_shows(report):
     assert "activation gradients at loss scale 8192 (2^13): 0.86% flushed" in shown
 
 
-def test_shares_are_in_percent_alone(report):
+def test_shares_are_written_in_percent(report):
     for figure in (plots.range_offset(report), plots.heat_map(report)):
         figure.draw_without_rendering()
         found = [text for text in words(figure) if "%" in text]
@@ -50,7 +50,7 @@ def test_shares_are_in_percent_alone(report):
     assert ticks == ["100%", "10%", "1%", "0.1%", "0.01%", "0.001%"]
 
 
-def test_the_outlines_hold_each_kinds_shares_before_and_after(report):
+def test_the_outlines_are_each_kinds_shares_before_and_after_scaling(report):
     from matplotlib.patches import StepPatch
 
     axes = plots.range_offset(report).axes[0]
@@ -65,7 +65,7 @@ def test_the_outlines_hold_each_kinds_shares_before_and_after(report):
     assert lowest[0] + 13 in lowest
 
 
-def test_values_beyond_the_format_are_counted_too():
+def test_values_beyond_the_format_are_counted():
     made = sessions.session({TensorKey("a.weight", WEIGHT_GRADIENT): sessions.bell(16, 2.0)})
     shown = words(plots.range_offset(sessions.report_by_hand(made)))
     assert "5 powers of two beyond the format at loss scale 1" in shown
@@ -80,12 +80,12 @@ def test_values_beyond_the_format_are_counted_too():
         ("nan_everywhere", "No gradient element that was counted is finite and non-zero."),
     ],
 )
-def test_where_there_is_nothing_to_draw_it_says_why(name, sentence):
+def test_an_empty_picture_states_the_reason(name, sentence):
     shown = words(plots.range_offset(sessions.report_by_hand(sessions.all_sessions()[name])))
     assert any(text.startswith(sentence) for text in shown)
 
 
-def test_the_heat_map_has_a_row_a_layer_its_shares_and_what_is_flushed(report):
+def test_the_heat_map_has_a_row_per_layer_with_its_shares(report):
     figure = plots.heat_map(report)
     axes, rows = figure.axes[0], plot_heat_map.rows(report)
     named = [label.get_text() for label in axes.get_yticklabels()]
@@ -102,7 +102,7 @@ def test_the_heat_map_has_a_row_a_layer_its_shares_and_what_is_flushed(report):
     assert "'decoder' loses most in FP16: 82% flushed at loss scale 1" in shown
 
 
-def test_infinities_and_overflow_have_columns_where_there_are_any():
+def test_infinities_and_overflow_have_columns_if_there_are_any():
     tensors = {
         TensorKey("a.weight", WEIGHT_GRADIENT): sessions.bell(16, 2.0),
         TensorKey("b.weight", WEIGHT_GRADIENT): ExponentHistogram.from_counts([], 0, nans=100),
@@ -123,7 +123,7 @@ def test_the_heat_map_groups_repeated_blocks():
 
 
 def many(name):
-    """A session of 80 weights that no block repeats; the last ones flush most."""
+    """Return a session of 80 weights with different names; the last ones flush most."""
     return sessions.session(
         {TensorKey(name.format(i), WEIGHT_GRADIENT): sessions.bell(-18 - i // 20, elements=1000) for i in range(80)}
     )
@@ -138,25 +138,25 @@ def test_the_heat_map_shows_the_worst_of_many_layers():
 
 @pytest.mark.parametrize("name", ["word_model", "layers_300", "hostile", "nan_everywhere", "many", "empty"])
 @pytest.mark.parametrize("picture", [plots.range_offset, plots.heat_map])
-def test_every_label_is_whole_and_none_lies_over_another(name, picture):
+def test_labels_are_complete_and_do_not_overlap(name, picture):
     made = sessions.all_sessions() | {"many": many("שכבה_{}." + "deep." * 59 + "weight")}
     assert_readable(picture(escaped(sessions.report_by_hand(made[name]))))
 
 
 @pytest.mark.parametrize("format", ["bfloat16", "float8_e4m3"])
 @pytest.mark.parametrize("picture", [plots.range_offset, plots.heat_map])
-def test_every_format_has_its_regions_named(format, picture):
+def test_every_formats_regions_are_labelled(format, picture):
     figure = picture(analyse(sessions.word_model(), format=format))
     assert {"flushed", "subnormal", "normal", "overflow"} <= set(words(figure))
     assert_readable(figure)
 
 
-def test_every_colour_can_be_told_by_a_deuteranope():
+def test_all_colours_are_distinct_for_a_deuteranope():
     assert_distinct({kind.name: kind.colour for kind in KIND_TABLE})
     assert_distinct(dict(enumerate(plot_heat_map.COLOURS)), least=15)
 
 
-def test_one_png_holds_both_pictures(report, tmp_path):
+def test_a_png_contains_both_pictures(report, tmp_path):
     path = plots.save(report, tmp_path / "a.png")
     both, alone = imread(path), plots.range_offset(report)
     assert 1000 < both.shape[1] < 2000
@@ -164,7 +164,7 @@ def test_one_png_holds_both_pictures(report, tmp_path):
     assert path.stat().st_size < 400_000
 
 
-def test_the_regions_are_the_formats_own():
+def test_the_regions_follow_from_the_format():
     assert [(region.low, region.high) for region in regions(FLOAT16)] == [
         (None, -25),
         (-25, -14),
@@ -175,10 +175,10 @@ def test_the_regions_are_the_formats_own():
     assert regions(BFLOAT16)[0].high == -134
 
 
-def test_long_names_lose_whole_parts_and_never_their_middle():
+def test_long_names_are_shortened_by_whole_parts():
     assert shortened("encoder.layers.11.attention.self.query.weight", 24) == "….self.query.weight"
     assert shortened("decoder.layers.11.attention.self.query.weight", 40) == "decoder.….11.attention.self.query.weight"
-    # A dot inside the numbers of a group is no end of a part.
+    # A dot inside a group's numbers does not separate parts.
     assert shortened("encoder.layers.{0..11}.query.weight", 20) == "….query.weight"
     assert shortened("x" * 300, 24) == "…" + "x" * 23
     assert shortened("sm80_xmma_fprop_implicit_gemm_indexed_tf32", 30, keep="start") == "sm80_xmma_fprop_implicit_gemm…"
@@ -186,8 +186,8 @@ def test_long_names_lose_whole_parts_and_never_their_middle():
     assert shortened("", 24) == "(the model)"
 
 
-def test_matplotlib_is_left_as_it_was(report, tmp_path):
-    """Neither pyplot nor a backend is loaded, and the user's style stays."""
+def test_matplotlibs_state_is_unchanged(report, tmp_path):
+    """Neither pyplot nor a backend is loaded, and the user's style is unchanged."""
     code = (
         "import sys, matplotlib; sys.path.insert(0, 'tests'); import sessions\n"
         "from mpinspect.ranges.report import plots\n"

@@ -1,4 +1,4 @@
-"""Markdown and the DataFrame: the layers as tables."""
+"""The layers as tables in Markdown and in a DataFrame."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpinspect.reporting import forms, markdown
 
 
 @pytest.mark.parametrize("name", ["everything", "hostile"])
-def test_golden_markdown(name, golden):
+def test_the_markdown_report_matches_its_golden_file(name, golden):
     golden(f"{name}.md", forms.render(sessions.report_by_hand(sessions.all_sessions()[name]), ".md"))
 
 
@@ -30,12 +30,12 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_header(name):
         assert cells == columns, line
 
 
-def test_names_are_shown_as_they_are():
+def test_names_are_escaped_in_markdown():
     escaped = markdown.escape("a|b *c* <script> _d_ [e](f) `g` # h @i")
     assert escaped == r"a\|b \*c\* &lt;script&gt; \_d\_ \[e\](f) \`g\` \# h \@i"
 
 
-def test_a_dataframe_has_a_row_a_layer_and_every_figure():
+def test_a_dataframe_has_a_row_per_layer_and_every_figure():
     report = sessions.report_by_hand(sessions.everything())
     frame = dataframe.render(report)
     assert list(zip(frame.name, frame.kind, strict=True)) == [(layer.name, layer.kind) for layer in report.layers]
@@ -49,7 +49,7 @@ def test_a_dataframe_has_a_row_a_layer_and_every_figure():
     assert rows.loc[("decoder.3.attn.weight", "update")].lost_updates_bfloat16 == 0.995
 
 
-def test_what_is_not_known_is_missing_and_whole_numbers_stay_whole():
+def test_unknown_figures_are_missing_and_integers_are_integers():
     frame = dataframe.render(sessions.report_by_hand(sessions.everything()))
     never = frame[frame.samples == 0].iloc[0]
     assert math.isnan(never.flushed_fraction)
@@ -57,7 +57,7 @@ def test_what_is_not_known_is_missing_and_whole_numbers_stay_whole():
     assert frame.range_offset.isna().sum() == (frame.samples == 0).sum()
 
 
-def test_without_pandas_the_error_names_the_extra(monkeypatch):
+def test_the_error_without_pandas_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"pip install mpinspect\[pandas\]"):
         dataframe.render(sessions.report_by_hand(sessions.word_model()))

@@ -1,4 +1,4 @@
-"""The TensorBoard log, read back with TensorBoard's own reader."""
+"""The TensorBoard log, read with TensorBoard's own reader."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(path):
 
 
 def histograms(path, tag="exponents/weight_gradient/decoder.weight"):
-    """Each event's step and rows: a bar's left and right end and its count."""
+    """Return each event's step and rows; a row is a bar's left end, right end and count."""
     return [(event.step, make_ndarray(event.tensor_proto)) for event in read(path).Tensors(tag)]
 
 
@@ -52,7 +52,7 @@ KEY = TensorKey("decoder.weight", WEIGHT_GRADIENT)
 @pytest.mark.parametrize(
     "histogram", [sessions.bell(-14, zeros=7), sessions.bell(-60), sessions.bell(40), sessions.bell(-149, 1.0)]
 )
-def test_the_counts_come_back_exactly(histogram, tmp_path):
+def test_the_log_contains_the_exact_counts(histogram, tmp_path):
     log = TensorBoardLog(tmp_path)
     for window in windows({KEY: histogram}):
         log.write(window)
@@ -60,7 +60,7 @@ def test_the_counts_come_back_exactly(histogram, tmp_path):
     events = histograms(tmp_path)
     assert [step for step, _ in events] == [9, 19, 29]
     rows = events[0][1]
-    # The bar from e to e + 1 holds what has exponent e.
+    # The bar from e to e + 1 counts the values with exponent e.
     expected = {histogram.min_exponent + i: count for i, count in enumerate(histogram.counts)}
     assert {left: count for left, _, count in rows if count} == {e: c for e, c in expected.items() if c}
     assert np.all(rows[:, 1] == rows[:, 0] + 1)
@@ -68,8 +68,8 @@ def test_the_counts_come_back_exactly(histogram, tmp_path):
 
 
 @pytest.mark.parametrize("centre", range(-80, 60, 7))
-def test_the_range_is_a_multiple_of_the_bars_that_tensorboard_draws(centre, tmp_path):
-    """30 bars: each then covers whole exponents, and no count is spread over two bars."""
+def test_the_range_is_a_multiple_of_tensorboards_30_bars(centre, tmp_path):
+    """Each bar then covers whole exponents, and no count is split between two bars."""
     log = TensorBoardLog(tmp_path)
     log.write(windows({KEY: sessions.bell(centre)}, 1)[0])
     log.close()
@@ -77,7 +77,7 @@ def test_the_range_is_a_multiple_of_the_bars_that_tensorboard_draws(centre, tmp_
     assert (rows[-1, 1] - rows[0, 0]) % 30 == 0
 
 
-def test_scalars_of_a_layer(tmp_path):
+def test_a_layers_shares_are_scalars(tmp_path):
     histogram = sessions.bell(-26, zeros=3000)
     log = TensorBoardLog(tmp_path)
     log.write(windows({KEY: histogram}, 1)[0])
@@ -94,8 +94,8 @@ def test_scalars_of_a_layer(tmp_path):
     assert not [tag for tag in found.Tags()["scalars"] if tag.startswith(("infs", "nans"))]
 
 
-def test_empty_and_broken_windows(tmp_path):
-    """Nothing finite: no histogram, but the numbers of what is there; once broken, zeros are written too."""
+def test_windows_without_finite_values_have_scalars_but_no_histogram(tmp_path):
+    """The numbers of infinities and NaNs are written from the first of them on, zeros included."""
     log = TensorBoardLog(tmp_path)
     empty = ExponentHistogram.empty()
     broken = ExponentHistogram.from_counts([], 0, zeros=1, infs=2, nans=5)
@@ -109,7 +109,7 @@ def test_empty_and_broken_windows(tmp_path):
     assert len(histograms(tmp_path)) == 1
 
 
-def test_the_suggested_scale_and_its_window(tmp_path):
+def test_the_suggested_scale_and_its_window_are_scalars(tmp_path):
     made = sessions.word_model()
     advice = recommend_loss_scale(made)
     log = TensorBoardLog(tmp_path)
@@ -143,7 +143,7 @@ def test_the_sink_writes_advice_for_each_window_and_the_scale_in_use(tmp_path):
     assert any("events" in tag for tag in found.Tags()["tensors"])
 
 
-def test_no_advice_where_the_scale_is_not_known(tmp_path):
+def test_there_is_no_suggested_scale_if_the_loss_scale_is_unknown(tmp_path):
     sink = TensorBoardSink(tmp_path)
     made = sessions.unknown_scale()
     sink.progress(made.progress)
@@ -152,7 +152,7 @@ def test_no_advice_where_the_scale_is_not_known(tmp_path):
     assert "loss_scale/suggested" not in read(tmp_path).Tags()["scalars"]
 
 
-def test_tags_are_safe_and_tell_every_tensor_apart(tmp_path):
+def test_tags_are_plain_and_unique_for_every_tensor(tmp_path):
     names = (*sessions.HOSTILE_NAMES, "a b", "a_b", "a/b")
     log = TensorBoardLog(tmp_path)
     log.write(windows({TensorKey(name, ACTIVATION_GRADIENT): sessions.bell(-5) for name in names}, 1)[0])
@@ -171,7 +171,7 @@ def test_the_custom_scalars_page_has_a_layout(tmp_path):
     assert "custom_scalars__config__" in read(tmp_path).Tags()["tensors"]
 
 
-def test_a_live_tensorboard_sees_each_window_at_once(tmp_path):
+def test_each_window_is_readable_at_once(tmp_path):
     log = TensorBoardLog(tmp_path)
     first, second, _ = windows({KEY: sessions.bell(-5)})
     log.write(first)
@@ -181,7 +181,7 @@ def test_a_live_tensorboard_sees_each_window_at_once(tmp_path):
     log.close()
 
 
-def test_a_directory_that_vanishes_stops_nobody(tmp_path):
+def test_deleting_the_directory_does_not_stop_the_writer(tmp_path):
     path = tmp_path / "run"
     log = TensorBoardLog(path)
     shutil.rmtree(path)
@@ -202,32 +202,32 @@ def test_a_full_disk_is_an_os_error(tmp_path, monkeypatch):
     log.close()
 
 
-def test_two_logs_in_one_directory_have_a_file_each(tmp_path):
+def test_two_logs_in_one_directory_have_different_files(tmp_path):
     TensorBoardLog(tmp_path).close()
     TensorBoardLog(tmp_path).close()
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_directory_that_can_not_be_made_is_an_os_error(tmp_path):
+def test_a_directory_that_cannot_be_created_is_an_os_error(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(OSError, match="file"):
         TensorBoardLog(tmp_path / "file" / "run")
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 127, 128, 129, 1000, 65536, 100_003])
-def test_the_checksum_is_tensorboards(length):
+def test_the_checksum_equals_tensorboards(length):
     data = np.random.default_rng(length).bytes(length)
     assert crc32c(data) == tensorboards_crc32c(data)
 
 
-def test_the_checksum_of_the_standard():
+def test_the_checksum_has_the_standards_check_value():
     assert crc32c(b"123456789") == 0xE3069283
 
 
-# -- what the standard pages show ------------------------------------------------------------------------------------------
+# -- TensorBoard's standard pages ------------------------------------------------------------------------------------------
 
 
-def test_the_format_stands_on_the_axis_of_the_histograms(tmp_path):
+def test_the_formats_bits_are_drawn_on_the_axis_of_the_histograms(tmp_path):
     log = TensorBoardLog(tmp_path)
     log.write(windows({KEY: sessions.bell(-5)}, 1)[0])
     log.close()
@@ -235,7 +235,7 @@ def test_the_format_stands_on_the_axis_of_the_histograms(tmp_path):
     ((_, counted),) = histograms(tmp_path)
     assert np.array_equal(rows[:, :2], counted[:, :2])
     kept = {int(left): int(bits) for left, _, bits in rows}
-    # Of 2^e and what lies just below 2^(e+1) FP16 keeps as many bits as there are representable values between them.
+    # The bits of an exponent follow from the number of FP16 values between 2^e and 2^(e+1).
     codes = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
     for exponent, bits in kept.items():
         values = np.count_nonzero((codes >= 2.0**exponent) & (codes < 2.0 ** (exponent + 1)))
@@ -252,7 +252,7 @@ def charts(path):
     return {category.title: {chart.title: chart for chart in category.chart} for category in layout.category}
 
 
-def test_a_chart_holds_few_lines_and_every_layer_has_one(tmp_path):
+def test_charts_have_at_most_eight_lines_and_every_layer_has_one(tmp_path):
     names = [f"h.{block}.{part}" for block in range(12) for part in ("attn.weight", "mlp.weight")]
     singles = [f"part{number}" for number in range(11)]
     tensors = {TensorKey(name, WEIGHT_GRADIENT): sessions.bell(-8) for name in (*names, *singles)}
@@ -286,7 +286,7 @@ def test_the_overview_draws_the_median_layer_between_the_others(tmp_path):
     assert drawn == pytest.approx([sessions.bell(centre).flushed_fraction(FLOAT16) for centre in reversed(centres)])
 
 
-def test_a_run_ends_with_its_verdict_and_its_maps(tmp_path):
+def test_closing_the_log_writes_verdict_and_maps(tmp_path):
     made = sessions.everything()
     sink = TensorBoardSink(tmp_path, lambda: made)
     sink.close()
@@ -301,16 +301,16 @@ def test_a_run_ends_with_its_verdict_and_its_maps(tmp_path):
     (image,) = found.Images(f"map/{WEIGHT_GRADIENT}")
     drawn = Image.open(io.BytesIO(image.encoded_image_string))
     assert drawn.size == (image.width, image.height)
-    # White, the regions, the cells: there is something on it.
+    # The colours of the background, the regions and the cells.
     assert len(drawn.getcolors(1 << 16)) > 10
 
 
-def test_verdict_and_maps_are_there_before_the_run_ends_and_not_at_every_write(tmp_path):
+def test_verdict_and_maps_are_written_at_growing_intervals(tmp_path):
     made, now = sessions.word_model(), [0.0]
-    asked = []
+    reads = []
 
     def written():
-        asked.append(now[0])
+        reads.append(now[0])
         return made
 
     sink = TensorBoardSink(tmp_path, written, lambda: now[0])
@@ -318,18 +318,18 @@ def test_verdict_and_maps_are_there_before_the_run_ends_and_not_at_every_write(t
         now[0] = seconds
         sink.progress(made.progress)
         sink._aside.wait()
-    # After 10 s, a minute later, and then at a tenth of the run's age.
-    assert asked == [11, 72, 1000, 1105]
+    # They are written after 10 s, a minute later, and then after each tenth of the run's age.
+    assert reads == [11, 72, 1000, 1105]
     found = read(tmp_path)
     assert len(found.Images(f"map/{WEIGHT_GRADIENT}")) == 4
     texts = [each.tensor_proto.string_val[0].decode() for each in found.Tensors("verdict/text_summary")]
     assert len(texts) == 4
     assert analyse(made).verdict.sentences[0] in " ".join(texts[0].split())
     sink.close()
-    assert asked == [11, 72, 1000, 1105, 1106]
+    assert reads == [11, 72, 1000, 1105, 1106]
 
 
-def test_a_session_that_can_not_be_judged_yet_is_tried_again(tmp_path):
+def test_reading_an_incomplete_session_is_retried_later(tmp_path):
     now = [0.0]
 
     def damaged():
@@ -356,7 +356,7 @@ def test_every_session_has_its_maps(name):
         assert height < 1_300
 
 
-def test_a_run_that_can_not_be_read_back_ends_without_a_verdict(tmp_path):
+def test_a_run_with_an_unreadable_session_has_no_verdict(tmp_path):
     opened = open_sinks(tmp_path / "run", RunInfo())
     (tmp_path / "run" / "session.mpinspect").unlink()
     opened.sinks[1].close()

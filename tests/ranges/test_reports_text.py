@@ -1,4 +1,4 @@
-"""The text report: golden files, and what it must say."""
+"""The text report: golden files, and the required sentences."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def render(report, width=None):
 
 @pytest.mark.parametrize("width", [60, 100, 140])
 @pytest.mark.parametrize("name", ["everything", "word_model", "empty", "hostile"])
-def test_golden(name, width, golden):
+def test_the_text_report_matches_its_golden_file(name, width, golden):
     report = sessions.report_by_hand(sessions.all_sessions()[name])
     golden(f"text_{name}_{width}.txt", render(report, width))
 
 
 @pytest.mark.parametrize("name", ["everything", "hostile"])
-def test_golden_html(name, golden):
-    """Without the map, whose script and counts are tested in a browser."""
+def test_the_html_report_matches_its_golden_file(name, golden):
+    """The map is left out; its script and counts are tested in a browser."""
     report = sessions.report_by_hand(sessions.all_sessions()[name])
     golden(f"{name}.html", html.render(static(forms.document(report))))
 
 
-def test_exactly_half_the_smallest_subnormal_is_drawn_left_of_the_edge():
+def test_half_the_smallest_subnormal_is_drawn_as_flushed():
     values = np.array([2.0**-25] * 10 + [1.5 * 2.0**-25] * 20 + [2.0**-3] * 70, np.float32)
     with mpinspect.Recorder() as recorder:
         recorder.observe("w", values, step=0)
@@ -50,7 +50,7 @@ def test_exactly_half_the_smallest_subnormal_is_drawn_left_of_the_edge():
     assert inside.strip().count("#") == 2
 
 
-def test_the_first_event_comes_before_everything_else():
+def test_the_first_event_is_reported_first():
     rendered = render(sessions.report_by_hand(sessions.everything()), 200)
     event = rendered.index("step 412, micro-batch 1, backward, 'decoder.3.attn': inf in the activation gradient")
     assert event < rendered.index("Suggested loss scale")
@@ -58,12 +58,12 @@ def test_the_first_event_comes_before_everything_else():
         assert fact in rendered
 
 
-def test_the_loss_scale_and_its_window():
+def test_the_text_contains_the_loss_scale_and_its_window():
     rendered = render(sessions.report_by_hand(sessions.word_model()), 200)
     assert "Suggested loss scale: 8192 (2^13); window 2^7 .. 2^20; headroom 7 powers of two" in rendered
 
 
-def test_doubt_no_need_and_no_advice_are_three_things():
+def test_uncertain_unneeded_and_missing_scales_have_different_sentences():
     report = sessions.report_by_hand(sessions.word_model())
 
     def heading(**changes):
@@ -78,10 +78,10 @@ def test_doubt_no_need_and_no_advice_are_three_things():
     assert "Suggested" not in none
 
 
-def test_measured_estimated_and_unknown_look_different():
+def test_measured_estimated_and_unknown_shares_look_different():
     report = sessions.report_by_hand(sessions.everything())
     line = next(line for line in render(report, 140).splitlines() if line.startswith("decoder  "))
-    # Measured bare, the estimate with a mark and its bounds.
+    # The measured share has no mark; the estimate has a mark and bounds.
     assert " 82% " in line
     assert "~11% [5.9%..20%]" in line
     unknown = dataclasses.replace(report.layers[0], name="mystery", flushed_fraction=None, lost_l1_share=None)
@@ -90,7 +90,7 @@ def test_measured_estimated_and_unknown_look_different():
     assert line.split()[2:5] == ["?", "?", "?"]
 
 
-def test_of_many_layers_the_worst_are_shown_and_the_rest_counted():
+def test_the_worst_of_many_layers_are_shown_and_the_rest_counted():
     report = sessions.report_by_hand(sessions.all_sessions()["layers_300"])
     rendered = render(report, 120)
     assert "encoder.layers.{0..149}.attention.output" in rendered
@@ -111,14 +111,14 @@ def test_layers_that_never_fired_are_named_with_the_reason():
     assert "tower.11.weight and 18 more" in rendered
 
 
-def test_html_escapes_what_it_shows():
+def test_html_escapes_names():
     page = forms.render(sessions.report_by_hand(sessions.all_sessions()["hostile"]), ".html")
     assert page.count("<script") == page.count('<script type="module">') == 1
     assert "&lt;script&gt;" in page
     assert "[red]not red" in page
 
 
-def test_plain_text_is_ascii_but_for_names():
+def test_the_text_is_ascii_if_the_names_are():
     render(sessions.report_by_hand(sessions.everything()), 140).encode("ascii")
 
 
@@ -148,11 +148,11 @@ def test_a_share_is_never_rounded_to_none_or_all(share, words):
     ("scale", "words"),
     [(8192.0, "8192 (2^13)"), (1.0, "1 (2^0)"), (0.125, "2^-3"), (2.0**40, "2^40"), (1000.0, "1000"), (None, "?")],
 )
-def test_a_scale_in_words(scale, words):
+def test_a_scale_is_written_with_its_power_of_two(scale, words):
     assert with_power(scale) == words
 
 
-def test_backwards_are_said_where_there_is_not_one_a_step():
+def test_the_number_of_backwards_is_shown_if_it_differs_from_the_steps():
     progress = sessions.everything().progress
     for backwards, words in ((500, "40 sampled, 2 skipped;"), (2000, "40 sampled, 2 skipped, 2,000 backwards;")):
         progress = dataclasses.replace(progress, backwards=backwards)
@@ -167,11 +167,11 @@ def test_backwards_are_said_where_there_is_not_one_a_step():
         ({"bfloat16": 10}, 512 * 500, "the sum of 512 in an FP16 .grad may be up to 9 powers of two larger"),
         ({"float32": 10}, 512 * 500, ""),
         ({"float16": 10}, 500, ""),
-        # The last step has not ended.
+        # The last step is incomplete.
         ({"float16": 10}, 501, ""),
     ],
 )
-def test_the_window_is_of_single_backwards(gradients, backwards, words):
+def test_the_window_mentions_sums_over_accumulated_backwards(gradients, backwards, words):
     session = sessions.everything()
     assert session.progress.steps == 500
     session = dataclasses.replace(
@@ -184,7 +184,7 @@ def test_the_window_is_of_single_backwards(gradients, backwards, words):
     assert ("The window is of single backwards" in rendered) is bool(words)
 
 
-def test_blocks_of_which_only_some_steps_were_sampled_say_so():
+def test_blocks_with_unsampled_steps_show_the_number_of_samples():
     report = sessions.report_by_hand(sessions.word_model())
     blocks = (TimeBlock(0, 0, 3, 18), TimeBlock(1, 500, 3, 21))
     windows = (Window(0, 0, 1, {}), Window(1, 1, 1, {}), Window(500, 500, 1, {}))
@@ -196,7 +196,7 @@ def test_blocks_of_which_only_some_steps_were_sampled_say_so():
     assert "step 0: 2^3 .. 2^18; steps 1-500 (2 sampled): 2^3 .. 2^21" in render(report, 200)
 
 
-def test_a_window_that_moves_by_one_power_is_noise():
+def test_a_window_that_moves_by_one_power_of_two_is_not_listed_over_time():
     report = sessions.report_by_hand(sessions.word_model())
 
     def moving(*highest):
@@ -210,7 +210,7 @@ def test_a_window_that_moves_by_one_power_is_noise():
         "The window over time, the narrowest within each span of sampled steps: step 0: 2^3 .. 2^18; step 1: 2^3 .. 2^20"
         in moving(18, 20)
     )
-    # Neighbours that have the same window are one.
+    # Neighbouring blocks with the same window are merged.
     assert "sampled steps: steps 0-1: 2^3 .. 2^18; steps 2-4: 2^3 .. 2^21; step 5: 2^3 .. 2^18" in moving(
         18, 18, 21, 21, 21, 18
     )
@@ -221,13 +221,13 @@ def test_a_window_that_moves_by_one_power_is_noise():
     [
         (0.0, 0.0, 0.0, "0%"),
         (0.25, 0.25, 0.25, "25%"),
-        # Nothing of it was seen: what may have been hidden is told, unless it is too little to matter or may be all.
+        # No flushed value was counted: the upper bound is shown, unless it is negligible or 100%.
         (0.0, 0.0, 0.0009, "~0%"),
         (1e-7, 1e-8, 3e-7, "~0%"),
         (0.0, 0.0, 0.008, "<=0.8%"),
         (0.0, 0.0, 0.71, "<=71%"),
         (0.0, 0.0, 1.0, "?"),
-        # No more than a lower bound was seen.
+        # The estimate is the lower bound.
         (0.05, 0.05, 0.055, "~5%"),
         (0.05, 0.05, 0.35, "5%..35%"),
         (0.098, 0.06, 0.12, "~9.8%"),
@@ -235,11 +235,11 @@ def test_a_window_that_moves_by_one_power_is_noise():
         (2e-6, 0.0, 2e-6, "~<0.001%"),
     ],
 )
-def test_a_share_says_what_is_known_of_it(estimate, low, high, words):
+def test_a_share_is_written_with_its_uncertainty(estimate, low, high, words):
     assert share(Interval(estimate, low, high), is_estimate=True) == words
 
 
-def test_shares_of_elements_that_weigh_nothing_have_no_bounds():
+def test_shares_of_elements_with_a_negligible_sum_have_no_bounds():
     layer = sessions.report_by_hand(sessions.everything()).layers[0]
 
     def words(estimate, low, high, lost):
@@ -253,7 +253,7 @@ def test_shares_of_elements_that_weigh_nothing_have_no_bounds():
     assert words(0.05, 0.02, 0.7, 0.05) == "~5% [2%..70%]"
 
 
-def test_rows_that_a_finding_names_and_the_gradient_nearest_to_overflow_are_shown_before_worse_ones():
+def test_rows_named_by_findings_or_nearest_to_overflow_have_priority():
     report = sessions.report_by_hand(sessions.all_sessions()["layers_300"])
     layers = [
         dataclasses.replace(layer, name=f"n{place}", module=f"n{place}") for place, layer in enumerate(report.layers)
@@ -271,7 +271,7 @@ def test_rows_that_a_finding_names_and_the_gradient_nearest_to_overflow_are_show
     assert shows(mildest, Finding("updates-lost", "info", "", f"Lost in 'n0' and 'n{mildest}'.", {}))
 
 
-def test_updates_of_which_none_could_be_lost_have_no_table():
+def test_updates_without_losses_have_no_table():
     report = sessions.report_by_hand(sessions.everything())
     title = "Updates that rounding loses"
     assert title in render(report, 120)
@@ -284,6 +284,6 @@ def test_updates_of_which_none_could_be_lost_have_no_table():
     assert "Updates have no table" in shown
 
 
-def test_a_step_that_never_ended_is_no_step():
+def test_an_incomplete_step_is_counted_as_begun():
     assert steps_and_samples(Progress(steps=0, sampled_steps=1)) == "0 steps, 1 begun and sampled"
     assert steps_and_samples(Progress(steps=1, sampled_steps=1)) == "1 step, 1 sampled"

@@ -1,4 +1,4 @@
-"""The laws of a session's records: what merging keeps, and that order and bracketing make no difference."""
+"""Laws of a session's records: merging is associative and commutative, and preserves counts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_merging_windows_is_associative(a, b, c):
 
 
 @given(st.lists(made.tensor_windows, min_size=2, max_size=4))
-def test_merged_tensor_windows_keep_counts_and_the_worst_of_the_rest(parts):
+def test_merging_tensor_windows_adds_counts_and_takes_the_worst_of_other_fields(parts):
     merged = merge_tensor_windows(parts)
     assert merged == merge_tensor_windows(parts[::-1])
     assert merged.histogram == merge(part.histogram for part in parts)
@@ -59,7 +59,7 @@ def test_merged_tensor_windows_keep_counts_and_the_worst_of_the_rest(parts):
         assert updates.lost == sum(part.lost_updates[name].lost for part in parts if name in part.lost_updates)
 
 
-def test_merging_keeps_the_format_that_flushes_most():
+def test_merging_takes_the_format_that_flushes_most():
     histogram = made.step_window(0).tensors[KEY].histogram
     parts = {
         name: TensorWindow(histogram, 1, passed_through=name) for name in ("float32", "bfloat16", "float16", "new")
@@ -69,7 +69,7 @@ def test_merging_keeps_the_format_that_flushes_most():
     assert merge_tensor_windows([parts["new"], parts["float16"]]).passed_through == "new"
 
 
-def test_totals_follow_the_order_of_watching_and_leave_out_what_was_never_seen():
+def test_totals_are_in_the_order_of_watching_without_tensors_that_never_arrived():
     session = made.full_session()
     (key,) = [info.key for info in session.watched]
     unwatched = made.step_window(3)
@@ -82,18 +82,18 @@ def test_totals_follow_the_order_of_watching_and_leave_out_what_was_never_seen()
     assert Session(watched=session.watched).totals() == {}
 
 
-def test_gradient_peaks_of_a_run_are_those_of_its_windows():
+def test_gradient_peaks_of_a_run_are_the_sum_of_its_windows():
     assert made.full_session().gradient_peaks() == {-3: 4, -2: 5}
 
 
-def test_lost_updates_add_and_are_measured_only_if_all_were():
+def test_a_sum_of_lost_updates_is_measured_only_if_all_parts_are():
     assert LostUpdates(1, 4, True) + LostUpdates(2, 6, False) == LostUpdates(3, 10, False)
     assert LostUpdates(1, 4).fraction == 0.25
     assert LostUpdates(0, 0).fraction == 0.0
 
 
 @given(st.integers(0, 60), st.integers(1, 20))
-def test_coarsening_keeps_totals_and_order(steps, limit):
+def test_coarsening_preserves_totals_and_order(steps, limit):
     windows = [made.step_window(step) for step in range(steps)]
     coarse = coarsen(windows, limit)
     assert len(coarse) <= limit
@@ -103,20 +103,20 @@ def test_coarsening_keeps_totals_and_order(steps, limit):
     assert [step for first, last in edges for step in range(first, last + 1)] == list(range(steps))
 
 
-def test_windows_stay_about_equally_long_over_many_coarsenings():
+def test_windows_have_similar_lengths_after_many_coarsenings():
     windows: tuple[Window, ...] = ()
     for step in range(2000):
         windows = (*windows, made.step_window(step))
         if len(windows) > 16:
             windows = coarsen(windows, 8)
             lengths = [window.sampled_steps for window in windows]
-            # No two neighbours could have been one, and twice the length would leave too few.
+            # No two neighbours fit into one window of the largest length.
             assert all(a + b > max(lengths) for a, b in pairwise(lengths))
             assert 3 <= len(lengths) <= 8
     assert sum(window.sampled_steps for window in windows) == 2000
 
 
-def test_few_windows_are_left_as_they_are():
+def test_coarsening_does_not_change_few_windows():
     windows = tuple(made.step_window(step) for step in range(5))
     assert all(kept is window for kept, window in zip(coarsen(windows), windows, strict=True))
     assert coarsen(()) == ()
@@ -140,8 +140,8 @@ def test_the_limit_falls_with_the_number_of_tensors():
     assert window_limit(10**6) == LEAST_WINDOW_LIMIT
 
 
-def test_events_tell_the_scale_between_sampled_steps() -> None:
-    """A scaler that comes down does so at every step, and few steps are sampled."""
+def test_the_scale_history_includes_the_scales_of_events() -> None:
+    """A scaler lowers its scale in consecutive steps, but only a few steps are sampled."""
     changes = (ScaleChange(0, 16.0), ScaleChange(1, 8.0), ScaleChange(9, 1.0))
     skips = tuple(Event(step, 0, "backward", "a", "weight_gradient", "a", "inf", 16.0 / 2**step) for step in range(4))
     unknown = Event(6, 0, "backward", "a", "weight_gradient", "a", "inf", None)

@@ -1,4 +1,4 @@
-"""The session file: every field comes back, a killed or damaged run loses its tail only, a long one stays small."""
+"""The session file stores every field, loses only its tail after a kill or damage, and has a bounded size."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def write(directory: Path, session: s.Session, **options) -> Path:
-    """The session as a run would have written it."""
+    """Write the session record by record, as a run does."""
     with SessionWriter(directory, session.info, **options) as writer:
         writer.watched(session.watched)
         for window in session.windows:
@@ -48,11 +48,11 @@ def write(directory: Path, session: s.Session, **options) -> Path:
 
 
 def one_process():
-    """One process writes a session; those of several ranks are saved whole."""
+    """Return a session as a single process writes it, without ranks."""
     return dataclasses.replace(made.full_session(), ranks=())
 
 
-# -- what goes in comes out ---------------------------------------------------------------------------------------
+# -- round trips --------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -64,14 +64,14 @@ def test_save_then_load_gives_the_same_session(session, tmp_path_factory):
     assert s.Session.load(directory) == s.Session.load(path) == session
 
 
-def test_a_written_run_reads_back_as_it_was(tmp_path):
+def test_a_session_written_record_by_record_is_loaded_unchanged(tmp_path):
     session = one_process()
     write(tmp_path / "new" / "run", session)
     assert s.Session.load(tmp_path / "new" / "run") == session
 
 
 def records_of(value):
-    """Every dataclass instance in a session, at any depth."""
+    """Yield every dataclass instance in a session, at any depth."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if dataclasses.is_dataclass(value):
@@ -88,7 +88,7 @@ def default_of(field):
 
 
 def test_the_full_session_has_no_field_at_its_default():
-    """So a field added to a record fails here until it is set there, and in the test above until it is stored."""
+    """A new field fails here until ``full_session`` sets it, and then in the test above until the file stores it."""
     seen = set()
     for record in records_of(made.full_session()):
         seen.add(type(record))
@@ -99,7 +99,7 @@ def test_the_full_session_has_no_field_at_its_default():
     assert records <= seen
 
 
-def test_numbers_that_json_cannot_hold_come_back(tmp_path):
+def test_numbers_that_json_cannot_represent_are_restored(tmp_path):
     event = s.Event(0, 0, "backward", "", kinds.UPDATE, "", "inf", float("inf"), (float("inf"), 5e-324))
     progress = s.Progress(scales=(s.ScaleChange(0, float("inf")), s.ScaleChange(1, None)))
     s.Session(events=(event,), progress=progress).save(tmp_path)
@@ -108,12 +108,12 @@ def test_numbers_that_json_cannot_hold_come_back(tmp_path):
     assert read.progress == progress
 
 
-def test_a_name_that_is_no_unicode_comes_back(tmp_path):
+def test_a_name_that_is_no_valid_unicode_is_restored(tmp_path):
     s.Session(notes=("layer \udcff",)).save(tmp_path)
     assert s.Session.load(tmp_path).notes == ("layer \udcff",)
 
 
-def test_watched_tensors_are_replaced_by_key_and_notes_kept_once(tmp_path):
+def test_watched_tensors_are_replaced_by_key_and_notes_stored_once(tmp_path):
     first, second = s.TensorInfo("a", kinds.WEIGHT, "m", "Linear"), s.TensorInfo("b", kinds.WEIGHT, "m", "Linear")
     frozen = dataclasses.replace(first, note="frozen")
     with SessionWriter(tmp_path, s.RunInfo()) as writer:
@@ -142,7 +142,7 @@ def assert_a_prefix(read: s.Session, whole: s.Session) -> None:
     assert read.progress in (whole.progress, s.Progress())
 
 
-def test_cut_off_anywhere_it_reads_back_what_came_before(tmp_path):
+def test_a_file_truncated_anywhere_loses_only_its_last_record(tmp_path):
     whole = made.full_session()
     path = write(tmp_path, whole)
     data = path.read_bytes()
@@ -162,7 +162,7 @@ def test_cut_off_anywhere_it_reads_back_what_came_before(tmp_path):
             read_session(path)
 
 
-def test_a_flipped_byte_anywhere_loses_only_what_follows(tmp_path):
+def test_a_flipped_byte_anywhere_loses_only_the_records_from_it(tmp_path):
     whole = made.full_session()
     path = write(tmp_path, whole)
     data = bytearray(path.read_bytes())
@@ -178,7 +178,7 @@ def test_a_flipped_byte_anywhere_loses_only_what_follows(tmp_path):
         assert left_out in read.notes[-1]
 
 
-def test_an_intact_record_that_holds_nonsense_ends_the_reading_with_a_note(tmp_path):
+def test_an_undecodable_record_ends_the_reading_with_a_note(tmp_path):
     path = write(tmp_path, made.full_session())
     whole = path.read_bytes()
     for kind in (frames.INFO, frames.WATCHED, frames.WINDOW, frames.EVENT, frames.PROGRESS, frames.KEYS):
@@ -189,7 +189,7 @@ def test_an_intact_record_that_holds_nonsense_ends_the_reading_with_a_note(tmp_p
         assert read.windows == made.full_session().windows
 
 
-def test_zeros_left_by_a_power_failure_are_no_record(tmp_path):
+def test_zeros_at_the_end_of_the_file_are_left_out(tmp_path):
     path = write(tmp_path, made.full_session())
     path.write_bytes(path.read_bytes() + bytes(512))
     read = read_session(path)
@@ -206,10 +206,10 @@ def test_record_types_and_fields_of_a_later_version_are_skipped(tmp_path):
     assert read.notes == made.full_session().notes
 
 
-# -- bounded --------------------------------------------------------------------------------------------------------
+# -- bounded size ---------------------------------------------------------------------------------------------------
 
 
-def test_a_long_run_stays_bounded_and_loses_no_count(tmp_path):
+def test_the_file_of_a_long_run_is_bounded_and_loses_no_count(tmp_path):
     sizes = []
     with SessionWriter(tmp_path, s.RunInfo(), limit=4) as writer:
         for step in range(300):
@@ -227,7 +227,7 @@ def test_a_long_run_stays_bounded_and_loses_no_count(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [FILE_NAME]
 
 
-def test_rewriting_keeps_all_the_rest(tmp_path):
+def test_rewriting_the_file_preserves_all_other_records(tmp_path):
     session = one_process()
     windows = session.windows * 20
     write(tmp_path, dataclasses.replace(session, windows=windows), limit=3)
@@ -236,7 +236,7 @@ def test_rewriting_keeps_all_the_rest(tmp_path):
     assert read.totals() == dataclasses.replace(session, windows=windows).totals()
 
 
-def test_tensors_that_turn_up_later_are_numbered_on(tmp_path):
+def test_tensors_added_later_are_stored(tmp_path):
     keys = [s.TensorKey(f"layer{index}", kinds.WEIGHT_GRADIENT) for index in range(10)]
     with SessionWriter(tmp_path, s.RunInfo(), limit=2) as writer:
         for step, key in enumerate(keys):
@@ -254,7 +254,7 @@ def test_progress_alone_does_not_make_the_file_grow(tmp_path, monkeypatch):
     assert read_session(tmp_path).progress.steps == 1999
 
 
-def test_of_many_events_and_notes_the_first_are_kept_and_the_others_counted(tmp_path):
+def test_the_first_of_many_events_and_notes_are_stored_and_the_others_counted(tmp_path):
     with SessionWriter(tmp_path, s.RunInfo()) as writer:
         for step in range(1234):
             writer.event(s.Event(step, 0, "forward", "", kinds.ACTIVATION, "", "inf"))
@@ -267,7 +267,7 @@ def test_of_many_events_and_notes_the_first_are_kept_and_the_others_counted(tmp_
     assert "note 999" in read.notes
 
 
-def test_of_very_many_scale_changes_the_first_and_the_last_are_kept(tmp_path):
+def test_the_first_and_last_of_many_scale_changes_are_stored(tmp_path):
     scales = tuple(s.ScaleChange(step, 2.0 ** (step % 16)) for step in range(5000))
     with SessionWriter(tmp_path, s.RunInfo()) as writer:
         writer.progress(s.Progress(5000, scales=scales))
@@ -276,7 +276,7 @@ def test_of_very_many_scale_changes_the_first_and_the_last_are_kept(tmp_path):
     assert "changes" in read.notes[0]
 
 
-# -- while it is written, and after a kill ----------------------------------------------------------------------------
+# -- reading during the run, and after a kill -------------------------------------------------------------------------
 
 WRITING = """
     import itertools, sys
@@ -294,7 +294,7 @@ WRITING = """
 
 
 def assert_whole_steps(read: s.Session) -> int:
-    """Each step is there once, from the first on; gives how many."""
+    """Assert that the session contains each step once, and return the number of steps."""
     steps = sum(window.sampled_steps for window in read.windows)
     edges = [(window.first_step, window.last_step) for window in read.windows]
     assert [step for first, last in edges for step in range(first, last + 1)] == list(range(steps))
@@ -305,7 +305,7 @@ def assert_whole_steps(read: s.Session) -> int:
     return steps
 
 
-def test_read_while_it_is_written_and_rewritten_and_after_kill_9(tmp_path):
+def test_the_file_is_readable_during_writes_and_after_kill_9(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(WRITING), str(TESTS), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "0\n"
@@ -320,11 +320,11 @@ def test_read_while_it_is_written_and_rewritten_and_after_kill_9(tmp_path):
     assert not read.progress.ended
 
 
-# -- a disk that refuses ------------------------------------------------------------------------------------------------
+# -- a full disk --------------------------------------------------------------------------------------------------------
 
 
 class FileSizeLimit:
-    """No file of this process may exceed so many bytes: a write beyond is cut short, then refused, as on a full disk."""
+    """Limits the size of this process's files: as on a full disk, a write is truncated, and the next one fails."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -337,7 +337,7 @@ class FileSizeLimit:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
-def test_a_full_disk_costs_the_record_not_the_file(tmp_path):
+def test_a_full_disk_loses_the_record_but_not_the_file(tmp_path):
     with SessionWriter(tmp_path, s.RunInfo()) as writer:
         writer.window(made.step_window(0))
         with FileSizeLimit(writer.path.stat().st_size + 100), pytest.raises(OSError, match="too large"):
@@ -349,7 +349,7 @@ def test_a_full_disk_costs_the_record_not_the_file(tmp_path):
     assert read.notes == ()
 
 
-def test_a_rewriting_that_fails_leaves_the_old_file_going(tmp_path, monkeypatch):
+def test_the_old_file_stays_in_use_if_rewriting_fails(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -366,7 +366,7 @@ def test_a_rewriting_that_fails_leaves_the_old_file_going(tmp_path, monkeypatch)
     assert read.totals() == s.Session(windows=tuple(made.step_window(step) for step in range(20))).totals()
 
 
-def test_a_disk_that_is_full_from_the_start_leaves_nothing_behind(tmp_path):
+def test_a_disk_that_is_full_at_the_start_gets_no_file(tmp_path):
     with FileSizeLimit(5), pytest.raises(SessionError, match=r"can't be written.*log_dir that you may write to"):
         SessionWriter(tmp_path, s.RunInfo())
     assert list(tmp_path.iterdir()) == []
@@ -375,7 +375,7 @@ def test_a_disk_that_is_full_from_the_start_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_closed_writer_says_so_and_closing_twice_is_fine(tmp_path):
+def test_a_closed_writer_raises_an_error_and_can_be_closed_again(tmp_path):
     writer = SessionWriter(tmp_path, s.RunInfo())
     writer.close()
     writer.close()
@@ -383,7 +383,7 @@ def test_a_closed_writer_says_so_and_closing_twice_is_fine(tmp_path):
         writer.note("late")
 
 
-def test_a_file_that_was_deleted_meanwhile_is_told_of(tmp_path):
+def test_deleting_the_file_during_the_run_raises_an_error(tmp_path):
     with SessionWriter(tmp_path / "run", s.RunInfo()) as writer:
         writer.progress(s.Progress(steps=1))
         shutil.rmtree(tmp_path / "run")
@@ -391,17 +391,17 @@ def test_a_file_that_was_deleted_meanwhile_is_told_of(tmp_path):
             writer.progress(s.Progress(steps=2))
 
 
-def test_a_file_that_was_moved_goes_on_at_its_new_place(tmp_path):
+def test_a_file_moved_during_the_run_is_written_at_its_new_path(tmp_path):
     with SessionWriter(tmp_path / "run", s.RunInfo()) as writer:
         (tmp_path / "run").rename(tmp_path / "moved")
         writer.progress(s.Progress(steps=2))
     assert read_session(tmp_path / "moved").progress.steps == 2
 
 
-def test_a_writer_that_is_let_go_closes_its_file(tmp_path):
-    SessionWriter(tmp_path, s.RunInfo(model="let go"))  # An unclosed file would warn, and warnings are errors here.
+def test_a_garbage_collected_writer_closes_its_file(tmp_path):
+    SessionWriter(tmp_path, s.RunInfo(model="dropped"))  # An unclosed file would warn, and warnings are errors here.
     gc.collect()
-    assert read_session(tmp_path).info.model == "let go"
+    assert read_session(tmp_path).info.model == "dropped"
 
 
 @settings(deadline=None, max_examples=20)
@@ -414,7 +414,7 @@ def test_a_limit_below_one_is_refused(tmp_path_factory, limit):
 # -- bad input ------------------------------------------------------------------------------------------------------------
 
 
-def test_another_run_in_log_dir_is_named_and_left_alone(tmp_path):
+def test_another_run_in_log_dir_is_named_and_not_changed(tmp_path):
     path = write(tmp_path, made.full_session())
     before = path.read_bytes()
     expected = r"already holds another run \(91 steps of GröβeNet, started 2024-05-06T07:08:09\): give another log_dir, or delete"
@@ -425,7 +425,7 @@ def test_another_run_in_log_dir_is_named_and_left_alone(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_an_unreadable_file_in_log_dir_is_left_alone_too(tmp_path):
+def test_an_unreadable_file_in_log_dir_is_not_changed(tmp_path):
     (tmp_path / FILE_NAME).write_text("mine")
     with pytest.raises(SessionError, match=r"already holds a session\.mpinspect that can't be read"):
         SessionWriter(tmp_path, s.RunInfo())
@@ -442,7 +442,7 @@ def test_a_log_dir_that_is_a_file_is_refused(tmp_path):
 
 @pytest.fixture
 def unprivileged():
-    """Root may write anywhere: be nobody for a moment."""
+    """Drop root's rights during the test, since root may write anywhere."""
     if os.geteuid() != 0:
         yield
         return
@@ -461,7 +461,7 @@ def test_a_log_dir_that_is_not_writable_is_refused(tmp_path, unprivileged):
         SessionWriter(closed, s.RunInfo())
 
 
-def test_a_foreign_file_is_named_as_such(tmp_path):
+def test_a_file_of_another_format_is_refused(tmp_path):
     for content in (b"PK\x03\x04 a zip file", b"short", frames.MAGIC[:-1] + b"x" + b"text mode"):
         (tmp_path / "other").write_bytes(content)
         with pytest.raises(
@@ -478,7 +478,7 @@ def test_a_newer_schema_asks_for_an_upgrade(tmp_path):
         read_session(tmp_path)
 
 
-def test_missing_directories_and_sessions_are_told_apart(tmp_path):
+def test_missing_directories_and_missing_sessions_have_different_messages(tmp_path):
     with pytest.raises(SessionError, match=r"There is no .*nowhere: give a run directory"):
         read_session(tmp_path / "nowhere")
     with pytest.raises(SessionError, match=r"holds no session\.mpinspect: no inspector had it as log_dir"):

@@ -1,4 +1,4 @@
-"""Two ranks under DDP, FSDP2, tensor parallelism and a pipeline (``sharded_training.py``): what each rank's session tells."""
+"""The sessions of two ranks under DDP, FSDP2, tensor parallelism and a pipeline (``sharded_training.py``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpinspect.ranges.session import TensorKey
 
 
 class Cases(dict[str, Any]):
-    """What a rank found, by case; a case that this torch can't train skips the test that asks for it."""
+    """The results of a rank, by case. Reading a case that this torch cannot train skips the test."""
 
     def __missing__(self, name: str) -> Any:
         if trained.NO_FSDP2:
@@ -24,7 +24,7 @@ class Cases(dict[str, Any]):
 
 
 Found = list[Cases]
-#: What a rank says of values that are made of those of all ranks, of weights, and of a stage's gradient.
+#: A rank's explanations: for reduced values, for weights, and for the gradient that a pipeline stage received.
 ALL_RANKS = "it is made of the values of all ranks, so it may have arisen on another one"
 OTHER_RANK = "its gradients may be sums over the ranks, so look for the rank with the earliest event"
 NEXT_STAGE = "the gradient that backward() was given for its output was not finite"
@@ -32,7 +32,7 @@ NEXT_STAGE = "the gradient that backward() was given for its output was not fini
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank found, by case; one pair of processes for all tests."""
+    """The results of each rank, by case, from one pair of processes for all tests."""
     folder = tmp_path_factory.mktemp("ranks")
     status, out, err = warm.run(folder, [trained.__file__, str(folder)])
     assert status == 0, out + err
@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.parametrize("way", trained.WAYS)
-def test_a_healthy_sharded_training_is_the_same_and_all_of_it_is_counted(found: Found, way: str) -> None:
+def test_a_healthy_sharded_training_is_unchanged_and_completely_counted(found: Found, way: str) -> None:
     for rank in found:
         case = rank[f"planted {way} "]
         assert case["same"] == [True, True]
@@ -51,7 +51,7 @@ def test_a_healthy_sharded_training_is_the_same_and_all_of_it_is_counted(found: 
 
 @pytest.mark.parametrize("way", trained.WAYS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_the_rank_that_made_an_infinity_names_step_phase_and_module(found: Found, way: str, phase: str) -> None:
+def test_the_rank_of_the_first_infinity_names_step_phase_and_module(found: Found, way: str, phase: str) -> None:
     case = found[1][f"planted {way} {phase}"]
     assert case["same"] == [True, True]
     for told in (case["gradients"], case["everything"]):
@@ -77,7 +77,7 @@ def test_the_rank_that_made_an_infinity_names_step_phase_and_module(found: Found
         ("pipeline-fsdp", "backward", trained.BROKEN_AT, NEXT_STAGE),
     ],
 )
-def test_the_other_rank_says_that_it_may_come_from_elsewhere(
+def test_the_other_rank_reports_that_the_infinity_may_be_from_another_rank(
     found: Found, way: str, phase: str, step: int, says: str
 ) -> None:
     case = found[0][f"planted {way} {phase}"]
@@ -88,7 +88,7 @@ def test_the_other_rank_says_that_it_may_come_from_elsewhere(
 
 
 @pytest.mark.parametrize("capture", trained.CAPTURES)
-def test_what_a_stage_was_given_by_the_one_before_is_not_the_batch(found: Found, capture: str) -> None:
+def test_the_input_of_a_later_pipeline_stage_is_not_reported_as_the_batch(found: Found, capture: str) -> None:
     first, second = (rank["first stage"][capture] for rank in found)
     assert first["events"][0][:3] == (trained.BROKEN_AT, "forward", "1")
     given = (trained.BROKEN_AT, "forward", "", "it came from the stage before, of a pipeline: look at that one's rank")
@@ -99,32 +99,32 @@ def test_what_a_stage_was_given_by_the_one_before_is_not_the_batch(found: Found,
 
 
 @pytest.mark.parametrize("way", ["pipeline", "pipeline-fsdp"])
-def test_a_pipelines_micro_batches_are_counted_and_its_trial_is_not(found: Found, way: str) -> None:
+def test_a_pipelines_micro_batches_are_counted_without_its_trial_run(found: Found, way: str) -> None:
     all_of_them = trained.STEPS * trained.MICRO_BATCHES
     for rank in found:
         samples = rank[f"planted {way} "]["everything"]["samples"]
         assert samples[TensorKey("1", "activation")] == all_of_them
         assert samples[TensorKey("1", "activation_gradient")] == all_of_them
-        # FSDP2 reduces once a step, after the last micro-batch.
+        # FSDP2 reduces gradients once per step, after the last micro-batch.
         reduced = trained.STEPS if way == "pipeline-fsdp" else all_of_them
         assert samples[TensorKey("0.up.weight", "weight_gradient")] == reduced
 
 
 @pytest.mark.parametrize("ranks", [1, trained.RANKS])
 @pytest.mark.parametrize("when", ["before", "made before", "after"])
-def test_fsdp2_is_seen_whether_attached_before_or_after_it(found: Found, when: str, ranks: int) -> None:
+def test_the_inspector_can_be_attached_before_or_after_fsdp2(found: Found, when: str, ranks: int) -> None:
     for rank in found:
         told, after = rank[f"{when} {ranks}"], rank[f"after {ranks}"]
         assert told["same"]
         assert (told["notes"], told["uncounted"], told["steps"]) == ((), [], trained.STEPS)
         assert told["totals"] == after["totals"]
         assert len(told["exact"]) == 10
-        # Not FSDPSequential.
+        # The name is not FSDPSequential.
         assert told["model"] == "Sequential"
         assert told["types"] == {"Linear", "Tanh", "Plant"}
 
 
-def test_parameters_swapped_in_an_optimizer_are_noticed_at_its_step_and_said(found: Found) -> None:
+def test_parameters_swapped_in_an_optimizer_are_noted_at_its_step(found: Found) -> None:
     for rank in found:
         told = rank["swapped"]
         assert told["same"]
@@ -136,7 +136,7 @@ def test_parameters_swapped_in_an_optimizer_are_noticed_at_its_step_and_said(fou
         assert told["samples"][TensorKey("0.up.weight", "weight_gradient")] == trained.STEPS - 1
 
 
-def test_only_updates_are_steps_before_the_optimizer_is_known(found: Found) -> None:
+def test_only_updates_count_as_steps_before_the_optimizer_is_known(found: Found) -> None:
     bodies = [each for way, each in trained.BODIES.items() if way != "fsdp" or not trained.NO_FSDP2]
     for rank in found:
         steps = {name: count for name, count in rank.items() if name.startswith("steps ")}
@@ -146,20 +146,20 @@ def test_only_updates_are_steps_before_the_optimizer_is_known(found: Found) -> N
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["GradScaler", "LossScaler"])
-def test_scaled_clipped_and_resumed_trainings_are_the_same(found: Found, way: str, kind: str) -> None:
+def test_scaled_clipped_and_resumed_trainings_are_unchanged(found: Found, way: str, kind: str) -> None:
     for number, rank in enumerate(found):
         case = rank[f"scaled {way} {kind}"]
         assert case["same"] == [True, True]
         assert case["finite"]
         for told, steps in ((case["inspected"], trained.STEPS), (case["resumed"], 2)):
-            # Making the optimizer's states, as torch's checkpoints do, is no step.
+            # Creating the optimizer's states, as torch's checkpoints do, does not count as a step.
             assert (told["steps"], told["skipped"], told["notes"]) == (steps, 1, ())
             step, phase, module, explanation = told["events"][0]
             assert (step, phase) == (trained.BROKEN_AT - trained.STEPS + steps, "backward")
             assert module == "1" if number else ALL_RANKS in explanation
 
 
-def test_mixed_precision_of_sharded_weights_skips_together(found: Found) -> None:
+def test_all_ranks_skip_the_same_steps_in_mixed_precision(found: Found) -> None:
     expected = [number != trained.BROKEN_AT for number in range(trained.STEPS)]
     for rank in found:
         for name in ("fp16-amp", "policy"):
@@ -169,7 +169,7 @@ def test_mixed_precision_of_sharded_weights_skips_together(found: Found) -> None
             assert (told["steps"], told["skipped"], told["notes"]) == (trained.STEPS, 1, ())
 
 
-def test_mixed_precision_says_what_fsdp2_needs_instead(found: Found) -> None:
+def test_the_error_of_mixed_precision_under_fsdp2_names_the_policy_to_use(found: Found) -> None:
     for rank in found:
         for half, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
             said = rank[f"mixed {half}-master"]["error"]
@@ -178,7 +178,7 @@ def test_mixed_precision_says_what_fsdp2_needs_instead(found: Found) -> None:
         assert "fully_shard, or whatever replaced them, comes first" in rank["too late"]
 
 
-def test_a_process_group_may_be_gone_before_detaching(found: Found) -> None:
+def test_detaching_after_the_process_group_was_destroyed_works(found: Found) -> None:
     for rank in found:
         for told in rank["outlived"].values():
             assert (told["steps"], told["notes"], told["uncounted"]) == (1, (), [])

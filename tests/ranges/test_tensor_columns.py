@@ -1,4 +1,4 @@
-"""Windows as columns say what windows of objects say, merged or not."""
+"""Windows as columns equal windows of objects, merged or not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def window_of(tensors: Tensors) -> s.Window:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tensors=made.tensors)
-def test_columns_hold_what_objects_hold(tensors: Tensors) -> None:
+def test_columns_equal_objects(tensors: Tensors) -> None:
     columns = window_of(tensors).columns()
     assert dict(columns) == tensors
     assert list(columns) == list(tensors)
@@ -32,7 +32,7 @@ def test_columns_hold_what_objects_hold(tensors: Tensors) -> None:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(parts=st.lists(made.tensors, min_size=1, max_size=3))
-def test_merging_columns_is_merging_objects(parts: list[Tensors]) -> None:
+def test_merging_columns_equals_merging_objects(parts: list[Tensors]) -> None:
     windows = tuple(map(window_of, parts))
     order = list(dict.fromkeys(key for part in parts for key in part))
     objects = {key: s.merge_tensor_windows([part[key] for part in parts if key in part]) for key in order}
@@ -47,14 +47,14 @@ def test_merging_columns_is_merging_objects(parts: list[Tensors]) -> None:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tensors=made.tensors)
-def test_a_choice_of_kinds(tensors: Tensors) -> None:
+def test_columns_can_be_filtered_by_kind(tensors: Tensors) -> None:
     chosen = {key: tensor for key, tensor in tensors.items() if key.kind in kinds.GRADIENT_KINDS}
     window = window_of(tensors)
     assert window.of_kinds(kinds.GRADIENT_KINDS).tensors == chosen
     assert window.columns().passed_through(set(chosen)) == {tensor.passed_through for tensor in chosen.values()}
 
 
-def test_columns_that_do_not_fit_together_are_refused() -> None:
+def test_columns_of_different_lengths_are_refused() -> None:
     columns = TensorColumns.of(made.full_session().windows[0].tensors)
     for name in ("zeros", "counts", "peak_counts"):
         with pytest.raises(ValueError, match="entries"):

@@ -1,4 +1,4 @@
-"""Two processes under tensor parallelism: outputs are AsyncCollectiveTensors, whose values a collective is still bringing."""
+"""Under tensor parallelism, outputs are AsyncCollectiveTensors, whose values are still in transfer."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _on_one_rank(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    # Weights and their gradients are DTensors, outputs of "0.down" and "2.down" are waited for.
+    # Weights and their gradients are DTensors; the outputs of "0.down" and "2.down" are AsyncCollectiveTensors.
     found, bare = _train(True), _train(False)
     session = found["session"]
     totals = session.totals()
@@ -98,12 +98,12 @@ def _on_one_rank(rank: int, directory: str) -> None:
     torch.save(result, Path(directory) / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    # As in test_training_distributed.py.
+    # Exits without interpreter shutdown, as in test_training_distributed.py.
     os._exit(0)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_outputs_that_a_collective_brings_are_counted_and_watched(tmp_path: Path) -> None:
+def test_async_collective_outputs_are_counted_and_watched(tmp_path: Path) -> None:
     import warm
 
     status, out, err = warm.run(tmp_path, [__file__, str(tmp_path)])

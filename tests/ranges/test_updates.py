@@ -1,4 +1,4 @@
-"""Lost updates: tested by rounding w + dw itself, against numpy's correctly rounded casts."""
+"""Lost updates, compared with an exact rounding of weight + update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 
 
 def _oracle(weight: np.ndarray, update: np.ndarray, dtype: torch.dtype) -> tuple[int, int]:
-    """Neighbour by neighbour in exact float64 arithmetic: is w16 still the nearest (ties: the even code) to w16 + dw?"""
+    """Count the updates after which the stored weight is still the nearest number (ties to even), computed exactly."""
     stored = torch.tensor(weight).to(dtype)
     w16 = stored.to(torch.float64).numpy()
     codes = stored.view(torch.int16).numpy().astype(np.int32)
@@ -31,7 +31,7 @@ def _oracle(weight: np.ndarray, update: np.ndarray, dtype: torch.dtype) -> tuple
     lost = 0
     for index in np.flatnonzero(counted):
         total = w16[index] + np.float64(update[index])
-        # Double rounding would show in dtype(float32(total)); numpy and ml_dtypes round float64 as they are told.
+        # numpy rounds float64 to float16 directly; a detour through float32 would round twice.
         if dtype == torch.float16:
             with np.errstate(over="ignore"):
                 lost += bool(np.float16(total) == np.float16(w16[index]))
@@ -41,7 +41,7 @@ def _oracle(weight: np.ndarray, update: np.ndarray, dtype: torch.dtype) -> tuple
 
 
 def _rounds_back(update: Fraction, code: int) -> bool:
-    """In exact rational arithmetic: no neighbour of the weight is nearer to weight + update (or as near and even)."""
+    """Return whether weight + update rounds to the weight (ties to even), computed in rational arithmetic."""
     magnitude = code & 0x7FFF
     own = _bfloat16(magnitude)
     outward = -update if code & 0x8000 else update
@@ -73,12 +73,12 @@ def _bfloat16(code: int) -> Fraction:
         (torch.float16, 65504.0, 16.0, False),
     ],
 )
-def test_known_ties(dtype: torch.dtype, weight: float, update: float, lost: bool) -> None:
+def test_known_ties_round_to_even(dtype: torch.dtype, weight: float, update: float, lost: bool) -> None:
     assert lost_updates(torch.tensor([weight]), torch.tensor([update]), dtype).tolist() == [int(lost), 1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_random_updates_against_exact_rounding(dtype: torch.dtype) -> None:
+def test_random_updates_agree_with_exact_rounding(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(0)
     n = 4000
     sign = rng.choice([-1.0, 1.0], n)
@@ -98,13 +98,13 @@ def test_random_updates_against_exact_rounding(dtype: torch.dtype) -> None:
     st.floats(width=16, allow_nan=False, allow_infinity=False),
     st.floats(width=32, min_value=-(2.0**20), max_value=2.0**20, allow_nan=False),
 )
-def test_any_fp16_weight_and_update(weight: float, update: float) -> None:
+def test_any_fp16_weight_and_update_agree_with_exact_rounding(weight: float, update: float) -> None:
     arrays = np.array([weight], np.float32), np.array([update], np.float32)
     found = lost_updates(torch.tensor(arrays[0]), torch.tensor(arrays[1]), torch.float16)
     assert tuple(found.tolist()) == _oracle(*arrays, torch.float16)
 
 
-# -- with numba, in one read ------------------------------------------------------------------------------------------------
+# -- compiled loops ---------------------------------------------------------------------------------------------------------
 
 
 def _by_torch(weight: torch.Tensor, update: torch.Tensor) -> dict[str, list[int]]:
@@ -119,16 +119,16 @@ def _compiled(weight: torch.Tensor, update: torch.Tensor) -> dict[str, list[int]
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), min_size=1, max_size=40))
-def test_any_bits(pairs: list[tuple[int, int]]) -> None:
-    """Infinities, NaNs and subnormals among them."""
+def test_compiled_loops_agree_with_torch_for_any_bits(pairs: list[tuple[int, int]]) -> None:
+    """The bits include infinities, NaNs and subnormals."""
     bits = np.array(pairs, np.uint32).view(np.float32)
     weight, update = torch.tensor(bits[:, 0]), torch.tensor(bits[:, 1])
     assert _compiled(weight, update) == _by_torch(weight, update)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_stored_weight_and_the_steps_beside_it(dtype: torch.dtype) -> None:
-    """All 65,536 codes, with updates of a quarter, half and a whole step in both directions, and a little beside these."""
+def test_compiled_loops_agree_with_torch_for_every_weight_near_ties(dtype: torch.dtype) -> None:
+    """All 65,536 codes, with updates of an eighth to a whole step in both directions, and slightly more or less."""
     stored = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).float()
     stored = stored[stored.isfinite()]
     exponent = torch.frexp(stored).exponent - 1
@@ -141,7 +141,7 @@ def test_every_stored_weight_and_the_steps_beside_it(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 4097, 300_001])
-def test_any_length(threads: int, length: int) -> None:
+def test_compiled_loops_agree_with_torch_for_any_length(threads: int, length: int) -> None:
     generator = torch.Generator().manual_seed(length)
     weight = torch.randn(length, generator=generator)
     update = weight * torch.exp2(-16 * torch.rand(length, generator=generator)) * 0.1
@@ -150,18 +150,18 @@ def test_any_length(threads: int, length: int) -> None:
     assert lost_updates(weight, update, torch.bfloat16)[0] > 0 or length == 1
 
 
-def test_channels_last_weights_are_read_as_they_lie() -> None:
+def test_channels_last_weights_are_read_in_memory_order() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(8, 4, 3, 3, generator=generator).to(memory_format=torch.channels_last)
     update = (1e-3 * torch.randn(8, 4, 3, 3, generator=generator)).to(memory_format=torch.channels_last)
     assert _compiled(weight, update) == _by_torch(weight, update)
 
 
-def test_what_is_not_read_in_one_go_is_judged_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_judges_tensors_that_the_compiled_loops_do_not_support(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, update = torch.randn(6, 4, generator=generator), 1e-3 * torch.randn(6, 4, generator=generator)
     expected = _by_torch(weight, update)
-    # Of different order in memory, of another dtype, with gaps.
+    # Tensors of different memory order, of another dtype, and with gaps.
     for one, other in ((weight, update.t().contiguous().t()), (weight.double(), update.double())):
         found = updates.lost_updates_by_format(one, other)
         assert {name: counts.tolist() for name, counts in found.items()} == expected
@@ -173,7 +173,7 @@ def test_what_is_not_read_in_one_go_is_judged_by_torch(monkeypatch: pytest.Monke
     assert {name: counts.tolist() for name, counts in found.items()} == expected
 
 
-def test_unmoved_weights_with_a_gradient() -> None:
+def test_unmoved_counts_weights_with_a_gradient_only() -> None:
     before, after = torch.tensor([1.0, 1.0, 1.0, 2.0, 1.0]), torch.tensor([1.0, 1.5, 1.0, 2.0, float("-inf")])
     gradient = torch.tensor([0.5, 0.5, 0.0, float("inf"), 0.5])
     assert unmoved(before, after, gradient).tolist() == [1, 2]
@@ -193,14 +193,14 @@ def _train(model: nn.Module, lr: float, **options: object) -> Inspector:
     return inspector
 
 
-def test_updates_of_fp32_weights_are_asked_for() -> None:
-    """Gradient 1, weight 1, rate 2^-12: below FP16's half gap above 1, but weights shrink, and 2^-12 is the tie below it."""
+def test_updates_of_fp32_weights_are_estimated_for_each_format() -> None:
+    """With weight 1, gradient 1 and rate 2^-12, the update is exactly half of FP16's step below 1."""
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
     found = _updates(_train(model, 2.0**-12, capture=("update",)))
     assert found.lost_updates["bfloat16"] == LostUpdates(12, 12)
-    # Steps 1 and 2: the weight rounds to 1, and 1 - 2^-12 is a tie that goes back to the even code of 1. Step 3: the weight
-    # is 1 - 2^-11, an odd code, and the tie goes away from it.
+    # In steps 1 and 2 the weight rounds to 1, and the tie 1 - 2^-12 rounds back to 1, which is even. In step 3 the weight
+    # is 1 - 2^-11, an odd code, so the tie rounds away from it.
     assert found.lost_updates["float16"] == LostUpdates(8, 12)
     assert (found.samples, found.histogram.nonzero) == (3, 12)
     assert found.histogram.max_abs == 2.0**-12
@@ -217,7 +217,7 @@ def test_updates_of_half_weights_are_captured_by_default_and_measured(dtype: tor
     assert moved == {name: LostUpdates(0, 12, measured=True)}
 
 
-def test_updates_are_not_captured_for_fp32_weights_unless_asked() -> None:
+def test_updates_of_fp32_weights_are_not_captured_by_default() -> None:
     inspector = _train(nn.Linear(4, 1), 0.1)
     assert not [key for key in inspector.session().totals() if key.kind == "update"]
 
@@ -233,8 +233,8 @@ def test_a_skipped_step_has_no_update() -> None:
     assert inspector.session().totals() == {}
 
 
-def test_a_learning_rate_of_zero_loses_nothing() -> None:
-    """The first step of a warm-up moves no weight, and rounding has no part in it."""
+def test_a_learning_rate_of_zero_loses_no_updates() -> None:
+    """The first step of a warm-up moves no weight, for a reason other than rounding."""
     model = nn.Linear(4, 1, bias=False).to(torch.float16)
     inspector = _train(model, 0.0, loss_scale=1.0)
     assert not [key for key in inspector.session().totals() if key.kind == "update"]

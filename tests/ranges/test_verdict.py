@@ -1,4 +1,4 @@
-"""The first lines of a report: the precision that a run uses, found out, and whether it is healthy in that."""
+"""The verdict, the first lines of a report: the precision that a run uses, and whether the run is healthy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def scaler(**options) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", **options)
 
 
-def test_a_model_that_casts_a_part_itself_computes_in_both():
+def test_a_model_that_casts_one_part_computes_in_two_precisions():
     class Halved(nn.Linear):
         def forward(self, x):
             return super().forward(x).bfloat16()
@@ -85,11 +85,11 @@ def test_a_model_that_casts_a_part_itself_computes_in_both():
     ],
     ids=["fp32", "bf16 autocast", "fp16 autocast", "bf16 weights", "a scaler that is switched off"],
 )
-def test_the_precision_of_the_run_is_found_out(told, how):
+def test_the_verdict_names_the_precision_of_the_run(told, how):
     assert train(**how).report().verdict.precision == told
 
 
-def test_masters_are_told_apart_from_the_weights_they_stand_for():
+def test_masters_and_weights_have_their_own_precision():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -117,7 +117,7 @@ def test_masters_are_told_apart_from_the_weights_they_stand_for():
     ],
     ids=["fp32", "bf16", "fp16", "no watch", "every third step"],
 )
-def test_a_healthy_run_is_told_so_in_four_lines_the_last_of_which_is_what_to_do(how):
+def test_the_verdict_of_a_healthy_run_has_at_most_four_lines(how):
     verdict = train(**how).report().verdict
     assert verdict.healthy is True
     assert verdict.sentences[0].startswith("Healthy: nothing numerically wrong was found in 8 steps")
@@ -127,7 +127,7 @@ def test_a_healthy_run_is_told_so_in_four_lines_the_last_of_which_is_what_to_do(
     assert not verdict.change
 
 
-def test_where_no_grad_scaler_can_step_none_is_advised():
+def test_no_grad_scaler_is_suggested_for_an_optimizer_with_a_closure():
     def with_closure():
         model, data = nn.Linear(8, 4), torch.randn(16, 8)
         optimizer = torch.optim.LBFGS(model.parameters())
@@ -148,7 +148,7 @@ def test_where_no_grad_scaler_can_step_none_is_advised():
     assert with_closure().report().verdict.lines[-1].endswith(f"{advice}.")
 
 
-def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would():
+def test_the_verdict_of_a_bfloat16_run_states_the_scale_that_float16_would_need():
     report = train(autocast=torch.bfloat16).report()
     assert report.format == "bfloat16"
     assert report.loss_scale.needed is False
@@ -162,7 +162,7 @@ def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
 
 
-def test_float16_rounds_finer_than_bfloat16_from_the_scale_that_the_report_names():
+def test_float16_rounds_more_finely_than_bfloat16_from_the_reported_scale():
     torch.manual_seed(0)
     gradients = torch.randn(4096) * 2.0**-20
     with mpinspect.Recorder() as recorder:
@@ -181,7 +181,7 @@ def test_float16_rounds_finer_than_bfloat16_from_the_scale_that_the_report_names
     assert noise(64 * finer, torch.float16) < in_bfloat16 / 32
 
 
-def test_a_few_weights_of_another_dtype_are_named_as_a_few():
+def test_a_few_weights_of_another_dtype_are_called_a_few():
     recorded = sessions.word_model()
     weights = {"float32": 1, "bfloat16": 2000}
     session = replace(recorded, precision=replace(recorded.precision, weights=weights, autocast=()))
@@ -196,7 +196,7 @@ def test_a_few_weights_of_another_dtype_are_named_as_a_few():
         (None, "Nothing to do in what was seen."),
     ],
 )
-def test_what_to_do_after_a_healthy_run_in_float16_fits_its_scale(used, told):
+def test_the_advice_after_a_healthy_float16_run_depends_on_its_scale(used, told):
     recorded = sessions.word_model()
     scales = () if used is None else (ScaleChange(0, used),)
     session = replace(
@@ -221,7 +221,7 @@ def test_the_reserve_of_the_window_is_named_in_powers_of_two():
     assert reserve_line(replace(advice, needed=None)) == reserve_line(replace(advice, lowest=2.0**20)) == ""
 
 
-def test_a_run_is_judged_in_the_format_that_is_asked_for():
+def test_a_run_can_be_judged_in_any_format():
     inspector = train(autocast=torch.bfloat16)
     assert inspector.report(format="float16").format == "float16"
     assert inspector.report(format=torch.bfloat16).format == "bfloat16"
@@ -230,7 +230,7 @@ def test_a_run_is_judged_in_the_format_that_is_asked_for():
         inspector.report(format="float17")
 
 
-def test_nothing_is_claimed_of_a_run_of_which_nothing_was_seen():
+def test_an_unobserved_run_is_neither_healthy_nor_broken():
     model = nn.Linear(4, 2)
     with Inspector(model) as inspector:
         pass
@@ -241,7 +241,7 @@ def test_nothing_is_claimed_of_a_run_of_which_nothing_was_seen():
     assert "no" in inspector.report().verdict.sentences[0]
 
 
-def test_a_run_that_breaks_in_its_first_forward_is_in_trouble():
+def test_a_run_with_a_nan_in_its_first_forward_is_not_healthy():
     model = nn.Linear(4, 2)
     with Inspector(model) as inspector:
         model(torch.full((2, 4), torch.nan)).sum().backward()
@@ -250,12 +250,12 @@ def test_a_run_that_breaks_in_its_first_forward_is_in_trouble():
     assert "batch" in verdict.sentences[0]
 
 
-def test_a_loss_scaled_by_hand_is_not_taken_for_a_scaler():
+def test_a_loss_scaled_by_hand_is_not_reported_as_a_scaler():
     report = train(dtype=torch.bfloat16, loss_scale=4.0).report()
     assert "no scaler" in report.verdict.precision
 
 
-def test_an_optimizer_around_another_is_named_by_what_steps():
+def test_a_wrapped_optimizer_is_named_by_its_inner_optimizer():
     class Around:
         def __init__(self, parameters, lr):
             self.inner = torch.optim.RMSprop(parameters, lr=lr)
@@ -269,14 +269,14 @@ def test_an_optimizer_around_another_is_named_by_what_steps():
     assert "RMSprop with states in FP32" in train(optimizer=Around).report().verdict.precision
 
 
-def test_the_ledger_is_kept_in_the_session_file(tmp_path):
+def test_the_session_file_contains_the_ledger(tmp_path):
     inspector = train(autocast=torch.bfloat16, log_dir=tmp_path)
     loaded = Session.load(tmp_path)
     assert loaded.precision == inspector.session().precision
     assert loaded.precision.autocast == ("bfloat16",) or dict(loaded.precision.autocast) == {"bfloat16": 1}
 
 
-def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_its_fix_as_code():
+def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_code():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -296,7 +296,7 @@ def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_its_fix_as_code()
     assert verdict.more.startswith("Also needs fixing: ")
 
 
-def test_the_verdict_says_of_what_else_is_to_be_mended_what_it_is():
+def test_the_verdict_summarises_further_warnings():
     messages = (
         "The first.",
         "It was not finite in step 5 (at a scale of 8 (2^3)), where it began (its output; not its input).",
@@ -314,8 +314,8 @@ def test_the_verdict_says_of_what_else_is_to_be_mended_what_it_is():
     assert verdict(Session(), grave[:1], advice, None).more == ""
 
 
-def test_the_precision_inside_a_compiled_model_is_not_known() -> None:
-    """Autocast shows at the calls of modules: where none is seen, FP32 weights do not prove FP32."""
+def test_autocast_of_a_compiled_model_is_unknown() -> None:
+    """Autocast is recorded at the calls of modules; without such calls, FP32 weights are no proof of FP32 arithmetic."""
     session = sessions.word_model()
     weights = replace(session.precision, weights={"float32": 9}, autocast=(), outputs=())
     compiled = replace(session, precision=weights, progress=replace(session.progress, compiled=("",)))

@@ -1,4 +1,4 @@
-"""Weight gradients that wait for the end of their backward: seen as they were when they came, and held no longer."""
+"""Weight gradients wait for the end of their backward: they are read with the values they had on arrival, then released."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from mpinspect.ranges.session import TensorKey
 
 
 @dataclass
-class Came:
-    """A gradient that came: whose, a copy of it, its address, and whether it waits."""
+class Arrived:
+    """A gradient that arrived: its parameter's name, a copy, its address, and whether it waits."""
 
     name: str
     gradient: torch.Tensor
@@ -43,59 +43,59 @@ class Came:
 
 
 class Backwards:
-    """Has gradients wait as the capture does, and keeps what came and what was looked at in the end."""
+    """Makes gradients wait as the capture does, and records the gradients that arrived and the batches that were read."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.came: list[Came] = []
-        #: What each look saw: names and copies of the gradients, and what ``begin`` was told.
-        self.looks: list[tuple[dict[str, torch.Tensor], int]] = []
+        self.arrived: list[Arrived] = []
+        #: Per batch that was read: names and copies of its gradients, and the argument of ``begin``.
+        self.reads: list[tuple[dict[str, torch.Tensor], int]] = []
         self.places: dict[str, int] = {}
-        self.looked_before: list[None] = []
+        self.read_before: list[None] = []
         self.fails: BaseException | None = None
         self._task = NO_BACKWARD
         self.begun = 0
-        self.waiting: WaitingGradients[int] = WaitingGradients(self._look, self.notes.append, self._enter)
+        self.waiting: WaitingGradients[int] = WaitingGradients(self._read, self.notes.append, self._enter)
 
     def hook(self, **parameters: torch.Tensor) -> None:
         for name, parameter in parameters.items():
             watched = WatchedParameter(name, "", parameter, True)  # type: ignore[arg-type]
-            parameter.register_hook(lambda gradient, watched=watched: self._comes(watched, gradient))
+            parameter.register_hook(lambda gradient, watched=watched: self._arrives(watched, gradient))
 
     def sizes(self) -> list[int]:
-        """How many gradients each look saw."""
-        return [len(found) for found, _ in self.looks]
+        """Return the number of gradients in each batch that was read."""
+        return [len(found) for found, _ in self.reads]
 
     def check(self) -> None:
-        """What was looked at is what came, each once."""
-        seen = [(name, found[name]) for found, _ in self.looks for name in found]
-        waited = [each for each in self.came if each.waits]
+        """Assert that each gradient that waited was read once, with the values it had on arrival."""
+        seen = [(name, found[name]) for found, _ in self.reads for name in found]
+        waited = [each for each in self.arrived if each.waits]
         assert len(seen) == len(waited)
         for each in waited:
             assert any(name == each.name and torch.equal(values, each.gradient) for name, values in seen)
 
-    def _comes(self, watched: WatchedParameter, gradient: torch.Tensor) -> None:
+    def _arrives(self, watched: WatchedParameter, gradient: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             self.begun += 1
-            self.waiting.begin(self.begun, self.looked_before)
+            self.waiting.begin(self.begun, self.read_before)
         kept = gradient.to_dense().clone() if type(gradient) is torch.Tensor else torch.zeros(0)
         waits = False
         if self.waiting.task == task:
             self.waiting.make_room(gradient)
             waits = self.waiting.hold(watched, gradient)
         address = gradient.data_ptr() if gradient.layout is torch.strided else 0
-        self.came.append(Came(watched.name, kept, address, waits))
+        self.arrived.append(Arrived(watched.name, kept, address, waits))
 
     def _enter(self, finish: Callable[[], None]) -> None:
         self._task = NO_BACKWARD
         finish()
 
-    def _look(self, begun: int, gradients: list[ParameterGradient]) -> None:
+    def _read(self, begun: int, gradients: list[ParameterGradient]) -> None:
         if self.fails is not None:
             raise self.fails
-        self.looks.append(({each.watched.name: each.values.clone() for each in gradients}, begun))
+        self.reads.append(({each.watched.name: each.values.clone() for each in gradients}, begun))
         self.places.update({each.watched.name: each.place for each in gradients})
 
 
@@ -109,51 +109,49 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 
 
 def loss(*parameters: torch.Tensor) -> torch.Tensor:
-    """Its gradients are random ones."""
+    """Return a loss with random gradients."""
     terms = [(parameter * torch.randn(parameter.shape).to(parameter.dtype)).sum().float() for parameter in parameters]
     return torch.stack(terms).sum()
 
 
-# -- what waits, and until when --------------------------------------------------------------------------------------------
+# -- which gradients wait, and until when ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_gradients_of_a_backward_are_looked_at_together_before_it_returns(
-    backwards: Backwards, dtype: torch.dtype
-) -> None:
+def test_gradients_of_a_backward_are_read_together_before_it_returns(backwards: Backwards, dtype: torch.dtype) -> None:
     parameters = {f"p{i}": ones(*shape, dtype=dtype) for i, shape in enumerate([(3,), (300, 401), (1,), (17, 5), (0,)])}
     backwards.hook(**parameters)
     for micro_batch in range(2):
         loss(*parameters.values()).backward()
-        # What comes next may change the gradients.
+        # After the backward, any code may change the gradients.
         for parameter in parameters.values():
             assert parameter.grad is not None
             parameter.grad.fill_(float("nan"))
         assert backwards.sizes() == [len(parameters)] * (micro_batch + 1)
         assert not len(backwards.waiting)
-    assert all(each.waits for each in backwards.came)
+    assert all(each.waits for each in backwards.arrived)
     backwards.check()
     assert backwards.notes == []
 
 
-def test_a_look_is_told_what_holds_for_its_backward(backwards: Backwards) -> None:
+def test_each_batch_is_read_with_the_state_of_its_own_backward(backwards: Backwards) -> None:
     parameter = ones(3)
     backwards.hook(parameter=parameter)
     for _ in range(3):
         loss(parameter).backward()
-    assert [begun for _, begun in backwards.looks] == [1, 2, 3]
+    assert [begun for _, begun in backwards.reads] == [1, 2, 3]
 
 
-def test_each_knows_how_many_looks_came_before_it(backwards: Backwards) -> None:
+def test_each_gradient_stores_the_number_of_readings_before_it(backwards: Backwards) -> None:
     late, early = ones(3), ones(3)
     backwards.hook(late=late, early=early)
     hidden = late * 2
-    hidden.register_hook(lambda gradient: backwards.looked_before.extend([None] * 5))
+    hidden.register_hook(lambda gradient: backwards.read_before.extend([None] * 5))
     (hidden.exp() * early).sum().backward()
     assert backwards.places == {"early": 0, "late": 5}
 
 
-def test_the_gradient_is_taken_over_and_not_copied(backwards: Backwards) -> None:
+def test_torch_stores_a_waiting_gradient_without_a_copy(backwards: Backwards) -> None:
     watched, plain = ones(5), ones(5)
     backwards.hook(watched=watched)
     addresses: list[int] = []
@@ -163,9 +161,9 @@ def test_the_gradient_is_taken_over_and_not_copied(backwards: Backwards) -> None
         assert parameter.grad is not None
     assert plain.grad is not None
     assert watched.grad is not None
-    assert plain.grad.data_ptr() == addresses[0], "torch copies it without anybody's doing"
-    assert [each.waits for each in backwards.came] == [True]
-    assert watched.grad.data_ptr() == backwards.came[0].address
+    assert plain.grad.data_ptr() == addresses[0], "torch stores gradients without a copy by itself"
+    assert [each.waits for each in backwards.arrived] == [True]
+    assert watched.grad.data_ptr() == backwards.arrived[0].address
 
 
 def test_a_gradient_that_something_else_may_change_does_not_wait(backwards: Backwards) -> None:
@@ -174,7 +172,7 @@ def test_a_gradient_that_something_else_may_change_does_not_wait(backwards: Back
     another_hook.register_hook(lambda gradient: gradient.mul_(0))
     in_backward.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     loss(another_hook, in_backward, alone).backward()
-    assert {each.name: each.waits for each in backwards.came} == {
+    assert {each.name: each.waits for each in backwards.arrived} == {
         "another_hook": False,
         "in_backward": False,
         "alone": True,
@@ -194,94 +192,96 @@ class _Subclass(torch.Tensor):
     ],
     ids=["sparse", "a subclass"],
 )
-def test_what_is_no_plain_tensor_does_not_wait(backwards: Backwards, gradient: torch.Tensor) -> None:
+def test_sparse_tensors_and_subclasses_do_not_wait(backwards: Backwards, gradient: torch.Tensor) -> None:
     held: list[bool] = []
     usual, parameter = ones(2), ones(3)
     backwards.hook(usual=usual, parameter=parameter)
     watched = WatchedParameter("other", "", parameter, True)
 
-    def other_comes(_: torch.Tensor) -> None:
+    def other_arrives(_: torch.Tensor) -> None:
         held.append(backwards.waiting.hold(watched, gradient))
         held.append(backwards.waiting.hold(watched, torch.ones(3)))
 
     hidden = parameter * 2
-    hidden.register_hook(other_comes)
+    hidden.register_hook(other_arrives)
     (hidden.exp().sum() + loss(usual)).backward()
     assert held == [False, True]
 
 
-def test_nothing_waits_outside_of_a_backward(backwards: Backwards) -> None:
+def test_gradients_do_not_wait_outside_of_a_backward(backwards: Backwards) -> None:
     watched = WatchedParameter("parameter", "", ones(3), True)
     backwards.waiting.begin(1, ())
     assert backwards.waiting.task == NO_BACKWARD
     assert not backwards.waiting.hold(watched, torch.ones(3))
 
 
-def test_nothing_waits_once_told_to_stop(backwards: Backwards) -> None:
+def test_gradients_do_not_wait_after_a_call_of_stop(backwards: Backwards) -> None:
     early, late = ones(3), ones(3)
     backwards.hook(early=early, late=late)
     hidden = late * 2
     hidden.register_hook(lambda gradient: backwards.waiting.stop())
     (hidden.exp() * early).sum().backward()
-    assert {each.name: each.waits for each in backwards.came} == {"early": True, "late": False}
+    assert {each.name: each.waits for each in backwards.arrived} == {"early": True, "late": False}
     assert backwards.sizes() == [1]
     loss(early).backward()
     assert backwards.sizes() == [1, 1]
 
 
 @pytest.mark.parametrize("library", ["horovod.torch", "byteps.torch"])
-def test_nothing_waits_where_other_processes_may_take_part(
+def test_gradients_do_not_wait_while_a_distributed_library_is_loaded(
     backwards: Backwards, monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
-    """Their gradients are averaged in place as they come, by way of ``.data``."""
+    """These libraries average each gradient in place on arrival, through ``.data``."""
     monkeypatch.setitem(sys.modules, library, types.ModuleType(library))
     parameter = ones(3)
     backwards.hook(parameter=parameter)
     loss(parameter).backward()
     monkeypatch.delitem(sys.modules, library)
     loss(parameter).backward()
-    assert [each.waits for each in backwards.came] == [False, True]
+    assert [each.waits for each in backwards.arrived] == [False, True]
 
 
-def test_nothing_waits_in_a_process_group(backwards: Backwards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_do_not_wait_in_a_process_group(backwards: Backwards, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     parameter = ones(3)
     backwards.hook(parameter=parameter)
     loss(parameter).backward()
-    assert [each.waits for each in backwards.came] == [False]
+    assert [each.waits for each in backwards.arrived] == [False]
 
 
-def test_many_bytes_do_not_wait(backwards: Backwards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_gradients_do_not_wait_and_a_full_batch_is_read_early(
+    backwards: Backwards, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(waiting, "_MOST_WAITING", 100)
     monkeypatch.setattr(waiting, "_LARGEST_TO_WAIT", 80)
     parameters = {f"p{i}": ones(length) for i, length in enumerate((10, 10, 10, 30))}
     backwards.hook(**parameters)
     loss(*parameters.values()).backward()
-    assert {each.name: each.waits for each in backwards.came} == {"p0": True, "p1": True, "p2": True, "p3": False}
+    assert {each.name: each.waits for each in backwards.arrived} == {"p0": True, "p1": True, "p2": True, "p3": False}
     assert sum(backwards.sizes()) == 3
     assert max(backwards.sizes()) == 2
     backwards.check()
 
 
-# -- changed, broken off, one inside the other ------------------------------------------------------------------------------
+# -- changed gradients, interrupted and nested backwards --------------------------------------------------------------------
 
 
-def test_a_gradient_changed_while_it_waits_is_left_out_and_said(backwards: Backwards) -> None:
+def test_a_gradient_changed_while_it_waits_is_left_out_with_a_note(backwards: Backwards) -> None:
     first, second = ones(3), ones(3)
     backwards.hook(first=first, second=second)
     product = second * 2
-    # Later in the backward than the gradient of what was made after it.
+    # The backward reaches this product after `first`, because the forward computes the product earlier.
     product.register_hook(lambda gradient: first.grad.mul_(2).storage_offset() or None)  # type: ignore[union-attr]
     (product.exp().sum() + loss(first)).backward()
-    ((found, _),) = backwards.looks
+    ((found, _),) = backwards.reads
     assert list(found) == ["second"]
-    assert torch.equal(found["second"], next(each.gradient for each in backwards.came if each.name == "second"))
+    assert torch.equal(found["second"], next(each.gradient for each in backwards.arrived if each.name == "second"))
     assert len(backwards.notes) == 1
     assert "changed in place" in backwards.notes[0]
 
 
 def break_off(backwards: Backwards, error: BaseException) -> tuple[nn.Parameter, torch.Tensor]:
-    """A backward that ends in the middle; returns the parameter whose gradient had come."""
+    """Interrupt a backward with an error, and return the parameter whose gradient had arrived, with that gradient."""
 
     def fail(gradient: torch.Tensor) -> None:
         raise error
@@ -292,12 +292,12 @@ def break_off(backwards: Backwards, error: BaseException) -> tuple[nn.Parameter,
     hidden.register_hook(fail)
     with pytest.raises(type(error)):
         (hidden.exp() * late).sum().backward()
-    assert backwards.came[-1].waits
-    return late, backwards.came[-1].gradient
+    assert backwards.arrived[-1].waits
+    return late, backwards.arrived[-1].gradient
 
 
 @pytest.mark.parametrize("error", [KeyError("the user's"), KeyboardInterrupt()], ids=["an error", "Ctrl-C"])
-def test_a_backward_that_breaks_off_leaves_nothing_behind(backwards: Backwards, error: BaseException) -> None:
+def test_gradients_of_an_interrupted_backward_are_read_and_released(backwards: Backwards, error: BaseException) -> None:
     late, _ = break_off(backwards, error)
     backwards.waiting.finish_left_behind()
     assert not len(backwards.waiting)
@@ -308,17 +308,17 @@ def test_a_backward_that_breaks_off_leaves_nothing_behind(backwards: Backwards, 
     assert backwards.notes == []
 
 
-def test_what_a_backward_left_behind_is_looked_at_before_the_next_one_begins(backwards: Backwards) -> None:
+def test_gradients_of_an_interrupted_backward_are_read_before_the_next_one_begins(backwards: Backwards) -> None:
     late, left = break_off(backwards, KeyError("the user's"))
     loss(late).backward()
     assert backwards.sizes() == [1, 1]
-    assert torch.equal(backwards.looks[0][0]["late"], left)
-    # By what held for its own backward.
-    assert [begun for _, begun in backwards.looks] == [1, 2]
+    assert torch.equal(backwards.reads[0][0]["late"], left)
+    # Each is read with the state of its own backward.
+    assert [begun for _, begun in backwards.reads] == [1, 2]
     backwards.check()
 
 
-def test_what_changes_after_a_backward_broke_off_is_left_out(backwards: Backwards) -> None:
+def test_a_gradient_changed_after_an_interrupted_backward_is_left_out(backwards: Backwards) -> None:
     late, _ = break_off(backwards, KeyError("the user's"))
     assert late.grad is not None
     late.grad.zero_()
@@ -328,7 +328,7 @@ def test_what_changes_after_a_backward_broke_off_is_left_out(backwards: Backward
     assert "broke off" in backwards.notes[0]
 
 
-def test_another_thread_leaves_what_was_left_behind_to_its_own(backwards: Backwards) -> None:
+def test_gradients_of_an_interrupted_backward_are_read_in_their_own_thread_only(backwards: Backwards) -> None:
     break_off(backwards, KeyError("the user's"))
     thread = threading.Thread(target=backwards.waiting.finish_left_behind)
     thread.start()
@@ -339,7 +339,7 @@ def test_another_thread_leaves_what_was_left_behind_to_its_own(backwards: Backwa
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of order"), KeyboardInterrupt()], ids=["a fault", "Ctrl-C"])
-def test_nothing_is_held_where_looking_fails(backwards: Backwards, error: BaseException) -> None:
+def test_gradients_are_released_if_reading_them_fails(backwards: Backwards, error: BaseException) -> None:
     parameter = ones(3)
     backwards.hook(parameter=parameter)
     backwards.fails = error
@@ -351,7 +351,7 @@ def test_nothing_is_held_where_looking_fails(backwards: Backwards, error: BaseEx
     assert backwards.sizes() == [1]
 
 
-def test_a_reentrant_backward_has_what_waits_looked_at_first(backwards: Backwards) -> None:
+def test_waiting_gradients_are_read_before_a_reentrant_backward(backwards: Backwards) -> None:
     parameter = nn.Parameter(torch.randn(4))
     backwards.hook(parameter=parameter)
 
@@ -366,19 +366,19 @@ def test_a_reentrant_backward_has_what_waits_looked_at_first(backwards: Backward
     backwards.check()
 
 
-def test_a_backward_inside_another_one(backwards: Backwards) -> None:
-    """The outer one's gradients are looked at before the inner one's come, and again those that come after it."""
+def test_a_nested_backward_splits_the_outer_ones_gradients_into_two_batches(backwards: Backwards) -> None:
+    """The outer backward's gradients are read before the inner backward; its later gradients form a second batch."""
     outer, inner, last = ones(3), ones(3), ones(3)
     backwards.hook(outer=outer, inner=inner, last=last)
     inner_loss, hidden = loss(inner), last * 2
     hidden.register_hook(lambda gradient: inner_loss.backward())
     (hidden.exp() * outer).sum().backward()
-    assert [list(found) for found, _ in backwards.looks] == [["outer"], ["inner"], ["last"]]
-    assert [begun for _, begun in backwards.looks] == [1, 2, 3]
+    assert [list(found) for found, _ in backwards.reads] == [["outer"], ["inner"], ["last"]]
+    assert [begun for _, begun in backwards.reads] == [1, 2, 3]
     backwards.check()
 
 
-def test_a_backward_of_another_thread_leaves_those_that_wait_in_peace(backwards: Backwards) -> None:
+def test_a_backward_of_another_thread_does_not_touch_waiting_gradients(backwards: Backwards) -> None:
     outer, other, last = ones(3), ones(3), ones(3)
     backwards.hook(outer=outer, other=other, last=last)
     held: list[int] = []
@@ -393,12 +393,12 @@ def test_a_backward_of_another_thread_leaves_those_that_wait_in_peace(backwards:
     hidden.register_hook(another)
     (hidden.exp() * outer).sum().backward()
     assert held == [1]
-    assert {each.name: each.waits for each in backwards.came}["other"] is False
+    assert {each.name: each.waits for each in backwards.arrived}["other"] is False
     assert not len(backwards.waiting)
     backwards.check()
 
 
-# -- through an inspector --------------------------------------------------------------------------------------------------
+# -- in an inspected training ----------------------------------------------------------------------------------------------
 
 
 def broken_off(inspector: Inspector, train: Callable[[], None]) -> None:
@@ -415,20 +415,20 @@ Log = list[tuple[str, str, str]]
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> Log:
-    """Every look of the watch as it stood when its step ended: phase, what, name."""
+def readings(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """The watch's readings at the end of each step: phase, kind and name."""
     found: Log = []
     end_step = Watch.end_step
 
     def recorded(self: Watch, step: int, sampled: bool) -> None:
-        found.extend((look.phase, look.what, look.name) for look in self._log.readings)
+        found.extend((reading.phase, reading.what, reading.name) for reading in self._log.readings)
         end_step(self, step, sampled)
 
     monkeypatch.setattr(Watch, "end_step", recorded)
     return found
 
 
-def test_the_same_is_seen_in_the_same_order_as_where_nothing_waits(monkeypatch: pytest.MonkeyPatch, looks: Log) -> None:
+def test_waiting_changes_neither_the_readings_nor_their_order(monkeypatch: pytest.MonkeyPatch, readings: Log) -> None:
     def run() -> tuple[dict[TensorKey, Any], list[tuple[tuple[str, str], list[float]]], Log]:
         model = network()
         model[2].bias.register_hook(lambda gradient: None)
@@ -442,8 +442,8 @@ def test_the_same_is_seen_in_the_same_order_as_where_nothing_waits(monkeypatch: 
         watch = inspector._capture._watch
         assert watch is not None
         rings = [(key, list(ring)) for key, ring in sorted(watch._judge._history._maxima.items())]
-        seen = list(looks)
-        looks.clear()
+        seen = list(readings)
+        readings.clear()
         return inspector.session().totals(), rings, seen
 
     waited: list[bool] = []
@@ -463,7 +463,7 @@ def test_the_same_is_seen_in_the_same_order_as_where_nothing_waits(monkeypatch: 
 
 
 class _Given(torch.autograd.Function):
-    """Brings a parameter the very gradient that it is told."""
+    """Passes the given tensor itself to a parameter as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -504,7 +504,7 @@ _LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("numba", [True, False], ids=["compiled", "without numba"])
-def test_gradients_of_every_dtype_and_layout_are_counted_and_seen_as_they_are(
+def test_counts_and_magnitudes_are_exact_for_every_dtype_and_layout(
     monkeypatch: pytest.MonkeyPatch, numba: bool
 ) -> None:
     if not numba:
@@ -529,7 +529,7 @@ def test_gradients_of_every_dtype_and_layout_are_counted_and_seen_as_they_are(
 
 
 @pytest.mark.parametrize("layout", ["float64", "complex64", "with gaps", "expanded", "transposed"])
-def test_an_infinity_in_a_gradient_of_any_layout_is_named(layout: str) -> None:
+def test_an_infinity_is_found_in_a_gradient_of_any_layout(layout: str) -> None:
     gradient = _LAYOUTS[layout]()
     model = _Gradients({"usual": torch.randn(4), "odd": gradient})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -545,15 +545,15 @@ def test_an_infinity_in_a_gradient_of_any_layout_is_named(layout: str) -> None:
     assert len(event.last_maxima) == 2
 
 
-def test_what_the_watch_sees_of_gradients_that_waited() -> None:
-    """An infinite gradient is named, and the largest magnitudes of the steps before are those of the gradients."""
+def test_the_watch_reads_gradients_that_waited() -> None:
+    """The event names the infinite gradient and lists the largest gradient magnitudes of the steps before."""
     model = nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     largest = []
     with Inspector(model) as inspector:
         for factor in (1.0, 2.0**20, float("inf")):
             optimizer.zero_grad()
-            # The output and the loss stay finite, as does the gradient at the output.
+            # The output, its gradient and the loss stay finite.
             (model(torch.ones(1, 3)).sum() + of_slope(model.weight, factor)).backward()
             assert model.weight.grad is not None
             largest.append(float(model.weight.grad.abs().max()))
@@ -563,8 +563,8 @@ def test_what_the_watch_sees_of_gradients_that_waited() -> None:
     assert event.last_maxima == tuple(largest[:2])
 
 
-def test_a_backward_that_breaks_off_at_the_end_of_the_inspection() -> None:
-    """What the watch is told of the last gradients is what they were, not what another step left in memory."""
+def test_gradients_of_a_backward_interrupted_at_the_end_have_their_own_values() -> None:
+    """The watch reads the last gradients themselves, not values of another step that remain in their memory."""
 
     def train() -> None:
         for step in range(2):
@@ -585,7 +585,7 @@ def test_a_backward_that_breaks_off_at_the_end_of_the_inspection() -> None:
     assert [event.step for event in inspector.session().events] == [1]
 
 
-def test_a_gradient_that_is_infinite_where_a_backward_breaks_off() -> None:
+def test_an_infinite_gradient_of_an_interrupted_backward_is_named() -> None:
     def train() -> None:
         for _ in range(3):
             optimizer.zero_grad()
@@ -604,7 +604,7 @@ def test_a_gradient_that_is_infinite_where_a_backward_breaks_off() -> None:
     assert (event.step, event.what, event.tensor, event.value) == (3, "weight_gradient", "2.weight", "inf")
 
 
-def test_nothing_is_held_of_a_backward_that_broke_off_once_the_training_goes_on() -> None:
+def test_the_next_forward_releases_the_gradients_of_an_interrupted_backward() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -621,7 +621,7 @@ def test_nothing_is_held_of_a_backward_that_broke_off_once_the_training_goes_on(
         optimizer.step()
 
 
-def test_full_backward_hooks_may_do_anything_to_gradients_that_came_before() -> None:
+def test_changes_by_full_backward_hooks_do_not_reach_the_counts() -> None:
     def clamp(*_: object) -> None:
         for parameter in model[2].parameters():
             parameter.grad.data.clamp_(-1e-3, 1e-3)
@@ -639,8 +639,8 @@ def test_full_backward_hooks_may_do_anything_to_gradients_that_came_before() -> 
     assert largest(with_hook=True) == largest(with_hook=False) > -9
 
 
-def test_a_gradient_whose_memory_is_gone_takes_no_other_with_it() -> None:
-    """It is no sample and not looked at; the others are, and nothing is a fault."""
+def test_a_gradient_whose_memory_was_freed_does_not_lose_the_others() -> None:
+    """The freed gradient is neither counted nor read; the others are, without an error."""
 
     def take_memory(gradient: torch.Tensor) -> None:
         assert model[2].weight.grad is not None
@@ -649,7 +649,7 @@ def test_a_gradient_whose_memory_is_gone_takes_no_other_with_it() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer, capture=("weight_gradient",)) as inspector, warnings.catch_warnings():
-        # Whether that is told of or not.
+        # A warning about it is optional.
         warnings.simplefilter("ignore", mpinspect.MpinspectWarning)
         for _ in range(4):
             optimizer.zero_grad()
@@ -665,8 +665,8 @@ def test_a_gradient_whose_memory_is_gone_takes_no_other_with_it() -> None:
     assert not [note for note in inspector.session().notes if "failed" in note]
 
 
-def test_a_fault_while_many_bytes_are_looked_at_does_not_reach_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked at in the middle of a backward, as its gradients come."""
+def test_an_error_while_a_full_batch_is_read_does_not_reach_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full batch is read in the middle of a backward, when the next gradient arrives."""
 
     def broken(*_: object) -> None:
         raise RuntimeError("out of order")
@@ -686,8 +686,8 @@ def test_a_fault_while_many_bytes_are_looked_at_does_not_reach_the_training(monk
     assert any("training is not affected" in note for note in inspector.session().notes)
 
 
-def test_a_backward_in_another_thread_in_the_middle_of_this_one() -> None:
-    """Its gradients are counted, and leave those that wait in peace."""
+def test_gradients_of_a_concurrent_backward_in_another_thread_are_counted() -> None:
+    """The gradients of both backwards are counted."""
     model = network()
     expected: dict[str, list[Any]] = {}
     with Inspector(model, capture=("weight_gradient",)) as inspector:
@@ -717,7 +717,7 @@ def test_a_backward_in_another_thread_in_the_middle_of_this_one() -> None:
         assert totals[TensorKey(name, "weight_gradient")].histogram == merge(histograms)
 
 
-def test_batched_gradients_are_said_and_stop_nothing() -> None:
+def test_batched_gradients_produce_a_warning_and_counting_continues() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -740,8 +740,8 @@ def test_batched_gradients_are_said_and_stop_nothing() -> None:
     assert totals[TensorKey("0", "activation_gradient")].samples == 4
 
 
-def test_what_the_watch_alone_looks_at_does_not_wait() -> None:
-    """Whatever becomes of it later in the backward: it was seen."""
+def test_gradients_read_by_the_watch_alone_do_not_wait() -> None:
+    """A change later in the same backward cannot hide the infinity."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, optimizers=optimizer, capture=()) as inspector:
@@ -766,15 +766,15 @@ def test_sparse_gradients_do_not_wait_and_are_counted(monkeypatch: pytest.Monkey
     assert inspector.session().notes == ()
 
 
-def test_a_scaled_loss_that_comes_in_the_middle_of_a_backward() -> None:
-    """What came before it in the same backward is of the scale before."""
+def test_a_backward_of_two_losses_uses_the_scale_of_each() -> None:
+    """Gradients that arrive before the scaled loss's backward are not unscaled."""
     plain, scaled = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     model = nn.Module()
     model.plain, model.scaled = plain, scaled
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, optimizers=optimizer, capture=("weight_gradient",), watch=False) as inspector:
-        # Made first, so that its backward comes last.
+        # Autograd runs the node that was created first last.
         first = scaler.scale((scaled * 1.0).sum())
         torch.autograd.backward([first, (plain * 1.0).sum()])
         optimizer.step()
@@ -783,8 +783,8 @@ def test_a_scaled_loss_that_comes_in_the_middle_of_a_backward() -> None:
 
 
 @pytest.mark.parametrize("by", ["optimizer", "scaler"])
-def test_what_a_broken_backward_left_is_counted_before_anybody_steps(by: str) -> None:
-    """A scaler divides gradients in place, and tells no version of it."""
+def test_gradients_of_an_interrupted_backward_are_counted_before_a_step(by: str) -> None:
+    """A scaler divides gradients in place without raising their version counter."""
     late, early = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     model = nn.Module()
     model.late, model.early = late, early

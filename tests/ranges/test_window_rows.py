@@ -1,4 +1,4 @@
-"""Windows gathered as matrices of rows say what samples say that are decoded, shifted and added one by one."""
+"""Windows computed from matrices of rows equal windows of samples that are decoded, shifted and added one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mpinspect.ranges.session import (
 )
 from mpinspect.ranges.store.columns import TensorColumns
 
-# -- one by one ---------------------------------------------------------------------------------------------------------
+# -- the oracle: one sample after the other -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Gathered:
     lost_updates: dict[str, LostUpdates] = field(default_factory=dict)
 
     def add(self, sample: Sample, scale: float | None, log2_scale: int) -> int | None:
-        """Returns the sample's peak exponent."""
+        """Add a sample, and return its peak exponent."""
         histogram = layout.decode(sample.row.numpy()).shifted(-log2_scale)
         self.histogram = self.histogram + histogram
         self.samples += 1
@@ -79,7 +79,7 @@ class _Gathered:
 
 
 class _OneByOne:
-    """What ``Tally`` does, sample by sample."""
+    """Computes the results of ``Tally`` sample by sample."""
 
     def __init__(self) -> None:
         self._tensors: dict[TensorKey, _Gathered] = {}
@@ -102,7 +102,7 @@ class _OneByOne:
         ]
         gradients = [sample for sample in samples if sample.key.kind in GRADIENT_KINDS]
         narrow = [sample for sample in gradients if sample.passed_through != "float32"]
-        # Rows of one length travel together, those that come first first.
+        # Rows of one length are copied together, in the order of their first samples.
         lengths = list(dict.fromkeys(len(sample.row) for sample in samples))
         for sample in sorted(samples, key=lambda sample: lengths.index(len(sample.row))):
             value, log2_scale = _scale(sample.scale)
@@ -132,12 +132,12 @@ class _OneByOne:
 
 
 def _is_upcast(sample: Sample) -> bool:
-    """Whether it is taken for an FP16 gradient in FP32."""
+    """Return whether the sample counts as an FP16 gradient that was cast to FP32."""
     return (sample.dtype, sample.passed_through) == ("float32", "float16") and sample.key.kind in GRADIENT_KINDS
 
 
 def _was_never_rounded(sample: Sample) -> bool:
-    """Whether it holds a finite value, as it arrived, that FP16 does not have."""
+    """Return whether the sample contains, without unscaling, a finite value outside of FP16's range."""
     value, log2_scale = _scale(sample.scale)
     is_as_it_arrived = log2_scale is not None and (value is None or value == 2.0**log2_scale)
     if not _is_upcast(sample) or not is_as_it_arrived:
@@ -151,7 +151,7 @@ def _of_module(key: TensorKey) -> tuple[str, str]:
 
 
 def _scale(scale: BackwardScale) -> tuple[float | None, int | None]:
-    """Its value, and the powers of two to take off; None if no shift does it."""
+    """Return the scale's value and the powers of two to shift by; None if no shift removes the scale."""
     value = scale.value if scale.on_device is None else float(scale.on_device)
     if scale.unknown or not scale.power_of_two:
         return value, 0
@@ -160,7 +160,7 @@ def _scale(scale: BackwardScale) -> tuple[float | None, int | None]:
     return value, exponent - 1 if mantissa == 0.5 else None
 
 
-# -- what is sampled ----------------------------------------------------------------------------------------------------
+# -- random samples -----------------------------------------------------------------------------------------------------
 
 
 def _tensors() -> Iterator[torch.Tensor]:
@@ -200,11 +200,11 @@ class _Step(NamedTuple):
 
 @st.composite
 def _steps(draw: st.DrawFn) -> list[_Step]:
-    """Steps that mostly look like others: the same samples, in the same order, of other values."""
+    """Steps that mostly resemble each other: the same tensors in the same order, with other values."""
     sample = st.tuples(
         st.sampled_from(KEYS), st.sampled_from(SCALES), st.sampled_from(("float32", "float16", "bfloat16"))
     )
-    looks = draw(st.lists(st.lists(sample, max_size=6), min_size=1, max_size=3))
+    patterns = draw(st.lists(st.lists(sample, max_size=6), min_size=1, max_size=3))
     updates = st.tuples(
         st.sampled_from(KEYS),
         st.sampled_from(("float16", "bfloat16")),
@@ -212,8 +212,8 @@ def _steps(draw: st.DrawFn) -> list[_Step]:
     )
     steps = []
     for _ in range(draw(st.integers(1, 6))):
-        look = draw(st.sampled_from(looks)) * draw(st.integers(1, 3))
-        samples = [_sample(draw(st.sampled_from(COUNTED)), *each) for each in look]
+        pattern = draw(st.sampled_from(patterns)) * draw(st.integers(1, 3))
+        samples = [_sample(draw(st.sampled_from(COUNTED)), *each) for each in pattern]
         steps.append(_Step(samples, draw(st.lists(updates, max_size=2)), draw(st.booleans())))
     return steps
 
@@ -228,7 +228,7 @@ def _sample(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=300)
 @given(steps=_steps())
-def test_windows_say_what_samples_say_one_by_one(steps: list[_Step]) -> None:
+def test_windows_equal_samples_added_one_by_one(steps: list[_Step]) -> None:
     dropped: list[str] = []
     scales: list[tuple[int, float | None]] = []
     tally = Tally(dropped.append, lambda step, scale: scales.append((step, scale)))
@@ -265,8 +265,8 @@ def _assert_same(found: Window | None, expected: Window | None) -> None:
 # -- the parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_of_one_length_that_travelled_apart() -> None:
-    """As from two devices: the first set has as many rows as there are sums, and not one for each."""
+def test_row_sets_of_one_length_are_added_together() -> None:
+    """The sets are from two devices; the first has as many rows as there are tensors, but two for one tensor."""
     keys = [KEYS[0], KEYS[0], KEYS[1]]
     samples = [SampleOf(key, "float32", "float32", 0) for key in keys]
     arrangement = Arrangement(samples, [StepScale(1.0, 0)], [RowSet(layout.NARROW.length, rows) for rows in (2, 1)])
@@ -286,7 +286,7 @@ def test_windows_of_the_same_tensors_share_their_keys() -> None:
     orders = []
     for step in range(2):
         for key in KEYS:
-            # Equal keys, not the same.
+            # Equal but not identical keys.
             tally.add(Sample(TensorKey(*key), count(torch.ones(2)), 2, "float32"))
         tally.end_step(step)
         window = tally.close_window()
@@ -296,8 +296,8 @@ def test_windows_of_the_same_tensors_share_their_keys() -> None:
     assert orders[0] is orders[1]
 
 
-def test_a_row_that_a_counter_filled_stays_as_it_is() -> None:
-    """The first step's rows are kept and added to: never those that were handed in."""
+def test_a_counters_row_is_not_changed() -> None:
+    """Later steps are added to a copy of the first step's rows."""
     tally = Tally(lambda sentence: None, lambda step, scale: None)
     row = count(torch.ones(2))
     before = row.clone()
@@ -307,7 +307,7 @@ def test_a_row_that_a_counter_filled_stays_as_it_is() -> None:
     assert torch.equal(row, before)
 
 
-def test_more_peaks_than_are_kept_loose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_are_complete_beyond_the_limit_of_uncombined_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpinspect.ranges.capture.window_rows._LOOSE_PEAKS", 3)
     tally = Tally(lambda sentence: None, lambda step, scale: None)
     for step in range(8):
@@ -319,7 +319,7 @@ def test_more_peaks_than_are_kept_loose(monkeypatch: pytest.MonkeyPatch) -> None
     assert [window.tensors[key].peaks for key in KEYS[:2]] == [{0: 3, 1: 3, 2: 2}] * 2
 
 
-def test_subnormals_where_they_are_flushed() -> None:
+def test_rows_of_subnormals_are_decoded_while_the_processor_flushes_them() -> None:
     rows = np.stack([row.numpy() for _, row, _ in COUNTED if len(row) == layout.WIDE.length])
     scales = np.zeros(len(rows), dtype=np.int64)
     expected = row_columns(rows, scales)
@@ -337,7 +337,7 @@ def test_subnormals_where_they_are_flushed() -> None:
 
 @pytest.mark.parametrize("damage", [(layout.MIN_BITS, 1), (layout.MAX_BITS, 1 << 52), (layout.HEADER, 1)])
 @pytest.mark.parametrize("add", [1, -1])
-def test_rows_whose_extremes_disagree_with_their_counts(damage: tuple[int, int], add: int) -> None:
+def test_rows_whose_extremes_contradict_their_counts_raise_an_error(damage: tuple[int, int], add: int) -> None:
     at, by = damage
     rows = count(torch.tensor([1.0, 4.0])).numpy()[None].copy()
     rows[0, at] += add * (by << 52 if at == layout.MIN_BITS else by)
@@ -346,7 +346,7 @@ def test_rows_whose_extremes_disagree_with_their_counts(damage: tuple[int, int],
 
 
 @given(st.lists(st.integers(0, 4)))
-def test_rounds(targets: list[int]) -> None:
+def test_rounds_cover_every_position_with_distinct_targets(targets: list[int]) -> None:
     positions = np.arange(len(targets))
     seen = []
     for chosen, at in rounds(np.array(targets, dtype=np.int64)):

@@ -1,4 +1,4 @@
-"""What diagnoses say of measurements made by hand: the words follow what was measured."""
+"""The sentences of diagnoses follow from their measurements."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def event(step, phase="backward", **others):
         ),
     ],
 )
-def test_the_words_of_a_norm_name_what_is_beyond_the_format(squares, not_finite, words):
+def test_the_sentence_on_a_norm_names_the_overflowing_quantity(squares, not_finite, words):
     figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": squares, "not_finite": float(not_finite)}
     finding = found("gradients-clipped-to-zero", Measurement("changed-before-step", "w", 3, figures, ("w",)))
     assert finding.message.startswith("In step 3 the gradients that the optimizer was given were zeros or NaNs: ")
@@ -68,7 +68,7 @@ def test_the_words_of_a_norm_name_what_is_beyond_the_format(squares, not_finite,
     assert ("GradScaler that begins below 1" in finding.fix) is bool(not_finite)
 
 
-def test_the_norm_in_float32_is_computed_by_the_printed_code():
+def test_the_suggested_code_computes_the_norm_in_float32():
     figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": 1e10, "not_finite": 0.0}
     code = found("gradients-clipped-to-zero", Measurement("changed-before-step", "w", 3, figures, ("w",))).code
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).half()
@@ -79,11 +79,11 @@ def test_the_norm_in_float32_is_computed_by_the_printed_code():
     assert norm.item() == pytest.approx(1, rel=1e-3)
 
 
-def test_further_steps_with_a_fault_follow_the_first_one():
+def test_the_number_of_further_steps_follows_the_first_step():
     figures = {"factor": 0.001, "is_uniform": 1.0, "of": 2.0}
     clipped = [Measurement("changed-while-scaled", "w", step, figures, ("w",)) for step in (2, 5, 8)]
     progress = Progress(STEPS, STEPS, 0, STEPS, True, scales=(ScaleChange(0, 1024.0),))
-    # A factor of one in a thousand micro-batches would be an average.
+    # A factor of exactly 1/1000 could be an average over micro-batches.
     clipped[0] = Measurement("changed-while-scaled", "w", 2, {**figures, "factor": 0.0012}, ("w",))
     assert found("unscale-missing", *clipped, progress=progress).message == (
         "In step 2, and in 2 more of the few steps that are checked for this, the gradients were clipped while they were still "
@@ -101,13 +101,13 @@ def test_further_steps_with_a_fault_follow_the_first_one():
         (event(4), "In step 4 the run was no longer finite."),
     ],
 )
-def test_a_forward_that_broke_shows_what_the_update_before_it_did(broke, words):
+def test_only_a_forward_that_broke_by_itself_is_attributed_to_the_last_update(broke, words):
     adam = OptimizerRecord("Adam", {"eps": 1e-8}, {"float16": 10}, {"exp_avg_sq": "float16"})
     precision = Precision({"float16": 10}, optimizers=(adam,))
     assert words in found("epsilon-zero", precision=precision, events=(broke,)).message
 
 
-def test_lost_updates_name_all_that_lose_as_much():
+def test_all_tensors_with_the_largest_share_of_lost_updates_are_named():
     def updates(lost):
         window = window_of(FINE, 10)
         return type(window)(FINE, 10, lost_updates={"bfloat16": LostUpdates(lost, 100, True)})
@@ -118,7 +118,7 @@ def test_lost_updates_name_all_that_lose_as_much():
     assert message.endswith("; 100% of those of 'a', 'b', 'd'.")
 
 
-def test_statistics_name_every_buffer_that_broke_with_the_first():
+def test_all_buffers_of_the_first_broken_module_are_named():
     broken = [
         Measurement("statistics", f"1.{name}", 5, text="not finite, float32")
         for name in ("running_mean", "running_var")
@@ -134,7 +134,7 @@ def test_statistics_name_every_buffer_that_broke_with_the_first():
 
 
 @pytest.mark.parametrize(("backoff", "is_static"), [(0.9999999, True), (0.5, False), (None, False)])
-def test_a_scaler_made_static_by_its_factors_is_told_so(backoff, is_static):
+def test_a_scaler_with_a_backoff_factor_near_one_is_called_static(backoff, is_static):
     scaler = ScalerRecord("GradScaler", True, 2.0**26, 2000.0, 1.0000001, backoff)
     precision = Precision({"float32": 10}, autocast=("float16",), scalers=(scaler,))
     overflows = [event(step, loss_scale=2.0**26, skipped=True) for step in range(STEPS)]
@@ -157,7 +157,7 @@ def test_the_factors_of_a_scaler_are_recorded():
     assert (record.growth_factor, record.backoff_factor) == (3.0, 0.25)
 
 
-def test_where_no_scale_is_needed_torchs_default_is_proposed_and_one_is_enough():
+def test_torchs_default_initial_scale_is_suggested_if_none_is_needed():
     opening = [
         Event(step, 0, "backward", "fc", "activation", "fc", "inf", 2.0 ** (24 - step), (), True, True)
         for step in range(6)
@@ -190,7 +190,7 @@ def test_where_no_scale_is_needed_torchs_default_is_proposed_and_one_is_enough()
         ),
     ],
 )
-def test_the_subject_of_an_operation_is_its_place(broken, words):
+def test_the_subject_of_the_sentence_is_the_operations_place(broken, words):
     fields = {"module": "fc", "what": "activation", "after": not broken, **broken}
     happened = Event(8, 0, "backward", tensor="fc", value="nan", forward_finite=True, gradients_finite=False, **fields)
     measured = Measurement(
@@ -210,12 +210,12 @@ def test_the_subject_of_an_operation_is_its_place(broken, words):
         (8, 8, 32, "rows 0, 1, 2, 3, 4, 5, 6, 7 of the batch"),
         (2, 2, 2, "all 2 rows of the batch"),
         (1, 1, 1, "row 0 of the batch"),
-        # An older recording does not say how many rows there are.
+        # An older recording lacks the number of rows.
         (8, None, None, "rows 0, 1, 2, 3, 4, 5, 6, 7, ... of the batch"),
         (2, None, None, "rows 0, 1 of the batch"),
     ],
 )
-def test_rows_are_named_or_all_of_them_are_counted(names, rows, of_rows, words):
+def test_rows_are_listed_or_counted(names, rows, of_rows, words):
     figures = {"elements": 40.0} | ({} if rows is None else {"rows": float(rows), "of_rows": float(of_rows)})
     measured = Measurement("examined-batch", "", 8, figures, tuple(map(str, range(names))))
     assert f"(40 elements, {words})" in found("batch-not-finite", measured).message
@@ -229,7 +229,7 @@ def test_a_mask_counts_the_rows_that_it_hides():
     assert message == f"In step 9, in 'attn', {told}"
 
 
-def test_rows_of_a_condition():
+def test_rows_where_finds_the_rows_of_a_condition():
     assert Rows.where(torch.tensor(True)) == Rows((), 0, 0)
     assert Rows.where(torch.tensor([False, True])) == Rows((1,), 1, 2)
     assert Rows.where(torch.ones(20, 2, 3, dtype=torch.bool)) == Rows(tuple(range(8)), 20, 20)
@@ -251,13 +251,13 @@ def softmax():
         (lambda: softmax()[:, 0].tanh(), False),
     ],
 )
-def test_a_logarithm_of_a_softmax_is_told_from_others(argument, is_softmax):
+def test_a_logarithm_of_a_softmax_is_recognised(argument, is_softmax):
     found = singular(argument().log().grad_fn)
     assert found is not None
     assert found.what == ("of zero, the result of a softmax" if is_softmax else "of zero")
 
 
-def test_a_logarithm_of_a_softmax_is_mended_by_log_softmax():
+def test_log_softmax_is_suggested_for_a_logarithm_of_a_softmax():
     fixes = {}
     for text in ("a logarithm of zero", "a logarithm of zero, the result of a softmax"):
         measured = Measurement("examined-argument", "", 8, {"elements": 1.0}, (), text)
@@ -270,20 +270,20 @@ def test_a_logarithm_of_a_softmax_is_mended_by_log_softmax():
 
 @pytest.mark.parametrize("text", ["acos of a magnitude of 1 or more", "exp of a number too large for its result"])
 @pytest.mark.parametrize("bits", [16.0, 32.0])
-def test_an_operation_in_16_bits_is_mended_in_float32_whatever_the_run_computes_in(text, bits):
+def test_float32_is_suggested_for_an_operation_in_16_bits(text, bits):
     measured = Measurement("examined-argument", "", 8, {"elements": 1.0, "bits": bits}, (), text)
     finding = found("argument-out-of-range", measured, events=(event(8),))
     assert ("x in FP32: x = x.float()" in finding.code) is (bits == 16)
 
 
-def test_a_new_recording_tells_how_wide_a_singular_operation_was():
+def test_the_bits_of_a_singular_operation_are_recorded():
     for dtype in (torch.float16, torch.float32, torch.float64):
         made = torch.ones(2, dtype=dtype, requires_grad=True).acos()
         assert singular(made.grad_fn).bits == torch.finfo(dtype).bits
 
 
 @pytest.mark.parametrize(("ratio", "is_explosion"), [(19.0, False), (2.0**18, True)])
-def test_slow_growth_beside_an_argument_out_of_range_is_no_explosion(ratio, is_explosion):
+def test_slow_weight_growth_before_an_argument_out_of_range_is_no_explosion(ratio, is_explosion):
     grown = Measurement("weight-growth", "w", 16, {"ratio": ratio, "began": 1.0, "lr": 0.05})
     acos = Measurement("examined-argument", "", 18, {"elements": 7.0}, (), "acos of a magnitude of 1 or more")
     report = analyse(session_of({weight("w"): spread({0: 10})}, events=(event(18),), measurements=(grown, acos)))
@@ -291,7 +291,7 @@ def test_slow_growth_beside_an_argument_out_of_range_is_no_explosion(ratio, is_e
 
 
 @pytest.mark.parametrize("log2_scale", [0, 10, 12, 14])
-def test_zeros_at_a_small_loss_scale_ask_for_a_larger_one_first(log2_scale):
+def test_a_larger_loss_scale_is_suggested_for_zeros_at_a_small_one(log2_scale):
     layers = {
         weight("deep.weight"): window_of(
             spread({}, zeros=1000), passed_through="float16", floor_exponent=-24 - log2_scale
@@ -312,7 +312,7 @@ def test_zeros_at_a_small_loss_scale_ask_for_a_larger_one_first(log2_scale):
 
 
 @pytest.mark.parametrize(("broken", "has_code"), [(3, True), (9, True), (10, False), (20, False)])
-def test_steps_are_not_to_be_skipped_where_most_would_be(broken, has_code):
+def test_skipping_steps_is_not_suggested_if_half_of_them_break(broken, has_code):
     replaced = Measurement("replaced-before-step", "w", 0, {"of": 1.0}, ("w",))
     finding = found("gradients-replaced", replaced, events=tuple(map(event, range(broken))))
     assert bool(finding.code) is has_code
@@ -320,7 +320,7 @@ def test_steps_are_not_to_be_skipped_where_most_would_be(broken, has_code):
 
 
 @pytest.mark.parametrize(("dtypes", "is_spared"), [(("float32",), True), (("float16",), False)])
-def test_sums_of_what_is_held_in_float32_need_no_care(dtypes, is_spared):
+def test_overflowing_sums_need_no_fix_if_the_tensor_is_float32(dtypes, is_spared):
     large = spread({10: 100_000})
     window = window_of(large, 10)
     layers = {weight("w"): type(window)(large, 10, dtypes=dtypes, passed_through="float16")}
@@ -330,7 +330,7 @@ def test_sums_of_what_is_held_in_float32_need_no_care(dtypes, is_spared):
 
 
 @pytest.mark.parametrize(("scales", "words"), [((64, 32, 16, 8), "fell each time"), ((64, 64, 32, 32), "never grew")])
-def test_overflows_that_recur_name_their_steps(scales, words):
+def test_recurring_overflows_are_reported_with_their_steps(scales, words):
     events = [
         Event(step, 0, "backward", "2", "activation", "2", "inf", float(scale), (), True, True, after=True)
         for step, scale in zip((5, 8, 11, 14), scales, strict=True)
