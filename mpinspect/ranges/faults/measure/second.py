@@ -66,6 +66,8 @@ _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: Bytes of twins, and seconds, after which the rest of the step is left out.
 _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
+#: Bytes of twins from which on those of freed storages are dropped.
+_FIRST_SWEEP = 32 << 20
 #: The most operators that are named as left out.
 _MOST_NAMED = 5
 #: The least local error of a sum, relative to the norm of its exact result. Rounding a sum once makes at most 2^-9 in BF16.
@@ -100,7 +102,7 @@ class Pending(NamedTuple):
 
     Args:
         arguments: its arguments, with twins.
-        exact: its arguments as they are, in FP32; None if none of them has a twin of its own.
+        exact: its arguments as they are, in FP32 if it overwrites them; None if none of them has a twin of its own.
         before: the largest relative error that its inputs had inherited.
         dtype: of its first argument, if that is a tensor.
         is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
@@ -137,6 +139,8 @@ class SecondComputation:
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
         self._bytes = 0
+        #: The bytes of twins at which those of freed storages are dropped.
+        self._sweep_at = min(_FIRST_SWEEP, _MOST_BYTES)
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
         self._began = time.perf_counter()
@@ -187,7 +191,11 @@ class SecondComputation:
             return None
         written = {id(each) for each in mutated}
         twins = tree_map(lambda each: self._twin_or_wide(each, id(each) in written), (args, _widened(kwargs)))
-        exact = tree_map(lambda each: _wide(each, id(each) in written), (args, _widened(kwargs))) if has_twin else None
+        exact = None
+        if has_twin and writes:
+            exact = tree_map(lambda each: _wide(each, id(each) in written), (args, _widened(kwargs)))
+        elif has_twin:
+            exact = (args, kwargs)
         before = 0.0
         if func.overloadpacket in _AMPLIFYING:
             before = max((self._error(each) for each in tensors), default=0.0)
@@ -208,13 +216,13 @@ class SecondComputation:
                 self._compare_integers(pending, result, frame)
                 return
             twins = _plain(func(*pending.arguments[0], **pending.arguments[1]))
-            exact = twins if pending.exact is None else _plain(func(*pending.exact[0], **pending.exact[1]))
-            for place, (value, twin, local) in enumerate(zip(results, twins, exact, strict=False)):
+            for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
+                    wide = value.float()
                     if not place:
                         # Further results are for the backward alone, and may be written in part.
-                        self._compare(pending, value, twin, local, frame)
-                    self._keep(value, twin, pending.is_cast)
+                        self._compare(pending, value, wide, twin, frame)
+                    self._keep(value, wide, twin, pending.is_cast)
         except Exception:
             self.skipped[name] += 1
             self._forget(results)
@@ -223,9 +231,10 @@ class SecondComputation:
         """Return whether the time or the memory for twins is used up; drop the twins of storages that are gone."""
         if time.perf_counter() - self._began > _MOST_SECONDS:
             self._ended_by = f"after {_MOST_SECONDS:.0f} s"
-        elif self._bytes > _MOST_BYTES:
+        elif self._bytes > self._sweep_at:
             self._twins = {key: twin for key, twin in self._twins.items() if not twin.is_gone()}
             self._bytes = sum(twin.values.nbytes for twin in self._twins.values())
+            self._sweep_at = min(max(self._bytes + self._bytes // 4, _FIRST_SWEEP), _MOST_BYTES)
             if self._bytes > _MOST_BYTES / 2:
                 self._ended_by = f"once its copies took {_MOST_BYTES >> 30} GiB"
         return bool(self._ended_by)
@@ -239,13 +248,17 @@ class SecondComputation:
     # -- comparing --------------------------------------------------------------------------------------------------
 
     def _compare(
-        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: torch.Tensor, frame: FrameType
+        self, pending: Pending, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, frame: FrameType
     ) -> None:
-        wide = value.float()
-        if not bool(wide.isfinite().all()):
+        # A finite sum takes one reading, and has finite terms only.
+        is_finite = bool(wide.sum().isfinite()) or bool(wide.isfinite().all())
+        operator = pending.func.overloadpacket
+        if is_finite and operator not in _SUMS and operator not in _AMPLIFYING:
+            return
+        local = _local(pending, twin)
+        if not is_finite:
             self._compare_broken(pending, value, wide, twin, local, frame)
             return
-        operator = pending.func.overloadpacket
         size = float(local.norm())
         if operator in _SUMS and value.dtype in _NARROW and size:
             error = float((wide - local).norm()) / size
@@ -423,7 +436,7 @@ class SecondComputation:
         """Return whether a tensor's values were never computed with in 16 bits; one without a twin is exact."""
         return self.twin(tensor) is None or self._twins[tensor.untyped_storage()._cdata].is_cast
 
-    def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
+    def _keep(self, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
         """Remember a result's twin. Of a storage that holds more than the result, the rest keeps its values."""
         known = self.twin(value)
         if known is not None:
@@ -432,9 +445,8 @@ class SecondComputation:
             if known.data_ptr() != twin.data_ptr():
                 known.copy_(twin)
             return
-        if bool((value.float() == twin).all()):
-            return
-        self._remember(value, twin, is_cast)
+        if not torch.equal(wide, twin):
+            self._remember(value, twin, is_cast)
 
     def _remember(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
         storage = value.untyped_storage()
@@ -453,10 +465,20 @@ class SecondComputation:
             self._twins.pop(each.untyped_storage()._cdata, None)
 
 
+def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
+    """Return an operator's first result in FP32, from its arguments as they are."""
+    if pending.exact is None:
+        return twin
+    args, kwargs = pending.exact
+    if not pending.func._schema.is_mutable:
+        args, kwargs = tree_map(lambda each: _wide(each, False), (args, _widened(kwargs)))
+    return _plain(pending.func(*args, **kwargs))[0]
+
+
 def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
     """Return the two tensors that an operator has added, in FP32."""
     args, kwargs = pending.exact or pending.arguments
-    operands = [each for each in args[:2] if isinstance(each, torch.Tensor)]
+    operands = [each.float() for each in args[:2] if isinstance(each, torch.Tensor)]
     if len(operands) == 2 and pending.func._schema.is_mutable:
         # The first was overwritten by the second computation.
         sign = -1 if pending.func.overloadpacket in (aten.sub, aten.sub_) else 1
