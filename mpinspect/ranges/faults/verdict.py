@@ -66,7 +66,7 @@ def verdict(
 
 
 def of_what_was_seen(session: Session, found: Verdict) -> Verdict:
-    """Return a verdict that calls nothing healthy: something went wrong, or the run was stopped, after its record had ended."""
+    """Return a verdict without a claim of health, for a run that failed or was stopped after its record had ended."""
     if not found.healthy:
         return found
     return replace(found, healthy=None, sentences=(_nothing_wrong(session), *found.sentences[1:-1]))
@@ -83,7 +83,7 @@ _WHERE = {
 
 
 def _ended(session: Session) -> str:
-    """Return the exception that ended the run, with its step and phase; "" if none did, or a finding names the rank's."""
+    """Return the exception that ended the run, with its step and phase; "" without one, or if a finding names it."""
     error = session.ended_by
     if error is None or any(each.what == ENDED_EARLY for each in session.measurements):
         return ""
@@ -105,12 +105,12 @@ def _ended(session: Session) -> str:
     )
 
 
-#: Most further findings whose first clause the verdict gives.
+#: Maximum number of further findings whose first clause the verdict quotes.
 _TOLD = 2
 
 
 def _also_grave(findings: Sequence[Finding]) -> str:
-    """Return the first clauses of the findings above "info" that the verdict does not give whole; "" for none."""
+    """Return the first clauses of the further findings above "info"; "" if there are none."""
     if not findings:
         return ""
     clauses = [f"{_first_clause(finding.message)} ({finding.id})" for finding in findings[:_TOLD]]
@@ -134,7 +134,7 @@ def _computes_in(session: Session, format: FloatFormat | None) -> str:
 
 
 class _Unknown(Sentences):
-    """The verdict on a run of which too little is known."""
+    """The verdict on a run with too few observations."""
 
     SKIPPED_ONLY_STEP = "Not known whether it is healthy: the scaler skipped the only step."
     SKIPPED_ALL = "Not known whether it is healthy: the scaler skipped all {steps:,} steps."
@@ -184,7 +184,7 @@ def _why_unknown(session: Session) -> Said:
 
 
 class _Nothing(Sentences):
-    """The verdict on a run in which nothing was found."""
+    """The verdict on a run without findings."""
 
     WRONG = "Nothing numerically wrong was found in {seen}."
     WRONG_IN_SAMPLES = (
@@ -279,7 +279,7 @@ _FEW_STEPS = 5
 
 
 def _basis(session: Session) -> str:
-    """Return a clause on how little a window rests on: few steps, or weight gradients alone; "" if on neither."""
+    """Return a clause on a window's weak basis (few steps, or weight gradients alone); "" for a sound basis."""
     steps, kinds = session.progress.sampled_steps, {key.kind for key in session.totals()}
     parts = [f"{number_of(steps, 'step')} alone"] if steps < _FEW_STEPS else []
     if ACTIVATION_GRADIENT in session.info.kinds and ACTIVATION_GRADIENT not in kinds:
@@ -314,7 +314,7 @@ def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
 
 
 def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
-    """Return the sentence on where the scale lies in the window; None if it is below, which findings name, or not known."""
+    """Return the sentence on the scale's place in the window; None if it is unknown, or below, which findings report."""
     if not advice.available:
         return _Own.NO_WINDOW
     if used is None:
@@ -373,7 +373,7 @@ def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -
 
 
 def _takes_scaler(session: Session) -> bool:
-    """Return whether a GradScaler could step: it takes no closure, and no step that is made by hand."""
+    """Return whether a GradScaler could step the optimizers: it supports neither closures nor hand-written updates."""
     ledger = session.precision
     by_hand = bool(ledger.weights) and not ledger.optimizers
     return not by_hand and not any(optimizer.type == "LBFGS" for optimizer in ledger.optimizers)

@@ -25,7 +25,7 @@ _MOST_RECORDS = 5
 
 
 class _Statistics(NamedTuple):
-    """The running statistics at one time, on their way to the host: their dtypes; the names and values, one for each device."""
+    """The running statistics at one time, being copied to the host: their dtypes; the names and values, one for each device."""
 
     dtypes: dict[str, str]
     names: list[list[str]]
@@ -66,7 +66,7 @@ class Buffers(Observer):
             self._find_broken(self._known.update)
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Read the buffers if the step is measured or has a new event; record those of the steps whose values have arrived."""
+        """Read the buffers if the step is measured or has a new event; record broken ones whose values have arrived."""
         self._arrivals.take()
         events, self._events = self._events, len(self._recording.events)
         if self._clock.measured or self._events > events:
