@@ -123,7 +123,7 @@ def own_scale(session: Session) -> tuple[float | None, bool]:
 
 
 def survived(event: Event, session: Session) -> bool:
-    """Return whether forwards after an optimizer step in a step with non-finite gradients were finite: so are the weights."""
+    """Return whether later forwards stayed finite after an update with non-finite gradients, so that the weights are finite."""
     if event.story != TAKEN or any(each.phase in ("forward", END) or forward_broke(each) for each in session.events):
         return False
     watched = session.info.watch and session.progress.watched_steps is None

@@ -20,7 +20,7 @@ RULE_OF_THREE = 3.0
 _Z95 = 1.6449
 #: Number of events above which a normal approximation replaces the exact sum of binomial terms.
 _EXACT = 10_000
-#: Least standard deviation of peaks known to their power of two: that of a value anywhere within one octave, sqrt(1/12).
+#: Least standard deviation of peaks known to their power of two: sqrt(1/12), as of a uniform value within one octave.
 _LEAST_SPREAD = 1 / math.sqrt(12)
 #: Fewest steps from which a standard deviation is computed: with fewer, the tolerance factor k alone exceeds 8.
 FEWEST_IN_BLOCK = 5
@@ -29,7 +29,7 @@ NEAR_OVERFLOW = 65504 / 16
 
 
 def log2_room(peak_exponent: int, format: FloatFormat) -> int:
-    """Return the largest k at which a value of this peak exponent (rounded to 11 bits) does not overflow.
+    """Return the largest k such that a value of this peak exponent (rounded to 11 bits) does not overflow.
 
     For FP16 the result is exactly 15 - peak. Formats with fewer bits overflow earlier within their highest power of
     two, so the result is one less for them, to be safe.
@@ -42,12 +42,12 @@ class Ceiling:
     """The largest loss scale without overflow, as a power of two.
 
     Args:
-        log2_highest: largest k at which a step overflows with a probability of at most 1/growth_interval.
+        log2_highest: largest k with an overflow probability of at most 1/growth_interval per step.
         margin: powers of two already subtracted as a reserve for gradients larger than any seen.
         log2_overflowed: smallest k at which the run itself overflowed; None if the run did not overflow.
-        log2_of_finite: largest k at which nothing overflows of the steps that did not overflow in the run; None if there are
-            none, or if it is not known.
-        lacking: powers of two by which the reserve is smaller than the spread of the peaks asks for.
+        log2_of_finite: largest k without overflow in the steps that did not overflow in the run; None if there are none, or if
+            unknown.
+        lacking: missing powers of two of reserve, compared with the reserve that the spread of the peaks requires.
     """
 
     log2_highest: int
@@ -86,13 +86,12 @@ def log2_highest(
             -> number of steps. Separate blocks keep a drift over the run from being taken for spread.
         growth_interval: number of steps after which a dynamic scaler doubles its scale, risking about one overflow each
             time.
-        exact: ``blocks`` without the steps that overflowed, whose peaks are only lower bounds and tell nothing about
-            spread.
+        exact: ``blocks`` without the steps that overflowed, whose peaks are only lower bounds and carry no spread.
 
     The (1 - 1/growth_interval) quantile of the peaks is bounded from above with 95% confidence. If there are enough
     steps (3 growth intervals) the bound is an order statistic, which assumes no distribution; otherwise it is
-    ``normal_bound`` or the largest peak, whichever is larger. The margin never excludes scale 1 if no step seen
-    overflows at scale 1; the part that is given up for it is ``Ceiling.lacking``.
+    ``normal_bound`` or the largest peak, whichever is larger. The margin never excludes scale 1 if no step seen overflows at
+    scale 1; ``Ceiling.lacking`` is the part omitted for this.
     """
     peaks = add_counts(blocks)
     steps = sum(peaks.values())
@@ -149,9 +148,9 @@ def _large_enough(blocks: Sequence[Mapping[int, int]]) -> list[Mapping[int, int]
 def tolerance_factor(n: int, freedom: float, probability: float) -> float:
     """Return the k for which mean + k s of n normal values exceeds their (1 - probability) quantile with 95% confidence.
 
-    This is the one-sided tolerance limit of the NIST/SEMATECH e-Handbook of Statistical Methods, 7.2.6.3 (after
-    Natrella, 1963): k = (z + sqrt(z^2 - a b)) / a, a = 1 - c^2 / (2 f), b = z^2 - c^2 / n, where z and c are the normal
-    quantiles of 1 - probability and of the confidence, and f is the degrees of freedom of s.
+    This is the one-sided tolerance limit of the NIST/SEMATECH e-Handbook of Statistical Methods, 7.2.6.3 (after Natrella,
+    1963): k = (z + sqrt(z^2 - a b)) / a, a = 1 - c^2 / (2 f), b = z^2 - c^2 / n, where z and c are the normal quantiles of 1 -
+    probability and of the confidence, and f is the number of degrees of freedom of s.
     """
     covered, confidence = NormalDist().inv_cdf(1 - probability), NormalDist().inv_cdf(CONFIDENCE)
     a = 1 - confidence**2 / (2 * freedom)

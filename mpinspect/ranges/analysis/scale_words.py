@@ -25,7 +25,7 @@ from mpinspect.reporting.words import (
 #: Lost share above which the sentence on a served layer also explains why the loss is acceptable.
 _WORTH_A_WORD = 1e-3
 
-#: Bound of the share of steps that overflow above which it is not printed: "fewer than one step in 3" alarms without information.
+#: A larger bound of the share of overflowing steps is not printed: "fewer than one step in 3" alarms without information.
 _RARE = 0.1
 
 
@@ -134,7 +134,7 @@ def in_steps(steps: tuple[int, int] | None) -> str:
 
 
 def _noise_apart(gradients: Sequence[GradientRange]) -> str:
-    """Return words that leave out gradients of rounding noise; "" if there are none."""
+    """Return words that leave out gradients of rounding noise; "" without such gradients."""
     return ", rounding noise apart" if any(gradient.is_noise for gradient in gradients) else ""
 
 
@@ -194,7 +194,7 @@ def _window(decision: Decision, gradients: Sequence[GradientRange]) -> str:
 
 
 def _by_the_finite(decision: Decision) -> str:
-    """Return the words for a run that was not finite throughout: how large its other gradients were is not known."""
+    """Return the words that limit a statement to finite gradients; "" if all gradients were finite."""
     return "" if decision.all_finite else "judging by the finite gradients "
 
 
@@ -255,7 +255,7 @@ def _in_reserve(decision: Decision) -> str:
         return ""
     below = f"still {number_of(ceiling.margin, 'power')} of two below the overflow"
     if not decision.all_finite:
-        # Beside steps that were not finite the spread of the others proves nothing.
+        # If some steps were not finite, the spread of the finite ones is no evidence.
         return f"At 2^{top} the largest finite gradient seen is {below}, as a margin; of the others the window says nothing."
     return (
         f"At 2^{top} the largest gradient seen is {below}, in reserve for steps not seen: judging by the spread of the "
@@ -287,8 +287,8 @@ def _hidden(decision: Decision) -> str:
 
 def _confidence(decision: Decision) -> str:
     overflows, steps, chosen = decision.overflows, decision.steps, decision.log2_scale
-    # The bound at the window's top holds at scale 1 all the more; of steps that were not finite only the finite values were
-    # counted, so that these steps prove nothing.
+    # The bound at the window's top also holds at scale 1. Steps that were not finite prove nothing, since only their finite
+    # values were counted.
     if (decision.needed is False and decision.ceiling.margin) or not decision.all_finite:
         return ""
     if not steps:
@@ -299,5 +299,5 @@ def _confidence(decision: Decision) -> str:
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"
     if overflows:
         return f"{overflows} of {counted} would overflow at 2^{chosen}" + (f"; {rarer}." if bound <= _RARE else ".")
-    # The window already implies that no observed value overflows.
+    # The window already states that no observed value overflows.
     return f"No overflow at 2^{chosen} in {counted}, so {rarer}." if bound <= _RARE else ""
