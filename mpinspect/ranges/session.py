@@ -140,10 +140,9 @@ class TensorWindow:
         peaks: ``peak_exponent`` (exponent of the largest magnitude, rounded to 11 bits) -> number of samples.
         dtypes: storage dtypes of the tensors counted.
         passed_through: name of the narrowest format that the values were rounded to before counting ("float16" under
-            FP16 autocast, even for the FP32 ``.grad``), "float32" if none.
+            FP16 autocast, even for the FP32 ``.grad``), "float32" for unrounded values.
         floor_exponent: visibility floor: unscaled magnitudes up to 2^floor_exponent may have been flushed before
-            counting (the format's flush edge divided by the smallest scale used); None if nothing was flushed before
-            counting.
+            counting (the format's flush edge divided by the smallest scale used); None if no value was flushed before counting.
         lost_updates: lost updates by name of the storage format; only for the kind "update".
         numel_max: number of elements of the largest single sample.
     """
@@ -361,7 +360,7 @@ class Precision:
 
     Args:
         weights: number of parameter elements by dtype.
-        gradients: number of elements of the gradients passed to the optimizers, by dtype; empty if none were seen.
+        gradients: number of elements of the gradients passed to the optimizers, by dtype; empty if they were not seen.
         autocast: autocast dtypes of the modules' training forwards; "" if leaf modules ran outside of autocast.
         outputs: dtypes of the floating-point outputs of modules in training forwards.
         losses: dtypes of the losses whose backwards were seen.

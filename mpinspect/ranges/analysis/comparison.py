@@ -107,11 +107,11 @@ class RangeDiff:
         first, second: the reports, judged in the same format.
         compared: the scope of the comparison.
         settings: the settings that differ.
-        differs: the first place where counts differ; None if all that could be compared are equal.
+        differs: the first place where counts differ; None if all comparable counts are equal.
         moved: the first place where a tensor changed by more than its usual variation; None without one.
-        layers: the tensors that both runs counted, those that moved most first.
-        only_first, only_second: the tensors that only this run counted.
-        events_only_first, events_only_second: the events that only this run has.
+        layers: the tensors that both runs counted, the most moved first.
+        only_first, only_second: the tensors that only the first, or only the second run counted.
+        events_only_first, events_only_second: the events of only the first, or only the second run.
         scales_part: the first step with different loss scales, and both scales (None: unknown); None if they agree.
         differences: findings on the differences.
         new: findings of the second run that the first lacks or has at a lower severity; ``gone`` is the reverse.

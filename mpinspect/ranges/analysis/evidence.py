@@ -33,7 +33,7 @@ class Evidence:
     Args:
         session: the session with weighted counts (peaks and sampled steps unchanged), from which shares are computed.
         is_weighed: whether the windows' weights differ, which makes shares over the run estimates.
-        left_out: a sentence on the windows that were left out; "" if none were.
+        left_out: a sentence on the windows that were left out, or "".
     """
 
     session: Session
@@ -92,7 +92,7 @@ def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
 
 
 def _collapsed_spans(session: Session) -> list[tuple[int, int, float]]:
-    """Return the first step, the step after the last, and the scale of each span in which the loss scale had collapsed.
+    """Return the first step, the step after the last, and the scale of each span with a collapsed loss scale.
 
     A loss scale has collapsed if FP16 would flush even 1 at that scale, or if the scale fell below 1 after steps were
     skipped for a non-finite forward, which no loss scale fixes.

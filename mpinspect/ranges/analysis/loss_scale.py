@@ -47,7 +47,7 @@ def recommend_loss_scale(
         histograms: histograms of unscaled gradients, one per layer: a mapping by name, an iterable (the layers are then
             named "0", "1", ...) or a single histogram. Or a whole session, which also gives each step's peak exponent
             (and so the confidence), drift and rounding noise.
-        format: the format in which the scaled gradients are stored: a FloatFormat, a name or a dtype.
+        format: the storage format of the scaled gradients: a FloatFormat, a name or a dtype.
         headroom: powers of two to leave below the overflow, at least 0.
         tolerance: the largest share of its L1 mass that a layer may lose, in (0, 1).
         growth_interval: number of steps; an overflow probability of 1/growth_interval per step is accepted.

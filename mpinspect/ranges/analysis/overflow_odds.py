@@ -44,7 +44,7 @@ class Ceiling:
     Args:
         log2_highest: largest k with an overflow probability of at most 1/growth_interval per step.
         margin: powers of two already subtracted as a reserve for gradients larger than any seen.
-        log2_overflowed: smallest k at which the run itself overflowed; None if the run did not overflow.
+        log2_overflowed: smallest k with an overflow in the run itself; None without an overflow.
         log2_of_finite: largest k without overflow in the steps that did not overflow in the run; None if there are none, or if
             unknown.
         lacking: missing powers of two of reserve, compared with the reserve that the spread of the peaks requires.
@@ -65,7 +65,7 @@ class Ceiling:
         return replace(self, log2_highest=log2_scale, margin=self.margin - given_up, lacking=self.lacking + given_up)
 
     def below(self, log2_overflowed: int | None) -> Ceiling:
-        """Return this ceiling lowered below 2^log2_overflowed, the scale at which the run overflowed (None: not at all)."""
+        """Return this ceiling lowered below 2^log2_overflowed, the smallest scale that overflowed in the run (None: no one)."""
         if log2_overflowed is None:
             return self
         if log2_overflowed > self.log2_highest:
@@ -83,7 +83,7 @@ def log2_highest(
 
     Args:
         blocks: one mapping per block of consecutive steps: exponent of a step's largest gradient (rounded to 11 bits)
-            -> number of steps. Separate blocks keep a drift over the run from being taken for spread.
+            -> number of steps. Separate blocks prevent a drift over the run from counting as spread.
         growth_interval: number of steps after which a dynamic scaler doubles its scale, risking about one overflow each
             time.
         exact: ``blocks`` without the steps that overflowed, whose peaks are only lower bounds and carry no spread.
@@ -146,7 +146,7 @@ def _large_enough(blocks: Sequence[Mapping[int, int]]) -> list[Mapping[int, int]
 
 
 def tolerance_factor(n: int, freedom: float, probability: float) -> float:
-    """Return the k for which mean + k s of n normal values exceeds their (1 - probability) quantile with 95% confidence.
+    """Return the k such that mean + k s of n normal values exceeds their (1 - probability) quantile with 95% confidence.
 
     This is the one-sided tolerance limit of the NIST/SEMATECH e-Handbook of Statistical Methods, 7.2.6.3 (after Natrella,
     1963): k = (z + sqrt(z^2 - a b)) / a, a = 1 - c^2 / (2 f), b = z^2 - c^2 / n, where z and c are the normal quantiles of 1 -

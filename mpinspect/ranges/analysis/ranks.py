@@ -67,7 +67,7 @@ class RankSum:
     def __init__(self) -> None:
         self._sum: Session | None = None
         self._ranges = RankRanges()
-        #: The ranks of each note, in the order in which the notes were added.
+        #: The ranks of each note, in the order of the notes.
         self._notes: dict[str, list[int]] = {}
 
     @property

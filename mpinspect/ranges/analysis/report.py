@@ -20,10 +20,10 @@ class LayerReport:
         samples: number of times the tensor was counted; 0 if never seen.
         histogram: unscaled counts, or None if never seen.
         range_offset: unused powers of two at the top of the format; None without a finite non-zero value.
-        flushed_fraction: share of the non-zero elements that flush. If nothing was flushed before counting, the share
-            is measured and the three figures are equal. If the values had passed through a narrow format, the estimate covers
-            the visible values, and the bounds assume that no zero or every zero was a flushed value. If samples represent
-            different numbers of steps, it is an estimate over the run with the lowest and highest bound of any block.
+        flushed_fraction: share of the non-zero elements that flush. If no value was flushed before counting, the share is
+            measured and the three figures are equal. If the values had passed through a narrow format, the estimate covers the
+            visible values, and the bounds assume that no zero or every zero was a flushed value. If samples represent different
+            numbers of steps, it is an estimate over the run with the lowest and highest bound of any block.
         already_flushed_fraction: share of the non-zero elements that was flushed before counting, as bounds (the estimate
             equals the lower bound, as the counts allow no better one); None if no value can have been flushed.
         floor_exponent: visibility floor, see TensorWindow.

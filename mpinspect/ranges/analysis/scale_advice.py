@@ -50,7 +50,7 @@ class ScaleRules:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of steps, its gradients, their window (None if a scale serves none of them), and whether the run overflowed."""
+    """A block of steps, its gradients, their window (None without a gradient to serve), and whether the run overflowed."""
 
     first_step: int
     last_step: int

@@ -59,7 +59,7 @@ class StepLog:
     unseen_inputs: set[int] = field(default_factory=set)
     #: Numbers of the tensors and names of the parameters' gradients that are made of values of all ranks.
     of_all_ranks: set[int | str] = field(default_factory=set)
-    #: Whether the model is a stage of a pipeline to which the one before gave its input.
+    #: Whether the model is a pipeline stage that received its input from the previous stage.
     is_later_stage: bool = False
     #: Whether calls of modules that are called often in one forward were not observed.
     is_partial: bool = False
@@ -68,10 +68,10 @@ class StepLog:
     #: Modules that can't have made the first infinity or NaN; None unless determined before the optimizer's step.
     innocent: frozenset[str] | None = None
     scale: BackwardScale | None = None
-    #: Whether a scaler multiplied a loss, which was read then.
+    #: Whether a scaler multiplied a loss; the loss was read at that moment.
     loss_is_scaled: bool = False
     skipped: bool | None = None
-    #: The last micro-batch whose backward began when the loop had cleared all gradients of those before.
+    #: The last micro-batch whose backward began after the loop had cleared all earlier gradients.
     dropped_before: int | None = None
     found_inf: list[torch.Tensor] = field(default_factory=list)
     #: The slots of the readings, by device.
@@ -84,7 +84,7 @@ class StepLog:
     reads_at_optimizers: bool = False
     #: The names of the parameters whose gradients were read before they were clipped.
     read_before_clipping: set[str] = field(default_factory=set)
-    #: Whether all readings are slots, of which most are read only where something is not finite.
+    #: Whether all readings are slots. Most slots are read only if a value is not finite.
     is_on_devices: bool = False
     #: Whether ``backward_broke`` has found such a gradient, and how many readings it has searched.
     _broke: bool = False
@@ -183,7 +183,7 @@ class Judge:
             log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
             self._skips_on_device += log.skipped
         if log.is_on_devices and not any(each.broken() for each in log.magnitudes):
-            # Most of these tensors were not read: the maxima of a few are no history.
+            # Most of these tensors were not read, so the few maxima would be a misleading history.
             return None
         largest = _largest(log, arrived.copies)
         if all(map(math.isfinite, largest)):
@@ -224,7 +224,7 @@ class Judge:
                 self._history.remember((reading.name, reading.what), value)
 
     def _is_block(self, module: str, calls: list[culprit.Call]) -> bool:
-        """Return whether a module has others inside, of which no call was observed."""
+        """Return whether a module contains others without any observed call."""
         has_inside = any(is_below(path, module) for path in self._modules)
         return has_inside and not any(is_below(call.module, module) for call in calls)
 
@@ -269,7 +269,7 @@ class Judge:
 
 
 def _dropped(log: StepLog, seen: Iterable[Seen]) -> bool:
-    """Return whether the loop dropped every gradient of the step that was not finite, before another backward."""
+    """Return whether the loop dropped every non-finite gradient of the step before another backward."""
     return log.dropped_before is not None and all(
         look.finite for look in seen if look.phase == BACKWARD and look.micro_batch >= log.dropped_before
     )

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class WindowList:
-    """Keeps fewer than twice ``limit`` windows of similar length, by merging neighbours without changing any total.
+    """A list of fewer than twice ``limit`` windows of similar length. Merges neighbours without changing any total.
 
     ``session.coarsen`` would merge all windows at once, which takes a second with a thousand tensors. Here the target length
     doubles when there are too many windows, and each window added after that merges one pair of neighbours.
@@ -84,13 +84,13 @@ class WindowList:
         return max(first.sampled_steps, 1) + max(second.sampled_steps, 1) <= self.length
 
 
-#: Most events kept; later ones usually repeat the same problem.
+#: Maximum number of stored events; later ones usually repeat the same problem.
 EVENT_LIMIT = 1000
-#: Most measurements kept, over all observers.
+#: Maximum number of stored measurements of all observers.
 MEASUREMENT_LIMIT = 1000
-#: Most changes of the loss scale kept; a dynamic scaler makes two every couple of thousand steps.
+#: Maximum number of stored changes of the loss scale; a dynamic scaler makes two every couple of thousand steps.
 SCALE_LIMIT = 1000
-#: Most windows that one write leaves in the file: a run of a second, too, shows there how it began and ended.
+#: Maximum number of windows per write: even a run of one second has several windows in the file.
 WINDOWS_A_WRITE = 8
 #: Most tensors named in one note.
 NAMED_LIMIT = 5
@@ -115,7 +115,7 @@ def warn(sentence: str) -> None:
 
 
 class Recording:
-    """Keeps the windows, events and notes of one run.
+    """Stores the windows, events and notes of one run.
 
     Args:
         info: facts about the run.
@@ -152,7 +152,7 @@ class Recording:
         self._unwritten: list[Window] = []
         #: Sampled steps of all windows added.
         self._sampled_steps = 0
-        #: A write that is due is done when the number of sampled steps is a multiple of this; 0 while none is due.
+        #: A due write is done when the number of sampled steps is a multiple of this; 0 while no write is due.
         self._stride = 0
         self._sinks = Sinks(sinks, written)
         self._clock = clock
@@ -188,9 +188,9 @@ class Recording:
             self.note(f"more than {EVENT_LIMIT} steps were not finite: the later ones are not listed")
 
     def aside(self, step: int, micro_batch: int | None, scale: BackwardScale) -> None:
-        """Record that a step's backwards up to a micro-batch served another model's optimizer; None: none of them did.
+        """Record that a step's backwards up to a micro-batch served another model's optimizer; None revokes the record.
 
-        Kept for eight steps, since events are at most a few steps late.
+        Stored for eight steps, since events are at most a few steps late.
         """
         self._aside.pop(step, None)
         if micro_batch is not None:
@@ -321,7 +321,7 @@ class Recording:
         if self._sinks:
             self._unwritten.append(window)
         if len(self._unwritten) > UNWRITTEN_LIMIT:
-            # The disk is slow, or nothing is written: merge the oldest two, since all become one window when written.
+            # The disk is slow, or there is no sink: merge the oldest two, since all become one window when written.
             self._unwritten[:2] = [merge_windows(*self._unwritten[:2])]
 
     def step_done(self, steps: int, skipped_steps: int, backwards: int, sampled: bool) -> None:

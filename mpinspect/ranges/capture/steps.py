@@ -1,4 +1,4 @@
-"""Decide where one training step ends and the next begins, and which steps are sampled and watched.
+"""Decides where one training step ends and the next begins, and which steps are sampled and watched.
 
 A step ends when every optimizer known to belong to the model has stepped or was skipped, or when one of them
 steps again (a critic that steps five times per step of the generator). Without any optimizer, a step ends before a
@@ -16,11 +16,12 @@ from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.runtime.meter import Meter
 
-#: Most micro-batches per step if no optimizer is known, even if the weights were not updated: this bounds the counts kept.
+#: Maximum number of micro-batches per step without a known optimizer, even without an update, to bound the memory.
 _MOST_MICRO_BATCHES = 256
 
 
-#: Calls of a module in one forward that are all observed; of more calls this many to twice as many are, evenly spread.
+#: Up to this many calls of a module in one forward are all observed. Of more calls, this many to twice as many are, evenly
+#: spread.
 _ALL_CALLS = 32
 #: Calls of an optimizer's closure in one step that are observed.
 MOST_CLOSURES = 4
@@ -108,7 +109,7 @@ class StepClock:
 
     @property
     def waits_for_optimizer(self) -> bool:
-        """Whether the model has a known optimizer and none has stepped in the current step."""
+        """Whether the model has a known optimizer but no optimizer has stepped in the current step."""
         return bool(self._known) and not self._done
 
     @property
@@ -178,7 +179,7 @@ class StepClock:
 
     @property
     def may_be_aside(self) -> bool:
-        """Whether the last backward may have served another model's optimizer that steps now: none of this model's has."""
+        """Whether the last backward may have served another model's optimizer that steps now: this model's have not stepped."""
         return self.waits_for_optimizer and self._backward_since_forward
 
     def optimizer_done(self, optimizer: object, *, skipped: bool) -> bool:
@@ -200,8 +201,8 @@ class StepClock:
 class CallChoice:
     """Chooses the calls of each module that are observed in a forward: all, or an evenly spread part if they are many.
 
-    A recurrent cell is called once a time step. The number of calls in one forward decides how many are left out of the
-    next; within the first such forward fewer are chosen the more there have been. The choice shifts by one with each forward.
+    A recurrent cell is called once per time step. The number of calls in one forward sets the share chosen in the next. In the
+    first such forward, the share falls as calls accumulate. The choice shifts by one with each forward.
     """
 
     def __init__(self) -> None:
@@ -209,9 +210,9 @@ class CallChoice:
         #: Calls and chosen calls in the current forward, by module.
         self._calls: dict[str, int] = {}
         self._chosen: dict[str, int] = {}
-        #: Modules of which calls are left out: one in how many is chosen.
+        #: By module with calls left out: n, where one call in n is chosen.
         self._one_in: dict[str, int] = {}
-        #: The most calls in one forward of each of these modules, and how many of them were observed.
+        #: By module with calls left out: the maximum number of calls in one forward, and how many of them were observed.
         self.often: dict[str, tuple[int, int]] = {}
         #: Whether any call of the current step was left out.
         self.any_left_out = False

@@ -1,4 +1,4 @@
-"""Track the weights in a run: whether they changed, and whether non-finite or huge weights broke a forward."""
+"""Tracks the weights in a run: whether they changed, and whether non-finite or huge weights broke a forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _State = tuple[int, list[float] | None]
 
 #: Magnitude from which finite weights count as broken by an update.
 _HUGE = 2.0**20
-#: Most events for which the module's weights are read, which waits for a GPU; the first events matter most.
+#: Maximum number of events that cause a reading of the module's weights, which waits for a GPU. The first ones matter most.
 _MOST_EVENTS_EXPLAINED = 3
 
 
@@ -223,7 +223,7 @@ def _magnitude(parameter: torch.Tensor) -> float:
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return this process's part of a parameter's floating-point values; None if it has none to read."""
+    """Return this process's part of a parameter's floating-point values; None if there is nothing to read."""
     if is_lazy(parameter) or parameter.is_meta:
         return None
     weight = detached_values(local_part(parameter))

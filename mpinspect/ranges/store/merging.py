@@ -1,4 +1,4 @@
-"""Merges the columns of several windows into those of one window."""
+"""Merges the columns of several windows into one window's columns."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _only(parts: Sequence[TensorColumns]) -> TensorColumns:
 def _common_order(parts: Sequence[TensorColumns]) -> tuple[tuple[TensorKey, ...], list[Column]]:
     """Return all keys, in order of first appearance, and the positions of each part's tensors among them."""
     first = parts[0].order
-    # Sessions of several ranks have equal orders, if not the same one.
+    # Sessions of several ranks have equal orders, but not the same object.
     if all(part.order == first for part in parts):
         return first, [np.arange(len(first))] * len(parts)
     positions: dict[TensorKey, int] = {}

@@ -1,4 +1,4 @@
-"""Reading a session file: finished, killed, damaged, or still being written."""
+"""Reads a session file of a run that is finished, killed, damaged, or still being written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpinspect.ranges.store.checks import MOST_TENSORS
 from mpinspect.ranges.store.frames import FILE_NAME, HEADER, MAGIC, SCHEMA_VERSION, SessionError
 from mpinspect.runtime.decoding import DecodingError, bytes_of, parsed, typed
 
-#: Largest file in bytes: twice what 65,536 tensors in 32 windows take.
+#: Largest file in bytes: twice the size of 65,536 tensors in 32 windows.
 LARGEST_FILE = 512 << 20
 #: On NFS, a compaction on another machine may replace the file while it is being read; a retry opens the new file.
 _STALE_RETRIES = 5
@@ -37,7 +37,8 @@ _STALE_RETRIES = 5
 def read_session(path: str | PathLike[str]) -> Session:
     """Read a run directory or a session file.
 
-    Damaged or truncated data are left out, and ``Session.notes`` says how much. Reads the whole file into memory.
+    Damaged or truncated data are left out, and a sentence in ``Session.notes`` gives their extent. Reads the whole file into
+    memory.
 
     Raises:
         SessionError: the file does not exist, can't be opened, is no session file, or was written by a newer mpinspect.
@@ -99,7 +100,7 @@ class _Contents:
             self._take[kind](parsed(payload))
 
     def session(self, notes: list[str]) -> Session:
-        """Return the session; the reader's own ``notes`` come after the run's."""
+        """Return the session; the reader's own ``notes`` follow the run's."""
         dropped = [
             f"{count:,} further {what} are not in the session file: it keeps the first of them only."
             for what, count in self.dropped.items()

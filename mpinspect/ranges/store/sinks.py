@@ -10,12 +10,12 @@ from mpinspect.ranges.capture.sinks import Sink
 from mpinspect.ranges.session import RunInfo, Session
 from mpinspect.ranges.store import SessionError, SessionWriter, TakenError, read_session
 
-#: How many sibling names are tried when log_dir holds another run already.
+#: Number of sibling names to try if log_dir already holds another run.
 _SIBLINGS = 1000
 
 
 class Opened(NamedTuple):
-    """The directory in use, absolute (None if nothing is written), the sinks that write to it, and sentences about errors."""
+    """The directory in use, absolute (None without a directory), the sinks that write to it, and sentences about errors."""
 
     path: Path | None
     sinks: list[Sink]

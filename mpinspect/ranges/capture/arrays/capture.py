@@ -70,7 +70,7 @@ class StepNumbers:
         self.first = 0
         self.count = 0
         self.is_open = False
-        #: The number that the caller gave for this step; None if none.
+        #: The caller's number of this step; None if unknown.
         self.given: int | None = None
 
     @property
@@ -83,16 +83,16 @@ class StepNumbers:
         return self.is_open and (given is None or self.given is None or given == self.given)
 
     def went_back(self, given: int | None) -> bool:
-        """Return whether this step number is smaller than the one given for the latest step; False if either is None."""
+        """Return whether this step number is smaller than the caller's number of the latest step; False if either is None."""
         return given is not None and self.given is not None and given < self.given
 
     def stay(self, given: int | None) -> None:
-        """Record the number given with another observation of the open step, if the step has none yet."""
+        """Record the number passed with another observation of the open step, if the step has no number yet."""
         if self.given is None:
             self.given = given
 
     def begin(self, given: int | None) -> None:
-        """Begin the next step, ``given`` being the caller's number for it, if any."""
+        """Begin the next step; ``given``: the caller's number for it, if any."""
         if not self.count:
             self.number = self.first = max(given or 0, 0)
         elif given is None or self.given is None:
@@ -122,7 +122,7 @@ class ArrayCapture:
         self._numbers = StepNumbers()
         self._step: OpenStep | None = None
         self._watch = NonFiniteWatch()
-        #: The ended steps of the open window: those in which something was counted.
+        #: The ended steps of the open window that have counts.
         self._ended: list[OpenStep] = []
         self._infos: dict[TensorKey, TensorInfo] = {}
         self._announced: tuple[TensorInfo, ...] = ()
@@ -185,7 +185,7 @@ class ArrayCapture:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def next_step(self, skipped: bool | None) -> None:
-        """End the open step, or an empty step if none is open."""
+        """End the open step; without an open step, record an empty one."""
         with self._guarded("next_step"):
             if self._step is None:
                 self._begin_step(None)
@@ -198,7 +198,7 @@ class ArrayCapture:
             self._close_window()
 
     def _enter(self, step: Any) -> OpenStep:
-        """Return the step to which an observation with this number belongs, beginning a new step if needed."""
+        """Return the step of an observation with this number, beginning a new step if needed."""
         given = step_number(step)
         if self._step is not None and self._numbers.belongs(given):
             self._numbers.stay(given)
