@@ -160,7 +160,7 @@ class Inspector:
         self._capture = self._new_capture(found, parameters, _optimizers(optimizers), _several(scalers))
         self._at_exit: AtExit | None = None
         self._running = False
-        #: Names of the weights that were non-finite when the run began, and the event for those non-finite when it ended.
+        #: Names of the weights that were non-finite when the run began, and the event for weights that are when it ended.
         self._broken_before: frozenset[str] = frozenset()
         self._left: Event | None = None
         for trouble in troubles + _misgivings(found, parameters, selection):

@@ -191,7 +191,7 @@ def _agreement(sweep: _Sweep, name: str, histogram: ExponentHistogram, noise_flo
     log2_scale = floor_log2(sweep.loss_scale)
     difference = sweep.differences[name]
     reference = without_noise(histogram, noise_floor)
-    # The same exponents are removed from both histograms: the ceiling alone decides which exponents are noise.
+    # The same exponents are removed from both histograms, since only the ceiling decides which exponents are noise.
     vanished = without_noise(difference.vanished, noise_floor)
     return GradientAgreement(
         loss_scale=sweep.loss_scale,

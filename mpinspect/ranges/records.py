@@ -1,7 +1,7 @@
 """Typed records: one class for each kind of measurement that observers make and rules read.
 
-A session stores a record as a ``Measurement``, whose figures are numbers by name. These classes are the only place that knows
-those names: an observer makes a record, a rule reads the same class. A figure whose value is None is not stored.
+A session stores a record as a ``Measurement``, whose figures are numbers by name. Only these classes know the names: an
+observer makes a record, and a rule reads the same class. A figure whose value is None is not stored.
 """
 
 from __future__ import annotations

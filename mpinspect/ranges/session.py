@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from mpinspect.ranges.store.columns import TensorColumns
 
-#: Values of ``Event.what`` besides KINDS: the loss before and after a scaler multiplied it.
+#: Values of ``Event.what`` in addition to KINDS: the loss before and after a scaler multiplied it.
 LOSSES = ("loss", "scaled_loss")
 #: The first word of a note on a tensor that needs no gradient.
 FROZEN = "frozen"
@@ -175,7 +175,7 @@ class Window:
         object.__setattr__(self, "tensors", self.columns())
 
     def columns(self) -> TensorColumns:
-        """Return the tensors as NumPy columns; ``tensors`` makes an object of each when asked for one."""
+        """Return the tensors as NumPy columns; ``tensors`` makes the objects on the first access."""
         from mpinspect.ranges.store.columns import TensorColumns
 
         return TensorColumns.of(self.tensors)

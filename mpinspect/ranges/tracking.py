@@ -94,7 +94,7 @@ class Tracking:
         self.sink = TrackerSink(self._tracker)
 
     def find_run(self) -> None:
-        """Find the run that the calling thread would log to, if the tracker was given by name; never raises."""
+        """Find the run that the calling thread would log to, if the tracker was specified by name; never raises."""
         find_run: Callable[[], None] | None = getattr(self._tracker, "find_run", None)
         if find_run is not None:
             find_run()

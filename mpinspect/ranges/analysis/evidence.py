@@ -31,7 +31,7 @@ class Evidence:
     """The part of a session that represents the whole run.
 
     Args:
-        session: the session with weighted counts (peaks and sampled steps unchanged), from which shares are computed.
+        session: the session with weighted counts (peaks and sampled steps unchanged), for computing shares.
         is_weighed: whether the windows' weights differ, which makes shares over the run estimates.
         left_out: a sentence on the windows that were left out, or "".
     """
@@ -59,7 +59,7 @@ def _strides(windows: Sequence[Window], steps: int) -> list[float]:
     for (place, window), end in zip(ordered, ends, strict=False):
         strides[place] = max((end - window.first_step) / max(window.sampled_steps, 1), 1.0)
         if window is ordered[-1][1]:
-            # The last window gets at least the stride of the one before, however few steps follow its last sample.
+            # The last window gets at least the previous window's stride, even if few steps follow its last sample.
             strides[place] = max(strides[place], before)
         before = strides[place]
     return strides

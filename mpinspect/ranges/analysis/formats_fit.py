@@ -1,4 +1,4 @@
-"""Verdicts on whether another number format would fit each kind of tensor, judged by range alone, not by precision."""
+"""Verdicts on whether another number format would fit each kind of tensor, by its range (not its precision)."""
 
 from __future__ import annotations
 

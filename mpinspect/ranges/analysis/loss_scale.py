@@ -29,7 +29,7 @@ from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Wi
 
 #: Largest |k| such that 2^k and its inverse are normal numbers in FP32.
 FARTHEST = 126
-#: The tensor kind given to bare histograms.
+#: The tensor kind of bare histograms.
 _GRADIENT = "gradient"
 
 

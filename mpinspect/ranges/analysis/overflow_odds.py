@@ -22,7 +22,7 @@ _Z95 = 1.6449
 _EXACT = 10_000
 #: Least standard deviation of peaks known to their power of two: sqrt(1/12), as of a uniform value within one octave.
 _LEAST_SPREAD = 1 / math.sqrt(12)
-#: Fewest steps from which a standard deviation is computed: with fewer, the tolerance factor k alone exceeds 8.
+#: Minimum number of steps for a standard deviation: with fewer, the tolerance factor k exceeds 8.
 FEWEST_IN_BLOCK = 5
 #: A NaN is attributed to an overflow only if the tensor's earlier magnitudes reached 1/16 of FP16's maximum.
 NEAR_OVERFLOW = 65504 / 16

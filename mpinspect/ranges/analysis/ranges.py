@@ -168,10 +168,10 @@ def layer_report(
     )
 
 
-#: The reason given for a gradient that never arrived although other tensors were seen or a backward ran.
+#: The reason for a gradient that never arrived although other tensors were seen or a backward ran.
 NO_GRADIENT_SEEN = "no backward reached it: not called, detached, needing no gradient, or not used by the loss"
 
-#: The reason given for an update of a weight that no optimizer steps itself.
+#: The reason for a missing update of a weight that no optimizer steps directly.
 STEPS_MASTERS = "the optimizer steps masters, copies of the weights"
 
 

@@ -49,7 +49,7 @@ def merge_ranks(sessions: Iterable[Session]) -> Session:
     """Return the sum of the ranks' sessions, which may be sums themselves. Takes one session at a time from the iterable.
 
     Raises:
-        NotOneModelError: a session is of another model than those before it, or a rank occurs twice.
+        NotOneModelError: a session is of another model than the earlier sessions, or a rank occurs twice.
         ValueError: there is no session.
     """
     total = RankSum()

@@ -26,8 +26,8 @@ HEADROOM = 3
 class GradientRange:
     """The unscaled values of one gradient.
 
-    Magnitudes up to ``noise_ceiling`` are rounding noise. If ``is_noise``, all of the gradient is rounding noise, which
-    no scale has to serve.
+    Magnitudes up to ``noise_ceiling`` are rounding noise. If ``is_noise``, the whole gradient is rounding noise and needs no
+    scale.
     """
 
     key: TensorKey
@@ -61,8 +61,8 @@ class GradientRange:
 
 
 class ScaleNeeds(NamedTuple):
-    """The least k for one gradient: ``log2_lowest`` serves the counted values, ``log2_certain`` serves the gradient whatever was
-    flushed before counting, ``log2_ample`` loses at most NEGLIGIBLE_L1_SHARE of the counted values that are not noise."""
+    """The least k for one gradient: ``log2_lowest`` serves the counted values, ``log2_certain`` serves the gradient in spite of
+    any values flushed before counting, ``log2_ample`` loses at most NEGLIGIBLE_L1_SHARE of the counted values without noise."""
 
     log2_lowest: int
     log2_certain: int

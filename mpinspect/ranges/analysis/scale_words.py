@@ -47,7 +47,7 @@ def _reason(decision: Decision, gradients: Sequence[GradientRange], left_out: st
 
 
 def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None = None) -> str:
-    """Return why there is no advice although the loss scale is known, and what to do."""
+    """Return why there is no advice although the loss scale is known, and a remedy."""
     if any(gradient.histogram.total for gradient in gradients):
         if any(gradient.is_noise for gradient in gradients):
             return "The only gradients with a value are zero in theory and hold rounding noise."
@@ -69,7 +69,7 @@ def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None
 
 
 def every_step_overflowed() -> str:
-    """Return why steps that all overflowed give no advice, and what to do."""
+    """Return why there is no advice if every step overflowed, and a remedy."""
     return (
         "Every sampled step overflowed, and by how much is not known: let a dynamic scaler come down, or take some steps with "
         "autocast off to measure the gradients."

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from numbers import Real
 
-#: The most steps from one sampled (or watched) step to the next, whatever the debt: a report without data is useless.
+#: Maximum number of steps between sampled (or watched) steps, at any debt: a report without data is useless.
 LONGEST_PAUSE = 1000
 #: The first steps are sampled at any cost, so that every run gets a report. The first one includes setup and compilation, and
 #: its beginning is not observed, so it is charged the second one's cost.
@@ -29,7 +29,7 @@ _USUAL_OF = 15
 #: Minimum and maximum number of steps of either kind for measuring the slowdown outside of the inspector's callbacks.
 _FEWEST_COMPARED, _COMPARED = 5, 60
 _MOST_EARNED = 2.0
-#: The most that a step is charged: this multiple of the usual cost or the earnings of this many steps, whichever is more.
+#: Maximum charge for a step: this multiple of the usual cost or the earnings of this many steps, whichever is larger.
 #: A higher cost counts as a stall too. Short stalls of a busy machine are charged in full because they are frequent.
 _MOST_CHARGED, _MOST_CHARGED_STEPS = 8.0, 100
 
@@ -51,10 +51,10 @@ def check_max_overhead(max_overhead: object) -> float:
 
 @dataclass(frozen=True)
 class Limit:
-    """Describes when a run that was given no budget gets one: when its inspection has cost more than this.
+    """The cost of the inspection above which a run without a budget gets one.
 
     Args:
-        share: the inspector's time as a share of the bare time of the steps so far, 0..1; the budget has it too.
+        share: the inspector's time as a share of the bare time of the steps so far, 0..1; also the budget's ``max_overhead``.
         seconds: the time that the inspector may take beyond that share.
         how_to_change: a sentence for the note on the limit.
     """

@@ -51,7 +51,7 @@ class Capture(Dispatcher):
         watch: run the non-finite watch at every step.
         max_overhead: choose the sampled and watched steps such that the cost stays below this share of the bare steps' time; only
             ``every`` of ``schedule`` then applies, as the least interval. None: ``schedule`` decides.
-        limit: when a budget takes over from ``schedule`` although none was given; None: never.
+        limit: the cost above which a budget replaces ``schedule``; None: never.
         loss_scale: the loss scale of training loops that scale by hand: a number, a callable that returns it, or None.
         optimizers, scalers: the ones known to belong to the model; others are found when they step or scale.
         recording: receives the captured data.

@@ -24,11 +24,11 @@ from mpinspect.runtime.garbage_collection import living
 from mpinspect.runtime.hooks import in_compiled_call, not_compiled
 from mpinspect.runtime.wrappers import compiled_functions, submodules, unwrapped
 
-#: Most regions that a sentence names.
+#: Maximum number of regions named in a sentence.
 _MOST_NAMED = 5
-#: Most nodes of a loss's graph that are read. A node takes some 4 microseconds; compiled code is one node.
+#: Maximum number of nodes read in a loss's graph. A node takes some 4 microseconds; compiled code is one node.
 _MOST_NODES = 4096
-#: Least share of the elements that compiled code saved in a format. Fewer may be a buffer or the data.
+#: Minimum share of a format among the elements that compiled code saved. A smaller share may be a buffer or the data.
 _LEAST_SHARE = 1 / 16
 
 #: Returns whether the region that is about to be called runs eagerly. Must not raise.

@@ -125,7 +125,7 @@ class Call(NamedTuple):
 
     Args:
         module: dotted path.
-        given, returned: numbers of the input and output tensors; an input returned unchanged is in both.
+        given, returned: numbers of the input and output tensors; an input that is returned unchanged is in both.
         overwritten: the module changed an input in place, and the input before the change has no number.
     """
 

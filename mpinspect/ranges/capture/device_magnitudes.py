@@ -137,7 +137,7 @@ class DeviceMagnitudes:
         self._changed: set[str] = set()
 
     def read(self, tensor: torch.Tensor, name: str, *, always: bool, is_summed: bool = False) -> Slot | None:
-        """Read a tensor, now or with those that follow. Never waits for the GPU.
+        """Read a tensor, now or together with later ones. Never waits for the GPU.
 
         Args:
             name: the same for the same tensor of every step.

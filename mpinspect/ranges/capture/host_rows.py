@@ -43,7 +43,7 @@ class Arrivals:
         self._waiting: deque[tuple[list[HostCopy], Callable[[], object]]] = deque()
 
     def call(self, copies: Iterable[HostCopy], function: Callable[[], object]) -> None:
-        """Call a function as soon as these copies, and those that earlier functions wait for, are complete."""
+        """Call a function as soon as these copies, and the copies of earlier functions, are complete."""
         self._waiting.append((list(copies), function))
         self.take()
 

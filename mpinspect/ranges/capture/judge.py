@@ -1,4 +1,4 @@
-"""The tensors that the watch read in a step, and the evaluation of their values on the host, which may give an event.
+"""The tensors that the watch read in a step, and the evaluation of their values on the host, which may result in an event.
 
 Values on a device are copied to the host together and asynchronously when the step ends, and are evaluated a step later.
 """

@@ -42,7 +42,7 @@ class Layer(Nameable):
         return TensorKey(self.path, ACTIVATION_GRADIENT)
 
 
-#: The most modules inside a block of an outline, and the fewest modules of a model that has an outline.
+#: Maximum number of modules inside a block of an outline, and minimum number of modules of a model with an outline.
 _MOST_INSIDE, _FEWEST_MODULES = 20, 32
 
 

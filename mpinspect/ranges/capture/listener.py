@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpinspect.ranges.capture.dispatcher import Dispatcher
     from mpinspect.ranges.capture.recording import Recording
 
-#: The most nodes of a loss's graph that are searched for a module's output: some 1 ms.
+#: Maximum number of nodes of a loss's graph in a search for a module's output: some 1 ms.
 _MOST_NODES = 2048
 
 

@@ -72,7 +72,7 @@ class Call:
         return self._inputs
 
     def whole_numbers(self) -> list[torch.Tensor]:
-        """Return the tensors of integers among the module's arguments, not those inside other arguments."""
+        """Return the integer tensors that are arguments of the module (not nested inside other arguments)."""
         given = (*self._args, *self._kwargs.values()) if self._kwargs else tuple(self._args)
         return [each for each in given if type(each) is torch.Tensor and each.dtype in (torch.int64, torch.int32)]
 
@@ -154,7 +154,7 @@ class ParameterGradient:
 
 
 class Observer:
-    """Consumes observations. Subclasses override the methods they need and know no other observer.
+    """Consumes observations. Subclasses override the methods they need and are independent of each other.
 
     Calls, gradients and losses are passed only to the observers at work in the current step, everything else to all.
     """

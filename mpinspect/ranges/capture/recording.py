@@ -92,7 +92,7 @@ MEASUREMENT_LIMIT = 1000
 SCALE_LIMIT = 1000
 #: Maximum number of windows per write: even a run of one second has several windows in the file.
 WINDOWS_A_WRITE = 8
-#: Most tensors named in one note.
+#: Maximum number of tensors named in one note.
 NAMED_LIMIT = 5
 #: Minimum time between two writes: in seconds, and as a multiple of a write's cost: with TensorBoard's maps,
 #: which take half a percent at most, writing takes 2%.
@@ -100,7 +100,7 @@ WRITE_INTERVAL_S = 1.0
 WRITE_COST_FACTOR = 67
 #: Longest time that the training waits for the first event to be written.
 FIRST_EVENT_WAIT_S = 0.1
-#: Most windows queued for a slow disk; beyond, the oldest two are merged.
+#: Maximum number of windows queued for a slow disk; beyond it, the oldest two are merged.
 UNWRITTEN_LIMIT = 16
 
 
@@ -145,7 +145,7 @@ class Recording:
         self._cost: dict[str, float] = {}
         self.notes: list[str] = []
         self.events: list[Event] = []
-        #: By step, the last of its micro-batches so far whose backward served another model's optimizer, and the loss scale.
+        #: By step, the last micro-batch whose backward served another model's optimizer, and the loss scale.
         self._aside: dict[int, tuple[int, BackwardScale]] = {}
         self._watched: list[TensorInfo] = []
         self._windows = WindowList()
@@ -221,7 +221,7 @@ class Recording:
             self._sinks.each(lambda sink: sink.precision(precision))
 
     def unread(self, done: str, tensors: Mapping[str, Sequence[TensorKey]]) -> None:
-        """Record the tensors that could not be read: in a note and, for those never counted, in the report's coverage.
+        """Record the tensors that could not be read: in a note and, if never counted, in the report's coverage.
 
         Args:
             done: the intended treatment of the tensors: "counted" or "watched".

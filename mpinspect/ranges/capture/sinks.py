@@ -12,7 +12,7 @@ from mpinspect.ranges.session import Event, Measurement, Precision, Progress, Te
 from mpinspect.runtime.appending import may_pass
 from mpinspect.runtime.background import Background
 
-#: Most windows queued while the disk refuses them; beyond, the oldest two are merged.
+#: Maximum number of windows queued while the disk refuses them; beyond it, the oldest two are merged.
 WAITING_LIMIT = 16
 #: Maximum number of notes per sink on refused writes, so that a full disk does not flood the notes.
 MOST_TOLD = 10

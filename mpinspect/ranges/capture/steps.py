@@ -59,7 +59,7 @@ def is_measured(number: int) -> bool:
     Steps 0..3, powers of two and every 256th are measured: a cost of 1% of such a step is about 0.01% of a long run.
 
     Args:
-        number: number of the step among those that are sampled or watched, from 0.
+        number: number of the step among the sampled or watched steps, from 0.
     """
     return number < 4 or number & (number - 1) == 0 or number % 256 == 0
 
@@ -218,7 +218,7 @@ class CallChoice:
         self.any_left_out = False
 
     def begin_forward(self) -> None:
-        """Begin a forward, after the backward of the one before or in a new step."""
+        """Begin a forward, after the previous forward's backward or in a new step."""
         for path in self._chosen:
             calls = self._calls[path]
             self._one_in[path] = 1 << max((calls // _ALL_CALLS).bit_length() - 1, 0)
@@ -246,9 +246,9 @@ class Pace:
     """Chooses for each step whether it is sampled and watched, by the schedule or the budget.
 
     Args:
-        clock: gives the schedule.
+        clock: has the schedule.
         budget: the budget that decides; None if the schedule decides, and every step is watched.
-        limit: when a budget takes over from the schedule; None: never.
+        limit: the cost above which a budget replaces the schedule; None: never.
         samples, watches: whether there is anything to sample, and whether there is a watch.
     """
 

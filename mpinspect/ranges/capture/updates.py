@@ -1,4 +1,4 @@
-"""An observer that counts the updates which optimizers make to the weights, including those that rounding would lose.
+"""An observer that counts the optimizers' updates of the weights, and the updates that rounding would lose.
 
 An update dw is lost if w + dw rounds back to w in the format that stores the weights. Each element is tested by the
 rounding rule itself, not by a fixed ratio of update to weight: whether an update survives depends on the weight's
@@ -36,7 +36,7 @@ _KAHAN = ("compensation", "kahan")
 
 
 class Updates(Observer):
-    """Counts the updates that an optimizer's step makes to the weights, and those that rounding would lose.
+    """Counts the updates of the weights in an optimizer's step, and the updates that rounding would lose.
 
     Holds one copy of the weights during the step.
 

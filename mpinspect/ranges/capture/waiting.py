@@ -24,7 +24,7 @@ from mpinspect.runtime.distributed import has_process_group
 _REDUCERS = ("horovod.torch", "byteps.torch")
 #: Bytes above which a gradient is counted immediately: holding it would save less time than reading it takes.
 _LARGEST_TO_WAIT = 16 << 20
-#: Most bytes of gradients held at a time.
+#: Maximum number of bytes of gradients held at a time.
 _MOST_WAITING = 64 << 20
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -38,7 +38,7 @@ class WaitingGradients(Generic[Context]):
     Args:
         show: called with the context passed to ``begin`` and the held gradients whose values are unchanged.
         note: called with a sentence on gradients that could not be counted.
-        enter: calls the function it is given, as a guarded entry into the capture; used at the end of the backward.
+        enter: calls a function as a guarded entry into the capture; used at the end of the backward.
     """
 
     def __init__(

@@ -204,7 +204,7 @@ class BrokenWeights:
                     names, pairs = groups.setdefault((found[0].device, found[0].dtype), ([], []))
                     names.append(watched.name)
                     pairs.append(found)
-        # All are on their way before the first is waited for.
+        # Start all copies before waiting for the first one.
         copies = [(names, HostCopy(stacked(pairs))) for names, pairs in groups.values()]
         for names, copy in copies:
             magnitudes.update(zip(names, from_stacked(copy.values()), strict=True))

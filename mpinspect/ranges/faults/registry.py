@@ -29,7 +29,7 @@ from mpinspect.reporting.finding import Finding
 
 #: Listed before all others, since a lost process matters most.
 FIRST: tuple[Fault, ...] = (ranks.RANK_ENDED_EARLY,)
-#: Faults that name a cause; those that explain most are first.
+#: Faults that name a cause, roughly in the order of how much they explain.
 DIAGNOSES: tuple[Fault, ...] = (
     *culprit_inputs.FAULTS,
     *second.FAULTS,

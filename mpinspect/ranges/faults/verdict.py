@@ -274,7 +274,7 @@ def _fits(session: Session, fp16: LossScaleAdvice) -> str:
     return text(says, figures)
 
 
-#: With fewer sampled steps the sentence gives their number.
+#: The sentence mentions a smaller number of sampled steps.
 _FEW_STEPS = 5
 
 

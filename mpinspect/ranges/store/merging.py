@@ -162,7 +162,7 @@ def _merged_contexts(
 
 
 def _used_contexts(contexts: tuple[Context, ...], context: Column) -> tuple[tuple[Context, ...], Column]:
-    """Return the contexts without those that no tensor has after merging, and each tensor's new position among them."""
+    """Return the contexts that tensors still have after merging, and each tensor's new position among them."""
     is_used = np.bincount(context, minlength=len(contexts)) > 0
     return tuple(contexts[number] for number in np.flatnonzero(is_used).tolist()), (np.cumsum(is_used) - 1)[context]
 

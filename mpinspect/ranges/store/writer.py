@@ -148,7 +148,7 @@ class SessionWriter:
         """Flush to disk and close the file. Idempotent.
 
         Raises:
-            OSError: the last records may not be on the disk. The file is closed all the same.
+            OSError: the last records may not be on the disk. The file is closed in any case.
         """
         if self._closed:
             return

@@ -60,7 +60,7 @@ def _window(steps: Sequence[OpenStep]) -> Window:
 
 
 class StepNumbers:
-    """Assigns step numbers that always increase, even if the given numbers restart at 0 in each epoch.
+    """Assigns step numbers that always increase, even if the caller's numbers restart at 0 in each epoch.
 
     ``number`` is the number of the open step, or of the last one; ``count`` is how many steps have begun.
     """
@@ -109,7 +109,7 @@ class StepNumbers:
 
 
 class ArrayCapture:
-    """Counts the arrays passed to it. No method raises an Exception, whatever arguments a training loop passes.
+    """Counts the arrays passed to it. No method raises an Exception, even for invalid arguments.
 
     Args:
         recording: receives the captured records.

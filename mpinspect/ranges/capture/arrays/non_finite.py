@@ -1,7 +1,7 @@
 """Detects infinities and NaNs in a step's arrays. The first non-finite array observed becomes an event.
 
-A recorder knows only the order in which arrays are passed to it, not the execution order; the event says so. The kind of an
-array assigns it to the forward or the backward.
+A recorder knows only the order of the arrays passed to it, not the execution order; the event's explanation mentions this. The
+kind of an array assigns it to the forward or the backward.
 """
 
 from __future__ import annotations

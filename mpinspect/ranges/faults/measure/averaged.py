@@ -25,10 +25,10 @@ AVERAGED = "gradients-averaged"
 
 class Averaged(Observer):
     """Counts ``.grad`` of all parameters together when the optimizer steps: averaged, unscaled, and clipped where the script
-    clips. Works on the first rank alone, in the first sampled step at or after 0, 1, 2, 4, 8, ...
+    clips. Works only on the first rank, in the first sampled step at or after 0, 1, 2, 4, 8, ...
 
     Args:
-        optimizers: those that step the parameters.
+        optimizers: the optimizers of the parameters.
         clock: the run's step clock.
         recording: receives the measurements: figures are elements by exponent ("-12"), and "zeros" and "nonfinite".
     """

@@ -52,7 +52,7 @@ class Averages(Observer):
 
     Args:
         parameters: the model's parameters.
-        optimizers: those that step the parameters; their states do not count as copies.
+        optimizers: the optimizers of the parameters; their states do not count as copies.
         clock: the run's step clock.
         recording: receives the measurement.
     """

@@ -53,7 +53,7 @@ class Buffers(Observer):
         self._clock, self._recording = clock, recording
         self._norms = [layer for layer in layers if isinstance(layer.module, _NORMS)]
         self._events = self._records = 0
-        #: Buffers that were not finite before the first step, and those already recorded.
+        #: Buffers that were not finite before the first step, and buffers already recorded.
         self._known: set[str] = set()
         #: Running statistics before the first step; None before that.
         self._began: _Statistics | None = None

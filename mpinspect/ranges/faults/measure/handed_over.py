@@ -53,7 +53,7 @@ _SAME = 1e-3
 
 
 class Magnitudes(NamedTuple):
-    """The largest magnitude of each gradient, on its way to the host.
+    """The largest magnitude of each gradient, being copied to the host.
 
     Args:
         names: the parameters' names.
@@ -180,7 +180,7 @@ class HandedOver(Observer):
 
     Args:
         parameters: the model's parameters.
-        optimizers: those that step the parameters.
+        optimizers: the optimizers of the parameters.
         masters: the copies of the weights that optimizers step in their place.
         clock: the run's step clock.
         recording: receives the measurements; none in a distributed run, where the time of averaging the gradients is unknown.
@@ -201,7 +201,7 @@ class HandedOver(Observer):
         self._now = _Step()
         #: The steps whose magnitudes have not reached the host.
         self._arrivals = Arrivals()
-        #: The parameters that ever received a gradient, and those that an optimizer steps.
+        #: The parameters that ever received a gradient, and the parameters that an optimizer steps.
         self._ever: set[str] = set()
         self._optimized: set[str] = set()
         self._stepped = False

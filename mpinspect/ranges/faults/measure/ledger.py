@@ -31,7 +31,7 @@ class Ledger(Observer):
 
     Args:
         parameters: the model's parameters.
-        optimizers: those that step the parameters.
+        optimizers: the optimizers of the parameters.
         masters: the copies of the weights that optimizers step in their place.
         clock: the run's step clock.
         recording: receives the ledger.

@@ -183,7 +183,7 @@ def _numel(node: Any) -> int:
         return 0
 
 
-#: Operators after which CUDA's autocast has 16-bit values, whatever its input: matrix products and casts.
+#: Operators with 16-bit results under CUDA's autocast, for any input: matrix products and casts.
 _NARROWING = frozenset({"ToCopy", "Addmm", "Mm", "Addbmm", "Baddbmm", "Bmm", "Addmv", "Mv", "Linear", "Convolution"})
 #: Operators whose scalar results are sums of others' scalars.
 _ARITHMETIC = frozenset({"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "NanToNum", "Where"})

@@ -47,7 +47,7 @@ class Samples(NamedTuple):
 
 @torch.no_grad()
 def samples(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> Samples:
-    """Return a copy of a few elements of each plain tensor, at places that depend on its shape alone; never waits."""
+    """Return a copy of a few elements of each plain tensor, at places that depend only on its shape; never waits."""
     groups: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
     for name, tensor in tensors:
         if tensor is not None and is_plain(tensor):
@@ -84,7 +84,7 @@ class Masters:
 
     Args:
         parameters: the model's parameters.
-        optimizers: those that belong to the model.
+        optimizers: the model's optimizers.
     """
 
     def __init__(self, parameters: Sequence[WatchedParameter], optimizers: ModelOptimizers) -> None:

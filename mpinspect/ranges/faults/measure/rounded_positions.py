@@ -84,7 +84,7 @@ def angles_of_rounded(numbers: torch.Tensor, table: torch.Tensor) -> torch.dtype
 
 
 def _equal(rows: torch.Tensor) -> torch.Tensor:
-    """Return for each row but the first whether it equals the one before it, on the host."""
+    """Return, on the host, whether each row after the first equals the previous row."""
     return (rows[1:] == rows[:-1]).reshape(len(rows) - 1, -1).all(1).cpu()
 
 
