@@ -232,7 +232,7 @@ def report_by_hand(session: Session) -> RangeReport:
         coverage=Coverage(len(layers), len(totals), never),
         loss_scale=ADVICE if known else no_advice("It can't be given here."),
         formats=VERDICTS if known else (),
-        verdict=VERDICT if known else Verdict(None, "", ("Nothing is known yet: no training step was seen.",)),
+        verdict=VERDICT if known else Verdict(None, "", ("Health unknown: no training step was seen yet.",)),
         overall=tuple(_pooled(layers, kind) for kind in GRADIENT_KINDS if any(_of(layers, kind))),
     )
 
@@ -297,7 +297,7 @@ ADVICE = LossScaleAdvice(
 VERDICT = Verdict(
     False,
     "Computes in FP16: FP32 weights, FP16 autocast, Adam with states in FP32, GradScaler from 65536 (2^16).",
-    ("To be mended: the initial loss scale, 65536 (2^16), is 8 times (3 powers of two) too large.",),
+    ("Needs fixing: the initial loss scale, 65536 (2^16), is 8 times (3 powers of two) too large.",),
     "Begin at 8192 (2^13).",
     "scaler = torch.amp.GradScaler(init_scale=2.0**13)",
     "3 more findings below.",

@@ -42,7 +42,7 @@ class AtExit:
         try:
             self._end()
         except Exception as error:
-            warn(f"the inspector did not end as it should: {error!r}; what it wrote until then is in its log_dir")
+            warn(f"the inspector failed to close: {error!r}; its log_dir has the records written until then")
 
     def call_off(self) -> None:
         """Unregister ``end``, so that it is not called when the process ends."""

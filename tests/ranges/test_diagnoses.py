@@ -917,7 +917,7 @@ def test_a_module_whose_input_holds_but_a_masks_infinities_made_the_nan():
         model(torch.randn(32, 8), hidden).sum().backward()
     first = inspector.report().events[0]
     assert first.module == "softmax"
-    assert "what went in was finite but for -inf, as in a mask" in first.explanation
+    assert "its input was finite except -inf, as in a mask" in first.explanation
 
 
 def test_an_infinity_that_no_mask_holds_is_the_code_s_that_made_it():

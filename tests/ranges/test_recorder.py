@@ -494,7 +494,7 @@ def notes_of(*observed: dict[str, object]) -> list[str]:
         ({"step": -(10**30)}, "a step is a whole number below 2^63"),
         ({"kind": ["weight"]}, "kind=['weight'] is none of "),
         ({"passed_through": {}}, "passed_through={} is none of "),
-        ({"name": None}, "name=None is no text: it is recorded under 'None'"),
+        ({"name": None}, "name=None is not a string: it is recorded under 'None'"),
     ],
 )
 def test_the_argument_is_blamed_and_not_the_array(arguments: dict[str, object], blame: str) -> None:

@@ -120,9 +120,9 @@ def test_masters_are_told_apart_from_the_weights_they_stand_for():
 def test_a_healthy_run_is_told_so_in_four_lines_the_last_of_which_is_what_to_do(how):
     verdict = train(**how).report().verdict
     assert verdict.healthy is True
-    assert verdict.sentences[0].startswith("Healthy: nothing numerically wrong was found in 8 steps")
+    assert verdict.sentences[0].startswith("Healthy: no numerical problem was found in 8 steps")
     assert len(verdict.lines) <= 4
-    assert verdict.lines[-1].removeprefix("Numerically ").lower().startswith("nothing to do")
+    assert verdict.lines[-1].startswith(("No numerical problems.", "Nothing to do"))
     assert not verdict.code
     assert not verdict.change
 
@@ -143,7 +143,7 @@ def test_where_no_grad_scaler_can_step_none_is_advised():
                 optimizer.step(closure)
         return inspector
 
-    advice = "to train in 16 bits try BF16 autocast"
+    advice = "To train in 16 bits, try BF16 autocast"
     assert f"{advice}, or FP16 autocast with a GradScaler" in train().report().verdict.lines[-1]
     assert with_closure().report().verdict.lines[-1].endswith(f"{advice}.")
 
@@ -157,7 +157,7 @@ def test_a_run_in_bfloat16_is_told_that_it_needs_no_scale_and_what_float16_would
     )
     finer = report.in_float16.finer_from
     assert report.verdict.sentences[1].endswith(
-        f"; at scales of {as_power(finer)} or more its rounding is finer than BF16's, up to 8 times (root mean square)."
+        f"; at scales of {as_power(finer)} or more FP16 rounds more finely than BF16, by up to 8x (RMS)."
     )
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
 
@@ -191,9 +191,9 @@ def test_a_few_weights_of_another_dtype_are_named_as_a_few():
 @pytest.mark.parametrize(
     ("used", "told"),
     [
-        (2.0**13, "Numerically nothing to do: keep FP16 with the loss scale 8192 (2^13)."),
+        (2.0**13, "No numerical problems. Keep FP16 with the loss scale 8192 (2^13)."),
         (2.0**24, "Nothing to do with a dynamic scaler; a static one is safer at 32768 (2^15)."),
-        (None, "Nothing to do in what was seen."),
+        (None, "No problems in the observed part."),
     ],
 )
 def test_what_to_do_after_a_healthy_run_in_float16_fits_its_scale(used, told):
@@ -293,10 +293,10 @@ def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_its_fix_as_code()
     assert verdict.healthy is False
     assert verdict.code
     assert 3 <= len(verdict.lines) - len(verdict.code.splitlines()) + 1 <= 6
-    assert verdict.more.startswith("Also to be mended: ")
+    assert verdict.more.startswith("Also to fix: ")
 
 
-def test_the_verdict_says_of_what_else_is_to_be_mended_what_it_is():
+def test_the_verdict_lists_the_further_problems_by_their_first_clause():
     messages = (
         "The first.",
         "It was not finite in step 5 (at a scale of 8 (2^3)), where it began (its output; not its input).",
@@ -308,7 +308,7 @@ def test_the_verdict_says_of_what_else_is_to_be_mended_what_it_is():
     advice = analyse(Session()).loss_scale
     said = verdict(Session(), [*grave, Finding("other", "info", "", "x", {})], advice, None).more
     assert said == (
-        "Also to be mended: It was not finite in step 5 (at a scale of 8 (2^3)), where it began (id-1); "
+        "Also to fix: It was not finite in step 5 (at a scale of 8 (2^3)), where it began (id-1); "
         "The scale, 8 (2^3), is too large (id-2); and 2 findings more. Also noted: 1 info."
     )
     assert verdict(Session(), grave[:1], advice, None).more == ""

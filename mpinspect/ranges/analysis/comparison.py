@@ -303,7 +303,7 @@ def _parts(parting: Parting) -> Finding:
 def _not_shared(compared: Compared) -> str:
     if not compared.stretches:
         return "The runs counted no steps in common: only totals can be compared."
-    return "The runs did not count the same steps: whether their counts are equal can't be told, only how far they lie apart."
+    return "The runs did not count the same steps: the comparison shows how far their counts differ, not whether they are equal."
 
 
 def _moved(diff: RangeDiff, parting: Parting) -> Finding:
@@ -311,7 +311,7 @@ def _moved(diff: RangeDiff, parting: Parting) -> Finding:
     share = percent(parting.elsewhere_fraction)
     named = steps_named(parting.first_step, parting.last_step)
     message = (
-        f"{len(moved):,} of {len(diff.layers):,} tensors moved further than they do by themselves, first {share} of "
+        f"{len(moved):,} of {len(diff.layers):,} tensors moved beyond their usual variation, first {share} of "
         f"{phrase(parting.name, parting.kind)} in {named}."
     )
     evidence = {"moved": len(moved), "of": len(diff.layers), "elsewhere_fraction": parting.elsewhere_fraction}
@@ -330,7 +330,7 @@ def _moved(diff: RangeDiff, parting: Parting) -> Finding:
 def _layers_differ(diff: RangeDiff) -> Finding:
     first, second = len(diff.only_first), len(diff.only_second)
     names = [*diff.only_first, *diff.only_second]
-    message = f"{first:,} tensors were counted in A alone, {second:,} in B alone."
+    message = f"{first:,} tensors were counted only in A, {second:,} only in B."
     return Finding("layers-differ", _INFO, names[0].name, message, {"only_first": first, "only_second": second})
 
 
@@ -339,7 +339,7 @@ def _events_differ(diff: RangeDiff) -> Finding:
     harm = gravest(diff.events_only_second)
     shown = harm or next(iter((*diff.events_only_second, *diff.events_only_first)))
     whose = "B" if shown in diff.events_only_second else "A"
-    message = f"Infinities or NaNs in {whose} alone, first at {first_line(shown)}."
+    message = f"Infinities or NaNs only in {whose}, first at {first_line(shown)}."
     evidence = {"only_first": len(diff.events_only_first), "only_second": len(diff.events_only_second)}
     severity = _WARNING if harm else _INFO
     return Finding("events-differ", severity, shown.module, message, evidence, step=shown.step)

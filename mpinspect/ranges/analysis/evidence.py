@@ -87,7 +87,7 @@ def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
     named = steps_named(first, last)
     return (
         tuple(kept),
-        f"What was counted in {named} is left out: the loss scale had collapsed there, to 2^{least} at the lowest.",
+        f"The counts of {named} are left out: the loss scale had collapsed there, to 2^{least} at the lowest.",
     )
 
 

@@ -224,7 +224,7 @@ class Verdict:
 
     @property
     def opening(self) -> str:
-        """The verdict's first words: "Healthy", "Healthy so far", "To be mended", "In trouble (inferred)"; "" without one."""
+        """The verdict's first words: "Healthy", "Healthy so far", "Needs fixing", "In trouble (inferred)"; "" without one."""
         return self.sentences[0].partition(":")[0] if self.sentences else ""
 
     @property

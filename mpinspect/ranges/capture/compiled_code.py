@@ -80,8 +80,8 @@ class CompiledCode(Guarded):
             self._record(search=True)
         elif not self.called:
             self._recording.note(
-                "gradients arrived and no call of a module was seen, so only weight gradients were counted and watched: hooks "
-                "run where modules are called, not in code that was compiled or scripted, or takes the parameters alone"
+                "gradients arrived without any observed call of a module, so only weight gradients were counted and watched: "
+                "hooks run when modules are called, but not in compiled or scripted code, or code that uses only the parameters"
             )
         progress = self._recording.progress
         if progress.eager_steps is None:

@@ -215,11 +215,11 @@ def find_culprit(
     if look.phase == FORWARD:
         return _in_forward(look, seen, calls, read, innocent)
     if look.what == SCALED_LOSS:
-        return Culprit(BACKWARD, "", look, "the loss was finite, and multiplied by the loss scale it was not")
+        return Culprit(BACKWARD, "", look, "the loss was finite, but its product with the loss scale was not")
     if look.what == WEIGHT_GRADIENT:
         reason = "its weight gradient was the first that was not finite"
         if all(call.module != look.module for call in calls):
-            reason += "; no call of it was seen, as inside torch.compile or between samples on a GPU; it may have arisen after it"
+            reason += "; no call of it was seen (in torch.compile, or between samples on a GPU), so it may have arisen after it"
         return Culprit(BACKWARD, look.module, look, reason)
     return _in_backward(look, seen, stories, calls, innocent)
 
@@ -258,10 +258,12 @@ def _in_forward(
         inner = container
     if outermost:
         received = f"; {look.module!r} is the first module that received it" if look.module else ""
-        return Culprit(FORWARD, "", look, f"it came with the data, or was made before the model{received}", given=True)
+        return Culprit(
+            FORWARD, "", look, f"it was in the data, or arose in code before the model{received}", given=True
+        )
     reason = (
-        f"it arose before {inner!r}, whose input already held an inf or NaN: in the code around it or in the data, which is not "
-        "known since no call around it has returned"
+        f"it arose before {inner!r}, whose input already held an inf or NaN: in the code around it or in the data (no call "
+        "around it has returned to show which)"
     )
     return Culprit(FORWARD, "", look, reason)
 
@@ -301,11 +303,11 @@ def _what_went_in(call: Call, made: Seen, seen: Sequence[Seen], read: Collection
         largest = max((look.largest for look in seen if look.tensor in call.given), default=0.0)
         is_beyond = largest > FLOAT16.max_finite and made.dtype in ("", FLOAT16.name)
         beyond = f", up to {largest:.3g} (beyond FP16's {FLOAT16.max_finite:g})"
-        but = "" if masks.isdisjoint(call.given) else " but for -inf, as in a mask"
-        return f"what went in was finite{but}" + (beyond if is_beyond else "")
+        but = "" if masks.isdisjoint(call.given) else " except -inf, as in a mask"
+        return f"its input was finite{but}" + (beyond if is_beyond else "")
     if call.overwritten:
-        return "it changed its input in place, and whether that was finite before is not known"
-    return "whether all that went in was finite is not known: not all of it was read"
+        return "it changed its input in place, so whether its input was finite is not known"
+    return "whether its whole input was finite is not known, since not all of it was read"
 
 
 def _in_backward(
@@ -372,16 +374,18 @@ def _in_code_after(
                 first, second = "another output or call of it", f"the output of {producer!r}, which it returned too,"
                 doubt += ", or in the code after it (the loss)"
             own = f"the code of {container!r}" if container else "the model's own code"
-            reason = f"the gradient at {first} was finite, the one at {second} was not: what is not finite arose in {own}{doubt}"
+            reason = (
+                f"the gradient at {first} was finite, the one at {second} was not: the inf or NaN arose in {own}{doubt}"
+            )
             return Culprit(BACKWARD, container, look, reason)
     if story.root:
         reason = (
-            f"the gradient that backward() was given for its {what} was not finite: it came from elsewhere, such as the "
+            f"the gradient passed to backward() for its {what} was not finite: it was computed elsewhere, for example in the "
             "next stage of a pipeline"
         )
     else:
         reason = (
-            f"the gradient that arrived at its {what} was already not finite: it became so in the backward of the code after "
+            f"the gradient that arrived at its {what} was already not finite: it arose in the backward of the code after "
             f"this module (the loss, or a function){doubt}"
         )
     return Culprit(BACKWARD, producer, look, reason, after=True, elsewhere=story.root)

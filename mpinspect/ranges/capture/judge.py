@@ -230,10 +230,10 @@ class Judge:
 
     def _event(self, found: culprit.Culprit, seen: list[Seen], calls: list[culprit.Call], log: StepLog) -> Event:
         if (found.first.name if found.first.what == WEIGHT_GRADIENT else found.first.tensor) in log.of_all_ranks:
-            doubt = "it is made of the values of all ranks, so it may have arisen on another one"
+            doubt = "the tensor combines values of all ranks, so it may have arisen on another one"
             found = replace(found, explanation=f"{found.explanation}; {doubt}", elsewhere=True)
         elif found.given and log.is_later_stage:
-            reason = "it came from the stage before, of a pipeline: look at that one's rank"
+            reason = "the previous stage of the pipeline sent it: look at that stage's rank"
             found = replace(found, explanation=reason, elsewhere=True)
         if log.is_partial and (found.after or found.module != found.first.module):
             doubt = "not every call of this step was observed, so it may have arisen in a module that is called often"
@@ -244,13 +244,13 @@ class Judge:
             and found.first.name not in log.read_before_clipping
         ):
             doubt = (
-                "in this step, as between samples on a GPU, weight gradients were read when the optimizer stepped, after "
-                "clipping, which spreads a NaN to all of them (every=1: always as they arrive)"
+                "in this step, between samples on a GPU, weight gradients were read when the optimizer stepped, after "
+                "clipping, which spreads a NaN to all of them (every=1 reads them as they arrive)"
             )
             found = replace(found, explanation=f"{found.explanation}; {doubt}")
         elif log.is_outlined and self._is_block(found.module, calls):
             doubt = (
-                "the modules inside it were not looked at in this step, as between samples on a GPU (every=1: always)"
+                "the modules inside it were not observed in this step, between samples on a GPU (every=1 observes them)"
             )
             found = replace(found, explanation=f"{found.explanation}; {doubt}")
         is_dropped = not log.skipped and _dropped(log, seen)

@@ -297,8 +297,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 # -- what can be observed at all -----------------------------------------------------------------------------------------
 
 _TRANSFORMED = "calls inside torch.func transforms (grad, vmap, ...) are not seen: their tensors hold no values"
-_BATCHED = "gradients of is_grads_batched=True are not seen: each is many in one, and holds no values"
-_TRACED = "calls inside torch.jit.trace are not seen: what counts them would become part of the graph"
+_BATCHED = "gradients of is_grads_batched=True are not seen: each is a batch of gradients, and holds no values"
+_TRACED = "calls inside torch.jit.trace are not seen: the counting would become part of the graph"
 
 #: Functions that return None unless a torch.func transform, or torch.jit.trace, is active.
 transforms: Any = torch._C._functorch.peek_interpreter_stack

@@ -86,9 +86,7 @@ class Passes:
                 "Compute the loss in FP32: loss_function(output.float(), target)"
             )
         if half and not bool(torch.isfinite(loss).all()):
-            self._note(
-                "the loss of the FP16 pass is not finite, though that of the FP32 pass is: the forward overflowed"
-            )
+            self._note("the loss is finite in the FP32 pass but not in the FP16 pass: the forward overflowed")
 
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -131,8 +129,8 @@ def require_loss(loss: Any, number: int, *, finite: bool) -> None:
         )
     if finite and not math.isfinite(loss.item()):
         raise ValueError(
-            f"the loss of batch {number} is {loss.item()} in FP32: nothing can be compared. Look for a NaN in the batch or the "
-            "weights, or a learning rate that was too large"
+            f"the loss of batch {number} is {loss.item()} in FP32: there is no reference to compare with. Look for a NaN "
+            "in the batch or the weights, or a learning rate that was too large"
         )
 
 

@@ -208,7 +208,7 @@ class Sinks:
             if keeper.told <= MOST_TOLD:
                 self._failures.append(
                     f"{name} could not write the records since step {keeper.first_lost:,} ({error}): it tries again at each "
-                    "write, and until then keeps them in memory"
+                    "write, and holds them in memory until then"
                 )
 
     def _went_on(self, keeper: _Keeper) -> None:
@@ -233,6 +233,6 @@ class Sinks:
             try:
                 keeper.sink.close()
             except OSError as error:
-                self._failures.append(f"{name} was not closed as it should: its last records may be missing ({error})")
+                self._failures.append(f"{name} could not be closed: its last records may be missing ({error})")
             except Exception as error:
                 self._failed(keeper, error)

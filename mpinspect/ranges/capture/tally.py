@@ -287,7 +287,7 @@ class Tally:
             self._in_float32 |= set(map(_of_module, found))
             arrangement = self._arranged(self._as_rounded(samples), scales, row_sets)
         for name in arrangement.not_counted:
-            self._drop(f"a sample of {name} was thrown away: its loss scale turned out to be no power of two")
+            self._drop(f"a sample of {name} was discarded: its loss scale is not a power of two")
         peak = self._open.add_step(arrangement, row_sets, np.array(numels, dtype=np.int64))
         own = [number for number in step.gradient_scales if not step.scales[number].is_aside]
         for value in dict.fromkeys(scales[number].value for number in own):

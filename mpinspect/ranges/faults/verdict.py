@@ -58,7 +58,7 @@ def verdict(
         sentences = (_healthy(session), *_scale(session, format, fp16), _next(session, format, fp16))
         return Verdict(True, precision, sentences)
     worst = grave[0]
-    opening = "In trouble" if worst.severity == _ERROR else "To be mended"
+    opening = "In trouble" if worst.severity == _ERROR else "Needs fixing"
     others = in_counts(finding for finding in findings if finding.severity == _INFO)
     more = " ".join(filter(None, (_also_grave(grave[1:]), f"Also noted: {others}." if others else "")))
     sure = "" if worst.certainty == "measured" else " (inferred)"
@@ -115,7 +115,7 @@ def _also_grave(findings: Sequence[Finding]) -> str:
         return ""
     clauses = [f"{_first_clause(finding.message)} ({finding.id})" for finding in findings[:_TOLD]]
     left = f"; and {number_of(len(findings) - _TOLD, 'finding')} more" if len(findings) > _TOLD else ""
-    return f"Also to be mended: {'; '.join(clauses)}{left}."
+    return f"Also to fix: {'; '.join(clauses)}{left}."
 
 
 def _first_clause(message: str) -> str:
@@ -136,21 +136,20 @@ def _computes_in(session: Session, format: FloatFormat | None) -> str:
 class _Unknown(Sentences):
     """The verdict on a run with too few observations."""
 
-    SKIPPED_ONLY_STEP = "Not known whether it is healthy: the scaler skipped the only step."
-    SKIPPED_ALL = "Not known whether it is healthy: the scaler skipped all {steps:,} steps."
+    SKIPPED_ONLY_STEP = "Health unknown: the scaler skipped the only step."
+    SKIPPED_ALL = "Health unknown: the scaler skipped all {steps:,} steps."
     FIRST_EVENT = "First: {first_event}."
     SCALE_TOO_HIGH = (
-        "The forward was finite each time: the loss scale is too high so far, as a dynamic scaler finds by itself."
+        "The forward was finite each time: the loss scale is still too high. A dynamic scaler lowers it by itself."
     )
-    NOTHING_TO_COUNT = "Not known whether it is healthy: no tensor was to be counted."
+    NOTHING_TO_COUNT = "Health unknown: no tensor was selected for counting."
     NOTHING_TO_COUNT_ALL_FINITE = (
-        "Not known whether it is healthy: no tensor was to be counted; of infinities and NaNs, which were looked for, there "
-        "were none."
+        "Health unknown: no tensor was selected for counting. The watch found no infinities or NaNs."
     )
-    NO_UPDATE = "Not known whether it is healthy: none of {backwards:,} backwards led to an update."
-    NOT_SAMPLED = "Not known whether it is healthy: of {steps} steps none was sampled or watched."
-    NO_BACKWARD = "Not known whether it is healthy: no backward was seen."
-    NO_STEP = "Nothing is known yet: no training step was seen."
+    NO_UPDATE = "Health unknown: none of {backwards:,} backwards led to an update."
+    NOT_SAMPLED = "Health unknown: none of {steps} steps was sampled or watched."
+    NO_BACKWARD = "Health unknown: no backward was seen."
+    NO_STEP = "Health unknown: no training step was seen yet."
 
 
 def _nothing_seen(session: Session) -> str:
@@ -186,13 +185,10 @@ def _why_unknown(session: Session) -> Said:
 class _Nothing(Sentences):
     """The verdict on a run without findings."""
 
-    WRONG = "Nothing numerically wrong was found in {seen}."
-    WRONG_IN_SAMPLES = (
-        "Nothing numerically wrong was found in {seen}; infinities and NaNs were looked for in the "
-        "{sampled:,} sampled ones."
-    )
-    WRONG_IN_WATCHED = "Nothing numerically wrong was found in {seen}, {watched:,} of them watched."
-    SKIPPED = "The scaler skipped {skipped:count step}, as it may in search of its scale."
+    WRONG = "No numerical problem was found in {seen}."
+    WRONG_IN_SAMPLES = "No numerical problem was found in {seen}; only the {sampled:,} sampled ones were searched for infinities and NaNs."
+    WRONG_IN_WATCHED = "No numerical problem was found in {seen}, {watched:,} of them watched."
+    SKIPPED = "The scaler skipped {skipped:count step}, which is normal in the search for its scale."
 
 
 def _healthy(session: Session) -> str:
@@ -222,10 +218,10 @@ class _In16Bits(Sentences):
 
     BF16 = "BF16 needs no loss scale; {fits}."
     BF16_FINER = (
-        "BF16 needs no loss scale; {fits}; at scales of {finer:power} or more its rounding is finer than BF16's, up to 8 times "
-        "(root mean square)."
+        "BF16 needs no loss scale; {fits}; at scales of {finer:power} or more FP16 rounds more finely than BF16, by up to 8x "
+        "(RMS)."
     )
-    FP32 = "For a change to 16 bits: {fits}; BF16 needs none."
+    FP32 = "In 16 bits: {fits}; BF16 needs no loss scale."
     HIDDEN = "Whether the run computes in FP16 is not known: {fits}."
 
 
@@ -291,13 +287,13 @@ class _Own(Sentences):
     """The run's own loss scale, in FP16."""
 
     NO_WINDOW = "No window of loss scales can be given: {reason}"
-    BELOW_HIGHEST = "The loss scale, {used:scale}, lies below {highest:power}, the largest that is safe."
-    ABOVE_HIGHEST = "The loss scale, {used:scale}, lies above {highest:power}, the largest that is safe."
+    BELOW_HIGHEST = "The loss scale, {used:scale}, lies below {highest:power}, the largest safe scale."
+    ABOVE_HIGHEST = "The loss scale, {used:scale}, lies above {highest:power}, the largest safe scale."
     IN_WINDOW = "The loss scale, {used:scale}, lies in the {window}."
     AT_TOP = "The loss scale, {used:scale}, lies at the top of the {window}."
     ABOVE_MARGIN = (
         "The loss scale, {used:scale}, lies above {highest:power}, the largest with a margin for larger gradients; a dynamic "
-        "scaler may stand there."
+        "scaler may use it."
     )
 
 
@@ -331,26 +327,28 @@ def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
 class _Next(Sentences):
     """What to do after a healthy run."""
 
-    KEEP_BF16 = "Numerically nothing to do: keep BF16."
-    SHOW_FORMAT = "Nothing to do in what was seen; eager_samples=True (mpinspect run --eager-samples) shows the format."
+    KEEP_BF16 = "No numerical problems. Keep BF16."
+    SHOW_FORMAT = (
+        "No problems in the observed part. eager_samples=True (mpinspect run --eager-samples) shows the format."
+    )
     NOTHING = "Nothing to do."
-    TRY_BF16 = "Numerically nothing to do; to train in 16 bits try BF16 autocast."
+    TRY_BF16 = "No numerical problems. To train in 16 bits, try BF16 autocast."
     TRY_EITHER = (
-        "Numerically nothing to do; to train in 16 bits try BF16 autocast, or FP16 autocast with a GradScaler, which skips a "
+        "No numerical problems. To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler, which skips a "
         "step that overflows."
     )
     TRY_EITHER_FROM = (
-        "Numerically nothing to do; to train in 16 bits try BF16 autocast, or FP16 autocast with a GradScaler from "
+        "No numerical problems. To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler from "
         "{start:scale}, which skips a step that overflows."
     )
-    IN_WHAT_WAS_SEEN = "Nothing to do in what was seen."
+    IN_WHAT_WAS_SEEN = "No problems in the observed part."
     COUNT_IN_FP32 = (
-        "Nothing to do; to know what FP16 flushed, count the gradients of a few batches in FP32 (autocast off)."
+        "Nothing to do. To measure the values that FP16 flushed, count a few batches' gradients in FP32 (autocast off)."
     )
     STATIC_LOWER = "Nothing to do with a dynamic scaler; a static one is safer at {recommended:scale}."
-    RAISE = "Take the loss scale {recommended:scale} at the next start."
-    KEEP_SCALE = "Numerically nothing to do: keep FP16 with the loss scale {used:scale}."
-    KEEP_WITHOUT = "Numerically nothing to do: keep FP16 without a loss scale."
+    RAISE = "Start the next run with the loss scale {recommended:scale}."
+    KEEP_SCALE = "No numerical problems. Keep FP16 with the loss scale {used:scale}."
+    KEEP_WITHOUT = "No numerical problems. Keep FP16 without a loss scale."
 
 
 def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -> str:
@@ -392,5 +390,5 @@ def _next_in_float16(used: float | None, advice: LossScaleAdvice) -> _Next:
 
 
 def _window(advice: LossScaleAdvice) -> str:
-    reserve = f" (its top keeps {number_of(advice.reserve, 'power')} of two in reserve)" if advice.reserve else ""
+    reserve = f" (with {number_of(advice.reserve, 'power')} of two in reserve at the top)" if advice.reserve else ""
     return f"window {as_power(advice.lowest)} .. {as_power(advice.highest)}{reserve}"

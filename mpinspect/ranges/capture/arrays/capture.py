@@ -151,7 +151,7 @@ class ArrayCapture:
         """Record a note if the name is neither a string nor an integer (such as a layer's number)."""
         if not isinstance(name, (str, int)):
             kind = f"name of type {type(name).__name__}"
-            self._note_once(kind, f"name={quoted(name)} is no text: it is recorded under {quoted(str(name))}")
+            self._note_once(kind, f"name={quoted(name)} is not a string: it is recorded under {quoted(str(name))}")
 
     def _check_scale(self, given: Given) -> None:
         """Record a note if the loss scale is unknown, once for each reason."""
@@ -205,8 +205,8 @@ class ArrayCapture:
             return self._step
         if self._numbers.went_back(given):
             self._recording.note(
-                f"the step number went back from {self._numbers.given} to {given}: steps are counted on from there. Give numbers "
-                "that grow over the whole run"
+                f"the step number went back from {self._numbers.given} to {given}: the numbering continues without a gap. Pass "
+                "numbers that increase over the whole run"
             )
         self._end_step(None)
         return self._begin_step(given)

@@ -304,7 +304,7 @@ def _softmax(node: Any, name: str) -> _Found:
     masking = next((each for each in below[1:4] if applies_mask(each)), None)
     if masking is None or not all(_is_finite(each) for each in below if each is not node):
         return None
-    return "mask", "a softmax", "of a row of nothing but -inf", whole
+    return "mask", "a softmax", "of a row of only -inf", whole
 
 
 def applies_mask(node: Any) -> bool:
