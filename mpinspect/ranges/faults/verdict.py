@@ -186,7 +186,9 @@ class _Nothing(Sentences):
     """The verdict on a run without findings."""
 
     WRONG = "No numerical problem was found in {seen}."
-    WRONG_IN_SAMPLES = "No numerical problem was found in {seen}; only the {sampled:,} sampled ones were searched for infinities and NaNs."
+    WRONG_IN_SAMPLES = (
+        "No numerical problem was found in {seen}; only the {sampled:,} sampled ones were searched for inf and NaN."
+    )
     WRONG_IN_WATCHED = "No numerical problem was found in {seen}, {watched:,} of them watched."
     SKIPPED = "The scaler skipped {skipped:count step}, which is normal in the search for its scale."
 
