@@ -80,6 +80,7 @@ _WHERE = {
     AFTER_BACKWARD: "after the backward and before the optimizer's step",
     IN_OPTIMIZER: "in the optimizer's step",
 }
+_EXIT = "SystemExit: "
 
 
 def _ended(session: Session) -> str:
@@ -87,22 +88,15 @@ def _ended(session: Session) -> str:
     error = session.ended_by
     if error is None or any(each.what == ENDED_EARLY for each in session.measurements):
         return ""
-    step = (
-        f"in step {error.step}"
-        if error.figures.get("begun")
-        else f"after step {error.step - 1}"
-        if error.step
-        else "before the first step"
-    )
+    step = f"after step {error.step - 1}" if error.step else "before the first step"
+    if error.figures.get("begun"):
+        step = f"in step {error.step}"
     where = _WHERE.get(error.names[0] if error.names else "", "").format(module_named(error.name))
     rank = "" if error.rank is None else f"on rank {error.rank}"
     place = ", ".join(filter(None, (step, where, rank)))
-    exits = error.text.removeprefix("SystemExit: ")
-    return (
-        f"Ended by an exception {place}: {error.text}"
-        if exits == error.text
-        else f"Ended by sys.exit({exits}) {place}."
-    )
+    if error.text.startswith(_EXIT):
+        return f"Ended by sys.exit({error.text.removeprefix(_EXIT)}) {place}."
+    return f"Ended by an exception {place}: {error.text}"
 
 
 #: Maximum number of further findings whose first clause the verdict quotes.
@@ -321,9 +315,9 @@ def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
         return _Own.BELOW_HIGHEST if used <= (advice.highest or math.inf) else _Own.ABOVE_HIGHEST
     if used > advice.highest:
         return _Own.ABOVE_MARGIN
-    if used == advice.highest:
-        return _Own.AT_TOP if used >= advice.lowest else None
-    return _Own.IN_WINDOW if used >= advice.lowest else None
+    if used < advice.lowest:
+        return None
+    return _Own.AT_TOP if used == advice.highest else _Own.IN_WINDOW
 
 
 class _Next(Sentences):

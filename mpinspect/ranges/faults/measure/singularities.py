@@ -6,7 +6,7 @@ division of a row by its own zero norm, or a softmax of a row of -inf, also in c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -68,11 +68,7 @@ class Singular:
 
 def singular(node: Any) -> Singular | None:
     """Return the singularity in a node's arguments; None if there is none or the node saved nothing. Waits for the GPU."""
-    name = node.name()
-    find = None if name in _OTHERS else next((find for prefix, find in _FINDERS if name.startswith(prefix)), None)
-    if find is None:
-        return None
-    return _found(node, find)
+    return None if node.name() in _OTHERS else _found(node, _FINDERS)
 
 
 def infinite_operand(node: Any) -> Singular | None:
@@ -80,13 +76,14 @@ def infinite_operand(node: Any) -> Singular | None:
 
     Behind a mask's -inf the gradient is zero, and the other operand's gradient is 0 * inf.
     """
-    name = node.name()
-    find = _infinite_factor if name.startswith("Mul") else _infinite_numerator if name.startswith("Div") else None
-    found = None if find is None else _found(node, find)
+    found = _found(node, (("Mul", _infinite_factor), ("Div", _infinite_numerator)))
     return None if found is None else replace(found, by=_parameter(node))
 
 
-def _found(node: Any, find: Callable[[Any, str], _Found]) -> Singular | None:
+def _found(node: Any, finders: Iterable[tuple[str, Callable[[Any, str], _Found]]]) -> Singular | None:
+    find = next((find for prefix, find in finders if node.name().startswith(prefix)), None)
+    if find is None:
+        return None
     try:
         found = None if is_packed(node) else find(node, node.name())
     except (AttributeError, RuntimeError, IndexError, TypeError):
