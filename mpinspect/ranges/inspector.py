@@ -251,8 +251,8 @@ class Inspector:
         if step is not None and may_be_for_a_value(error):
             self._recording.note(
                 f"{type(error).__name__} broke off step {step} after its forward, whose last output was finite, and before a "
-                "backward: if it was for the loss, that became infinite or NaN in the loss function, or in other code after "
-                "the last module"
+                "backward: if a check of the loss raised it, the loss became infinite or NaN in the loss function, or in "
+                "other code after the last module"
             )
 
     def _new_capture(
@@ -307,7 +307,7 @@ class Inspector:
             self._recording.flush()
             self._tracking.sink.settle()
         except Exception as error:
-            self._recording.note(f"the tracker does not have all of its scalars: {error!r}")
+            self._recording.note(f"the tracker lacks some scalars: {error!r}")
         self._hand_over(self._tracking)
 
     def _hand_over(self, tracking: Tracking) -> None:

@@ -106,7 +106,7 @@ class Recorder:
         """
         with self._lock:
             if self._recording.progress.ended:
-                self._recording.note("arrays came after close(): they are not recorded")
+                self._recording.note("arrays that are observed after close() are not recorded")
             else:
                 self._capture.observe(name, array, kind, step, loss_scale, passed_through)
 

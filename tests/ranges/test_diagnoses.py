@@ -1840,7 +1840,7 @@ def test_an_optimizer_whose_state_is_found_to_keep_what_rounding_cuts_off_loses_
     rate = 1e-2 if dtype is torch.bfloat16 else 1e-3
     report = train(model, Compensating(model.parameters(), rate, keeps), steps=40, dtype=dtype)
     assert bool(named(report, "updates-lost")) == (not keeps)
-    assert ("('rest' keeps what rounding cuts off)" in report.verdict.precision) == keeps
+    assert ("('rest' holds the rounding errors)" in report.verdict.precision) == keeps
     # Whether a moment can decay is asked of the average only.
     states = [each.evidence["state"] for each in report.findings if each.id == "moments-cannot-decay"]
     assert states == ["average"] if keeps else "average" in states

@@ -199,7 +199,7 @@ def test_nan_everywhere() -> None:
 def test_a_log_dir_that_is_a_file(tmp_path: Path) -> None:
     path = tmp_path / "taken"
     path.write_text("something else")
-    with pytest.warns(MpinspectWarning, match="kept in memory"):
+    with pytest.warns(MpinspectWarning, match="held in memory"):
         inspector = _trained(nn.Linear(4, 1), log_dir=path)
     assert inspector.log_dir is None
     assert inspector.session().progress.steps == 3
@@ -207,7 +207,7 @@ def test_a_log_dir_that_is_a_file(tmp_path: Path) -> None:
 
 
 def test_a_log_dir_that_cannot_be_made() -> None:
-    with pytest.warns(MpinspectWarning, match="kept in memory"):
+    with pytest.warns(MpinspectWarning, match="held in memory"):
         inspector = _trained(nn.Linear(4, 1), log_dir="/proc/nowhere/run")
     assert inspector.session().progress.steps == 3
 

@@ -370,7 +370,7 @@ def test_a_directory_that_holds_a_run_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(MpinspectWarning, match="nothing is written"):
+    with pytest.warns(MpinspectWarning, match="no file is written"):
         recorder = Recorder(tmp_path / "file" / "run")
     recorder.observe("x", np.ones(3))
     assert window_of(recorder).samples == 1

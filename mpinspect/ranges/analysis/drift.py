@@ -70,8 +70,8 @@ def divergence(windows: Sequence[Window]) -> str:
     else:
         return ""
     return (
-        f"The training diverged. Its largest gradients {course}, and no loss scale mends that: a lower learning "
-        "rate may, with a warm-up or with clipped gradients."
+        f"The training diverged. Its largest gradients {course}, which no loss scale fixes: try a lower learning rate, a "
+        "warm-up or gradient clipping."
     )
 
 

@@ -106,7 +106,7 @@ def _optimizer(optimizer: OptimizerRecord) -> str:
     dtypes = dict.fromkeys(dtype for held in optimizer.states.values() for dtype in held.split(", "))
     states = f" with states in {_names(dtypes)}" if dtypes else ""
     drawing = " (its step draws random numbers)" if optimizer.draws_random else ""
-    keeping = f" ({optimizer.compensation!r} keeps what rounding cuts off)" if optimizer.compensation else ""
+    keeping = f" ({optimizer.compensation!r} holds the rounding errors)" if optimizer.compensation else ""
     return f"{optimizer.type}{masters}{states}{drawing}{keeping}"
 
 

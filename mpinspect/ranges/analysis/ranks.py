@@ -179,7 +179,7 @@ def _added(first: Session, second: Session) -> Session:
     """Return the sum of two sums of ranks; the caller merges their notes."""
     ranks = {rank.info.rank for rank in first.ranks}
     if twice := [rank.info.rank for rank in second.ranks if rank.info.rank in ranks]:
-        raise NotOneModelError(f"{ranks_named(twice)} came twice")
+        raise NotOneModelError(f"there are two sessions of {ranks_named(twice)}")
     low, high = (first, second) if first.ranks[0].info.rank < second.ranks[0].info.rank else (second, first)
     watched = _watched(low.watched, high.watched)
     shards = frozenset(info.key for info in watched if info.held == "shard")

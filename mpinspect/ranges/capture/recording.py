@@ -255,7 +255,7 @@ class Recording:
                 half = SCALE_LIMIT // 2
                 scales = (*scales[:half], *scales[1 - half :])
                 self.note(
-                    f"the loss scale changed more than {SCALE_LIMIT} times: the first and the last {half} are kept"
+                    f"the loss scale changed more than {SCALE_LIMIT} times: only the first and the last {half} are recorded"
                 )
             self._progress(scales=(*scales, ScaleChange(step, scale)))
 

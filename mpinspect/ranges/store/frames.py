@@ -59,7 +59,7 @@ def frames(data: bytes, notes: list[str]) -> Iterator[tuple[int, bytes, bytes]]:
         length, checksum, kind = _FRAME.unpack_from(data, start) if body <= len(data) else (0, 0, b"")
         if body + length > len(data):
             notes.append(
-                "The session file ends within a record: the run is just writing it, or was killed while it did. "
+                "The session file ends within a record: the run is still writing it, or was killed while writing it. "
                 + left_out(data, start)
             )
             return
@@ -79,7 +79,7 @@ def payload_of(framed: bytes) -> bytes:
 def left_out(data: bytes, start: int) -> str:
     """Return a sentence on the part of the file that a reader skips if it stops at ``start``."""
     return (
-        f"The last {len(data) - start:,} of its {len(data):,} bytes were left out; what stands before them is complete."
+        f"The last {len(data) - start:,} of its {len(data):,} bytes were left out; the bytes before them are complete."
     )
 
 

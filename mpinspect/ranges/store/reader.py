@@ -102,7 +102,7 @@ class _Contents:
     def session(self, notes: list[str]) -> Session:
         """Return the session; the reader's own ``notes`` follow the run's."""
         dropped = [
-            f"{count:,} further {what} are not in the session file: it keeps the first of them only."
+            f"{count:,} further {what} are not in the session file, which holds only the first ones."
             for what, count in self.dropped.items()
         ]
         return Session(
@@ -150,7 +150,9 @@ def _read_bytes(file: Path) -> bytes:
         except FileNotFoundError:
             raise SessionError(_nothing_there(file)) from None
         except DecodingError as error:
-            raise SessionError(f"{file} {error}: no run leaves so much. Give the session file of a run.") from None
+            raise SessionError(
+                f"{file} {error}: a session file is never that large. Give the session file of a run."
+            ) from None
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise SessionError(f"{file} can't be read: {frames.reason(error)}.") from error
@@ -167,7 +169,7 @@ def _nothing_there(file: Path) -> str:
             return (
                 f"{folder} itself holds no {FILE_NAME}, but directories in it do: {', '.join(runs)}. Give one of them."
             )
-    return f"{folder} holds no {FILE_NAME}: no inspector had it as log_dir, or none was attached yet."
+    return f"{folder} holds no {FILE_NAME}: no inspector had it as log_dir, or the inspector was not attached yet."
 
 
 def _check_header(data: bytes, file: Path) -> None:

@@ -85,7 +85,7 @@ def claim(file: Path) -> FileIO:
 def cannot_write(file: Path, error: OSError) -> SessionError:
     """Return the error to raise when a session file can't be written."""
     return SessionError(
-        f"{file} can't be written: {reason(error)}. Give a log_dir that you may write to and that has room."
+        f"{file} can't be written: {reason(error)}. Give a log_dir with write permission and free space."
     )
 
 

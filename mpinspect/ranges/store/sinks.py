@@ -33,7 +33,7 @@ def open_sinks(log_dir: str | Path | None, info: RunInfo) -> Opened:
         writer, troubles = _first_free(Path(log_dir), info)
     except (SessionError, OSError, ValueError) as error:
         why = str(error).rstrip(".")
-        sentence = f"nothing is written to {log_dir}: {why}. The run is kept in memory: save the report yourself"
+        sentence = f"no file is written to {log_dir}: {why}. The run is held in memory: save the report yourself"
         return Opened(None, [], [sentence])
     path, sinks = writer.path.parent, list[Sink]([writer])
     try:

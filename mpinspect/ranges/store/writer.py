@@ -134,10 +134,10 @@ class SessionWriter:
             FileNotFoundError: the file was deleted during the run, so that further records would be lost.
         """
         if not self._closed and os.fstat(self._open_file().fileno()).st_nlink == 0 and not self.path.exists():
-            raise FileNotFoundError(f"{self.path} was deleted while the run went on")
+            raise FileNotFoundError(f"{self.path} was deleted during the run")
         if len(progress.scales) > SCALE_LIMIT:
             half = SCALE_LIMIT // 2
-            self.note(f"Of the loss scale's changes the session file keeps the first and the last {half}.")
+            self.note(f"The session file holds only the first and the last {half} changes of the loss scale.")
             progress = dataclasses.replace(progress, scales=progress.scales[:half] + progress.scales[-half:])
         if self._dropped:
             self._supersede(frames.DROPPED, frames.json_bytes(self._dropped))
@@ -191,7 +191,7 @@ class SessionWriter:
     def _append(self, data: bytes) -> None:
         """Append all of ``data``, or leave the file unchanged: a partial record would hide all later records from readers."""
         if self._closed:
-            raise ValueError(f"{self.path} is closed: nothing can be added to it")
+            raise ValueError(f"{self.path} is closed: no record can be added to it")
         self._open_file()
         self._sync_when_due()
         self._log.append(data)
@@ -203,7 +203,7 @@ class SessionWriter:
         file = self.path.open("r+b", buffering=0)
         if file.seek(0, os.SEEK_END) != self._log.size:
             file.close()
-            raise OSError(errno.EIO, f"{self.path} was changed by somebody else")
+            raise OSError(errno.EIO, f"{self.path} was changed by another program")
         self._log = AppendedFile(file, self._log.size)
         return file
 
@@ -299,7 +299,7 @@ class SessionWriter:
         notes: list[str] = []
         found = [frame(kind, payload) for _, kind, payload in frames.frames(data, notes) if kind == frames.WINDOW]
         if notes or len(found) != len(self._windows):
-            raise OSError(f"{self.path} does not hold what was written to it")
+            raise OSError(f"{self.path} lacks records that were written to it")
         return found
 
 
