@@ -303,7 +303,9 @@ def _parts(parting: Parting) -> Finding:
 def _not_shared(compared: Compared) -> str:
     if not compared.stretches:
         return "The runs counted no steps in common: only totals can be compared."
-    return "The runs did not count the same steps: the comparison shows how far their counts differ, not whether they are equal."
+    return (
+        "The runs did not count the same steps: the comparison shows how far counts differ, not whether they are equal."
+    )
 
 
 def _moved(diff: RangeDiff, parting: Parting) -> Finding:

@@ -233,7 +233,7 @@ def _overflowed(decision: Decision) -> str:
             else ""
         )
         return (
-            f"The run overflowed at 2^{ceiling.log2_overflowed} by an unknown amount. The window does not cover these gradients: "
+            f"The run overflowed at 2^{ceiling.log2_overflowed} by an unknown amount. The window excludes these gradients: "
             f"keep a scaler that skips such steps.{others}"
         )
     lacking = (

@@ -234,8 +234,8 @@ class Recording:
             ]
             more = f" and {len(names) - NAMED_LIMIT} more" if len(names) > NAMED_LIMIT else ""
             self.note(
-                f"{', '.join(names[:NAMED_LIMIT])}{more} could not be {done} ({reason}); all other tensors are, and the training "
-                "is not affected"
+                f"{', '.join(names[:NAMED_LIMIT])}{more} could not be {done} ({reason}); all other tensors are, and the "
+                "training is not affected"
             )
         notes = {key: f"could not be counted: {reason}" for reason, keys in tensors.items() for key in keys}
         if notes and done == "counted":
