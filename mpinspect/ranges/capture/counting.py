@@ -140,7 +140,7 @@ class Counting(Observer):
             self.not_needed.add(key)
 
     def _is_first(self, call: Call) -> bool:
-        """Return whether to count a call's outputs: gradients are enabled, and it is not a checkpoint's recomputation."""
+        """Return whether to count a call's outputs: with gradients enabled, and only once if a checkpoint recomputes them."""
         if not torch.is_grad_enabled():
             return False
         if call.recomputed:

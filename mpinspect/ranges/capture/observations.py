@@ -169,7 +169,7 @@ class Observer:
     wants_backward_end = False
 
     def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
-        """Return whether the observer handles parameter gradients, or those of a backward that a scaler checks."""
+        """Return whether the observer handles parameter gradients, which a scaler may check as well."""
         return False
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
