@@ -169,7 +169,7 @@ class Observer:
     wants_backward_end = False
 
     def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
-        """Return whether the observer handles parameter gradients, which a scaler may check as well."""
+        """Return whether the observer handles parameter gradients; ``checked_by_scaler``: whether a scaler checks them."""
         return False
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
