@@ -232,7 +232,7 @@ def report_by_hand(session: Session) -> RangeReport:
         coverage=Coverage(len(layers), len(totals), never),
         loss_scale=ADVICE if known else no_advice("It can't be given here."),
         formats=VERDICTS if known else (),
-        verdict=VERDICT if known else Verdict(None, "", ("Nothing is known yet: no training step was seen.",)),
+        verdict=VERDICT if known else Verdict(None, "", ("Health unknown: no training step was seen yet.",)),
         overall=tuple(_pooled(layers, kind) for kind in GRADIENT_KINDS if any(_of(layers, kind))),
     )
 

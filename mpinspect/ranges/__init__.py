@@ -1,1 +1,1 @@
-""" "Which powers of two do my gradients use, what breaks, which loss scale?": capture, store, analysis and report."""
+"""Number ranges: the powers of two that a training's tensors use, range faults, and the loss scale."""

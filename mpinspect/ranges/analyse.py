@@ -35,8 +35,8 @@ def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
 
     Args:
         session: any session: an empty one, one still being recorded and one full of NaNs get a report too.
-        format: the format to judge the tensors against; None for the format in which the run computes
-            (``precision.run_format``), or for FP16 if the run computes in FP32 or its format is unknown.
+        format: the format to judge the tensors against; None for the run's compute format (``precision.run_format``), or for
+            FP16 if that is FP32 or unknown.
 
     Raises:
         ValueError: ``format`` is the name of no known format.
@@ -51,7 +51,7 @@ def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
     noise = noise_of(spoken, ceilings)
     advised = advise(seen, spoken, ceilings, noise, ScaleRules(format))
     if advised.diverged:
-        # Beside gradients that exploded any other looks like noise.
+        # Compared with exploded gradients, every other gradient looks like noise.
         noise = frozenset()
     layers = layer_reports(session, totals, format, noise)
     if spoken is not totals:
@@ -78,12 +78,12 @@ def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
 
 
 def _judged_kinds(session: Session, advised: Advised) -> Sequence[str]:
-    """Return the kinds whose range is known: not the gradients where no window can be given, as if every step overflowed."""
+    """Return the kinds with a known range. Gradients are left out if they allow no window, as when every step overflowed."""
     knows_gradients = advised.decision is not None or not session.progress.scale_known
     return KINDS if knows_gradients else [kind for kind in KINDS if kind not in GRADIENT_KINDS]
 
 
 def judged_in(session: Session) -> FloatFormat:
-    """Return the format in which the run computes; FP16 if the run computes in FP32 or its format is unknown."""
+    """Return the run's compute format; FP16 if that is FP32 or unknown."""
     format = run_format(session)
     return FLOAT16 if format is None or format == FLOAT32 else format

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class AtExit:
-    """Calls ``end`` once when this process ends, unless a signal kills it; does nothing in children forked later.
+    """Calls ``end`` once when this process ends, unless a signal kills it; has no effect in children forked later.
 
     Args:
-        end: the function to call, at whatever point the process ended. An Exception that it raises becomes a warning.
+        end: the function to call. An Exception that it raises becomes a warning.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -42,17 +42,17 @@ class AtExit:
         try:
             self._end()
         except Exception as error:
-            warn(f"the inspector did not end as it should: {error!r}; what it wrote until then is in its log_dir")
+            warn(f"the inspector failed to close: {error!r}; its log_dir has the records written until then")
 
     def call_off(self) -> None:
-        """Unregister ``end``, so that nothing happens when the process ends."""
+        """Unregister ``end``, so that it is not called when the process ends."""
         atexit.unregister(self)
         if self._of_child is not None:
             self._of_child.cancel()
 
 
 def print_report(make: Callable[[], RangeReport]) -> None:
-    """Print the report that ``make`` returns to stderr, after a line on what broke; never raises an Exception."""
+    """Print the report that ``make`` returns to stderr, after a line on the event that broke the run; raises no Exception."""
     try:
         report = make()
         broke = what_broke(report)

@@ -45,15 +45,15 @@ NEVER_ATTACHED = (
 )
 
 
-#: Which steps are sampled of a model on a device, where nothing else is asked for.
+#: The default schedule for a model on a device.
 _ON_DEVICES = Schedule(every=10, dense=10)
 
 
 class Inspector:
     """Watches the number range of a model's gradients while it trains.
 
-    Training is bit-identical to training without the inspector, and no error of the inspector reaches the training. No
-    tensor or graph is kept, except one copy of the weights during a sampled ``optimizer.step()`` if updates are
+    Training is bit-identical to training without the inspector, and no error of the inspector reaches the training. The
+    inspector holds no tensor or graph, except one copy of the weights during a sampled ``optimizer.step()`` if updates are
     captured. Training never waits for the GPU: counts are copied to the host asynchronously and read a step later::
 
         with mpinspect.Inspector(model, optimizers=optimizer, scalers=scaler) as inspector:
@@ -64,37 +64,36 @@ class Inspector:
         model: any torch.nn.Module. If the model or a part of it is wrapped (DistributedDataParallel, torch.compile,
             FSDP, activation checkpointing), names are still those of the unwrapped model. FSDP2 may be applied before or after
             attaching, as long as the optimizer is made after both.
-        optimizers: one or several optimizers. Optional: those that step any of the model's parameters are found
-            automatically. Pass those that step FP32 master copies, which can't be found. A trainer's wrapper
-            (Accelerate's, Lightning's) is replaced by the optimizer inside.
+        optimizers: one or several optimizers. Optional: optimizers of the model's parameters are found automatically. Pass
+            optimizers of FP32 master copies, which can't be found. A trainer's wrapper (Accelerate's, Lightning's) is replaced
+            by the optimizer inside.
         scalers: one or several loss scalers. Optional: every torch.amp.GradScaler that scales a loss is found
             automatically.
         every: sample every n-th step (the non-finite watch covers all steps), or a Schedule that selects the steps. By default
-            every step if the model is on the CPU; if it is on a device, where counting costs a good part of a step, the first
-            ten and then every tenth.
+            every step if the model is on the CPU; if it is on a device, where counting is expensive, the first ten steps and
+            then every tenth.
         capture: kinds to count: "weight_gradient", "activation_gradient", "activation", "weight", "update". "update" is
             added automatically if parameters are stored in FP16 or BF16.
         include, exclude: shell patterns over dotted paths of modules and parameters. Activations are captured for
             modules without submodules, and for containers that ``include`` names without wildcards.
         loss_scale: for loops that scale the loss by hand: the scale, or a callable that returns it at each backward.
-        log_dir: directory for the session file and the TensorBoard log; None keeps everything in memory. If it holds
-            another run, the next free name beside it is taken (``runs/a-2``), with a warning; so it is where several ranks give
-            the same one. A relative path is resolved now, whatever the working directory is later. A script that ends without
-            ``detach`` writes its last steps at exit; a script that is killed loses only its last seconds.
-        watch: check every step for infinities and NaNs; on a device in steps that are not sampled block by block
+        log_dir: directory for the session file and the TensorBoard log; None stores everything in memory. If it holds another
+            run, or several ranks pass the same one, the next free sibling name is used (``runs/a-2``), with a warning. A
+            relative path is resolved now, before any change of the working directory. A script that ends without ``detach``
+            writes its last steps at exit; a script that is killed loses only its last seconds.
+        watch: check every step for infinities and NaNs. On a device, steps that are not sampled are checked block by block
             (``layers.outline``).
         max_overhead: maximum time of the inspector as a share of the training's own time: 0.02 for 2%. The cost (time
             in the inspector's hooks and, on a CUDA GPU, in its kernels) is measured during training, and steps are
-            sampled as often as the budget allows, ``every`` being the smallest interval. If the watch alone exceeds the
-            budget, it covers fewer steps; the report says how many. None: ``every`` and ``watch`` apply whatever they
-            cost.
-        eager_samples: run what torch.compile compiled of the model eagerly in the training forwards of sampled steps, so that
-            activations and their gradients inside are seen. This changes results: an eager step rounds differently from
-            a compiled one, draws other random numbers, and takes the time and memory of an uncompiled one. Use it with
-            ``every``; the steps between stay compiled. If False, inside compiled code only weight gradients are seen.
+            sampled as often as the budget allows, ``every`` being the smallest interval. If the watch alone exceeds the budget,
+            it covers fewer steps; the report shows how many. None: ``every`` and ``watch`` apply at any cost.
+        eager_samples: run the model's compiled regions (torch.compile) eagerly in the training forwards of sampled steps, so
+            that activations and their gradients inside are seen. This changes results: an eager step rounds differently from a
+            compiled one, draws other random numbers, and takes the time and memory of an uncompiled one. Use it with ``every``;
+            the steps between stay compiled. If False, only weight gradients are seen inside compiled code.
         tracker: logs a few scalars (``ranges/report/scalars.py``) every second or more, and the report's page at the end:
             "wandb", "mlflow" or "trackio", to the run that the script has open; or an object with the methods
-            ``scalars(step, values)`` and ``artifact(path)``. If it fails, a note says so and the training continues.
+            ``scalars(step, values)`` and ``artifact(path)``. If it fails, a note is recorded and the training continues.
 
     Raises:
         TypeError: model is not a Module, or optimizers, loss_scale, watch, max_overhead, eager_samples or tracker have the
@@ -106,7 +105,7 @@ class Inspector:
 
     #: Whether the inspector detaches by itself when the process ends.
     _ends_with_the_process = True
-    #: When the inspector gets a budget by itself; None: never.
+    #: The cost above which the inspector gets a budget by itself; None: never.
     _limit: Limit | None = None
     #: Called after each write to ``log_dir``, on the thread that writes; must not raise.
     _written: Callable[[], None] | None = None
@@ -161,7 +160,7 @@ class Inspector:
         self._capture = self._new_capture(found, parameters, _optimizers(optimizers), _several(scalers))
         self._at_exit: AtExit | None = None
         self._running = False
-        #: Names of the weights that were non-finite when the run began, and the event for those non-finite when it ended.
+        #: Names of the weights that were non-finite when the run began, and the event for weights that are when it ended.
         self._broken_before: frozenset[str] = frozenset()
         self._left: Event | None = None
         for trouble in troubles + _misgivings(found, parameters, selection):
@@ -170,7 +169,7 @@ class Inspector:
     # -- attaching ----------------------------------------------------------------------------------------------
 
     def attach(self) -> Inspector:
-        """Install the hooks, begin to record and return self. The inspector keeps a reference to the model until ``detach``.
+        """Install the hooks, begin to record and return self. The inspector holds a reference to the model until ``detach``.
 
         Reads all weights once, as ``detach`` does, and therefore waits for the GPU.
 
@@ -191,7 +190,7 @@ class Inspector:
         return self
 
     def detach(self) -> None:
-        """Remove all hooks, collect the remaining counts (waits for the GPU) and close the files; a second call does nothing."""
+        """Remove all hooks, collect the remaining counts (waits for the GPU) and close the files. Idempotent."""
         if self._running:
             self._end()
             self._running = False
@@ -226,7 +225,7 @@ class Inspector:
 
         Args:
             format: the format to judge the tensors against ("bfloat16", torch.float16, mpinspect.FLOAT8_E4M3, ...);
-                None for the format in which the run computes, or FP16 if that is FP32 or unknown.
+                None for the run's compute format, or FP16 if that is FP32 or unknown.
 
         Raises:
             ValueError: ``format`` is the name of no known format.
@@ -252,8 +251,8 @@ class Inspector:
         if step is not None and may_be_for_a_value(error):
             self._recording.note(
                 f"{type(error).__name__} broke off step {step} after its forward, whose last output was finite, and before a "
-                "backward: if it was for the loss, that became infinite or NaN in the loss function, or in other code after "
-                "the last module"
+                "backward: if a check of the loss raised it, the loss became infinite or NaN in the loss function, or in "
+                "other code after the last module"
             )
 
     def _new_capture(
@@ -299,7 +298,7 @@ class Inspector:
                 self._tracking.leave()
 
     def bring_tracker_up_to_date(self) -> None:
-        """Log the remaining scalars, and the page: the script is about to end the tracker's run, before the inspection ends."""
+        """Log the remaining scalars and the page, since the script is about to end the tracker's run before the inspection."""
         if self._tracking is None or self._recording.progress.ended:
             return
         try:
@@ -308,20 +307,20 @@ class Inspector:
             self._recording.flush()
             self._tracking.sink.settle()
         except Exception as error:
-            self._recording.note(f"the tracker does not have all of its scalars: {error!r}")
+            self._recording.note(f"the tracker lacks some scalars: {error!r}")
         self._hand_over(self._tracking)
 
     def _hand_over(self, tracking: Tracking) -> None:
-        """Give the tracker the report's page; note a failure."""
+        """Send the report's page to the tracker; note a failure."""
         for sentence in tracking.hand_over(self.report):
             self._recording.note(sentence)
 
     def _tell(self, note: str) -> None:
-        """Warn the user of a new note: what could not be measured, and why."""
+        """Warn the user of a new note on a missing measurement."""
         warn(note)
 
     def _announce(self, event: Event) -> None:
-        """Do nothing; subclasses can override this to react to an event as soon as it is recorded."""
+        """React to an event as soon as it is recorded; subclasses override this."""
 
 
 def _scale_by_hand(loss_scale: Any) -> float | Callable[[], Any] | None:
@@ -365,7 +364,7 @@ def _misgivings(
     parameters: list[model_layers.WatchedParameter],
     selection: model_layers.Selection,
 ) -> list[str]:
-    """Return warnings about the arguments, as sentences: no trainable parameters, or patterns that match nothing."""
+    """Return warnings about the arguments, as sentences: no trainable parameters, or patterns without a match."""
     sentences = []
     if not parameters:
         sentences.append("the model has no parameters: there are no weight gradients to see")
@@ -380,7 +379,7 @@ def _misgivings(
 
 
 def _nearest(pattern: str, layers: list[model_layers.Layer], parameters: list[model_layers.WatchedParameter]) -> str:
-    """Return a clause that suggests up to 3 matching patterns, preferably similar ones; "" if there are none."""
+    """Return a clause that suggests up to 3 matching patterns, preferably similar ones, or ""."""
     names = [layer.path if layer.is_leaf else f"{layer.path}.*" for layer in layers if layer.path]
     names = [name for name in (*names, *(watched.name for watched in parameters)) if name != pattern]
     nearest = difflib.get_close_matches(pattern, names, n=3) or names[:3]

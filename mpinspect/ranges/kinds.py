@@ -1,4 +1,4 @@
-"""Table of the kinds of tensor that can be captured, with the properties that reports, plots and loss scales need."""
+"""The table of the kinds of tensor that can be captured, with their properties for reports, plots and loss scales."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TensorKind:
         title: heading of the kind's table in a report.
         phrase: words that precede a tensor's quoted name in a sentence.
         is_scaled: whether a loss scale multiplies tensors of this kind.
-        is_of_parameters: whether a tensor has the name of a parameter; otherwise that of the module whose output it is.
+        is_of_parameters: whether a tensor has the name of a parameter; otherwise it has the name of the module that outputs it.
         is_default: whether the kind is captured by default.
     """
 
@@ -29,7 +29,7 @@ class TensorKind:
 
     @property
     def colour(self) -> str:
-        """The colour of its outlines, "#rrggbb"; all differ for every kind of colour vision."""
+        """The colour of its outlines, "#rrggbb"; the colours are distinct under all forms of colour blindness."""
         return light(self.name)
 
 
@@ -39,7 +39,7 @@ ACTIVATION = "activation"
 WEIGHT = "weight"
 UPDATE = "update"
 
-#: In the order in which reports show them.
+#: In the order of the reports.
 TABLE = (
     TensorKind(
         WEIGHT_GRADIENT,
@@ -58,7 +58,7 @@ TABLE = (
     ),
     TensorKind(ACTIVATION, "Activations", "the activations of"),
     TensorKind(WEIGHT, "Weights", "the weight", is_of_parameters=True),
-    # Captured by default, too, where parameters are stored in FP16 or BF16 (inspector.py).
+    # Also captured by default if parameters are stored in FP16 or BF16 (inspector.py).
     TensorKind(UPDATE, "Updates", "the update of", is_of_parameters=True),
 )
 

@@ -1,4 +1,4 @@
-"""probe: runs the same batches in FP32 and in FP16, and compares the predicted with the measured FP16 gradients."""
+"""Runs the same batches in FP32 and in FP16, and compares the predicted with the measured FP16 gradients."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class ProbeReport(RendersItself):
     Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
     Args:
-        layers: one entry per parameter that got a gradient, in the model's order.
+        layers: one entry per parameter with a gradient, in the model's order.
         loss_scale: the advice derived from the FP32 reference, including activation gradients.
-        second_scale: the second scale at which FP16 ran: the ``loss_scale`` passed to ``probe``, else the recommended
+        second_scale: the second loss scale of the FP16 passes: the ``loss_scale`` passed to ``probe``, else the recommended
             scale; None if neither exists.
         emulated: True if FP16 was emulated on a CPU, False if the device ran FP16 itself.
-        device: type of the device on which the passes ran ("cpu", "cuda").
+        device: type of the passes' device ("cpu", "cuda").
         batches: number of batches.
         reference: the FP32 passes as a session with one step per batch, for ``mpinspect.ranges.analysis.analyse``.
-        without_gradient: names of the trainable parameters that got no gradient from any batch.
+        without_gradient: names of the trainable parameters without a gradient in any batch.
         notes: further observations, as sentences.
     """
 
@@ -65,7 +65,7 @@ class ProbeReport(RendersItself):
 
     @property
     def largest_difference(self) -> float:
-        """Largest |measured - predicted| flushed fraction of a comparable layer at scale 1, 0..1; 0.0 if there is none."""
+        """Largest |measured - predicted| flushed fraction of a comparable layer at scale 1, 0..1; 0.0 without such a layer."""
         return abs(self.worst.unscaled.difference) if self.worst else 0.0
 
 
@@ -80,15 +80,15 @@ def probe(
     rounded once, as in Tensor Cores, so only the order of FP32 sums depends on the processor.
 
     Afterwards, even after an error, the model (parameters, buffers, ``.grad``, requires_grad, train/eval flags), the
-    random generators of torch, Python and NumPy, and autocast are restored. Nothing is trained.
+    random generators of torch, Python and NumPy, and autocast are restored. The model is not trained.
 
     Args:
         model: a model with FP32 trainable parameters, on the batches' device; it runs in its current mode (train or
             eval).
         loss_fn: ``loss_fn(model, batch)`` returns the unscaled scalar loss. It is called up to four times per batch and
             must not use autocast or call backward itself.
-        batches: an iterable of batches, all of which are kept in memory: limit a long one with
-            ``itertools.islice(loader, 4)``. Each batch is a separate step.
+        batches: an iterable of batches, which are all held in memory: limit a long one with ``itertools.islice(loader, 4)``.
+            Each batch is a separate step.
         loss_scale: the second scale, a power of two; the recommended one by default.
 
     The reference is as precise as the device's FP32 setting (``torch.backends.cuda.matmul.allow_tf32``). Synchronises
@@ -172,7 +172,7 @@ def _layer(
     second: _Sweep | None,
 ) -> LayerProbe:
     is_noise = is_rounding_noise(histogram, ceiling)
-    # Remove the noise only from gradients that are partly noise (a fused bias): of pure noise nothing would remain.
+    # Remove the noise only from gradients that are partly noise (a fused bias): pure noise would vanish.
     floor = 0.0 if is_noise else ceiling
     sweeps = [sweep for sweep in (first, second) if sweep]
     return LayerProbe(
@@ -191,7 +191,7 @@ def _agreement(sweep: _Sweep, name: str, histogram: ExponentHistogram, noise_flo
     log2_scale = floor_log2(sweep.loss_scale)
     difference = sweep.differences[name]
     reference = without_noise(histogram, noise_floor)
-    # The same exponents are removed from both histograms: the ceiling alone decides which exponents are noise.
+    # The same exponents are removed from both histograms, since only the ceiling decides which exponents are noise.
     vanished = without_noise(difference.vanished, noise_floor)
     return GradientAgreement(
         loss_scale=sweep.loss_scale,

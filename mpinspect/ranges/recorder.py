@@ -32,7 +32,7 @@ _FRAMEWORKS = ("tensorflow", "keras", "jax", "paddle", "mxnet", "cupy", "torch")
 
 
 class Recorder:
-    """Records gradients of any framework, given as arrays, and reports on them as an Inspector does on a torch model.
+    """Records gradients of any framework, passed as arrays, and reports on them as an Inspector does on a torch model.
 
     A loop::
 
@@ -42,12 +42,12 @@ class Recorder:
                 recorder.observe("", gradients, step=step, loss_scale=scale)
         print(recorder.report())
 
-    Counting is done in NumPy; torch is imported only for the TensorBoard log, so only with a ``log_dir``. No array is
-    kept or changed. ``observe`` never raises on invalid arguments: it warns once and continues.
+    Counting is done in NumPy; torch is imported only for the TensorBoard log, so only with a ``log_dir``. Arrays are neither
+    stored nor changed. ``observe`` never raises on invalid arguments: it warns once and continues.
 
     Args:
-        log_dir: directory for the session file and the TensorBoard log; None keeps everything in memory. If it holds
-            another run, the next free name beside it is taken (``runs/a-2``), with a warning.
+        log_dir: directory for the session file and the TensorBoard log; None stores everything in memory. If it holds another
+            run, the next free sibling name is used (``runs/a-2``), with a warning.
         model: name of the model, for the report.
         every: sample every n-th step (in other steps ``observe`` returns at once), or a Schedule that selects the
             steps.
@@ -101,12 +101,12 @@ class Recorder:
                 step. None means the open step, which ``next_step`` ends.
             loss_scale: the loss scale still contained in a gradient, a number or scalar array, which is divided out;
                 None if unknown. It does not apply to the other kinds.
-            passed_through: format to which the values were rounded earlier ("float16", "bfloat16", ...), if the array's
-                dtype does not show it, as in a float32 copy of an FP16 gradient.
+            passed_through: format that the values were rounded to earlier ("float16", "bfloat16", ...), if the array's dtype
+                does not show it, as in a float32 copy of an FP16 gradient.
         """
         with self._lock:
             if self._recording.progress.ended:
-                self._recording.note("arrays came after close(): they are not recorded")
+                self._recording.note("arrays that are observed after close() are not recorded")
             else:
                 self._capture.observe(name, array, kind, step, loss_scale, passed_through)
 
@@ -117,7 +117,7 @@ class Recorder:
                 self._capture.next_step(skipped)
 
     def close(self) -> None:
-        """End the open step and close the files. A second call does nothing."""
+        """End the open step and close the files. Idempotent."""
         _close(self._capture, self._recording, self._lock)
 
     def __enter__(self) -> Recorder:

@@ -1,7 +1,7 @@
 """Typed records: one class for each kind of measurement that observers make and rules read.
 
-A session stores a record as a ``Measurement``, whose figures are numbers by name. These classes are the only place that knows
-those names: an observer makes a record, a rule reads the same class. A figure whose value is None is not stored.
+A session stores a record as a ``Measurement``, whose figures are numbers by name. Only these classes know the names: an
+observer makes a record, and a rule reads the same class. A figure whose value is None is not stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar, get_type_hints
 from mpinspect.ranges.session import Measurement
 
 AnyRecord = TypeVar("AnyRecord", bound="Record")
-#: The fields of every record; those that a class adds are its figures.
+#: The fields of every record. The fields that a class adds are its figures.
 _COMMON = ("name", "step", "names", "text", "rank")
 _BY_KIND: dict[str, type[Record]] = {}
 _CASTS: dict[type[Record], dict[str, Any]] = {}
@@ -31,7 +31,7 @@ class Record:
         rank: the rank that made it; None in a session of one process.
     """
 
-    #: The name under which sessions store records of this class; "" if it has none of its own.
+    #: The name under which sessions store records of this class; "" for a base class.
     kind: ClassVar[str] = ""
 
     name: str = ""
@@ -60,7 +60,7 @@ class Record:
         """Return the record that was stored.
 
         Raises:
-            KeyError, ValueError, OverflowError: a figure is missing, or is no number of its type.
+            KeyError, ValueError, OverflowError: a figure is missing, or does not convert to its type.
         """
         optional = {each.name for each in fields(cls) if each.default is not MISSING}
         missing = [name for name in _casts(cls) if name not in stored.figures and name not in optional]
@@ -72,7 +72,7 @@ class Record:
 
 
 def recorded(measurements: Iterable[Measurement], of: type[AnyRecord]) -> Iterator[AnyRecord]:
-    """Yield the records of a class and of those derived from it, in the order in which they were made."""
+    """Yield the records of a class and its subclasses, in the order of ``measurements``."""
     for each in measurements:
         kind = _BY_KIND.get(each.what)
         if kind is not None and issubclass(kind, of):
@@ -89,18 +89,18 @@ def _casts(record: type[Record]) -> Mapping[str, Any]:
     return _CASTS[record]
 
 
-# -- the operation in which an infinity or NaN arose; names: rows of the batch --------------------------------------------
+# -- the operation that made the first infinity or NaN; names: rows of the batch ------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examined(Record):
-    """Arguments of an operation or of the model that were not finite, or made something infinite or NaN.
+    """Non-finite arguments of an operation or of the model, or finite ones with an infinite or NaN result.
 
     Args:
         elements: the number of such elements.
-        rows, of_rows: the number of such rows along the first dimension, and of all.
+        rows, of_rows: the number of rows (along the first dimension) with such elements, and of all rows.
         loss_finite: whether the loss was finite.
-        bits: width of the dtype in which it was computed; 0 or None if unknown.
+        bits: width of the result's dtype; 0 or None if unknown.
     """
 
     elements: float
@@ -139,11 +139,11 @@ class WeightGrowth(Record, kind="weight-growth"):
     """A parameter whose norm grew out of proportion.
 
     Args:
-        ratio: its norm over that at the start.
+        ratio: its norm divided by its norm at the start.
         began: its norm at the start.
-        loss_ratio: the loss over the first one; 0 if it did not grow.
-        lr, initial_lr: the learning rate of its group, and the group's first.
-        group: the number of its group, if the optimizer has several.
+        loss_ratio: the loss divided by the run's first loss, if the loss has grown far; else 0.
+        lr, initial_lr: the current and the initial learning rate of its parameter group.
+        group: the number of its parameter group, if the groups' learning rates differ.
     """
 
     ratio: float
@@ -162,8 +162,8 @@ class Change(Record):
     """Gradients that changed.
 
     Args:
-        factor: the median factor by which they changed; NaN if none stayed finite.
-        is_uniform: whether all share it.
+        factor: the median factor of the change; NaN if every gradient became non-finite.
+        is_uniform: whether all changed by this factor.
         of: the number of gradients compared.
     """
 
@@ -173,25 +173,25 @@ class Change(Record):
 
 
 class ChangedWhileScaled(Change, kind="changed-while-scaled"):
-    """Between the backward and the scaler's division."""
+    """Gradients that changed between the backward and the scaler's division."""
 
 
 class SteppedWhileScaled(Change, kind="stepped-while-scaled"):
-    """Of those that an optimizer stepped with before a scaler divided them."""
+    """Gradients that an optimizer applied before a scaler divided them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangedBeforeStep(Change, kind="changed-before-step"):
-    """After the scaler's division, if any, and before the optimizer's step.
+    """Gradients that changed after the scaler's division (if any) and before the optimizer's step.
 
     Args:
         zeroed: how many became zero or NaN.
-        sum_of_squares: of the finite FP16 gradients.
-        not_finite: how many were not finite before.
-        nans: how many were not finite after.
-        masters: True if masters were given them.
-        multiplied_by: the constant by which the loop, not a scaler, had multiplied the loss; None if by none.
-        without: how many masters were given none.
+        sum_of_squares: the sum of squares of the finite FP16 gradients.
+        not_finite: how many were not finite before the change.
+        nans: how many were not finite after the change.
+        masters: True if the gradients are compared with master weights' gradients.
+        multiplied_by: the constant factor that the loop itself (not a scaler) applied to the loss; None without one.
+        without: how many masters received no gradient.
     """
 
     zeroed: float
@@ -205,7 +205,7 @@ class ChangedBeforeStep(Change, kind="changed-before-step"):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplacedBeforeStep(Record, kind="replaced-before-step"):
-    """Infinities and NaNs that became finite. ``of``: the number of gradients."""
+    """Infinite or NaN gradients that became finite before the optimizer's step. ``of``: the number of gradients."""
 
     of: float
 
@@ -227,7 +227,7 @@ class UnscaledAgain(Record, kind="unscaled-again"):
 
 @dataclass(frozen=True, kw_only=True)
 class Stale(Record, kind="stale"):
-    """``parameters`` gradients of an earlier step that the optimizer was given, of ``of``."""
+    """Gradients of an earlier step that the optimizer applied: ``parameters`` out of ``of``."""
 
     parameters: float = 0.0
     of: float = 0.0
@@ -235,7 +235,7 @@ class Stale(Record, kind="stale"):
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOver(Record, kind="left-over"):
-    """``parameters`` of ``of`` gradients that were not zeroed; ``largest``: their largest magnitude."""
+    """Gradients that were not zeroed: ``parameters`` out of ``of``. ``largest``: their largest magnitude."""
 
     parameters: float
     of: float
@@ -244,7 +244,7 @@ class LeftOver(Record, kind="left-over"):
 
 @dataclass(frozen=True, kw_only=True)
 class MissingGradients(Record, kind="missing"):
-    """Optimized parameters that never got a gradient, of ``of``; a flag is set by how their module was called."""
+    """Optimized parameters, out of ``of``, that never received a gradient. One flag shows how their module was called."""
 
     of: float
     unknown: bool | None = None
@@ -255,11 +255,11 @@ class MissingGradients(Record, kind="missing"):
 
 @dataclass(frozen=True, kw_only=True)
 class NotOptimized(Record, kind="not-optimized"):
-    """Parameters with gradients in no optimizer.
+    """Parameters that receive gradients but belong to no optimizer.
 
     Args:
         fraction: their share of the model's elements, 0..1.
-        idle: how many tensors the optimizer holds that never got a gradient and are not in the model.
+        idle: the number of tensors in the optimizers that are not in the model and never had a gradient.
     """
 
     fraction: float
@@ -278,7 +278,7 @@ class NeverUpdated(Record, kind="never-updated"):
 
 @dataclass(frozen=True, kw_only=True)
 class MastersNotCopied(Record, kind="masters-not-copied"):
-    """Masters that moved in ``steps`` steps, of ``of``, and whose weights did not."""
+    """Masters, out of ``of``, that changed in ``steps`` steps while their weights did not."""
 
     steps: float
     of: float | None = None
@@ -286,14 +286,14 @@ class MastersNotCopied(Record, kind="masters-not-copied"):
 
 @dataclass(frozen=True, kw_only=True)
 class MastersOverwritten(Record, kind="masters-overwritten"):
-    """Masters that were set to their weights between two steps. ``changed``: the share of elements that differ, 0..1."""
+    """Masters that were overwritten by their weights between two steps. ``changed``: the share of changed elements, 0..1."""
 
     changed: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class MastersGivenSmaller(Record, kind="masters-given-smaller"):
-    """Gradients that reached the masters divided by ``least`` to ``most``, in ``steps`` steps."""
+    """Gradients that were divided by ``least`` to ``most`` on their way to the masters, in ``steps`` steps."""
 
     least: float
     most: float
@@ -302,12 +302,12 @@ class MastersGivenSmaller(Record, kind="masters-given-smaller"):
 
 @dataclass(frozen=True, kw_only=True)
 class MastersAddedUp(Record, kind="masters-added-up"):
-    """Masters' gradients that are a sum of old and new ones.
+    """Masters' gradients that are a sum of old and new gradients.
 
     Args:
-        kept, added: the weights of the old ones and of the step's last backward in the sum.
+        kept, added: the coefficients of the old gradients and of the step's last backward in the sum.
         largest: the largest magnitude.
-        parameters, of: how many were compared, of all.
+        parameters, of: the number of masters compared, and of all.
     """
 
     kept: float
@@ -337,12 +337,12 @@ class Average(Record, kind="average"):
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulation(Record, kind="accumulation"):
-    """Elements of a micro-batch's gradient that were lost when they were added.
+    """Elements of a micro-batch's gradient that were lost when they were added to the accumulated gradient.
 
     Args:
-        lost, nonzero: the lost elements, of all that are not zero.
+        lost, nonzero: the number of lost elements, and of non-zero elements.
         micro_batches: the number of micro-batches.
-        all_lost, all_nonzero: the same of all parameters together.
+        all_lost, all_nonzero: the same for all parameters together.
     """
 
     lost: float
@@ -354,7 +354,7 @@ class Accumulation(Record, kind="accumulation"):
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics(Record, kind="statistics"):
-    """Running statistics that are not finite, or that ``writes`` writes did not move. ``text``: which of both, and the dtype."""
+    """Running statistics that are not finite, or that ``writes`` writes did not change. ``text``: which one, and the dtype."""
 
     NOT_FINITE: ClassVar[str] = "not finite"
     STUCK: ClassVar[str] = "stuck"
@@ -372,7 +372,7 @@ class Statistics(Record, kind="statistics"):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeLoss(Record, kind="loss"):
-    """A loss in 16 bits. ``names``: autograd's operators.
+    """A loss computed in 16 bits. ``names``: autograd's operators.
 
     Args:
         value: the loss.
@@ -394,7 +394,7 @@ class BrokenLoss(Record, kind="broken-loss"):
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerm(Record, kind="loss-term"):
-    """A term of a loss in 16 bits. ``names``: autograd's operators.
+    """A term of a loss, computed in 16 bits. ``names``: autograd's operators.
 
     Args:
         cancels: whether its own terms may cancel.
@@ -407,11 +407,11 @@ class LossTerm(Record, kind="loss-term"):
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowedNorm(Record, kind="overflowed-norm"):
-    """A root of a sum that overflowed in FP16.
+    """A square root of a sum that overflowed in FP16.
 
     Args:
-        elements, of: the infinite elements of the root's argument, of all.
-        is_by_row: whether each is the sum of a row.
+        elements, of: the number of infinite elements of the root's argument, and of all.
+        is_by_row: whether each element is the sum of a row.
     """
 
     elements: float
@@ -425,13 +425,13 @@ class OverflowedNorm(Record, kind="overflowed-norm"):
 
 @dataclass(frozen=True, kw_only=True)
 class Positions(Record, kind="positions"):
-    """Whole numbers of which neighbours became equal. ``names``: the operator that rounded them, and their use.
+    """Consecutive whole numbers that rounding made equal. ``names``: the operator that rounded them, and their use.
 
     Args:
-        largest: the largest of them, if known.
-        least: the least possible value of the largest, if only that is known.
-        before, after: the number of distinct ones before and after.
-        is_table: whether it is measured: a whole table was seen.
+        largest: the largest number, if known.
+        least: a lower bound of the largest number, if only a bound is known.
+        before, after: the number of distinct values before and after rounding.
+        is_table: whether the counts are measured on a whole table.
     """
 
     largest: float | None = None
@@ -443,11 +443,11 @@ class Positions(Record, kind="positions"):
 
 @dataclass(frozen=True, kw_only=True)
 class Ties(Record, kind="ties"):
-    """Scores that are equal at the edge of the top k.
+    """Scores that tie at the edge of a top k.
 
     Args:
-        fraction: the share of the rows, 0..1.
-        k, scores: how many are chosen, of how many.
+        fraction: the share of rows with such a tie, 0..1.
+        k, scores: the number of chosen scores, and of all scores in a row.
     """
 
     fraction: float
@@ -460,19 +460,19 @@ class Ties(Record, kind="ties"):
 
 @dataclass(frozen=True, kw_only=True)
 class StaleCasts(Record, kind="autocast-stale-casts"):
-    """Forwards, in ``steps`` of the measured steps, with casts of weights that had been updated since."""
+    """Forwards, in ``steps`` of the measured steps, with casts of weights made before the weights' last update."""
 
     steps: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutocastElsewhere(Record, kind="autocast-elsewhere"):
-    """``regions`` regions for another device. ``names``: the device of the regions, and that of the model."""
+    """``regions`` autocast regions for another device type than the model's. ``names``: the regions' type, the model's type."""
 
     regions: float
 
 
-# -- the second computation; names: operator, line, phase, and the weight whose gradient is furthest off ---------------------
+# -- the second computation; names: operator, line, phase, and the weight whose gradient has the largest error ---------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,8 +480,8 @@ class BornInfinite(Record, kind="second-born"):
     """The first operator with a result that is infinite or NaN where the exact one is finite.
 
     Args:
-        elements, of: the number of such elements, of all.
-        largest: the largest of their exact magnitudes; 0 if its own inputs had lost what keeps it finite.
+        elements, of: the number of such elements, and of all.
+        largest: their largest exact magnitude; 0 if the operator is not to blame but the rounding of its inputs.
     """
 
     elements: float
@@ -503,7 +503,7 @@ class LostSum(Record, kind="second-lost-sum"):
 
     Args:
         error: its local error, relative to the norm of the exact result.
-        value, exact: its worst element, and what that would be.
+        value, exact: its worst element, and the exact value of that element.
         gradients_error: the largest relative error of a weight's gradient, of all arithmetic together.
     """
 
@@ -518,7 +518,7 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
     """An addition whose smaller operand is mostly lost.
 
     Args:
-        error: the part of its norm that is lost.
+        error: the share of the smaller operand's norm that is lost.
         unchanged: the share of elements that equal one of the operands, 0..1.
         size: the root mean square of the smaller operand; None in sessions of earlier versions.
         times: how many additions of few elements, at one line, these are the figures of.
@@ -579,7 +579,7 @@ class MixedPowers(Record, kind="mixed-powers"):
 
 @dataclass(frozen=True, kw_only=True)
 class NewScalers(Record, kind="new-scalers"):
-    """``new`` of ``steps`` steps with a scaler that was made in them."""
+    """Steps that used a newly made scaler: ``new`` out of ``steps``."""
 
     new: float
     steps: float

@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 
     from mpinspect.ranges.store.columns import TensorColumns
 
-#: Values of ``Event.what`` besides KINDS: the loss before and after a scaler multiplied it.
+#: Values of ``Event.what`` in addition to KINDS: the loss before and after a scaler multiplied it.
 LOSSES = ("loss", "scaled_loss")
 #: The first word of a note on a tensor that needs no gradient.
 FROZEN = "frozen"
-#: The name of the measurement that a rank trained inside torch's ``Join``, where ranks with fewer batches take fewer steps.
+#: Name of the measurement of training inside torch's ``Join``, where ranks with fewer batches take fewer steps.
 UNEVEN_INPUTS = "uneven-inputs"
-#: The names of the measurements that calls were not observed: of modules in a forward, of a closure in an optimizer's step.
+#: Names of the measurements of unobserved calls: of modules in a forward, of a closure in an optimizer's step.
 CALLS_LEFT_OUT, CLOSURES_LEFT_OUT = "calls-left-out", "closures-left-out"
-#: The note on activation gradients that no weight asks for.
+#: The note on activation gradients that no weight needs.
 NEEDS_NO_GRADIENT = f"{FROZEN}: nothing in it or before it needs a gradient"
 #: The phase of an event found only when the run ended, not in any step.
 END = "end"
-#: The measurement of an exception that ended the run (``capture/broken_off.py``), in one of these phases, its only name.
+#: Name of the measurement of an exception that ended the run (``capture/broken_off.py``). Its ``names`` hold one of these
+#: phases.
 ENDED_BY = "ended-by-exception"
 IN_FORWARD, AFTER_FORWARD, IN_BACKWARD, AFTER_BACKWARD = "forward", "after-forward", "backward", "after-backward"
 IN_OPTIMIZER, BETWEEN_STEPS = "optimizer", "between-steps"
@@ -44,8 +45,8 @@ IN_OPTIMIZER, BETWEEN_STEPS = "optimizer", "between-steps"
 #: Values of ``Event.story``.
 TAKEN, SKIPPED, DROPPED, UNKNOWN = "taken", "skipped", "dropped", ""
 
-#: Values of ``TensorInfo.held``. "": unknown, or a single process. "own": each rank has a value of its own, as of a gradient
-#: before the all-reduce. "shard": a part of a tensor whose elements are divided among the ranks. "replica": a copy.
+#: Values of ``TensorInfo.held``. "": unknown, or a single process. "own": each rank has its own value, like a gradient before
+#: the all-reduce. "shard": a part of a tensor whose elements are divided among the ranks. "replica": a copy.
 HELD = ("", "own", "shard", "replica")
 
 # Allowed values of fields, checked when a session is read from a file (``decoding.typed``).
@@ -59,7 +60,7 @@ Seconds = Annotated[float, Between(-1e18, 1e18)]
 #: A loss scale; infinite if a scaler has grown it beyond its dtype.
 Scale = Annotated[float, Between(0.0, math.inf)]
 
-#: Maximum number of windows of a run. Drift is detected between eighths of the run, each of which then has 8 windows or more.
+#: Maximum number of windows of a run. Drift is detected between eighths of the run, which then have at least 8 windows each.
 WINDOW_LIMIT = 128
 #: Maximum number of histograms in all windows, at about 1.5 kB of memory each: twice as many load in about a second.
 TENSOR_WINDOW_LIMIT = 1 << 16
@@ -87,7 +88,7 @@ class TensorInfo:
         note: why the tensor can't be captured, if known ("frozen: requires_grad is False"), else "".
         held: how this process's tensor relates to the other ranks' tensors of the same name: one of HELD.
         replicas: number of ranks that hold the same elements as this one, itself included; 1 unless replicated.
-        is_first: whether this rank is the first with these replicas, and so the one counted when ranks are added up.
+        is_first: whether this rank is the first with these replicas; a sum over ranks includes only the first one's counts.
 
     ``shape`` is the shape of the whole tensor, even if a rank holds only a shard.
     """
@@ -138,11 +139,10 @@ class TensorWindow:
         samples: number of tensors counted (a module called twice gives two per step, each micro-batch one).
         peaks: ``peak_exponent`` (exponent of the largest magnitude, rounded to 11 bits) -> number of samples.
         dtypes: storage dtypes of the tensors counted.
-        passed_through: name of the narrowest format to which the values were rounded before counting ("float16" under
-            FP16 autocast, even for the FP32 ``.grad``), "float32" if none.
+        passed_through: name of the narrowest format that the values were rounded to before counting ("float16" under
+            FP16 autocast, even for the FP32 ``.grad``), "float32" for unrounded values.
         floor_exponent: visibility floor: unscaled magnitudes up to 2^floor_exponent may have been flushed before
-            counting (the format's flush edge divided by the smallest scale used); None if nothing was flushed before
-            counting.
+            counting (the format's flush edge divided by the smallest scale used); None if no value was flushed before counting.
         lost_updates: lost updates by name of the storage format; only for the kind "update".
         numel_max: number of elements of the largest single sample.
     """
@@ -161,7 +161,7 @@ class TensorWindow:
 class Window:
     """All counts of the sampled steps from first_step to last_step, both included.
 
-    ``tensors`` may be given as any mapping and is kept as ``columns``. ``gradient_peaks`` maps the peak exponent over
+    ``tensors`` may be passed as any mapping and is stored as ``columns``. ``gradient_peaks`` maps the peak exponent over
     *all* gradients of a step to the number of sampled steps with that peak.
     """
 
@@ -175,7 +175,7 @@ class Window:
         object.__setattr__(self, "tensors", self.columns())
 
     def columns(self) -> TensorColumns:
-        """Return the tensors as NumPy columns; ``tensors`` makes an object of each when asked for one."""
+        """Return the tensors as NumPy columns; ``tensors`` makes the objects on the first access."""
         from mpinspect.ranges.store.columns import TensorColumns
 
         return TensorColumns.of(self.tensors)
@@ -195,7 +195,7 @@ class Window:
     def once(self, keys: Collection[TensorKey], parts: Sequence[Window]) -> Window:
         """Return this window, merged from ``parts``, with the shards of each of these tensors counted as one sample.
 
-        ``samples`` becomes the largest of any part, ``numel_max`` the sum over the parts. The peaks stay those of the shards.
+        ``samples`` becomes the largest of any part, ``numel_max`` the sum over the parts. The peaks stay the shards' peaks.
         """
         if not keys or not any(key in keys for key in self.tensors):
             return self
@@ -213,28 +213,27 @@ class Event:
         step, micro_batch: counted from 0.
         phase: "forward" or "backward"; "end" for weights found non-finite when the run ended, without an event in any
             step.
-        module: dotted path of the module in which the value arose, as far as the observed tensors show ("": the model
-            itself).
-        what: the kind of the tensor in which the value was first seen, or one of LOSSES.
+        module: dotted path of the module that made the value, as far as the observed tensors show ("": the model itself).
+        what: the kind of the first tensor seen with the value, or one of LOSSES.
         tensor: name of that tensor (a module's or a parameter's dotted path).
         value: "inf" or "nan" (NaN if both).
         loss_scale: the loss scale of the step's backward; None if unknown or not yet known (forward).
-        last_maxima: largest finite magnitudes of the same tensor in the last steps in which it was read (on a GPU, mostly sampled
-            ones), oldest first (at most 8).
-        skipped: whether no update was made of these gradients; None if not known. ``story`` says who decided that.
+        last_maxima: largest finite magnitudes of the same tensor in the last steps that read it (on a GPU, mostly sampled
+            steps), at most 8, oldest first.
+        skipped: whether these gradients were discarded without an update; None if unknown. ``story`` is more precise.
         forward_finite: whether every output seen in the step's forward was finite; None if not watched.
         gradients_finite: whether every gradient seen in the step was finite, so that a non-finite forward (a mask,
             perhaps) did no harm; None if no gradient was seen.
         explanation: a sentence on the evidence that the value arose in ``module``.
         after: whether the value arose in the forward code after ``module`` (the loss, or a function between modules),
             so that the gradient arriving at the module's output was already non-finite.
-        given: whether the value was in what the model was given.
+        given: whether the value was already in the model's input.
         of_input: whether it was first seen in the gradient of an input of ``tensor``, not of its output.
-        elsewhere: whether the tensor is made of other ranks' values, or came from one, so that it may have arisen there.
+        elsewhere: whether other ranks' values enter the tensor, so that the value may have arisen on another rank.
         rank: the rank that saw it; None in a session of one process.
         dropped: whether the loop cleared these gradients by itself, without a scaler.
-        aside: whether they came from another model's loss, as a generator's reach the discriminator: another model's
-            optimizer stepped after that backward, and this model's did not use them.
+        aside: whether these gradients belong to another model's loss, like the gradients that a generator's loss leaves in the
+            discriminator: another model's optimizer stepped after that backward, and this model's did not use them.
         dtype: the dtype of that tensor ("float16"); "" if not known.
     """
 
@@ -277,7 +276,7 @@ class Event:
 
     @property
     def quantity(self) -> str:
-        """What held the value, in words: "the weight gradient of 'fc.weight'", "the loss"."""
+        """The tensor with the value, in words: "the weight gradient of 'fc.weight'", "the loss"."""
         of = "" if self.what in LOSSES else f" of {module_named(self.tensor)}"
         return f"the {self.what.replace('_', ' ')}{of}"
 
@@ -323,7 +322,7 @@ class OptimizerRecord:
         states: dtypes of the per-element state by name ("exp_avg_sq"); empty before the optimizer's first step.
         masters: number of updated elements that are not in the model (FP32 masters of a loop that copies them back).
         draws_random: whether each of its steps draws random numbers, as stochastic rounding does.
-        compensation: name of the state that keeps what rounding cuts off of 16-bit weights (Kahan's summation); "" if none does.
+        compensation: name of the state that holds the rounding errors of 16-bit weights (Kahan summation); "" without one.
     """
 
     type: str
@@ -344,7 +343,7 @@ class ScalerRecord:
         enabled: whether the scaler is enabled.
         init_scale: the loss scale at the scaler's first use; None if unknown.
         growth_interval: growth interval in steps; None if the scaler has none.
-        growth_factor, backoff_factor: what the scale is multiplied by when it grows and after an overflow; None if unknown.
+        growth_factor, backoff_factor: the scale's multipliers when it grows and after an overflow; None if unknown.
     """
 
     type: str
@@ -357,18 +356,18 @@ class ScalerRecord:
 
 @dataclass(frozen=True)
 class Precision:
-    """The precision ledger of a run: the dtypes in which it stores and computes, by torch's names ("bfloat16").
+    """The precision ledger of a run: the dtypes of its storage and computation, by torch's names ("bfloat16").
 
     Args:
         weights: number of parameter elements by dtype.
-        gradients: number of elements of the gradients passed to the optimizers, by dtype; empty if none were seen.
-        autocast: autocast dtypes of the modules' training forwards; "" if modules without others within them ran outside it.
+        gradients: number of elements of the gradients passed to the optimizers, by dtype; empty if they were not seen.
+        autocast: autocast dtypes of the modules' training forwards; "" if leaf modules ran outside of autocast.
         outputs: dtypes of the floating-point outputs of modules in training forwards.
         losses: dtypes of the losses whose backwards were seen.
         optimizers, scalers: the optimizers and loss scalers seen.
-        reduced: dtypes in which the ranks' gradients are summed; empty if unknown, or for one process.
-        unseen: dtypes of the values in the losses' graphs, read where modules' calls were not all seen (compiled code); ""
-            for values that could not be read. Empty if no graph was read.
+        reduced: dtypes of the sums of the ranks' gradients; empty if unknown, or for one process.
+        unseen: dtypes of the values in the losses' graphs, read if some modules' calls were not seen (compiled code); "" for
+            values that could not be read. Empty if no graph was read.
     """
 
     weights: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
@@ -398,8 +397,8 @@ class ScaleChange(NamedTuple):
 class RunInfo:
     """The settings and versions of a run, fixed from its start.
 
-    ``rank`` of ``world_size`` processes wrote it; a single process is rank 0 of 1. ``include`` and ``exclude`` are the
-    patterns of what was watched; empty where none were given.
+    ``rank`` of ``world_size`` processes wrote it; a single process is rank 0 of 1. ``include`` and ``exclude`` are the user's
+    patterns of names to watch; empty by default.
     """
 
     model: str = ""
@@ -419,12 +418,12 @@ class RunInfo:
 class Progress:
     """The progress of a run.
 
-    ``scale_known`` is False once a backward ran with an unknown loss scale; ``scale_unknown_reason`` says why.
-    ``weights_moved``: whether an optimizer stepped or the weights changed otherwise; None if unknown. With
-    a budget, ``watched_steps`` is the number of steps that the watch checked (None: all steps); over
-    ``measured_steps`` steps the inspector took ``own_s`` seconds and the training itself ``bare_s`` seconds. ``compiled`` are
-    the paths of the modules whose code torch.compile compiled, inside which no hook ran ("": the whole model). With
-    ``eager_samples``, ``eager_steps`` is the number of sampled steps in which compiled code ran eagerly (None: not asked).
+    ``scale_known`` is False once a backward ran with an unknown loss scale; ``scale_unknown_reason`` is a sentence on the
+    cause. ``weights_moved``: whether an optimizer stepped or the weights changed otherwise; None if unknown. With a budget,
+    ``watched_steps`` is the number of steps that the watch checked (None: all steps); over ``measured_steps`` steps the
+    inspector took ``own_s`` seconds and the training itself ``bare_s`` seconds. ``compiled`` are the paths of the modules that
+    torch.compile compiled, where no hook ran ("": the whole model). With ``eager_samples``, ``eager_steps`` is the number of
+    sampled steps that ran compiled code eagerly (None: not requested).
     """
 
     steps: Count = 0
@@ -444,7 +443,7 @@ class Progress:
     eager_steps: Count | None = None
 
     def scale_at(self, step: int) -> float | None:
-        """Return the loss scale recorded for a step; None if it is unknown, or none was recorded up to then."""
+        """Return the loss scale recorded for a step; None if it is unknown or not yet recorded."""
         return next((change.scale for change in reversed(self.scales) if change.step <= step), None)
 
     def scale_spans(self) -> Iterator[tuple[float | None, int, int]]:
@@ -497,10 +496,10 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Session:
-    """The record of a run: tensors watched, counts and events. Pure data; safe to keep, merge, send and read anywhere.
+    """The record of a run: tensors watched, counts and events. Pure data; safe to store, merge, send and read anywhere.
 
-    ``notes`` are sentences on what the capture could not measure and why. ``precision`` is empty if none was recorded
-    (arrays, older files). ``ranks`` are those that were merged (``analysis/ranks.py``), in order; empty for one process.
+    ``notes`` are sentences on missing measurements and the reasons. ``precision`` is empty if the run has no ledger (arrays,
+    older files). ``ranks`` are the merged ranks (``analysis/ranks.py``), in order; empty for one process.
     """
 
     info: RunInfo = RunInfo()
@@ -520,11 +519,11 @@ class Session:
 
     @property
     def ended_by(self) -> Measurement | None:
-        """The exception that ended the run, as measured by the process or the first rank that it ended; None if none did."""
+        """The first recorded exception that ended the run (on any rank); None without one."""
         return next((each for each in self.measurements if each.what == ENDED_BY), None)
 
     def scale_history(self) -> tuple[ScaleChange, ...]:
-        """Return the changes of the loss scale by step: those recorded at sampled steps, and those that events show between."""
+        """Return the changes of the loss scale by step, recorded at sampled steps or seen in events between them."""
         known = {change.step for change in self.progress.scales}
         told = [
             ScaleChange(event.step, event.loss_scale)
@@ -539,7 +538,7 @@ class Session:
 
     @property
     def last_scale(self) -> float | None:
-        """The run's last loss scale; None if unknown, as after a step that overflowed at it and made it fall."""
+        """The run's last loss scale; None if unknown, for example after a skipped step, which has lowered it."""
         history = self.scale_history()
         if not history:
             return None
@@ -548,13 +547,13 @@ class Session:
         return None if fell else scale
 
     def totals(self) -> dict[TensorKey, TensorWindow]:
-        """Return each tensor's counts merged over the whole run, in the order in which the tensors were watched."""
+        """Return each tensor's counts merged over the whole run, in the order of ``watched``."""
         merged = merge_windows(*self.windows).tensors if self.windows else {}
         order = dict.fromkeys([*(info.key for info in self.watched), *merged])
         return {key: merged[key] for key in order if key in merged}
 
     def passed_through(self, keys: Collection[TensorKey] | None = None) -> set[str]:
-        """Return the formats to which these tensors' values (None: all tensors') were rounded before counting, in any window."""
+        """Return the formats that these tensors' values (None: all tensors') were rounded to before counting, in any window."""
         chosen = None if keys is None else frozenset(keys)
         return {name for window in self.windows for name in window.columns().passed_through(chosen)}
 
@@ -583,7 +582,7 @@ class Session:
     def load(cls, path: str | PathLike[str]) -> Session:
         """Read a run: ``path`` is a run directory (the inspector's ``log_dir``) or a session file. Needs no torch.
 
-        Works while the run is still going on and after it was killed; ``notes`` names the parts that can't be read.
+        Works during the run and after it was killed; ``notes`` names the parts that can't be read.
 
         Raises:
             SessionError: there is no session, the file is not a session file, or a newer mpinspect wrote it.
@@ -609,7 +608,7 @@ def now() -> str:
 
 
 def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:
-    """Merge windows of one tensor: counts are added, the highest floor and the narrowest format are kept."""
+    """Merge windows of one tensor: add the counts, and take the highest floor and the narrowest format."""
     if len(parts) == 1:
         return parts[0]
     floors = [part.floor_exponent for part in parts if part.floor_exponent is not None]
@@ -646,7 +645,7 @@ def merge_windows(first: Window, *others: Window) -> Window:
 
 
 def coarsen(windows: Sequence[Window], limit: int | None = None) -> tuple[Window, ...]:
-    """Merge neighbouring windows until at most ``limit`` are left, in step order; every total is kept exactly.
+    """Merge neighbouring windows until at most ``limit`` are left, in step order; every total stays exact.
 
     The windows become about equally long (in sampled steps), even if old windows are coarsened repeatedly with new
     ones. ``limit`` defaults to ``window_limit`` of the largest window's number of tensors.
@@ -709,7 +708,7 @@ def add_counts(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
 
 
 def floor_exponent(format_name: str, scale: float | None) -> int:
-    """Return the exponent up to which a format may have flushed unscaled magnitudes, at a loss scale.
+    """Return the largest exponent of an unscaled magnitude that a format may have flushed at a loss scale.
 
     This applies to values that were rounded to the format before counting. An unknown scale counts as 1.
     """

@@ -1,4 +1,4 @@
-"""Logs a run to an experiment tracker: its scalars while it is recorded, the report's page at the end."""
+"""Logs a run to an experiment tracker: scalars during the run, the report's page at the end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mpinspect.runtime.background import Background
 
 #: The name of the page.
 PAGE = "report.html"
-#: Most seconds that the end of a run waits for a tracker that does not answer.
+#: Maximum number of seconds that the end of a run waits for an unresponsive tracker.
 PATIENCE_S = 10.0
 
 
 class TrackerSink(ScalarSink):
-    """Passes a run's scalars on to a tracker, on a thread of its own: a server that is slow to answer delays no file.
+    """Passes a run's scalars to a tracker, on its own thread, so that a slow server does not delay the files.
 
-    While the tracker is busy the newest row waits, and older ones are dropped.
+    While the tracker is busy, the newest row waits and older rows are dropped.
     """
 
     def __init__(self, tracker: Tracker) -> None:
@@ -37,7 +37,7 @@ class TrackerSink(ScalarSink):
         self._row = step, {f"{GROUP}/{name}": value for name, value in values.items()}
 
     def progress(self, progress: Progress) -> None:
-        """Log the scalars of the windows added since the last call. Raises what the tracker has raised meanwhile, if anything."""
+        """Log the scalars of the windows added since the last call. Raises any exception of the tracker since then."""
         super().progress(progress)
         self._raise()
         if self._row is not None and not self._background.busy:
@@ -94,13 +94,13 @@ class Tracking:
         self.sink = TrackerSink(self._tracker)
 
     def find_run(self) -> None:
-        """Find the run that the calling thread would log to, if the tracker was given by name; never raises."""
+        """Find the run that the calling thread would log to, if the tracker was specified by name; never raises."""
         find_run: Callable[[], None] | None = getattr(self._tracker, "find_run", None)
         if find_run is not None:
             find_run()
 
     def hand_over(self, report: Callable[[], RangeReport]) -> Iterator[str]:
-        """Give the tracker the report's page; yield sentences on what went wrong, and raise nothing."""
+        """Send the report's page to the tracker; yield sentences on failures instead of raising."""
         run = self._tracker if isinstance(self._tracker, ActiveRun) else None
         if run is not None and run.missing:
             yield run.missing
@@ -113,6 +113,6 @@ class Tracking:
             yield f"the tracker did not take the report's page: {error!r}"
 
     def leave(self) -> None:
-        """Hand nothing over any more, even if the tracker's run ends later."""
+        """Cancel the handing over, even if the tracker's run ends later."""
         if isinstance(self._tracker, ActiveRun):
             self._tracker.leave()

@@ -184,7 +184,7 @@ def test_a_model_of_several_ranks_is_served_added_up(tmp_path: Path) -> None:
     (tmp_path / "a" / "rank1" / "Net" / FILE_NAME).unlink()
     assert told(board, "run", id=id)["version"] != answer["version"]
     written(tmp_path / "a" / "rank1" / "Net", of_rank(0))
-    assert "rank 0 came twice" in told(board, "run", id=id)["error"]
+    assert "there are two sessions of rank 0" in told(board, "run", id=id)["error"]
 
 
 def test_a_run_that_goes_on_is_read_again(tmp_path: Path) -> None:

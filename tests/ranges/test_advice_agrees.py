@@ -116,7 +116,7 @@ def test_the_margin_never_excludes_scale_1():
     window = Window(0, 29, 30, {activation("fc"): window_of(spread({-2: 10, 15: 1}), 30)}, {15: 2, 13: 20, 11: 8})
     advice = analyse(Session(windows=(window,), progress=Progress(30, 30, 0, 30, True))).loss_scale
     assert (advice.needed, advice.highest, advice.reserve) == (False, 1.0, 0)
-    assert "asks for 2 powers of two more in reserve than 2^0 leaves" in advice.reason
+    assert "calls for 2 powers of two more in reserve than 2^0 leaves" in advice.reason
 
 
 def test_a_scale_below_1_has_a_reserve():
@@ -183,7 +183,7 @@ def test_losses_below_the_threshold_need_no_scale(share):
     report = analyse(session_of({activation("fc"): losing(share)}))
     assert (report.loss_scale.needed, report.loss_scale.recommended) == (False, 1.0)
     assert finding(report, "gradients-flushed") is None
-    assert "up to 1% has not been seen to change a training" in report.loss_scale.reason
+    assert "losses up to 1% have not changed any training measured" in report.loss_scale.reason
     assert all(found.severity == "info" for found in report.findings)
 
 
@@ -232,7 +232,7 @@ def test_values_flushed_before_counting_make_the_need_unknown():
     page = " ".join(render(report, ".txt", width=200).split())
     assert "(if one is needed); window ? .. 2^" in page
     assert "serves every" not in page
-    assert "To know whether one is needed, run at a loss scale of at least 2^" in page
+    assert "To find out whether one is needed, run at a loss scale of at least 2^" in page
 
 
 # -- windows that are no evidence ---------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def test_windows_under_a_collapsed_scale_are_excluded_from_the_advice():
     alone = analyse(session_of(good))
     assert (whole.loss_scale.needed, whole.loss_scale.lowest) == (alone.loss_scale.needed, alone.loss_scale.lowest)
     assert whole.loss_scale.needed is False
-    assert "What was counted in steps 10-19 is left out: the loss scale had collapsed there" in whole.loss_scale.reason
+    assert "The counts of steps 10-19 are left out: the loss scale had collapsed there" in whole.loss_scale.reason
     # The layers still contain all counts.
     assert whole.layers[0].histogram.zeros == 1010
     only = analyse(session_of(bad, progress=replace(progress, scales=(ScaleChange(0, 1e-30),))))

@@ -114,8 +114,8 @@ def test_every_module_is_read_after_an_event() -> None:
             scaler.update()
     named = [(event.step, event.module) for event in inspector.session().events]
     assert named == [(5, "1.3"), (6, "1.3.2"), (7, "1.3.2")]
-    assert "modules inside it were not looked at" in inspector.session().events[0].explanation
-    assert "looked at" not in inspector.session().events[1].explanation
+    assert "modules inside it were not observed" in inspector.session().events[0].explanation
+    assert "not observed" not in inspector.session().events[1].explanation
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -917,7 +917,7 @@ def test_a_nan_is_attributed_to_a_module_whose_only_infinite_input_is_a_mask():
         model(torch.randn(32, 8), hidden).sum().backward()
     first = inspector.report().events[0]
     assert first.module == "softmax"
-    assert "what went in was finite but for -inf, as in a mask" in first.explanation
+    assert "its input was finite except -inf, as in a mask" in first.explanation
 
 
 def test_an_infinity_outside_of_a_mask_is_attributed_to_the_code_that_made_it():
@@ -1842,7 +1842,7 @@ def test_an_optimizer_with_rounding_errors_in_an_unknown_state_loses_no_updates(
     rate = 1e-2 if dtype is torch.bfloat16 else 1e-3
     report = train(model, Compensating(model.parameters(), rate, keeps), steps=40, dtype=dtype)
     assert bool(named(report, "updates-lost")) == (not keeps)
-    assert ("('rest' keeps what rounding cuts off)" in report.verdict.precision) == keeps
+    assert ("('rest' holds the rounding errors)" in report.verdict.precision) == keeps
     # Only the average is a moment, so only it is checked for decay.
     states = [each.evidence["state"] for each in report.findings if each.id == "moments-cannot-decay"]
     assert states == ["average"] if keeps else "average" in states

@@ -405,8 +405,8 @@ def test_a_run_of_infinite_losses_alone_names_the_loss() -> None:
         for _ in range(3):
             assert not (model(torch.ones(3, 4)).mean() * math.inf).isfinite()
     report = inspector.report()
-    assert report.verdict.sentences == ("Not known whether it is healthy: no backward was seen.",)
-    assert "skips every loss that is not finite" in report.loss_scale.reason
+    assert report.verdict.sentences == ("Health unknown: no backward was seen.",)
+    assert "skipping every non-finite loss" in report.loss_scale.reason
 
 
 def test_a_non_finite_gradient_of_the_loss_is_placed_after_the_last_module() -> None:
@@ -535,7 +535,7 @@ def test_a_run_that_ended_with_an_exception_is_not_healthy(where: str, phase: st
     assert (report.verdict.healthy, report.findings) == (None, ())
     first, *more = report.verdict.lines
     assert first.startswith(f"Ended by an exception {begins}")
-    assert "Nothing numerically wrong was found in 1 step." in more
+    assert "No numerical problem was found in 1 step." in more
     assert first in " ".join(str(report).split())
     assert "broke off" not in str(report)
 
@@ -572,14 +572,14 @@ def test_a_run_with_every_step_skipped_names_the_first_overflow(steps: int, word
     verdict = inspector.report().verdict
     assert verdict.healthy is None
     assert words in str(verdict)
-    assert "the loss scale is too high so far" in str(verdict)
+    assert "the loss scale is still too high" in str(verdict)
 
 
 def test_a_run_without_captured_tensors_is_not_called_healthy() -> None:
     inspector = _trained(include="nothing.*")
     verdict = inspector.report().verdict
     assert verdict.healthy is None
-    assert "no tensor was to be counted" in str(verdict)
+    assert "no tensor was selected for counting" in str(verdict)
     assert _trained(capture=()).report().verdict.healthy
 
 

@@ -164,7 +164,7 @@ def _check_every_module(name: str, place: str, value: float, planted_at: int, bl
         first = events[0]
         expected = next((block for block in blocks if is_below(path, block)), path)
         assert (first.step, first.phase, first.module) == (planted_at, expected_phase, expected), first
-        assert ("inside it were not looked at" in first.explanation) is (expected in blocks)
+        assert ("inside it were not observed" in first.explanation) is (expected in blocks)
         assert first.value in (("inf", "nan") if value == math.inf else ("nan",))
         assert first.loss_scale == 16.0
         assert not session.notes
@@ -320,7 +320,7 @@ def test_an_overflow_of_the_scaled_loss_is_named() -> None:
         scaler.scale(model(torch.ones(2, 4)).square().mean() * 1e3).backward()
     event = inspector.session().events[0]
     assert (event.phase, event.what, event.forward_finite) == ("backward", "scaled_loss", True)
-    assert event.explanation == "the loss was finite, and multiplied by the loss scale it was not"
+    assert event.explanation == "the loss was finite, but its product with the loss scale was not"
 
 
 def test_an_overflow_of_the_loss_before_scaling_is_named() -> None:
@@ -585,7 +585,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]
         lambda: nn.Sequential(_Block(_chain, a=_linear(), b=_linear())),
         _NAN,
         _DATA,
-        "it came with the data, or was made before the model; '0.a' is the first",
+        "it was in the data, or arose in code before the model; '0.a' is the first",
     ),
     "a batch that was NaN, changed on its way": (
         lambda: nn.Sequential(_Block(lambda self, x: self.a(x.view(4, 2).T.reshape(2, 4) * 2), a=_linear())),
@@ -609,7 +609,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]
         lambda: _Block(lambda self, x: x * self.a.weight.sum(), a=_linear()),
         _NAN,
         _DATA,
-        "it came with the data, or was made before the model",
+        "it was in the data, or arose in code before the model",
     ),
     "a batch that was NaN, through modules that hand it on": (
         lambda: nn.Sequential(nn.Identity(), nn.Dropout(0.0), _linear()),
@@ -663,25 +663,25 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]
         lambda: nn.Sequential(_Scaled(math.inf), nn.ReLU(inplace=True)),
         _GOOD,
         ("forward", "0", False),
-        "what went in was finite",
+        "its input was finite",
     ),
     "a module of no known kind": (
         lambda: nn.Sequential(_linear(), _Scaled(math.inf), _linear()),
         _GOOD,
         ("forward", "1", False),
-        "what went in was finite",
+        "its input was finite",
     ),
     "a container's own code at its end": (
         lambda: nn.Sequential(_Block(lambda self, x: self.a(x) / 0, a=_linear())),
         _GOOD,
         ("forward", "0", False),
-        "what went in was finite",
+        "its input was finite",
     ),
     "a branch beside a residual stream": (
         lambda: nn.Sequential(_Block(_residual, a=_linear(), b=_Scaled(math.nan)), _linear()),
         _GOOD,
         ("forward", "0.b", False),
-        "what went in was finite",
+        "its input was finite",
     ),
     "a cell used three times, after code": (
         lambda: nn.Sequential(_Block(_state_divided_between, cell=_Scaled())),
@@ -693,20 +693,20 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]
         lambda: nn.Sequential(_Block(_breaks_in_its_second_call, cell=_Scaled())),
         _GOOD,
         ("forward", "0.cell", False),
-        "what went in was finite",
+        "its input was finite",
     ),
-    "between two uses of one module": (_tied, _GOOD, ("forward", "1", False), "what went in was finite"),
+    "between two uses of one module": (_tied, _GOOD, ("forward", "1", False), "its input was finite"),
     "backward: code that shares a module's input": (
         lambda: nn.Sequential(_Block(_shared_with_code, a=_linear(), b=_linear())),
         _GOOD,
         ("backward", "0", False),
-        "what is not finite arose in the code of",
+        "the inf or NaN arose in the code of",
     ),
     "backward: code that shares an activation's input": (
         lambda: nn.Sequential(_Block(_shared_with_code, a=_linear(), b=nn.Tanh())),
         _GOOD,
         ("backward", "0", False),
-        "what is not finite arose in the code of",
+        "the inf or NaN arose in the code of",
     ),
     "backward: a module that shares its input with code": (
         lambda: nn.Sequential(_Block(_shared_with_sound_code, a=_linear(), b=_Scaled(1.0, math.inf))),
@@ -736,13 +736,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]
         lambda: nn.Sequential(_Block(lambda self, x: self.b(_broken_backward(self.a(x))), a=_linear(), b=_linear())),
         _GOOD,
         ("backward", "0", False),
-        "what is not finite arose in the code of",
+        "the inf or NaN arose in the code of",
     ),
     "backward: code at a container's end": (
         lambda: nn.Sequential(_linear(), _Block(lambda self, x: _Times.apply(self.a(x), 1.0, math.inf), a=_linear())),
         _GOOD,
         ("backward", "1", False),
-        "what is not finite arose in the code of",
+        "the inf or NaN arose in the code of",
     ),
 }
 
@@ -808,4 +808,4 @@ def test_finite_inputs_that_overflow_under_autocast_are_reported_with_their_maxi
         with torch.autocast("cpu", torch.float16):
             output = model(torch.full((2, 4), 1e5))
         output.float().sum().backward()
-    assert "what went in was finite, up to 1e+05" in inspector.session().events[0].explanation
+    assert "its input was finite, up to 1e+05" in inspector.session().events[0].explanation

@@ -201,7 +201,7 @@ def test_a_model_of_nans_has_events_and_no_advice() -> None:
 def test_a_log_dir_that_is_a_file_produces_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "taken"
     path.write_text("something else")
-    with pytest.warns(MpinspectWarning, match="kept in memory"):
+    with pytest.warns(MpinspectWarning, match="held in memory"):
         inspector = _trained(nn.Linear(4, 1), log_dir=path)
     assert inspector.log_dir is None
     assert inspector.session().progress.steps == 3
@@ -209,7 +209,7 @@ def test_a_log_dir_that_is_a_file_produces_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_log_dir_that_cannot_be_created_produces_a_warning() -> None:
-    with pytest.warns(MpinspectWarning, match="kept in memory"):
+    with pytest.warns(MpinspectWarning, match="held in memory"):
         inspector = _trained(nn.Linear(4, 1), log_dir="/proc/nowhere/run")
     assert inspector.session().progress.steps == 3
 

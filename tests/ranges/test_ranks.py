@@ -199,7 +199,7 @@ def test_a_rank_of_another_model_is_refused_without_changing_the_sum():
     total.add(of_rank(0))
     other = of_rank(1)
     for wrong, why in (
-        (of_rank(0), "rank 0 came twice"),
+        (of_rank(0), "there are two sessions of rank 0"),
         (
             dataclasses.replace(other, watched=(dataclasses.replace(other.watched[0], shape=(7, 50)),)),
             r"fc.weight has the shape 7 x 50 there and 50 x 50 here",

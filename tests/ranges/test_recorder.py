@@ -370,7 +370,7 @@ def test_a_directory_with_another_run_is_not_changed(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_created_produces_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(MpinspectWarning, match="nothing is written"):
+    with pytest.warns(MpinspectWarning, match="no file is written"):
         recorder = Recorder(tmp_path / "file" / "run")
     recorder.observe("x", np.ones(3))
     assert window_of(recorder).samples == 1
@@ -494,7 +494,7 @@ def notes_of(*observed: dict[str, object]) -> list[str]:
         ({"step": -(10**30)}, "a step is a whole number below 2^63"),
         ({"kind": ["weight"]}, "kind=['weight'] is none of "),
         ({"passed_through": {}}, "passed_through={} is none of "),
-        ({"name": None}, "name=None is no text: it is recorded under 'None'"),
+        ({"name": None}, "name=None is not a string: it is recorded under 'None'"),
     ],
 )
 def test_the_warning_names_the_wrong_argument(arguments: dict[str, object], blame: str) -> None:

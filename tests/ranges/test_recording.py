@@ -349,7 +349,7 @@ def test_no_record_is_lost_if_a_full_disk_has_room_again(tmp_path: Path, disk: D
     assert read_session(tmp_path) == before
     (full,) = (note for note in told if "could not write" in note)
     assert full.startswith("SessionWriter could not write the records since step 5 (")
-    assert "keeps them in memory" in full
+    assert "holds them in memory" in full
     assert len(recording._sinks._keepers[0]._windows) <= WAITING_LIMIT
     disk.make_room()
     steps(range(60, 63))

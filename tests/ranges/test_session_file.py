@@ -367,7 +367,7 @@ def test_the_old_file_stays_in_use_if_rewriting_fails(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_full_at_the_start_gets_no_file(tmp_path):
-    with FileSizeLimit(5), pytest.raises(SessionError, match=r"can't be written.*log_dir that you may write to"):
+    with FileSizeLimit(5), pytest.raises(SessionError, match=r"can't be written.*log_dir with write permission"):
         SessionWriter(tmp_path, s.RunInfo())
     assert list(tmp_path.iterdir()) == []
     with FileSizeLimit(100), pytest.raises(SessionError, match=r"can't be written: file too large"):
@@ -387,7 +387,7 @@ def test_deleting_the_file_during_the_run_raises_an_error(tmp_path):
     with SessionWriter(tmp_path / "run", s.RunInfo()) as writer:
         writer.progress(s.Progress(steps=1))
         shutil.rmtree(tmp_path / "run")
-        with pytest.raises(FileNotFoundError, match=r"session\.mpinspect was deleted while the run went on"):
+        with pytest.raises(FileNotFoundError, match=r"session\.mpinspect was deleted during the run"):
             writer.progress(s.Progress(steps=2))
 
 
@@ -456,7 +456,7 @@ def test_a_log_dir_that_is_not_writable_is_refused(tmp_path, unprivileged):
     if os.geteuid() != 65534:
         closed.mkdir(mode=0o555)
     with pytest.raises(
-        SessionError, match=r"can't be written: permission denied\. Give a log_dir that you may write to"
+        SessionError, match=r"can't be written: permission denied\. Give a log_dir with write permission"
     ):
         SessionWriter(closed, s.RunInfo())
 

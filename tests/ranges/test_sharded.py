@@ -25,9 +25,9 @@ class Cases(dict[str, Any]):
 
 Found = list[Cases]
 #: A rank's explanations: for reduced values, for weights, and for the gradient that a pipeline stage received.
-ALL_RANKS = "it is made of the values of all ranks, so it may have arisen on another one"
+ALL_RANKS = "the tensor combines values of all ranks, so it may have arisen on another one"
 OTHER_RANK = "its gradients may be sums over the ranks, so look for the rank with the earliest event"
-NEXT_STAGE = "the gradient that backward() was given for its output was not finite"
+NEXT_STAGE = "the gradient passed to backward() for its output was not finite"
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_the_other_rank_reports_that_the_infinity_may_be_from_another_rank(
 def test_the_input_of_a_later_pipeline_stage_is_not_reported_as_the_batch(found: Found, capture: str) -> None:
     first, second = (rank["first stage"][capture] for rank in found)
     assert first["events"][0][:3] == (trained.BROKEN_AT, "forward", "1")
-    given = (trained.BROKEN_AT, "forward", "", "it came from the stage before, of a pipeline: look at that one's rank")
+    given = (trained.BROKEN_AT, "forward", "", "the previous stage of the pipeline sent it: look at that stage's rank")
     assert second["events"][0] == given
     reports = [analyse(second["session"]), analyse(merge_ranks(each["session"] for each in (first, second)))]
     assert not [each for report in reports for each in report.findings if each.id == "batch-not-finite"]

@@ -120,7 +120,7 @@ def test_masters_and_weights_have_their_own_precision():
 def test_the_verdict_of_a_healthy_run_has_at_most_four_lines(how):
     verdict = train(**how).report().verdict
     assert verdict.healthy is True
-    assert verdict.sentences[0].startswith("Healthy: nothing numerically wrong was found in 8 steps")
+    assert verdict.sentences[0].startswith("Healthy: no numerical problem was found in 8 steps")
     assert len(verdict.lines) <= 4
     assert verdict.lines[-1].startswith(("No numerical problems.", "Nothing to do"))
     assert not verdict.code
@@ -157,7 +157,7 @@ def test_the_verdict_of_a_bfloat16_run_states_the_scale_that_float16_would_need(
     )
     finer = report.in_float16.finer_from
     assert report.verdict.sentences[1].endswith(
-        f"; at scales of {as_power(finer)} or more its rounding is finer than BF16's, up to 8 times (root mean square)."
+        f"; at scales of {as_power(finer)} or more FP16 rounds more finely than BF16, by up to 8x (RMS)."
     )
     assert report.in_float16.lowest <= 1 <= report.in_float16.highest
 
@@ -193,7 +193,7 @@ def test_a_few_weights_of_another_dtype_are_called_a_few():
     [
         (2.0**13, "No numerical problems. Keep FP16 with the loss scale 8192 (2^13)."),
         (2.0**24, "A dynamic scaler can stay as it is; a static one is safer at 32768 (2^15)."),
-        (None, "Nothing to do in what was seen."),
+        (None, "No problems in the observed part."),
     ],
 )
 def test_the_advice_after_a_healthy_float16_run_depends_on_its_scale(used, told):
@@ -293,7 +293,7 @@ def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_code():
     assert verdict.healthy is False
     assert verdict.code
     assert 3 <= len(verdict.lines) - len(verdict.code.splitlines()) + 1 <= 6
-    assert verdict.more.startswith("Also needs fixing: ")
+    assert verdict.more.startswith("Also to fix: ")
 
 
 def test_the_verdict_summarises_further_warnings():
@@ -308,7 +308,7 @@ def test_the_verdict_summarises_further_warnings():
     advice = analyse(Session()).loss_scale
     said = verdict(Session(), [*grave, Finding("other", "info", "", "x", {})], advice, None).more
     assert said == (
-        "Also needs fixing: It was not finite in step 5 (at a scale of 8 (2^3)), where it began (id-1); "
+        "Also to fix: It was not finite in step 5 (at a scale of 8 (2^3)), where it began (id-1); "
         "The scale, 8 (2^3), is too large (id-2); and 2 findings more. Also noted: 1 info."
     )
     assert verdict(Session(), grave[:1], advice, None).more == ""

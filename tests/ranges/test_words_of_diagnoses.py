@@ -223,7 +223,7 @@ def test_rows_are_listed_or_counted(names, rows, of_rows, words):
 
 def test_a_mask_counts_the_rows_that_it_hides():
     figures = {"elements": 10.0, "rows": 1.0, "of_rows": 16.0}
-    masked = Measurement("examined-mask", "attn", 9, figures, ("2",), "a softmax of a row of nothing but -inf")
+    masked = Measurement("examined-mask", "attn", 9, figures, ("2",), "a softmax of a row of only -inf")
     message = found("mask-hides-whole-row", masked).message
     told = "a mask hides all scores of 10 rows (index 2 of the first dimension): their softmax is 0/0, which is NaN."
     assert message == f"In step 9, in 'attn', {told}"

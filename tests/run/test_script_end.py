@@ -96,7 +96,7 @@ everything[2]._capture.detach = fails
 """
     ran = _run(tmp_path, code, warnings="default")
     assert ran.status == 0
-    assert "the inspector did not end as it should: RuntimeError('ours')" in ran.err
+    assert "the inspector failed to close: RuntimeError('ours')" in ran.err
     assert "Traceback" not in ran.err
 
 

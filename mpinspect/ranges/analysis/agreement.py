@@ -15,8 +15,7 @@ class GradientAgreement:
         loss_scale: a power of two.
         nonzero: elements whose reference is finite and non-zero. If part of the gradient is rounding noise (the key
             third of a fused attention bias, zero in theory), that part is excluded.
-        predicted_flushed: how many of ``nonzero`` FP16 would round to zero after scaling, by the reference's counts
-            alone.
+        predicted_flushed: how many of ``nonzero`` FP16 would round to zero after scaling, computed from the reference's counts.
         measured_flushed: how many of ``nonzero`` were zero in the FP16 pass.
         lost_upstream: how many of ``measured_flushed`` have a reference value that FP16 could hold: a factor of their
             products had been rounded or flushed earlier, in an activation gradient for example.
@@ -52,7 +51,7 @@ class GradientAgreement:
 
     @property
     def kept_by_rounding_fraction(self) -> float:
-        """Share of the non-zero elements predicted to flush but kept, 0..1: rounding moved them above the flush edge."""
+        """Share of the non-zero elements predicted to flush that survived, 0..1: rounding moved them above the flush edge."""
         return self._fraction(self.predicted_flushed - (self.measured_flushed - self.lost_upstream))
 
     @property

@@ -1,4 +1,4 @@
-"""Lists the settings in which two runs differ: precision, optimizers, scalers, shapes, sampling, versions."""
+"""Lists the different settings of two runs: precision, optimizers, scalers, shapes, sampling, versions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session
 from mpinspect.reporting.words import NOT_APPLICABLE, format_name, with_power
 
 Record = TypeVar("Record")
-#: Settings in words, by name; a setting that a run lacks, or that is unknown, has no entry.
+#: Settings in words, by name. A missing or unknown setting has no entry.
 Settings = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that differs: its name, and its value in each run in words ("-" if the run has none)."""
+    """A setting that differs: its name, and its value in each run in words ("-" if missing)."""
 
     name: str
     first: str

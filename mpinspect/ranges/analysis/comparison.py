@@ -1,4 +1,4 @@
-"""Compares the range reports of two runs: the step from which they part, layers, settings, events, the loss scale."""
+"""Compares the range reports of two runs: the first step that differs, layers, settings, events, the loss scale."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class LayerChange:
 
     Args:
         name, kind: see TensorKey.
-        differs_from: the first stretch of steps in which the counts are not equal; None if all are.
-        moved_from: the first stretch in which the tensor moved (``parting``); None if it did not.
+        differs_from: the first stretch of steps with unequal counts; None if all are equal.
+        moved_from: the first stretch where the tensor moved (``parting``); None if it did not.
         elsewhere_fraction: share of the elements that would have to move to another power of two (or to or from zeros,
             infinities and NaNs) to give the other run's counts; mean over the stretches, 0..1, measured.
         beyond_fraction: the part of ``elsewhere_fraction`` beyond the tensor's usual change between stretches; estimated.
@@ -62,7 +62,7 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class Parting:
-    """The first stretch in which two runs differ, and the tensor that differs most in it.
+    """The first stretch where two runs differ, and the tensor that differs most in it.
 
     Args:
         first_step, last_step: the stretch.
@@ -88,7 +88,7 @@ class Compared:
         steps: the first and the last step compared; None if the runs counted no steps in common.
         sampled_steps: number of steps that the second run counted in the stretches compared.
         stretches: number of stretches compared.
-        same_steps: number of those in which both runs certainly counted the same steps, so that counts can be equal.
+        same_steps: number of stretches where both runs certainly counted the same steps, so that counts can be equal.
         tensors: number of tensors that both runs counted.
     """
 
@@ -107,14 +107,14 @@ class RangeDiff:
         first, second: the reports, judged in the same format.
         compared: the scope of the comparison.
         settings: the settings that differ.
-        differs: the first place where counts differ; None if all that could be compared are equal.
-        moved: the first place where a tensor changed by more than it changes by itself; None if none did.
-        layers: the tensors that both runs counted, those that moved most first.
-        only_first, only_second: the tensors that only this run counted.
-        events_only_first, events_only_second: the events that only this run has.
-        scales_part: the first step at which the loss scales differ, and both scales (None: unknown); None if they agree.
+        differs: the first place where counts differ; None if all comparable counts are equal.
+        moved: the first place where a tensor changed by more than its usual variation; None without one.
+        layers: the tensors that both runs counted, the most moved first.
+        only_first, only_second: the tensors that only the first, or only the second run counted.
+        events_only_first, events_only_second: the events of only the first, or only the second run.
+        scales_part: the first step with different loss scales, and both scales (None: unknown); None if they agree.
         differences: findings on the differences.
-        new: findings of the second run that the first lacks or has at a lower severity; ``gone``: the other way round.
+        new: findings of the second run that the first lacks or has at a lower severity; ``gone`` is the reverse.
     """
 
     first: RangeReport
@@ -189,12 +189,12 @@ def _compared(aligned: Sequence[Stretch], tensors: int) -> Compared:
 def _parting(
     aligned: Sequence[Stretch], found: Mapping[TensorKey, Course], where: Callable[[Course], int | None]
 ) -> Parting | None:
-    """Return the earliest stretch that ``where`` gives for any tensor, and the tensor, of those with it, that differs most."""
+    """Return the earliest stretch that ``where`` yields for any tensor, and the tensor that differs most in it."""
     at = min((row for course in found.values() if (row := where(course)) is not None), default=None)
     if at is None:
         return None
     there = [key for key, course in found.items() if where(course) == at]
-    # A tensor that one run alone counted there has no distance: it differs most.
+    # A tensor that only one run counted there has no distance and differs most.
     key = max(there, key=lambda key: _or(found[key].elsewhere[at], 1.0))
     stretch = aligned[at]
     zeros = tuple(_zeros(window.tensors.get(key)) for window in (stretch.first, stretch.second))
@@ -260,7 +260,7 @@ def _identity(event: Event) -> tuple[object, ...]:
 
 
 def scales_part(first: Progress, second: Progress) -> tuple[int, float | None, float | None] | None:
-    """Return the first step at which the loss scales of two runs differ, and both; None if they agree as far as both ran."""
+    """Return the first step with different loss scales, and both scales; None if they agree over the steps of both runs."""
     one, other = ({change.step: change.scale for change in run.scales} for run in (first, second))
     if not one or not other:
         return None
@@ -303,7 +303,9 @@ def _parts(parting: Parting) -> Finding:
 def _not_shared(compared: Compared) -> str:
     if not compared.stretches:
         return "The runs counted no steps in common: only totals can be compared."
-    return "The runs did not count the same steps: whether their counts are equal can't be told, only how far they lie apart."
+    return (
+        "The runs did not count the same steps: the comparison shows how far counts differ, not whether they are equal."
+    )
 
 
 def _moved(diff: RangeDiff, parting: Parting) -> Finding:
@@ -311,7 +313,7 @@ def _moved(diff: RangeDiff, parting: Parting) -> Finding:
     share = percent(parting.elsewhere_fraction)
     named = steps_named(parting.first_step, parting.last_step)
     message = (
-        f"{len(moved):,} of {len(diff.layers):,} tensors moved further than they do by themselves, first {share} of "
+        f"{len(moved):,} of {len(diff.layers):,} tensors moved beyond their usual variation, first {share} of "
         f"{phrase(parting.name, parting.kind)} in {named}."
     )
     evidence = {"moved": len(moved), "of": len(diff.layers), "elsewhere_fraction": parting.elsewhere_fraction}
@@ -330,16 +332,16 @@ def _moved(diff: RangeDiff, parting: Parting) -> Finding:
 def _layers_differ(diff: RangeDiff) -> Finding:
     first, second = len(diff.only_first), len(diff.only_second)
     names = [*diff.only_first, *diff.only_second]
-    message = f"{first:,} tensors were counted in A alone, {second:,} in B alone."
+    message = f"{first:,} tensors were counted only in A, {second:,} only in B."
     return Finding("layers-differ", _INFO, names[0].name, message, {"only_first": first, "only_second": second})
 
 
 def _events_differ(diff: RangeDiff) -> Finding:
-    """Return the finding on events of only one run: a warning if one of the second run's did harm."""
+    """Return the finding on events that only one run has: a warning if an event of the second run did harm."""
     harm = gravest(diff.events_only_second)
     shown = harm or next(iter((*diff.events_only_second, *diff.events_only_first)))
     whose = "B" if shown in diff.events_only_second else "A"
-    message = f"Infinities or NaNs in {whose} alone, first at {first_line(shown)}."
+    message = f"Infinities or NaNs only in {whose}, first at {first_line(shown)}."
     evidence = {"only_first": len(diff.events_only_first), "only_second": len(diff.events_only_second)}
     severity = _WARNING if harm else _INFO
     return Finding("events-differ", severity, shown.module, message, evidence, step=shown.step)

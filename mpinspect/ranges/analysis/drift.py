@@ -20,7 +20,7 @@ SHORTEST_GROWTH_INTERVAL = 100
 
 #: A training counts as diverged if its largest gradients rose by this many powers of two to beyond FP16's maximum: as many
 #: powers as the gradients of the talk of 2018 left unused at FP16's top; gradients of a healthy training mostly shrink. A
-#: training also counts as diverged if its gradients are so large that any scale at which they fit FP16 would flush 1.
+#: training also counts as diverged if its gradients are so large that a scale small enough for them would flush 1 in FP16.
 EXPLOSION = 15
 
 #: Least rise of the highest safe scale that counts as a trend, in powers of two: a steady training's blocks differ by one.
@@ -47,7 +47,7 @@ def block_histograms(block: Sequence[Window]) -> dict[TensorKey, Visibility]:
 
 
 def has_finite_gradients(window: Window) -> bool:
-    """Return whether all gradients counted in a window are finite, so that none was larger than its peak."""
+    """Return whether all gradients counted in a window are finite, so that the peaks are their true maxima."""
     tensors = window.columns()
     broken = (tensors.columns["infs"] != 0) | (tensors.columns["nans"] != 0)
     return not any(key.kind in GRADIENT_KINDS for key, each in zip(tensors.order, broken.tolist(), strict=True) if each)
@@ -70,8 +70,8 @@ def divergence(windows: Sequence[Window]) -> str:
     else:
         return ""
     return (
-        f"The training diverged. Its largest gradients {course}, and no loss scale mends that: a lower learning "
-        "rate may, with a warm-up or with clipped gradients."
+        f"The training diverged. Its largest gradients {course}, which no loss scale fixes: try a lower learning rate, a "
+        "warm-up or gradient clipping."
     )
 
 
@@ -79,8 +79,8 @@ def growth_interval(blocks: Sequence[TimeBlock], longest: int = LONGEST_GROWTH_I
     """Return the number of steps after which a dynamic scaler should double its scale to follow the window's rise.
 
     If the largest safe scale rises by d powers of two per step over the run, a scaler that doubles every 1/d steps
-    keeps up: the result is 1/d, limited to 100 .. ``longest``. A rise of less than LEAST_RISE is treated as chance. (A
-    fall needs no interval: the scaler backs off at once.)
+    keeps up: the result is 1/d, limited to 100 .. ``longest``. A rise of less than LEAST_RISE counts as chance. (A fall needs
+    no interval: the scaler backs off at once.)
     """
     known = [(block, block.log2_highest) for block in blocks if block.log2_highest is not None]
     if len(known) < 2:

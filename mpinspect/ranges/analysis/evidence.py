@@ -31,9 +31,9 @@ class Evidence:
     """The part of a session that represents the whole run.
 
     Args:
-        session: the session with weighted counts (peaks and sampled steps unchanged), from which shares are computed.
+        session: the session with weighted counts (peaks and sampled steps unchanged), for computing shares.
         is_weighed: whether the windows' weights differ, which makes shares over the run estimates.
-        left_out: a sentence on the windows that were left out; "" if none were.
+        left_out: a sentence on the windows that were left out, or "".
     """
 
     session: Session
@@ -59,7 +59,7 @@ def _strides(windows: Sequence[Window], steps: int) -> list[float]:
     for (place, window), end in zip(ordered, ends, strict=False):
         strides[place] = max((end - window.first_step) / max(window.sampled_steps, 1), 1.0)
         if window is ordered[-1][1]:
-            # The last window gets at least the stride of the one before, however few steps follow its last sample.
+            # The last window gets at least the previous window's stride, even if few steps follow its last sample.
             strides[place] = max(strides[place], before)
         before = strides[place]
     return strides
@@ -87,12 +87,12 @@ def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
     named = steps_named(first, last)
     return (
         tuple(kept),
-        f"What was counted in {named} is left out: the loss scale had collapsed there, to 2^{least} at the lowest.",
+        f"The counts of {named} are left out: the loss scale had collapsed there, to 2^{least} at the lowest.",
     )
 
 
 def _collapsed_spans(session: Session) -> list[tuple[int, int, float]]:
-    """Return the first step, the step after the last, and the scale of each span in which the loss scale had collapsed.
+    """Return the first step, the step after the last, and the scale of each span with a collapsed loss scale.
 
     A loss scale has collapsed if FP16 would flush even 1 at that scale, or if the scale fell below 1 after steps were
     skipped for a non-finite forward, which no loss scale fixes.
@@ -123,7 +123,7 @@ def own_scale(session: Session) -> tuple[float | None, bool]:
 
 
 def survived(event: Event, session: Session) -> bool:
-    """Return whether forwards after an optimizer step in a step with non-finite gradients were finite: so are the weights."""
+    """Return whether later forwards stayed finite after an update with non-finite gradients, so that the weights are finite."""
     if event.story != TAKEN or any(each.phase in ("forward", END) or forward_broke(each) for each in session.events):
         return False
     watched = session.info.watch and session.progress.watched_steps is None

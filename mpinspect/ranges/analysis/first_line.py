@@ -43,16 +43,16 @@ def _scale(scale: float) -> str:
 
 
 def gravest(events: Sequence[Event]) -> Event | None:
-    """Return the first harmful event that no loss scaler caught; None if there is none.
+    """Return the first harmful event that no loss scaler caught; None without one.
 
-    A dynamic scaler finds its scale by overflowing, so a skipped step with a finite forward is normal. A non-finite
-    forward with finite gradients, as with a mask of infinities, does no harm.
+    A dynamic scaler finds its scale by overflowing, so a skipped step with a finite forward is normal. A non-finite forward
+    with finite gradients (a mask of infinities) does no harm.
     """
     return next((event for event in events if not _is_probing(event) and not _is_harmless(event)), None)
 
 
 def _is_probing(event: Event) -> bool:
-    """Return whether the gradients were discarded, as happens when the loss scale has grown too large, or not this model's."""
+    """Return whether the gradients were discarded, for example after the loss scale grew too large, or are another model's."""
     return event.aside or (bool(event.skipped) and event.phase == "backward" and event.forward_finite is not False)
 
 

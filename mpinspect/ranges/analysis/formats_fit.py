@@ -1,4 +1,4 @@
-"""Verdicts on whether another number format would fit each kind of tensor, judged by range alone, not by precision."""
+"""Verdicts on whether another number format would fit each kind of tensor, by its range (not its precision)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def format_verdicts(
             for key, window in totals.items()
             if key.kind == kind and key not in noise and len(window.histogram.counts)
         }
-        # A weight's gradient is computed from activation gradients, and lacks the values that these lost.
+        # Weight gradients are computed from activation gradients, so values lost there are lost here too.
         sources = GRADIENT_KINDS if kind in GRADIENT_KINDS else (kind,)
         unknown = {
             window.passed_through
@@ -45,7 +45,7 @@ def format_verdicts(
         }
         if histograms and kind != UPDATE:
             found = [format_verdict(kind, histograms, format, scaling) for format, scaling in CANDIDATES]
-            # Values that were seen may exceed a format whatever was lost before counting: such a verdict stands.
+            # If the values seen already exceed a format, values lost before counting can't change the verdict.
             verdicts += [each for each in found if each.format not in unknown or not each.fits]
     return tuple(verdicts)
 
@@ -62,7 +62,7 @@ def _hides(window: TensorWindow) -> bool:
 def format_verdict(
     kind: str, histograms: Mapping[str, ExponentHistogram], format: FloatFormat, scaling: str
 ) -> FormatVerdict:
-    """Return whether every tensor loses at most LOST_L1_TOLERANCE of its L1 mass and none overflows.
+    """Return whether every tensor loses at most LOST_L1_TOLERANCE of its L1 mass without an overflow.
 
     Each histogram must hold a finite non-zero value. ``overflows`` is True if an overflow is certain or possible.
     """

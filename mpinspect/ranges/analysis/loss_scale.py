@@ -27,9 +27,9 @@ from mpinspect.ranges.analysis.visibility import Visibility, always_zero
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
 
-#: Largest |k| for which FP32 holds both 2^k and its inverse as normal numbers.
+#: Largest |k| such that 2^k and its inverse are normal numbers in FP32.
 FARTHEST = 126
-#: The tensor kind given to bare histograms.
+#: The tensor kind of bare histograms.
 _GRADIENT = "gradient"
 
 
@@ -47,7 +47,7 @@ def recommend_loss_scale(
         histograms: histograms of unscaled gradients, one per layer: a mapping by name, an iterable (the layers are then
             named "0", "1", ...) or a single histogram. Or a whole session, which also gives each step's peak exponent
             (and so the confidence), drift and rounding noise.
-        format: the format in which the scaled gradients are stored: a FloatFormat, a name or a dtype.
+        format: the storage format of the scaled gradients: a FloatFormat, a name or a dtype.
         headroom: powers of two to leave below the overflow, at least 0.
         tolerance: the largest share of its L1 mass that a layer may lose, in (0, 1).
         growth_interval: number of steps; an overflow probability of 1/growth_interval per step is accepted.
@@ -57,7 +57,7 @@ def recommend_loss_scale(
 
     Raises:
         ValueError: an option is out of its range, or ``format`` is unknown.
-        TypeError: ``histograms`` is none of the above.
+        TypeError: ``histograms`` has another type.
     """
     rules = ScaleRules(as_format(format), headroom, tolerance, growth_interval)
     if isinstance(histograms, Session):
@@ -145,9 +145,9 @@ def _advised(
 
 
 def _scaled(session: Session, totals: Mapping[TensorKey, TensorWindow]) -> Collection[TensorKey]:
-    """Return the keys of the tensors that a loss scale has to serve: all, or in a run that computes in 16 bits those that do.
+    """Return the keys of the tensors that a loss scale has to serve: all, or only the 16-bit ones of a run in 16 bits.
 
-    Beside 16-bit gradients an FP32 one is known to be never rounded only where it was captured by hooks, as the ledger shows.
+    An FP32 gradient among 16-bit ones is known to be unrounded only if hooks captured it, as the ledger shows.
     """
     narrow = {key: window for key, window in totals.items() if window.passed_through != "float32"}
     is_narrow = session.precision.weights and any(key.kind in GRADIENT_KINDS for key in narrow)
@@ -155,10 +155,10 @@ def _scaled(session: Session, totals: Mapping[TensorKey, TensorWindow]) -> Colle
 
 
 def _without_broken(session: Session, group: list[Window], peaks: dict[int, int]) -> dict[int, int]:
-    """Return a block's peaks without those that only bound the true ones from below.
+    """Return a block's peaks without the peaks that are only lower bounds.
 
-    In FP16 an overflow at scale 2^k shows as a peak of 2^(16 - k), whatever its size: these exponents are left out. In other
-    formats windows with non-finite gradients are.
+    In FP16 an overflow of any size at scale 2^k appears as a peak of 2^(16 - k): these exponents are left out. In other
+    formats, windows with non-finite gradients are left out.
     """
     if FLOAT16.name not in session.passed_through():
         return add_counts(part.gradient_peaks for part in group if has_finite_gradients(part))

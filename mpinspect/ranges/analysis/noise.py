@@ -1,9 +1,9 @@
 """Detects gradients that are zero in theory and hold only rounding noise, which a loss scale need not preserve.
 
 A bias before a BatchNorm, or the key part of an attention's bias before the softmax, has no influence on the loss: the
-terms of its gradient's sum cancel, and only the sum's rounding error remains. Such a bias looks as if it needed an
-enormous loss scale. It can be detected from the counts: a bias's gradient is the sum of the gradients of its layer's
-output, so the bias gradient's magnitude can be compared with the sum of the *output gradients'* magnitudes.
+terms of its gradient's sum cancel, and only the sum's rounding error remains. Such a bias seems to need an enormous loss scale.
+It can be detected from the counts: a bias's gradient is the sum of the gradients of its layer's output, so the bias gradient's
+magnitude can be compared with the sum of the *output gradients'* magnitudes.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ FP32_NOISE_SHARE = 2.0**-16
 NARROW_NOISE_SHARE = 2.0**-9
 #: ... and about 2^-9/sqrt(N) if the errors have random signs. This value over sqrt(N) lies between that and 1/sqrt(N).
 NARROW_NOISE_SHARE_OF_ONE_TERM = 2.0**-6
-#: If the output's gradients were not captured: the ratio of the bias's to the weight's average gradient up to which the bias
-#: gradient is noise. A true one is that small only with inputs of 2^16; noise in sums of many terms goes undetected.
+#: If the output's gradients were not captured: the largest ratio of the bias's to the weight's average gradient that counts as
+#: noise. A true ratio is that small only with inputs of 2^16; noise in sums of many terms is not detected.
 NOISE_SHARE_OF_WEIGHT_GRADIENT = 2.0**-16
 
 
 def rounding_noise_ceilings(
     infos: dict[TensorKey, TensorInfo], totals: dict[TensorKey, TensorWindow]
 ) -> dict[TensorKey, float]:
-    """Return, for each bias gradient that can be judged, the average magnitude up to which the gradient is rounding noise.
+    """Return, for each bias gradient that can be judged, the largest average magnitude that counts as rounding noise.
 
     Only one-dimensional parameters called "bias" are judged, which their module adds to its output (fused biases like
     ``in_proj_bias`` and LSTM biases are added elsewhere). Each ceiling is an estimate, averaged over the samples.
@@ -98,6 +98,6 @@ def _ceiling_from_weight(key: TensorKey, totals: dict[TensorKey, TensorWindow]) 
 
 
 def _mean_abs(histogram: ExponentHistogram) -> float:
-    """Return the estimated mean magnitude of the finite elements, zeros included; 0.0 if there are none."""
+    """Return the estimated mean magnitude of the finite elements, zeros included; 0.0 without elements."""
     elements = histogram.nonzero + histogram.zeros
     return histogram.sum_abs().estimate / elements if elements else 0.0

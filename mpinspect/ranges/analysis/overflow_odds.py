@@ -20,16 +20,16 @@ RULE_OF_THREE = 3.0
 _Z95 = 1.6449
 #: Number of events above which a normal approximation replaces the exact sum of binomial terms.
 _EXACT = 10_000
-#: Least standard deviation of peaks known to their power of two: that of a value anywhere within one octave, sqrt(1/12).
+#: Least standard deviation of peaks known to their power of two: sqrt(1/12), as of a uniform value within one octave.
 _LEAST_SPREAD = 1 / math.sqrt(12)
-#: Fewest steps from which a standard deviation is computed: with fewer, the tolerance factor k alone exceeds 8.
+#: Minimum number of steps for a standard deviation: with fewer, the tolerance factor k exceeds 8.
 FEWEST_IN_BLOCK = 5
 #: A NaN is attributed to an overflow only if the tensor's earlier magnitudes reached 1/16 of FP16's maximum.
 NEAR_OVERFLOW = 65504 / 16
 
 
 def log2_room(peak_exponent: int, format: FloatFormat) -> int:
-    """Return the largest k at which a value of this peak exponent (rounded to 11 bits) does not overflow.
+    """Return the largest k such that a value of this peak exponent (rounded to 11 bits) does not overflow.
 
     For FP16 the result is exactly 15 - peak. Formats with fewer bits overflow earlier within their highest power of
     two, so the result is one less for them, to be safe.
@@ -42,12 +42,12 @@ class Ceiling:
     """The largest loss scale without overflow, as a power of two.
 
     Args:
-        log2_highest: largest k at which a step overflows with a probability of at most 1/growth_interval.
+        log2_highest: largest k with an overflow probability of at most 1/growth_interval per step.
         margin: powers of two already subtracted as a reserve for gradients larger than any seen.
-        log2_overflowed: smallest k at which the run itself overflowed; None if the run did not overflow.
-        log2_of_finite: largest k at which nothing overflows of the steps that did not overflow in the run; None if there are
-            none, or if it is not known.
-        lacking: powers of two by which the reserve is smaller than the spread of the peaks asks for.
+        log2_overflowed: smallest k with an overflow in the run itself; None without an overflow.
+        log2_of_finite: largest k without overflow in the steps that did not overflow in the run; None if there are none, or if
+            unknown.
+        lacking: missing powers of two of reserve, compared with the reserve that the spread of the peaks requires.
     """
 
     log2_highest: int
@@ -65,7 +65,7 @@ class Ceiling:
         return replace(self, log2_highest=log2_scale, margin=self.margin - given_up, lacking=self.lacking + given_up)
 
     def below(self, log2_overflowed: int | None) -> Ceiling:
-        """Return this ceiling lowered below 2^log2_overflowed, the scale at which the run overflowed (None: not at all)."""
+        """Return this ceiling lowered below 2^log2_overflowed, the smallest scale that overflowed in the run (None: no one)."""
         if log2_overflowed is None:
             return self
         if log2_overflowed > self.log2_highest:
@@ -83,16 +83,15 @@ def log2_highest(
 
     Args:
         blocks: one mapping per block of consecutive steps: exponent of a step's largest gradient (rounded to 11 bits)
-            -> number of steps. Separate blocks keep a drift over the run from being taken for spread.
+            -> number of steps. Separate blocks prevent a drift over the run from counting as spread.
         growth_interval: number of steps after which a dynamic scaler doubles its scale, risking about one overflow each
             time.
-        exact: ``blocks`` without the steps that overflowed, whose peaks are only lower bounds and tell nothing about
-            spread.
+        exact: ``blocks`` without the steps that overflowed, whose peaks are only lower bounds and carry no spread.
 
     The (1 - 1/growth_interval) quantile of the peaks is bounded from above with 95% confidence. If there are enough
     steps (3 growth intervals) the bound is an order statistic, which assumes no distribution; otherwise it is
-    ``normal_bound`` or the largest peak, whichever is larger. The margin never excludes scale 1 if no step seen
-    overflows at scale 1; the part that is given up for it is ``Ceiling.lacking``.
+    ``normal_bound`` or the largest peak, whichever is larger. The margin never excludes scale 1 if no step seen overflows at
+    scale 1; ``Ceiling.lacking`` is the part omitted for this.
     """
     peaks = add_counts(blocks)
     steps = sum(peaks.values())
@@ -105,11 +104,12 @@ def log2_highest(
             break
         exceedances -= peaks[exponent]
     seen = log2_room(exponent, format)
-    finite = max((peak for block in (blocks if exact is None else exact) for peak in block), default=None)
+    exact = blocks if exact is None else exact
+    finite = max((peak for block in exact for peak in block), default=None)
     of_finite = None if finite is None else log2_room(finite, format)
     if steps * probability >= RULE_OF_THREE:
         return Ceiling(seen, log2_of_finite=of_finite)
-    bound = normal_bound(blocks if exact is None else exact, probability)
+    bound = normal_bound(exact, probability)
     # A peak of exponent e lies in [2^e, 2^(e+1)), on average at e + 1/2; adding 1/2 and rounding down gives the bound's exponent.
     largest = exponent if bound is None else max(exponent, math.floor(bound + 0.5))
     highest = log2_room(largest, format)
@@ -147,11 +147,11 @@ def _large_enough(blocks: Sequence[Mapping[int, int]]) -> list[Mapping[int, int]
 
 
 def tolerance_factor(n: int, freedom: float, probability: float) -> float:
-    """Return the k for which mean + k s of n normal values exceeds their (1 - probability) quantile with 95% confidence.
+    """Return the k such that mean + k s of n normal values exceeds their (1 - probability) quantile with 95% confidence.
 
-    This is the one-sided tolerance limit of the NIST/SEMATECH e-Handbook of Statistical Methods, 7.2.6.3 (after
-    Natrella, 1963): k = (z + sqrt(z^2 - a b)) / a, a = 1 - c^2 / (2 f), b = z^2 - c^2 / n, where z and c are the normal
-    quantiles of 1 - probability and of the confidence, and f is the degrees of freedom of s.
+    This is the one-sided tolerance limit of the NIST/SEMATECH e-Handbook of Statistical Methods, 7.2.6.3 (after Natrella,
+    1963): k = (z + sqrt(z^2 - a b)) / a, a = 1 - c^2 / (2 f), b = z^2 - c^2 / n, where z and c are the normal quantiles of 1 -
+    probability and of the confidence, and f is the number of degrees of freedom of s.
     """
     covered, confidence = NormalDist().inv_cdf(1 - probability), NormalDist().inv_cdf(CONFIDENCE)
     a = 1 - confidence**2 / (2 * freedom)

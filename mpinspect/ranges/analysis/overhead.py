@@ -11,8 +11,7 @@ _CLEARLY_ABOVE = 1.25
 def overhead_line(session: Session) -> str:
     """Return a sentence on the measured cost and on the steps sampled and watched; "" without a budget.
 
-    The cost is the time spent in the inspector's callbacks (and in its kernels on a CUDA device) over that of the bare
-    steps.
+    The cost is the time in the inspector's callbacks (and in its kernels on a CUDA device) divided by the bare steps' time.
     """
     most, progress = session.info.max_overhead, session.progress
     if most is None and progress.overhead is None:

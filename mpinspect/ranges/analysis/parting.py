@@ -1,9 +1,9 @@
-"""Aligns the windows of two runs, and finds the first step from which each tensor's counts differ.
+"""Aligns the windows of two runs, and finds the first step where each tensor's counts differ.
 
-Two questions are kept apart. Whether counts are *equal* is a fact if both runs counted the same steps. Whether a tensor
-*moved* is an estimate: rounding, another seed or another batch changes the share of its elements in a power of two no more
-than one stretch of the training differs from the next. The excess of a change over that, added up over the powers of two,
-is the share *beyond*.
+There are two comparisons. Whether counts are *equal* is a fact if both runs counted the same steps. Whether a tensor *moved* is
+an estimate: rounding, another seed or another batch changes the share of its elements in a power of two by about as much as
+neighbouring stretches of the training differ. The excess of a change over this, summed over the powers of two, is the share
+*beyond*.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Flags = npt.NDArray[np.bool_]
 
 #: Exponents outside this range share its ends: FP32's range, with room for loss scales.
 _LOW, _HIGH = -160, 140
-#: Zeros, infinities and NaNs have places of their own after the exponents.
+#: Zeros, infinities and NaNs have their own places after the exponents.
 _OTHERS = 3
-#: Number of stretches on each side that show how far a tensor moves by itself.
+#: Number of stretches on each side that measure a tensor's usual variation.
 _NEAR = 4
-#: A share may change by this multiple of the largest change between neighbouring stretches near by, in the steadier run. Of
-#: two sets of some ten changes drawn alike, the larger maximum is hardly ever twice the smaller.
+#: A share may change by this multiple of the largest change between nearby neighbouring stretches, in the steadier run. The
+#: maxima of two samples of some ten changes from one distribution rarely differ by a factor of two.
 _OF_NEIGHBOURS = 2.0
 #: A share may also change by this many standard deviations of as many independent draws: small tensors differ by chance.
 _OF_CHANCE = 3.0
-#: A tensor moved if more than this share of its elements lies beyond. The demo's model keeps below 0.047 in FP16 at the
+#: A tensor moved if more than this share of its elements lies beyond. The demo's model stays below 0.047 in FP16 at the
 #: recommended loss scale, and below 0.05 with another seed; unscaled in FP16 its output layer has 0.098 in the first steps.
 LEAST_BEYOND = 0.05
 #: Stretches of other steps are compared if they have at least this share of their steps in common.
@@ -65,11 +65,11 @@ class Course:
     """How one tensor of two runs compares, stretch by stretch.
 
     Args:
-        differs: index of the first stretch of the same steps in which the counts are not equal; None if all are.
-        moved: index of the first stretch in which the tensor moved; None if it did not.
+        differs: index of the first stretch of the same steps with unequal counts; None if all are equal.
+        moved: index of the first stretch where the tensor moved; None if it did not.
         elsewhere: share of its elements that lie in other powers of two in the other run, in each stretch, 0..1 (half
             the sum of the differences of shares); NaN where a run did not count the tensor.
-        beyond: the part of ``elsewhere`` that exceeds how far the tensor moves by itself, in each stretch.
+        beyond: the part of ``elsewhere`` in excess of the tensor's usual variation, in each stretch.
     """
 
     differs: int | None
@@ -186,8 +186,8 @@ def _shares(windows: Sequence[Window], keys: Sequence[TensorKey]) -> tuple[Float
 
 
 def _by_itself(shares: Floats) -> Floats:
-    """Return the largest change between neighbouring stretches near each one, by tensor and place; 0 where none is known."""
-    # steps[row] is the change from the stretch before to this one.
+    """Return the largest change between neighbouring stretches near each one, by tensor and place; 0 if unknown."""
+    # steps[row] is the change from the previous stretch to this one.
     steps = np.zeros_like(shares)
     steps[1:] = np.nan_to_num(np.abs(shares[1:] - shares[:-1]))
     return np.stack([steps[max(0, row - _NEAR) : row + _NEAR + 2].max(axis=0) for row in range(len(shares))])

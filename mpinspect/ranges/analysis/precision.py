@@ -1,4 +1,4 @@
-"""Derives from a run's precision ledger the format in which the run computes, and a one-line summary."""
+"""Derives a run's compute format and a one-line summary from its precision ledger."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, Float
 from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session, TensorKey
 from mpinspect.reporting.words import format_name, with_power
 
-#: States from which a denominator is computed, to which epsilon is added.
+#: Optimizer states whose square root, plus epsilon, is the denominator of the update.
 SQUARES = ("exp_avg_sq", "square_avg")
-#: Share of the elements below which those of a dtype are called a few, as normalisation weights kept in FP32.
+#: A dtype below this share of the elements is called "a few": normalisation weights in FP32, for example.
 _A_FEW = 0.001
 _NARROW = (FLOAT16.name, BFLOAT16.name)
 
 
 def run_format(session: Session) -> FloatFormat | None:
-    """Return the format in which the run computes its products; None if it cannot be determined.
+    """Return the format of the run's matrix products; None if it cannot be determined.
 
-    This is the autocast dtype, else the dtype of most weights, else (without a ledger) the narrow format to which
-    values had been rounded. If both FP16 and BF16 occur, the result is FP16, which has the narrower range.
+    This is the autocast dtype, else the dtype of most weights, else (without a ledger) the narrow format that values had been
+    rounded to. If both FP16 and BF16 occur, the result is FP16, which has the narrower range.
     """
     ledger = session.precision
     told = {dtype for dtype in ledger.autocast if dtype}
@@ -54,7 +54,7 @@ def holds_without_scale(session: Session, keys: Collection[TensorKey]) -> str:
 def damped_by_epsilon(session: Session, largest: float) -> str:
     """Return a clause saying that the optimizer's eps is above gradients up to ``largest``; "" if it is not, or unknown.
 
-    Adam's step is lr * m / (sqrt(v) + eps), so gradients below eps get less than half of the step that they would get without.
+    Adam's step is lr * m / (sqrt(v) + eps), so eps more than halves the step of gradients below eps.
     """
     adaptive = [each for each in session.precision.optimizers if set(SQUARES) & set(each.states)]
     if not adaptive or len(adaptive) < len(session.precision.optimizers):
@@ -67,7 +67,7 @@ def damped_by_epsilon(session: Session, largest: float) -> str:
 
 
 def is_hidden(session: Session) -> bool:
-    """Return whether compiled modules ran in no sampled step eagerly, and the losses' graphs were not read, or not wholly."""
+    """Return whether compiled code hides the formats: it never ran eagerly, and the losses' graphs were not read completely."""
     progress, unseen = session.progress, session.precision.unseen
     return bool(progress.compiled) and not progress.eager_steps and (not unseen or "" in unseen)
 
@@ -82,7 +82,7 @@ def _parts(session: Session) -> Iterator[str]:
     yield _by_share(precision.weights, "weights")
     autocast = [dtype for dtype in precision.autocast if dtype]
     if "" in session.progress.compiled and not precision.autocast:
-        # Autocast is read at module calls, and none was seen.
+        # Autocast is read at module calls, which were not seen.
         narrow = [dtype for dtype in precision.unseen if dtype in _NARROW]
         unknown = "autocast not known (the model is compiled)" if is_hidden(session) else "no 16 bits in compiled code"
         yield f"{_names(narrow)} in compiled code" if narrow else unknown
@@ -90,7 +90,7 @@ def _parts(session: Session) -> Iterator[str]:
         yield f"{_names(autocast)} autocast{' of some modules' if '' in precision.autocast else ''}"
     elif precision.autocast:
         yield "no autocast"
-    # An optimizer of masters is given the masters' gradients, not the model's.
+    # An optimizer of masters receives the masters' gradients, not the model's.
     if precision.gradients and not precision.has_masters and set(precision.gradients) != set(precision.weights):
         yield _by_share(precision.gradients, "gradients")
     if precision.optimizers:
@@ -106,7 +106,7 @@ def _optimizer(optimizer: OptimizerRecord) -> str:
     dtypes = dict.fromkeys(dtype for held in optimizer.states.values() for dtype in held.split(", "))
     states = f" with states in {_names(dtypes)}" if dtypes else ""
     drawing = " (its step draws random numbers)" if optimizer.draws_random else ""
-    keeping = f" ({optimizer.compensation!r} keeps what rounding cuts off)" if optimizer.compensation else ""
+    keeping = f" ({optimizer.compensation!r} holds the rounding errors)" if optimizer.compensation else ""
     return f"{optimizer.type}{masters}{states}{drawing}{keeping}"
 
 
@@ -115,7 +115,7 @@ def _scaler(scaler: ScalerRecord) -> str:
 
 
 def _by_share(elements: Mapping[str, int], what: str) -> str:
-    """Return "BF16 weights" or "BF16 and FP32 weights", the largest share first; "a few" are below _A_FEW."""
+    """Return "BF16 weights" or "BF16 and FP32 weights", the largest share first; dtypes below _A_FEW are "a few"."""
     most = sorted(elements, key=lambda dtype: -elements[dtype])
     few = [dtype for dtype in most if elements[dtype] < _A_FEW * sum(elements.values())]
     rest = f" (a few in {_names(few)})" if few else ""

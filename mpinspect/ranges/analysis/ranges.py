@@ -42,7 +42,7 @@ def layer_reports(
     format: FloatFormat,
     noise: frozenset[TensorKey],
 ) -> tuple[LayerReport, ...]:
-    """Return one report per tensor, in watching order; ``noise`` holds the keys of tensors that hold only rounding noise."""
+    """Return one report per tensor, in watching order; ``noise`` are the keys of tensors with only rounding noise."""
     return tuple(
         layer_report(info, totals.get(info.key), format, rounding_noise=info.key in noise)
         for info in tensor_infos(session, totals).values()
@@ -52,7 +52,7 @@ def layer_reports(
 def over_the_run(
     layers: Sequence[LayerReport], seen: Evidence, spoken: dict[TensorKey, TensorWindow], format: FloatFormat
 ) -> tuple[LayerReport, ...]:
-    """Return the reports with their shares replaced by shares over the whole run; the counts stay unchanged.
+    """Return the reports with shares over the whole run; the counts are unchanged.
 
     Args:
         layers: the reports on everything counted.
@@ -66,7 +66,7 @@ def over_the_run(
         else _over_the_run(
             layer,
             spoken.get(layer.key),
-            # The finite values beside infinities and NaNs are mostly zeros, and do not show how much is flushed.
+            # In a tensor with infinities or NaNs the finite values are mostly zeros, which do not show the flushed share.
             [part[layer.key] for part in blocks if layer.key in part and not part[layer.key].histogram.nonfinite],
             format,
         )
@@ -93,7 +93,7 @@ def _over_the_run(
 
 
 def with_needs(layers: Sequence[LayerReport], decision: Decision | None) -> tuple[LayerReport, ...]:
-    """Return the reports with each gradient's ``log2_scale_needed`` set to that of the block that needs the largest scale."""
+    """Return the reports with each gradient's ``log2_scale_needed`` raised to the need of its worst block."""
     needs = {loss.key: max(loss.log2_lowest, 0) for loss in decision.losses} if decision else {}
     return tuple(
         replace(layer, log2_scale_needed=needs[layer.key]) if layer.key in needs else layer for layer in layers
@@ -107,7 +107,7 @@ def _between(
     known = [(layer, found) for layer in (run, *blocks) if (found := share_of(layer)) is not None]
     if not known or known[0][0] is not run:
         return None
-    # A block of zeros alone may have lost every value, but shows none that was kept: it gives no lower bound.
+    # A block of only zeros may have lost every value but shows no survivors, so it gives no lower bound.
     lows = [found.low for layer, found in known if layer.histogram is not None and layer.histogram.nonzero]
     return replace(known[0][1], low=min(lows, default=0.0), high=max(found.high for _, found in known))
 
@@ -168,10 +168,10 @@ def layer_report(
     )
 
 
-#: The reason given for a gradient that never arrived although other tensors were seen or a backward ran.
+#: The reason for a gradient that never arrived although other tensors were seen or a backward ran.
 NO_GRADIENT_SEEN = "no backward reached it: not called, detached, needing no gradient, or not used by the loss"
 
-#: The reason given for an update of a weight that no optimizer steps itself.
+#: The reason for a missing update of a weight that no optimizer steps directly.
 STEPS_MASTERS = "the optimizer steps masters, copies of the weights"
 
 
@@ -188,9 +188,9 @@ def coverage(session: Session, infos: dict[TensorKey, TensorInfo], totals: dict[
 
 
 class _Frozen:
-    """Finds modules whose activation gradients no weight needs.
+    """Finds modules whose activation gradients are not needed for any weight.
 
-    These are modules in which all weights are frozen; for a module without weights, its nearest container with weights counts.
+    All weights of such a module are frozen; for a module without weights, its nearest container with weights counts.
     """
 
     def __init__(self, infos: Iterable[TensorInfo]) -> None:

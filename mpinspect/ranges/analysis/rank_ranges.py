@@ -15,16 +15,16 @@ Floats = npt.NDArray[np.float64]
 
 #: Names of the measurements made here: a rank whose ranges differ, and one whose replicas differ from the first rank's.
 DIFFERS, UNEQUAL = "rank-ranges-differ", "rank-replicas-unequal"
-#: A tensor lies elsewhere if the mean exponent of its elements differs by this many powers of two beyond what is allowed:
-#: ranks that draw their batches from one data set differ by tenths.
+#: A rank's tensor differs if the mean exponent of its elements is off by this many powers of two beyond the allowance. Ranks
+#: with batches from one data set differ by tenths.
 LEAST_POWERS = 1.0
-#: Allowed is this multiple of the largest change between neighbouring windows of a rank, as in ``parting``,
+#: The allowance is this multiple of the largest change between neighbouring windows of a rank, as in ``parting``,
 _OF_NEIGHBOURS = 2.0
-#: and this many standard deviations of the mean of as many independent elements, whose exponents scatter by _SCATTER.
+#: or this many standard deviations of a mean of independent exponents, each with the standard deviation _SCATTER.
 _OF_CHANCE, _SCATTER = 3.0, 3.0
-#: Fewest windows that show how much a tensor changes by itself.
+#: Minimum number of windows for an estimate of a tensor's usual variation.
 _LEAST_WINDOWS = 4
-#: Most stretches of which means are taken: enough for a change between neighbours.
+#: Maximum number of stretches with a mean of their own: enough for changes between neighbours.
 _MOST_WINDOWS = 16
 
 
@@ -36,7 +36,7 @@ class RankRanges:
         #: By rank: each tensor's mean exponent, its largest change between neighbours, and its elements; NaN: not counted.
         self._found: dict[int, npt.NDArray[np.float64]] = {}
         self._shards: set[TensorKey] = set()
-        #: By rank: mean exponents of replicas, and the steps that were sampled.
+        #: By rank: mean exponents of replicas, and the numbers of steps and of sampled steps.
         self._replicas: dict[int, tuple[dict[TensorKey, float], tuple[int, int]]] = {}
 
     def add(self, session: Session) -> None:
@@ -46,7 +46,7 @@ class RankRanges:
             return
         orders = {id(order): order for order in (window.columns().order for window in windows)}
         at = {each: [self._keys.setdefault(key, len(self._keys)) for key in order] for each, order in orders.items()}
-        # Neighbours are added up until there are at most _MOST_WINDOWS.
+        # Neighbouring windows are added up to at most _MOST_WINDOWS stretches.
         size = -(-len(windows) // _MOST_WINDOWS)
         elements, sums = np.zeros((2, -(-len(windows) // size), len(self._keys)))
         for number, window in enumerate(windows):
@@ -64,7 +64,7 @@ class RankRanges:
         if len(means) < _LEAST_WINDOWS:
             by_itself[:] = np.inf
         found = np.stack([mean, by_itself, total])
-        # As of tensors that later ranks bring, so that the order of the ranks makes no difference.
+        # The same as for tensors that appear with a later rank, so that the order of the ranks does not matter.
         found[:, total == 0] = np.nan
         self._found[session.info.rank] = found
         copies = [info.key for info in session.watched if info.held == "replica" and info.key in self._keys]
@@ -75,7 +75,7 @@ class RankRanges:
         )
 
     def differing(self) -> Iterator[Measurement]:
-        """Yield a measurement for each rank whose gradients or activations lie elsewhere than most ranks'."""
+        """Yield a measurement for each rank whose gradients or activations use other exponents than most ranks'."""
         yield from self._unequal()
         ranks = sorted(self._found)
         if len(ranks) < 2:
@@ -84,11 +84,11 @@ class RankRanges:
         for row, rank in enumerate(ranks):
             table[row, :, : self._found[rank].shape[1]] = self._found[rank]
         means, by_itself, elements = table[:, 0], table[:, 1], table[:, 2]
-        # Shards hold different elements and replicas the same ones: neither shows anything about the rank's data.
+        # Shards (different elements) and replicas (equal elements) carry no information on the rank's own data.
         own = np.array(
             [key.kind in (*GRADIENT_KINDS, ACTIVATION) and key not in self._shards for key in self._keys], dtype=bool
         )
-        # Compare with the median of all ranks, which one deviating rank does not move; with two ranks, with the other one.
+        # Compare with the median of all ranks, which one deviating rank does not move. With two ranks, compare them directly.
         middle = _median(means), _median(by_itself), _median(elements)
         for row, rank in enumerate(ranks):
             mean, change, number = middle if len(ranks) > 2 else (means[1 - row], by_itself[1 - row], elements[1 - row])
@@ -98,7 +98,7 @@ class RankRanges:
                 chance = _SCATTER * np.sqrt(1 / elements[row] + 1 / number)
                 beyond = np.abs(apart) - np.fmax(_OF_NEIGHBOURS * changes, _OF_CHANCE * chance)
             hit = own & (beyond > LEAST_POWERS)
-            # With two ranks neither is the odd one: name the one with the larger values.
+            # With two ranks it is unclear which one is wrong: name the rank with the larger values.
             if not hit.any() or (len(ranks) == 2 and np.nanmedian(apart[hit]) < 0):
                 continue
             keys = list(self._keys)
@@ -126,7 +126,7 @@ class RankRanges:
 
 
 def _median(rows: Floats) -> Floats:
-    """Return the median over the ranks, NaN where none has a value, without numpy's warning about these."""
+    """Return the median over the ranks; NaN, without NumPy's warning, where all ranks lack a value."""
     known = ~np.isnan(rows).all(axis=0)
     found = np.full(rows.shape[1], np.nan)
     found[known] = np.nanmedian(rows[:, known], axis=0)

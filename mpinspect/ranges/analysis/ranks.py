@@ -1,9 +1,8 @@
-"""Adds up the sessions of a job's ranks: one session, in which counts are sums and every element is counted once.
+"""Adds up the sessions of a job's ranks into one session. Counts are sums, and every element is counted once.
 
-What is summed is what each rank counted. Under DistributedDataParallel that is each rank's own gradient, before the
-all-reduce; under FSDP2 and DTensor the shards that together are the tensor; under a pipeline each stage's own layers.
-Elements that several ranks hold (replicas) are counted on the first of these. Sums of sums are sums: a merged session can
-be saved, and merged again.
+The terms are each rank's own counts. Under DistributedDataParallel these are each rank's gradients before the all-reduce; under
+FSDP2 and DTensor, its shards of each tensor; under a pipeline, its stage's layers. Elements that several ranks hold (replicas)
+are counted on the first such rank. A merged session can be saved and merged again.
 """
 
 from __future__ import annotations
@@ -31,27 +30,26 @@ from mpinspect.ranges.session import (
 )
 from mpinspect.runtime.background import give_way
 
-#: Names of the measurements that a rank of the job left nothing, and that a rank's session has not ended; the text says what is
-#: known of it.
+#: Names of the measurements of a rank without a session, and of a rank with an unfinished session; ``text`` holds any details.
 MISSING, UNFINISHED = "rank-missing", "rank-unfinished"
-#: Name of the measurement that a rank's process ended before its script did; ``text`` is how ("by ValueError: 3"). Its figure
-#: "order" tells what ended it: something of its own, a signal, that another rank was gone, or a SIGTERM, as launchers send it to
-#: the ranks that are left. The cause has the least.
+#: Name of the measurement of a rank's process that ended before its script; ``text`` says how ("by ValueError: 3"). Its figure
+#: "order" is an index into ENDINGS: its own fault, a signal, a collective that lost another rank, or the SIGTERM that launchers
+#: send to the remaining ranks. The rank with the least order is the cause.
 ENDED_EARLY = "rank-ended-early"
 ENDINGS = ("itself", "killed", "in a collective", "stopped")
-#: Most events kept of all ranks, the first ones; each rank's record has the number of its events.
+#: Maximum number of events in the sum, the earliest ones. Each rank's record has the number of all its events.
 MOST_EVENTS = 1000
 
 
 class NotOneModelError(ValueError):
-    """Raised if a rank's tensors do not fit those of the other ranks; the message is a phrase that names one."""
+    """Raised if a rank's tensors do not match the other ranks'; the message is a phrase that names one tensor."""
 
 
 def merge_ranks(sessions: Iterable[Session]) -> Session:
-    """Return the sum of the ranks' sessions, which may be sums themselves. Reads them one after the other.
+    """Return the sum of the ranks' sessions, which may be sums themselves. Takes one session at a time from the iterable.
 
     Raises:
-        NotOneModelError: a session is of another model than those before it, or a rank occurs twice.
+        NotOneModelError: a session is of another model than the earlier sessions, or a rank occurs twice.
         ValueError: there is no session.
     """
     total = RankSum()
@@ -69,7 +67,7 @@ class RankSum:
     def __init__(self) -> None:
         self._sum: Session | None = None
         self._ranges = RankRanges()
-        #: The ranks of each note, in the order in which the notes were added.
+        #: The ranks of each note, in the order of the notes.
         self._notes: dict[str, list[int]] = {}
 
     @property
@@ -99,13 +97,13 @@ class RankSum:
         unfinished: Mapping[int, str] = MappingProxyType({}),
         ended_early: Iterable[Measurement] = (),
     ) -> Session:
-        """Return the sum; that of a world of one is a session without ranks.
+        """Return the sum. In a world of one rank it is a plain session without ``ranks``.
 
         Args:
-            absent: ranks of the job that left nothing, with what is known of each; None: all that were not added. A rank that
-                recorded another model only (a stage of a pipeline) is not absent.
-            unfinished: ranks whose sessions have not ended, with what is known of each: words that follow its name.
-            ended_early: the measurements of that name, of ranks whose processes ended before their script did.
+            absent: ranks of the job without a session, each with its details; None: all ranks that were not added. A rank that
+                recorded only another model (a stage of a pipeline) is not absent.
+            unfinished: ranks whose sessions have not ended, each with its details: words that follow its name.
+            ended_early: the measurements ENDED_EARLY of ranks whose processes ended before their scripts.
 
         Raises:
             ValueError: nothing was added.
@@ -122,7 +120,7 @@ class RankSum:
             *(Measurement(UNFINISHED, rank=rank, text=why) for rank, why in unfinished.items() if rank in known),
             *self._ranges.differing(),
         )
-        # Findings from a sum of fewer ranks are not repeated.
+        # Measurements from an earlier sum of fewer ranks are replaced.
         again = {(each.what, each.rank) for each in found}
         kept = tuple(
             each
@@ -140,7 +138,7 @@ class RankSum:
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 0-3", "ranks 1, 5 and 7", in at most five numbers or stretches."""
+    """Return "rank 3", "ranks 0-3" or "ranks 1, 5 and 7", with at most five numbers or stretches."""
     numbers, words, named = sorted(set(ranks)), [], 0
     for place, number in enumerate(numbers):
         if place < named:
@@ -160,7 +158,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def of_rank(session: Session) -> Session:
-    """Return a rank's session as a sum of one: without the replicas that another rank counts, with the rank in its events."""
+    """Return a rank's session as a sum of one rank: without replicas that another rank counts, with the rank in its events."""
     rank = session.info.rank
     elsewhere = frozenset(info.key for info in session.watched if not info.is_first)
     progress = session.reached()
@@ -181,7 +179,7 @@ def _added(first: Session, second: Session) -> Session:
     """Return the sum of two sums of ranks; the caller merges their notes."""
     ranks = {rank.info.rank for rank in first.ranks}
     if twice := [rank.info.rank for rank in second.ranks if rank.info.rank in ranks]:
-        raise NotOneModelError(f"{ranks_named(twice)} came twice")
+        raise NotOneModelError(f"there are two sessions of {ranks_named(twice)}")
     low, high = (first, second) if first.ranks[0].info.rank < second.ranks[0].info.rank else (second, first)
     watched = _watched(low.watched, high.watched)
     shards = frozenset(info.key for info in watched if info.held == "shard")
@@ -204,7 +202,7 @@ def _added(first: Session, second: Session) -> Session:
 
 
 def _event_order(event: Event) -> tuple[int, int, bool, bool, int]:
-    """Return a sort key: of one moment, what arose on a rank comes before what may have come to it from another."""
+    """Return a sort key. At equal times, values that arose on the rank precede values that other ranks may have sent."""
     return event.step, event.micro_batch, event.phase != "forward", event.elsewhere, event.rank or 0
 
 
@@ -218,7 +216,7 @@ def _watched(low: Sequence[TensorInfo], high: Sequence[TensorInfo]) -> tuple[Ten
         if known.shape and info.shape and known.shape != info.shape:
             raise NotOneModelError(f"{info.name} has the shape {_shape(info)} there and {_shape(known)} here")
         is_first = known.is_first or info.is_first
-        # A reason why a tensor can't be captured holds for the sum if it holds on every rank.
+        # The sum lacks a tensor only if every rank has a reason for not capturing it.
         found[info.key] = replace(known, is_first=is_first, note=known.note if info.note else "")
     return tuple(found.values())
 
@@ -228,10 +226,9 @@ def _shape(info: TensorInfo) -> str:
 
 
 def _windows(first: Sequence[Window], second: Sequence[Window], shards: frozenset[TensorKey]) -> Iterator[Window]:
-    """Yield the windows of both, merged where they overlap: the shortest stretches that no window of either crosses.
+    """Yield the windows of both, merged where they overlap into the shortest stretches that no window crosses.
 
-    The steps are the same on all ranks, so each is counted once. How large a step's largest gradient was on any rank is
-    known as a bound: at most so many steps reached an exponent as all ranks' together.
+    All ranks run the same steps, so each step is counted once. The peaks over all ranks are an upper bound (``largest_of``).
     """
     for ours, theirs in groups(first, second):
         give_way()
@@ -246,10 +243,10 @@ def _windows(first: Sequence[Window], second: Sequence[Window], shards: frozense
 
 
 def largest_of(peaks: Sequence[Mapping[int, int]]) -> dict[int, int]:
-    """Return, from each rank's peak exponent -> number of steps, that of the largest peak of any rank, as an upper bound.
+    """Return peak exponent over all ranks -> number of steps, as an upper bound. ``peaks``: the same mapping for each rank.
 
-    Of n steps, no more reach an exponent than all ranks' steps together, nor than n. Ranks that overflow in different
-    steps are taken as they are; ranks that do in the same steps as if they did in different ones.
+    The number of steps that reach an exponent is at most the sum over the ranks, and at most the number of steps. The bound
+    assumes that different ranks reach it in different steps.
     """
     steps = max((sum(each.values()) for each in peaks), default=0)
     reached, found = 0, {}
@@ -283,7 +280,7 @@ def _progress(low: Progress, high: Progress) -> Progress:
 def _precision(low: Session, high: Session) -> Precision:
     one, other = low.precision, high.precision
     names = {info.name for info in low.watched}
-    # Copies of a model have its elements once; shards and stages have some each.
+    # Each copy of a model has all its elements; a shard or a stage has a part of them.
     is_parted = any(info.held == "shard" for info in high.watched) or not any(i.name in names for i in high.watched)
     join = _sums if is_parted else _maxima
     return Precision(
@@ -312,9 +309,9 @@ def _maxima(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
 
 
 def _measurements(low: Sequence[Measurement], high: Sequence[Measurement]) -> tuple[Measurement, ...]:
-    """Return the measurements of both; of several ranks' measurements of one thing only the first rank's.
+    """Return the measurements of both. If several ranks measured the same thing, only the first rank's is included.
 
-    So that every diagnosis finds one record of a fault, as it would of one process.
+    Diagnoses then find one record per fault, as in a single process.
     """
     known = {(each.what, each.name) for each in low}
     return (*low, *(each for each in high if (each.what, each.name) not in known))

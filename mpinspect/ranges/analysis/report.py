@@ -19,25 +19,23 @@ class LayerReport:
         name, kind, module, module_type: as in TensorInfo.
         samples: number of times the tensor was counted; 0 if never seen.
         histogram: unscaled counts, or None if never seen.
-        range_offset: unused powers of two at the top of the format; None if there was no finite non-zero value.
-        flushed_fraction: share of the non-zero elements that flush. If nothing was flushed before counting, the share
-            is measured and the three figures are equal. If the values had passed through a narrow format, the estimate
-            covers the visible values, and the bounds assume that none or all of the zeros were flushed values. If
-            samples represent different numbers of steps, it is an estimate over the run with the lowest and highest
-            bound of any block.
+        range_offset: unused powers of two at the top of the format; None without a finite non-zero value.
+        flushed_fraction: share of the non-zero elements that flush. If no value was flushed before counting, the share is
+            measured and the three figures are equal. If the values had passed through a narrow format, the estimate covers the
+            visible values, and the bounds assume that no zero or every zero was a flushed value. If samples represent different
+            numbers of steps, it is an estimate over the run with the lowest and highest bound of any block.
         already_flushed_fraction: share of the non-zero elements that was flushed before counting, as bounds (the estimate
-            equals the lower bound, as the counts give no better figure); None if nothing can have been flushed.
+            equals the lower bound, as the counts allow no better one); None if no value can have been flushed.
         floor_exponent: visibility floor, see TensorWindow.
         subnormal_fraction: share of the visible non-zero elements that survive with fewer bits.
         overflowed: number of finite elements beyond the format's range (an upper bound if not exact).
         lost_l1_share: flushed share of the L1 mass, as an estimate with bounds, over the run like ``flushed_fraction``.
         noise_to_signal: estimated noise-to-signal ratio; inf if something overflows.
-        log2_scale_needed: least k >= 0 at which the lost L1 share is at most the tolerance, over the run and in each of its
-            blocks; None if there is no finite non-zero value.
+        log2_scale_needed: least k >= 0 with a lost L1 share within the tolerance, over the run and in each of its blocks; None
+            without a finite non-zero value.
         max_log2_scale: largest k without overflow.
         lost_updates: lost updates by storage format, for the kind "update" only.
-        rounding_noise: True if the gradient is zero in theory and holds only rounding noise, which no scale need
-            preserve.
+        rounding_noise: True if the gradient is zero in theory and holds only rounding noise, which a scale need not preserve.
         weighed: the counts behind the shares, where samples represent different numbers of steps; None: ``histogram``.
     """
 
@@ -67,7 +65,7 @@ class LayerReport:
 
     @property
     def representative(self) -> ExponentHistogram | None:
-        """The counts that the shares are computed from; None if never seen."""
+        """The counts behind the shares; None if never seen."""
         return self.weighed or self.histogram
 
 
@@ -131,19 +129,19 @@ class LossScaleAdvice:
         worst_layer: name of the layer that loses most at scale 1.
         conflicts: pairs of layers that no one scale serves.
         samples: number of sampled steps that do not overflow at ``recommended``.
-        overflow_probability_bound: 95% upper bound of a step's overflow probability at ``recommended``; 3/n if none of
-            n did; None if some steps were not finite, since the size of their gradients is unknown.
+        overflow_probability_bound: 95% upper bound of a step's overflow probability at ``recommended``; 3/n after n steps
+            without overflow; None if some steps were not finite, since the size of their gradients is unknown.
         static_scale: ``recommended``, for a scale that stays fixed.
         dynamic: settings for a dynamic scaler. It starts at ``recommended``, or, if no one scale serves the whole run,
             at the scale that suits the first block.
         blocks: the window in each block of steps, which shows drift over time.
         reason: the advice in words, one or more sentences.
-        all_finite: whether every gradient was finite; if not, all of this is judged by the finite ones.
-        finer_from: the least scale of the window at which FP16 rounds every gradient that a scale has to serve at least
-            as finely as BF16 (estimated noise-to-signal ratio); None if there is none, in other formats than FP16, and
-            where the lower end of the window is not known.
-        reserve: powers of two that ``highest`` lies below the largest scale at which nothing counted overflows, as a
-            margin for larger gradients.
+        all_finite: whether every gradient was finite; if not, the advice rests on the finite ones.
+        finer_from: the least scale of the window where FP16 rounds every gradient that a scale has to serve at least as finely
+            as BF16 (estimated noise-to-signal ratio); None without such a scale, in other formats than FP16, and if the lower
+            end of the window is unknown.
+        reserve: powers of two between ``highest`` and the largest scale without overflow of the counted values, as a margin for
+            larger gradients.
     """
 
     available: bool
@@ -207,13 +205,13 @@ class Verdict:
 
     Args:
         healthy: whether the run is healthy; None if too little was observed.
-        precision: the dtypes in which the run stores and computes, in one line; "" if unknown.
+        precision: the dtypes of the run's storage and computation, in one line; "" if unknown.
         sentences: for a healthy run a sentence saying so, one on the loss scale and one on what to do; otherwise the gravest
             problem.
-        change: the one thing to change; "" if nothing.
-        code: that change as code; "" if there is none.
-        more: a pointer to further findings; "" if there are none.
-        ended: the exception that ended the run, with its step and phase; "" if none did.
+        change: the one thing to change; "" for no change.
+        code: that change as code; "" without code.
+        more: a pointer to further findings; "" without any.
+        ended: the exception that ended the run, with its step and phase; "" without one.
     """
 
     healthy: bool | None
@@ -265,7 +263,7 @@ class RangeReport(RendersItself):
 
     @property
     def precision(self) -> Precision:
-        """The precision ledger: the dtypes in which the run stores and computes."""
+        """The precision ledger: the dtypes of the run's storage and computation."""
         return self.session.precision
 
     def to_dataframe(self) -> Any:

@@ -50,7 +50,7 @@ class ScaleRules:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of steps, its gradients, their window (None if none needs to be served), and whether the run overflowed in it."""
+    """A block of steps, its gradients, their window (None without a gradient to serve), and whether the run overflowed."""
 
     first_step: int
     last_step: int
@@ -73,8 +73,8 @@ class Loss:
         gradient: the gradient over the run, or over the block of steps where it loses most.
         lost_l1_share, flushed_fraction: shares of the counted values lost at scale 1, 0..1.
         log2_lowest: least k that serves the counted values; above 0 if scale 1 does not serve them.
-        log2_certain: least k that serves the gradient whatever was flushed before counting.
-        log2_highest: largest k at which none of the values counted over the run overflows.
+        log2_certain: least k that serves the gradient in spite of any values flushed before counting.
+        log2_highest: largest k without overflow of the values counted over the run.
         steps: first and last step of the block; None for the whole run.
     """
 
@@ -93,7 +93,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Decision:
-    """The recommended loss scale and the evidence for it, worked out once and used by every sentence of the advice.
+    """The recommended loss scale and the evidence for it, computed once for every sentence of the advice.
 
     Args:
         needed: whether scale 1 overflows or fails a layer; None if values flushed before counting make this
@@ -105,9 +105,9 @@ class Decision:
         overflows, steps: the number of sampled steps that overflow at ``log2_scale``, and the number of sampled steps.
         conflicts: pairs of layers that no one scale serves.
         rules: the requirements on the scale.
-        zeros: weights of modules whose gradients were all zero when they were counted, as FP16 may have made them.
-        all_finite: whether the run did not overflow and no infinity or NaN was counted: otherwise how large the gradients
-            of those steps were is unknown.
+        zeros: weights of modules whose counted gradients were all zero, perhaps because FP16 flushed them.
+        all_finite: whether the run had no overflow and the counts have no infinity or NaN; otherwise the size of the gradients
+            in those steps is unknown.
     """
 
     needed: bool | None
@@ -149,7 +149,7 @@ class Decision:
 
     @property
     def needing_more(self) -> tuple[Loss, ...]:
-        """The gradients that need a scale at which others overflow."""
+        """The gradients whose needed scale overflows others."""
         return tuple(loss for loss in self.losses if loss.log2_lowest > self.window.log2_highest)
 
     @property
@@ -174,7 +174,7 @@ class Decision:
 
 
 class Advised(NamedTuple):
-    """The advice and the decision behind it; the decision is None if none is possible, as after a divergence."""
+    """The advice and the decision behind it; the decision is None if it is impossible, for example after a divergence."""
 
     advice: LossScaleAdvice
     decision: Decision | None = None
@@ -202,13 +202,13 @@ def decide(
         zeros: as in ``Decision``.
     """
     whole = window.serving(block.window for block in blocks if block.window)
-    # A reserve for steps not seen leaves the least scale that serves every layer in the window.
+    # The reserve for unseen steps must not exclude the least scale that serves every layer.
     ceiling = ceiling.reaching(whole.log2_lowest)
     whole = replace(whole, log2_highest=ceiling.log2_highest)
     needed = _is_needed(whole)
     chosen = whole.choose(rules.headroom) if needed is not False else 0
     if zeros and not whole.is_empty:
-        # Nothing is known of their need but that the largest scale serves them best.
+        # The need of these layers is unknown, but the largest scale serves them best.
         chosen = max(chosen, whole.log2_highest - rules.headroom)
         needed = needed or None
     losses = _losses(gradients, blocks, rules)
@@ -324,7 +324,7 @@ def _loss(gradient: GradientRange, rules: ScaleRules) -> Loss:
 def _conflicts(losses: Sequence[Loss], log2_highest: int) -> tuple[ScaleConflict, ...]:
     """Return at most MAX_CONFLICTS pairs of layers that no one scale serves, worst first; a layer may conflict with itself.
 
-    The layer that overflows first does so above the window's top, which may lie below the scale that its finite values allow.
+    The first layer to overflow is given the window's top as its limit, which may be below the limit of its finite values.
     """
     needs_large = sorted(losses, key=lambda loss: (loss.log2_lowest, loss.key.name), reverse=True)[:MAX_CONFLICTS]
     needs_small = sorted((loss.log2_highest, loss.key.name) for loss in losses)[:MAX_CONFLICTS]
@@ -353,7 +353,7 @@ def _at_first(decision: Decision, blocks: Sequence[Block]) -> int:
 
 
 def _reserve(ceiling: Ceiling) -> int:
-    """Return ``LossScaleAdvice.reserve``; where the run itself overflowed nothing beyond that is in reserve."""
+    """Return ``LossScaleAdvice.reserve``; it ends below the scale where the run itself overflowed."""
     if ceiling.log2_overflowed is None:
         return ceiling.margin
     return max(min(ceiling.margin, ceiling.log2_overflowed - 1 - ceiling.log2_highest), 0)
@@ -367,7 +367,7 @@ def _finer_from(decision: Decision) -> float | None:
     in_bfloat16 = [histogram.noise_to_signal(BFLOAT16) for histogram in histograms]
 
     def is_finer(log2_scale: int) -> bool:
-        # Both ratios are estimates: where all is normal, FP16's is a 64th of BF16's.
+        # Both ratios are estimates: without subnormal values, FP16's is a 64th of BF16's.
         return all(
             histogram.noise_to_signal(FLOAT16, log2_scale) <= noise
             for histogram, noise in zip(histograms, in_bfloat16, strict=True)

@@ -26,8 +26,8 @@ HEADROOM = 3
 class GradientRange:
     """The unscaled values of one gradient.
 
-    Magnitudes up to ``noise_ceiling`` are rounding noise. If ``is_noise``, all of the gradient is rounding noise, which
-    no scale has to serve.
+    Magnitudes up to ``noise_ceiling`` are rounding noise. If ``is_noise``, the whole gradient is rounding noise and needs no
+    scale.
     """
 
     key: TensorKey
@@ -61,8 +61,8 @@ class GradientRange:
 
 
 class ScaleNeeds(NamedTuple):
-    """The least k for one gradient: ``log2_lowest`` serves the counted values, ``log2_certain`` serves the gradient whatever was
-    flushed before counting, ``log2_ample`` loses at most NEGLIGIBLE_L1_SHARE of the counted values that are not noise."""
+    """The least k for one gradient: ``log2_lowest`` serves the counted values, ``log2_certain`` serves the gradient in spite of
+    any values flushed before counting, ``log2_ample`` loses at most NEGLIGIBLE_L1_SHARE of the counted values without noise."""
 
     log2_lowest: int
     log2_certain: int
@@ -78,8 +78,8 @@ class ScaleWindow:
     Args:
         log2_lowest: least k that serves the counted values of every layer, over the run and in each of its blocks; may
             be negative.
-        log2_certain: least k that serves every layer whatever was flushed before counting; at least ``log2_lowest``.
-        log2_ample: least k at which every layer loses at most NEGLIGIBLE_L1_SHARE of its L1 mass.
+        log2_certain: least k that serves every layer in spite of any values flushed before counting; at least ``log2_lowest``.
+        log2_ample: least k where every layer loses at most NEGLIGIBLE_L1_SHARE of its L1 mass.
         log2_highest: largest k without overflow.
     """
 
@@ -105,7 +105,7 @@ class ScaleWindow:
         """Return the k to recommend: max(lowest, min(highest - headroom, enough)), but at most the highest.
 
         ``enough`` is the largest of ample, certain and 0: a larger scale gains nothing, and one below 1 only leaves
-        headroom. An empty window gives the highest: above it steps overflow, below it layers lose more accuracy.
+        headroom. For an empty window the result is the highest: above it steps overflow, below it layers lose more accuracy.
         """
         enough = max(self.log2_ample, self.log2_certain, 0)
         return min(self.log2_highest, max(self.log2_lowest, min(self.log2_highest - headroom, enough)))

@@ -25,7 +25,7 @@ from mpinspect.reporting.words import (
 #: Lost share above which the sentence on a served layer also explains why the loss is acceptable.
 _WORTH_A_WORD = 1e-3
 
-#: Bound of the share of steps that overflow above which it is not printed: "fewer than one step in 3" alarms without information.
+#: A larger bound of the share of overflowing steps is not printed: "fewer than one step in 3" alarms without information.
 _RARE = 0.1
 
 
@@ -47,31 +47,29 @@ def _reason(decision: Decision, gradients: Sequence[GradientRange], left_out: st
 
 
 def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None = None) -> str:
-    """Return why there is no advice although the loss scale is known, and what to do."""
+    """Return why there is no advice although the loss scale is known, and a remedy."""
     if any(gradient.histogram.total for gradient in gradients):
         if any(gradient.is_noise for gradient in gradients):
             return "The only gradients with a value are zero in theory and hold rounding noise."
         if any(gradient.seen.hidden for gradient in gradients):
             return (
-                "Every gradient seen is zero, infinite or NaN, and had been rounded to a narrow format before: begin with "
-                "torch's default, 2^16, or take some steps with autocast off to measure them."
+                "Every gradient seen is zero, infinite or NaN, and had been rounded to a narrow format before counting. Begin "
+                "with torch's default, 2^16, or run some steps with autocast off to measure the gradients."
             )
         return "Every gradient seen is zero, infinite or NaN; see the events for where that began."
     if session is not None and session.progress.backwards and not session.progress.sampled_steps:
         return "No step was sampled; run on, or lower every=."
     if session is not None and session.ended_by is not None:
-        return "No gradient was seen: the exception that ended the run came before."
+        return "No gradient was seen: an exception ended the run before any arrived."
     if session is not None and session.precision.outputs:
-        return (
-            "No gradient was seen: forwards ran and no backward, as in a loop that skips every loss that is not finite."
-        )
+        return "No gradient was seen: forwards ran without a backward. The loop may be skipping every non-finite loss."
     return "No gradient was seen; run forward, backward and the optimizer's step inside the inspector's block."
 
 
 def every_step_overflowed() -> str:
-    """Return why steps that all overflowed give no advice, and what to do."""
+    """Return why there is no advice if every step overflowed, and a remedy."""
     return (
-        "Every sampled step overflowed, and by how much is not known: let a dynamic scaler come down, or take some steps with "
+        "Every sampled step overflowed by an unknown amount. Let a dynamic scaler lower its scale, or run some steps with "
         "autocast off to measure the gradients."
     )
 
@@ -94,14 +92,13 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
         return ""
     name, window = format_name(format.name), scale_window(gradients, None, format, tolerance)
     if any(gradient.histogram.infs for gradient in gradients) or (window and window.log2_highest < 0):
-        return f"As the gradients arrive, they overflow {name}: what the loss is multiplied by now is too large."
+        return f"As the gradients arrive, they overflow {name}: the current factor of the loss is too large."
     if window is None:
         return ""
     if window.log2_lowest > 0:
         return (
-            f"As the gradients arrive, {name} flushes too much of them: whatever the loss is multiplied by, "
-            f"2^{window.log2_lowest} times more is needed, and nothing seen would overflow with up to "
-            f"2^{window.log2_highest} times more."
+            f"As the gradients arrive, {name} flushes too much of them. Multiply the current factor of the loss, even if "
+            f"unknown, by 2^{window.log2_lowest} or more; up to 2^{window.log2_highest} no gradient seen would overflow."
         )
     worst = max(
         (gradient for gradient in gradients if not gradient.is_noise),
@@ -117,8 +114,8 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
     elif hidden:
         flushed = f"How much of {phrase(*worst.key)} {name} flushed before it could be counted is not known"
     else:
-        flushed = f"As the {finite}gradients arrive, {name} flushes little of what was counted"
-    return f"{flushed}. Multiplied by up to 2^{window.log2_highest}, nothing {'finite ' if is_rest else ''}seen would overflow."
+        flushed = f"As the {finite}gradients arrive, {name} flushes little of the counted values"
+    return f"{flushed}. Multiplied by up to 2^{window.log2_highest}, no {finite}gradient seen would overflow."
 
 
 def _in_parts(session: Session, gradients: Sequence[GradientRange], format: FloatFormat) -> list[float]:
@@ -134,7 +131,7 @@ def in_steps(steps: tuple[int, int] | None) -> str:
 
 
 def _noise_apart(gradients: Sequence[GradientRange]) -> str:
-    """Return words that leave out gradients of rounding noise; "" if there are none."""
+    """Return words that leave out gradients of rounding noise; "" without such gradients."""
     return ", rounding noise apart" if any(gradient.is_noise for gradient in gradients) else ""
 
 
@@ -143,28 +140,28 @@ def _at_scale_1(decision: Decision, gradients: Sequence[GradientRange]) -> str:
     what = phrase(worst.key.name, worst.key.kind)
     lost = percent(worst.lost_l1_share)
     if decision.needed is False:
-        enough = f"up to {percent(decision.rules.tolerance)} has not been seen to change a training"
+        enough = f"losses up to {percent(decision.rules.tolerance)} have not changed any training measured"
         none = upper_first(f"{_by_the_finite(decision)}no loss scaling is needed")
         if not worst.lost_l1_share:
-            return f"{none}: at scale 1 {name} flushes nothing that was counted{_noise_apart(gradients)}."
+            return f"{none}: at scale 1 {name} flushes no counted value{_noise_apart(gradients)}."
         return f"{none}: at scale 1 {name} loses {lost} of the sum of magnitudes of {what}, the worst layer" + (
             f"; {enough}." if worst.lost_l1_share > _WORTH_A_WORD else "."
         )
     if decision.needed is None and decision.zeros:
         return (
             f"Whether a loss scale is needed is not known: every gradient of {some(list(decision.zeros), 3)} was zero when it "
-            "was counted, as rounding may have made it; the others need none."
+            "was counted, perhaps through rounding. The other gradients need none."
         )
     if decision.needed is None and decision.likely_needed:
         return (
             f"Whether a loss scale is needed is not known, but it is likely: {phrase(*decision.likely.key)} had been rounded "
-            "before counting, and the counts crowd just above the smallest value, so some of the zeros were values."
+            "before counting, and the counts are densest just above the smallest value, so some zeros were probably values."
         )
     if decision.needed is None:
         doubtful = decision.doubtful.key
         return (
-            f"Whether a loss scale is needed is not known: {phrase(*doubtful)} had been rounded before counting, and what was "
-            "flushed then may have weighed too much to lose."
+            f"Whether a loss scale is needed is not known: {phrase(*doubtful)} had been rounded before counting, and the "
+            "values that this flushed may be too important to lose."
         )
     if decision.overflows_unscaled and decision.window.is_empty:
         return f"At scale 1 the largest gradients overflow {name}."
@@ -181,7 +178,7 @@ def _window(decision: Decision, gradients: Sequence[GradientRange]) -> str:
     if window.is_empty:
         return _no_scale(decision)
     if decision.needed is None:
-        return f"{upper_first(_by_the_finite(decision))}2^{window.log2_highest} is the largest that is safe."
+        return f"{upper_first(_by_the_finite(decision))}2^{window.log2_highest} is the largest safe scale."
     noise = _noise_apart(gradients)
     span = (
         f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every "
@@ -194,7 +191,7 @@ def _window(decision: Decision, gradients: Sequence[GradientRange]) -> str:
 
 
 def _by_the_finite(decision: Decision) -> str:
-    """Return the words for a run that was not finite throughout: how large its other gradients were is not known."""
+    """Return the words that limit a statement to finite gradients; "" if all gradients were finite."""
     return "" if decision.all_finite else "judging by the finite gradients "
 
 
@@ -204,14 +201,14 @@ def _never_finite(gradients: Sequence[GradientRange]) -> str:
         gradient.key.name for gradient in gradients if gradient.histogram.nonfinite and not gradient.histogram.nonzero
     ]
     return (
-        f"No finite gradient of {some(list(dict.fromkeys(names)))} was seen: for these the window says nothing."
+        f"No finite gradient of {some(list(dict.fromkeys(names)))} was seen, so the window does not cover these."
         if names
         else ""
     )
 
 
 def _no_scale(decision: Decision) -> str:
-    largest = f"{_by_the_finite(decision)}{with_power(2.0**decision.log2_scale)} is the largest that is safe"
+    largest = f"{_by_the_finite(decision)}{with_power(2.0**decision.log2_scale)} is the largest safe scale"
     pair = decision.conflicts[0] if decision.conflicts else None
     if pair is not None and pair.needs_large != pair.needs_small:
         return (
@@ -231,17 +228,17 @@ def _overflowed(decision: Decision) -> str:
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
         of_finite = ceiling.log2_of_finite
         others = (
-            f" In the other sampled steps nothing would overflow up to 2^{of_finite}."
+            f" In the other sampled steps no gradient would overflow up to 2^{of_finite}."
             if of_finite is not None and of_finite > top + HEADROOM
             else ""
         )
         return (
-            f"The run overflowed at 2^{ceiling.log2_overflowed}; by how much is not known, and of the gradients that did the "
-            f"window says nothing: keep a scaler that skips such steps.{others}"
+            f"The run overflowed at 2^{ceiling.log2_overflowed} by an unknown amount. The window excludes these gradients: "
+            f"keep a scaler that skips such steps.{others}"
         )
     lacking = (
-        f"The spread of the peaks asks for {number_of(ceiling.lacking, 'power')} of two more in reserve than 2^{top} leaves: "
-        "steps not seen, or another seed's, may overflow there. A scaler skips such steps."
+        f"The spread of the peaks calls for {number_of(ceiling.lacking, 'power')} of two more in reserve than 2^{top} leaves: "
+        "unseen steps, or steps with another seed, may overflow there. A scaler skips such steps."
         if ceiling.lacking
         else ""
     )
@@ -255,10 +252,12 @@ def _in_reserve(decision: Decision) -> str:
         return ""
     below = f"still {number_of(ceiling.margin, 'power')} of two below the overflow"
     if not decision.all_finite:
-        # Beside steps that were not finite the spread of the others proves nothing.
-        return f"At 2^{top} the largest finite gradient seen is {below}, as a margin. Steps with an inf or NaN are excluded."
+        # If some steps were not finite, the spread of the finite ones is no evidence.
+        return (
+            f"At 2^{top} the largest finite gradient seen is {below}, as a margin. Steps with inf or NaN are excluded."
+        )
     return (
-        f"At 2^{top} the largest gradient seen is {below}, in reserve for steps not seen: judging by the spread of the "
+        f"At 2^{top} the largest gradient seen is {below}, in reserve for unseen steps: judging by the spread of the "
         f"peaks so far, fewer than one step in {decision.rules.growth_interval} would overflow (95% confidence) in this run; "
         "another seed's gradients may be larger."
     )
@@ -272,13 +271,13 @@ def _hidden(decision: Decision) -> str:
     keeps = window.log2_certain <= window.log2_highest
     if decision.needed is None and decision.zeros:
         return (
-            f"Whether {with_power(2.0**decision.log2_scale)} is enough for the gradients that were zero is not known. To know, "
-            "take the gradients of a few batches in FP32 (autocast off, scale 1)."
+            f"Whether {with_power(2.0**decision.log2_scale)} is enough for the gradients that were zero is not known. To find "
+            "out, compute the gradients of a few batches in FP32 (autocast off, scale 1)."
         )
     if decision.needed is None:
         how = f"run at a loss scale of at least 2^{window.log2_certain}, or " if keeps else ""
         sure = f"{with_power(2.0**window.log2_certain)} would be enough in any case. " if keeps else ""
-        return f"{sure}To know whether one is needed, {how}count the gradients of a few batches in FP32 (autocast off, scale 1)."
+        return f"{sure}To find out whether one is needed, {how}count a few batches' gradients in FP32 (autocast off, scale 1)."
     whatever = f"whatever they were, {with_power(2.0**window.log2_certain)} would keep them"
     return "Smaller gradients were flushed before they could be counted; " + (
         f"{whatever}." if keeps else "no scale without overflow is sure to keep them."
@@ -287,17 +286,17 @@ def _hidden(decision: Decision) -> str:
 
 def _confidence(decision: Decision) -> str:
     overflows, steps, chosen = decision.overflows, decision.steps, decision.log2_scale
-    # The bound at the window's top holds at scale 1 all the more; of steps that were not finite only the finite values were
-    # counted, so that these steps prove nothing.
+    # The bound at the window's top also holds at scale 1. Steps that were not finite prove nothing, since only their finite
+    # values were counted.
     if (decision.needed is False and decision.ceiling.margin) or not decision.all_finite:
         return ""
     if not steps:
-        return "How likely an overflow is can't be told without the peaks of single steps."
+        return "The probability of an overflow is unknown without the peaks of single steps."
     counted = f"{steps} sampled step{'' if steps == 1 else 's'}"
     bound = overflow_probability_bound(overflows, steps)
     assert bound is not None
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"
     if overflows:
         return f"{overflows} of {counted} would overflow at 2^{chosen}" + (f"; {rarer}." if bound <= _RARE else ".")
-    # The window already implies that no observed value overflows.
+    # The window already states that no observed value overflows.
     return f"No overflow at 2^{chosen} in {counted}, so {rarer}." if bound <= _RARE else ""

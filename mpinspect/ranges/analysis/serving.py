@@ -21,9 +21,9 @@ from mpinspect.numeric.formats import FloatFormat
 #: measure: small elements are many and weigh little. The recommended scale loses far less (NEGLIGIBLE_L1_SHARE).
 LOST_L1_TOLERANCE = 1e-2
 
-#: A scale is ample if every layer loses at most this share of its L1 mass: the share is below the rounding (2^-24) of FP32,
-#: in which the unscaled gradient is used. If no element at all were allowed to flush, the smallest of a billion elements
-#: would decide: in the same model that needs 2^20, which leaves no headroom, while 2^13 loses only 1e-8.
+#: A scale is ample if every layer loses at most this share of its L1 mass: the rounding error of FP32, the format of the
+#: unscaled gradient. If no element at all were allowed to flush, the smallest of a billion elements would decide: in the same
+#: model that needs 2^20, which leaves no headroom, while 2^13 loses only 1e-8.
 NEGLIGIBLE_L1_SHARE = 2.0**-24
 
 
@@ -35,11 +35,11 @@ def least_log2_scale(
     hidden: int = 0,
     floor_exponent: int | None = None,
 ) -> int | None:
-    """Return the least k, possibly negative, at which x * 2^k loses at most ``tolerance`` of its L1 mass.
+    """Return the least k, possibly negative, such that x * 2^k loses at most ``tolerance`` of its L1 mass.
 
-    The lost mass is the estimate of ``ExponentHistogram.lost_l1_share``. With ``hidden`` and ``floor_exponent`` the k
-    serves the tensor whatever was flushed before counting: ``hidden`` more elements are assumed, each losing
-    2^floor_exponent or the flush edge, whichever is smaller. Returns None if there is no finite non-zero value.
+    The lost mass is the estimate of ``ExponentHistogram.lost_l1_share``. With ``hidden`` and ``floor_exponent`` the k serves
+    the tensor in spite of values flushed before counting: ``hidden`` more elements are assumed, each losing 2^floor_exponent or
+    the flush edge, whichever is smaller. Returns None if there is no finite non-zero value.
 
     Raises:
         ValueError: ``tolerance`` is not in (0, 1).

@@ -1,8 +1,8 @@
 """Bounds on values that may have been flushed before they were counted.
 
-A gradient that passed through FP16 at some loss scale has no magnitude below its visibility floor: smaller values
-became zeros, beside the elements that were zero from the start (ReLU makes many). The number of zeros bounds how many
-values were flushed, and the floor bounds how large they were; the true figures lie between these bounds.
+A gradient that passed through FP16 at some loss scale has no magnitude below its visibility floor: smaller values became zeros,
+like the elements that were zero from the start (ReLU makes many). The number of zeros bounds how many values were flushed, and
+the floor bounds how large they were; the true figures lie between these bounds.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey, TensorWindow
 
-#: Fewest samples of a gradient that must be zero before it counts as always zero.
+#: Minimum number of samples of a gradient that counts as always zero.
 _FEWEST_SILENT = 3
 
 
 def always_zero(totals: Mapping[TensorKey, TensorWindow]) -> list[str]:
-    """Return the weights whose gradients were zero in all samples after rounding to 16 bits, of modules with no other weights."""
+    """Return the weights of modules whose weight gradients were all zero in all samples after rounding to 16 bits."""
     silent: dict[str, list[str]] = defaultdict(list)
     heard: set[str] = set()
     for key, window in totals.items():
@@ -39,7 +39,7 @@ def always_zero(totals: Mapping[TensorKey, TensorWindow]) -> list[str]:
 class Visibility:
     """The counted values of a tensor, and a bound on the ``hidden`` values that may have been flushed before counting.
 
-    Hidden magnitudes are at most 2^floor_exponent; ``floor_exponent`` is None if nothing was flushed before counting.
+    Hidden magnitudes are at most 2^floor_exponent; ``floor_exponent`` is None if no value was flushed before counting.
     """
 
     histogram: ExponentHistogram
@@ -57,7 +57,7 @@ class Visibility:
     def flushed_fraction(self, format: FloatFormat, log2_scale: int = 0) -> Interval:
         """Return the share of the non-zero values of x * 2^log2_scale that the format flushes, 0..1.
 
-        The estimate covers the visible values only; the bounds assume that none or all of the zeros are hidden values.
+        The estimate covers the visible values only; the bounds assume that no zero or every zero is a hidden value.
         """
         visible, flushed = self.histogram.nonzero, self.histogram.flushed(format, log2_scale)
         every = visible + self.hidden
@@ -67,9 +67,9 @@ class Visibility:
         return Interval(estimate, low, high)
 
     def already_flushed_fraction(self) -> Interval | None:
-        """Return bounds on the share of the non-zero values flushed before counting; None if nothing can have been flushed.
+        """Return bounds on the share of the non-zero values flushed before counting; None if no value can have been flushed.
 
-        The estimate is set to 0, the lower bound, as the counts alone give no better figure.
+        The estimate is set to 0, the lower bound, as the counts alone allow no better one.
         """
         if self.floor_exponent is None:
             return None
@@ -79,7 +79,7 @@ class Visibility:
     def lost_l1_share(self, format: FloatFormat, log2_scale: int = 0) -> Interval:
         """Return the flushed share of the L1 mass: an estimate for the visible values, with bounds that include hidden ones.
 
-        Of the hidden values only those can be lost at this scale that lie at or below its flush edge.
+        Only hidden values at or below the flush edge of this scale can be lost.
         """
         share = self.histogram.lost_l1_share(format, log2_scale)
         if not self.hidden or self.floor_exponent is None:
@@ -88,7 +88,7 @@ class Visibility:
         every = self._hidden_mass_ratio(self.floor_exponent)
         if ratio is None or every is None:
             return Interval(0.0, 0.0, 1.0)
-        # Hidden values above the flush edge are not lost, and part of the whole all the same.
+        # Hidden values above the flush edge are not lost, but belong to the whole.
         low = share.low if self.hidden_flush(format, log2_scale) else share.low / (1 + every)
         # (lost + hidden) / (whole + hidden) falls as the whole grows, so the whole's lower bound gives the upper one.
         return Interval(share.estimate, low, (share.high + ratio) / (1 + ratio))
@@ -106,7 +106,7 @@ class Visibility:
         near = int(self.histogram.counts[lowest]) if 0 <= lowest < len(self.histogram.counts) else 0
         # Rounding gathers 1.58 octaves in the lowest exponent, so each octave below 2^f holds near / 1.58 values; together
         # these weigh 1.5 * 2^f * near / 1.58, or about near * 2^f.
-        # Both sums are relative to the largest exponent, so that tiny values underflow neither of them.
+        # Both sums are relative to the largest exponent, so that tiny values don't underflow.
         top = self.histogram.max_exponent
         mass = min(near, self.hidden) * 2.0 ** min(self.floor_exponent - top, 0)
         return mass / (mass + self.histogram.shifted(-top).sum_abs().estimate)
@@ -115,12 +115,12 @@ class Visibility:
         """Return whether every hidden value certainly flushes at this scale."""
         if self.floor_exponent is None:
             return True
-        # A format that flushes subnormals keeps a value exactly at the edge.
+        # In a format that flushes subnormals a value exactly at the edge survives.
         edge = format.flush_exponent - int(format.flushes_subnormals)
         return self.floor_exponent + log2_scale <= edge
 
     def _hidden_mass_ratio(self, edge: int) -> float | None:
-        """Return an upper bound of the ratio of hidden L1 mass in values up to 2^edge to the visible; None if none is visible."""
+        """Return an upper bound of hidden L1 mass (values up to 2^edge) divided by visible mass; None without visible mass."""
         if not len(self.histogram.counts) or self.floor_exponent is None:
             return None
         # Both sums are relative to the largest exponent, and the exponent is clamped, to stay within float64's range.

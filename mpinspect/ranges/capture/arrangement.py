@@ -25,7 +25,7 @@ Positions = slice | IntArray
 
 #: A placeholder for a missing exponent, below every real one.
 NO_EXPONENT = -(1 << 14)
-#: The context of tensors without samples.
+#: The context of a tensor without samples.
 NOTHING_SAMPLED = Context((), "float32", None)
 
 
@@ -75,7 +75,7 @@ class RowSet(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One of the sums that a window keeps: one tensor at one loss scale. ``tensor``: the tensor's place in the roster."""
+    """One of a window's sums: one tensor at one loss scale. ``tensor``: the tensor's place in the roster."""
 
     tensor: int
     log2_scale: int
@@ -83,7 +83,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Roster:
-    """The tensors of a step or window, and the sums kept for them.
+    """The tensors of a step or window, and their sums.
 
     Args:
         order: the tensors' keys.
@@ -152,11 +152,11 @@ class SampleSet:
         tensor: place in the roster.
         slot: position among the roster's slots of this length.
         log2_scale: number to subtract from exponents.
-        overflow: least unscaled exponent of a value that overflowed to infinity; NO_EXPONENT unless the sample is a gradient that
-            passed through a narrow format.
-        is_gradient: whether its peak is one of the step's gradients. Beside gradients that passed through a narrow format, those
-            that did not are left out: no loss scale makes them overflow.
-        is_upcast: whether it is taken for an FP16 gradient upcast to FP32, and its row holds the values as they arrived.
+        overflow: least unscaled exponent that overflowed to infinity; NO_EXPONENT unless the sample is a gradient that passed
+            through a narrow format.
+        is_gradient: whether its peak counts among the step's gradients. If some gradients passed through a narrow format, the
+            others are left out, since no loss scale makes them overflow.
+        is_upcast: whether it is treated as an FP16 gradient upcast to FP32, and its row holds the values as they arrived.
     """
 
     length: int

@@ -1,4 +1,4 @@
-"""Finds where in the training the exception was raised that ended a run."""
+"""Finds the step, phase and module of the exception that ended a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def uncaught() -> BaseException | None:
 
 
 def may_be_for_a_value(error: BaseException) -> bool:
-    """Return whether an exception may be a check that found an infinity or NaN: by its type or text, and raised in no module."""
+    """Return whether an exception may come from a check for infinities or NaNs: by its type or text, and outside of modules."""
     if any(frame.f_code in _CALLS for frame in _frames(error)):
         return False
     return isinstance(error, (ArithmeticError, AssertionError)) or bool(_OF_A_VALUE.search(str(error)))

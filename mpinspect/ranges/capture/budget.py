@@ -13,23 +13,23 @@ from collections import deque
 from dataclasses import dataclass
 from numbers import Real
 
-#: The most steps from one sampled (or watched) step to the next, whatever the debt: a report without data is useless.
+#: Maximum number of steps between sampled (or watched) steps, at any debt: a report without data is useless.
 LONGEST_PAUSE = 1000
-#: The first steps are sampled at any cost, so that every run gets a report. The first one includes setup and
-#: compilation, and its beginning is not observed: it is charged the second one's cost.
+#: The first steps are sampled at any cost, so that every run gets a report. The first one includes setup and compilation, and
+#: its beginning is not observed, so it is charged the second one's cost.
 FIRST_STEPS = 2
 
-#: The part of the share that is earned. The rest is reserved for costs that can't be measured and for the last sampled or watched
-#: step, which no later step pays for.
+#: The earned part of the share. The rest is reserved for costs that can't be measured and for the last sampled or watched step,
+#: whose cost no later step earns back.
 PLANNED = 0.9
-#: The watch's share of the time earned; the watch and the samples pass on to each other the time that they don't need.
+#: The watch's share of the time earned. The watch and the samples pass unneeded time on to each other.
 _WATCH_SHARE = 0.8
 #: The usual time of a step is the median over this many steps. A step longer than this multiple of it counts as a stall.
 _USUAL_OF = 15
-#: How many steps of either kind are compared to see how the inspector slows the training outside of its callbacks.
+#: Minimum and maximum number of steps of either kind for measuring the slowdown outside of the inspector's callbacks.
 _FEWEST_COMPARED, _COMPARED = 5, 60
 _MOST_EARNED = 2.0
-#: The most that a step is charged: this multiple of the usual cost or the earnings of this many steps, whichever is more.
+#: Maximum charge for a step: this multiple of the usual cost or the earnings of this many steps, whichever is larger.
 #: A higher cost counts as a stall too. Short stalls of a busy machine are charged in full because they are frequent.
 _MOST_CHARGED, _MOST_CHARGED_STEPS = 8.0, 100
 
@@ -51,10 +51,10 @@ def check_max_overhead(max_overhead: object) -> float:
 
 @dataclass(frozen=True)
 class Limit:
-    """Describes when a run that was given no budget gets one: when its inspection has cost more than this.
+    """The cost of the inspection above which a run without a budget gets one.
 
     Args:
-        share: the inspector's time as a share of the bare time of the steps so far, 0..1; the budget has it too.
+        share: the inspector's time as a share of the bare time of the steps so far, 0..1; also the budget's ``max_overhead``.
         seconds: the time that the inspector may take beyond that share.
         how_to_change: a sentence for the note on the limit.
     """
@@ -64,7 +64,7 @@ class Limit:
     how_to_change: str
 
     def is_exceeded(self, own_s: float, bare_s: float) -> bool:
-        """Return whether the inspector's seconds, beside those of bare training, are more than it may take."""
+        """Return whether the inspector's seconds exceed its limit for these seconds of bare training."""
         return own_s > self.share * bare_s + self.seconds
 
 
@@ -90,7 +90,7 @@ class Budget:
         self._owes_first = False
         self._last_sample = self._last_watch = -LONGEST_PAUSE
         self._bare: deque[float] = deque(maxlen=_USUAL_OF)
-        #: The bare time as the meter has it, of steps that were sampled or watched, and of those that were neither.
+        #: The metered bare times of steps that were sampled or watched, and of steps that were neither.
         self._beside_work: deque[float] = deque(maxlen=_COMPARED)
         self._idle: deque[float] = deque(maxlen=_COMPARED)
         self._usual_bare = 0.0
@@ -115,8 +115,8 @@ class Budget:
             own_s: the inspector's own time in that step, in seconds.
 
         Returns:
-            the step's bare training time in seconds, capped at twice the usual, and the inspector's time, to which is added by
-            how much it slows the training outside of its callbacks; 0 and ``own_s`` if the step's beginning was not observed.
+            the step's bare training time in seconds, capped at twice the usual, and the inspector's time, including the
+            slowdown outside of its callbacks; 0 and ``own_s`` if the step's beginning was not observed.
         """
         bare = 0.0
         if step_s is None:
@@ -157,10 +157,10 @@ class Budget:
         return self._ended < FIRST_STEPS or credit >= 0 or pause >= max(LONGEST_PAUSE, least)
 
     def _hidden(self) -> float:
-        """Return by how many seconds the training is slower in steps that are sampled or watched, the callbacks apart.
+        """Return the slowdown, in seconds, of sampled or watched steps in excess of the callbacks' time.
 
-        Torch takes time to call a hook, and finds its own code driven out of the caches after it: of many small layers that is
-        as much as half of the callbacks' time. It is 0 if it is within the usual variation of the steps.
+        Torch takes time to call a hook, which also evicts torch's code from the caches. With many small layers this is up to
+        half of the callbacks' time. The result is 0 within the usual variation of the steps.
         """
         if min(len(self._beside_work), len(self._idle)) < _FEWEST_COMPARED:
             return 0.0

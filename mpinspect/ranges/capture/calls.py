@@ -1,6 +1,6 @@
-"""The calls of a step: which tensors each module received and returned. Every tensor has a number within the step.
+"""The calls of a step: the tensors that each module received and returned. Every tensor has a number within the step.
 
-Each call only records numbers; the producers and consumers of each tensor are worked out only if something is not finite.
+Each call only records numbers; the producers and consumers of each tensor are computed only if a value is not finite.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Fresh = tuple[torch.Tensor, int, bool]
 
 
 class StepCalls:
-    """Keeps the calls of one step, with tensors as numbers. Holds no tensor."""
+    """Stores the calls of one step, with tensors as numbers. Holds no tensor."""
 
     def __init__(self) -> None:
         self._count = 0
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         #: Calls; and pairs of a module with a full backward hook and the number of the input tensor wrapped for it.
         self._log: list[Call | tuple[str, int]] = []
-        #: Numbers of the tensors that already had another hook before ours, and of those at which a backward began.
+        #: Numbers of the tensors that already had another hook before ours; numbers of the tensors where a backward began.
         self._altered: set[int] = set()
         self._roots: set[int] = set()
 
@@ -100,7 +100,7 @@ class StepCalls:
         self._known.clear()
 
     def stories(self) -> tuple[list[TensorStory], list[Call]]:
-        """Return each tensor's producers and consumers, by number, and the calls in the order in which they returned."""
+        """Return each tensor's producers and consumers, by number, and the calls in the order of their returns."""
         stories = [
             TensorStory(altered=number in self._altered, root=number in self._roots) for number in range(self._count)
         ]
@@ -129,7 +129,7 @@ class StepCalls:
 
 
 def _may_alter(hook: object) -> bool:
-    """Return whether a hook may change the gradient; those of torch's own FSDP2 only gather the weights."""
+    """Return whether a hook may change the gradient; the hooks of torch's FSDP2 only gather the weights."""
     return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 

@@ -1,6 +1,6 @@
 """The capture of one model: makes the observers, adds and removes the hooks, and records the captured data.
 
-No tensor of the model is kept, only rows of counts and reduced values.
+It stores rows of counts and reduced values, but no tensor of the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpinspect.runtime.distributed import allows_uneven_inputs
 from mpinspect.runtime.guard import guarded, unseen
 from mpinspect.runtime.meter import Meter
 
-#: Makes the observers that measure for diagnoses, to come after the watch: some react to the events that it records.
+#: Makes the observers that measure for diagnoses. They follow the watch, since some react to its events.
 MakesObservers = Callable[
     [Sequence[Layer], Sequence[WatchedParameter], ModelOptimizers, StepClock, Recording], tuple[Observer, ...]
 ]
@@ -51,12 +51,12 @@ class Capture(Dispatcher):
         watch: run the non-finite watch at every step.
         max_overhead: choose the sampled and watched steps such that the cost stays below this share of the bare steps' time; only
             ``every`` of ``schedule`` then applies, as the least interval. None: ``schedule`` decides.
-        limit: when a budget takes over from ``schedule`` although none was given; None: never.
+        limit: the cost above which a budget replaces ``schedule``; None: never.
         loss_scale: the loss scale of training loops that scale by hand: a number, a callable that returns it, or None.
-        optimizers, scalers: those known to belong to the model; others are found when they step or scale.
+        optimizers, scalers: the ones known to belong to the model; others are found when they step or scale.
         recording: receives the captured data.
         eager_samples: run the model's compiled regions eagerly in the training forwards of sampled steps.
-        diagnosing: makes the observers that measure for diagnoses; None for none.
+        diagnosing: makes the observers that measure for diagnoses, if any.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Capture(Dispatcher):
         self.listener.listen()
 
     def find_replaced_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch the parameters that have replaced watched ones, as those of ``fully_shard`` do; note the missed gradients."""
+        """Watch parameters that have replaced watched ones (``fully_shard`` replaces them); note the missed gradients."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         replaced = self._replace_parameters(held)
         self._hooks.begin_step(self.quiet)
@@ -155,7 +155,7 @@ class Capture(Dispatcher):
 
     @guarded
     def _replace_parameters(self, held: Collection[int] = ()) -> int:
-        """Watch the model's parameters as they are now; return how many are new. ``held``: ids of an optimizer's parameters."""
+        """Watch the model's current parameters; return how many are new. ``held``: ids of an optimizer's parameters."""
         replaced = self._model_parameters.replace(held)
         if replaced:
             self._hooks.rehook(replaced)
@@ -338,7 +338,7 @@ class Capture(Dispatcher):
         """Record whether any update was applied, known from an observed optimizer's step or from changed weights."""
         moved = True if self.optimizers.any_stepped else self._weight_changes.moved()
         self._recording.weights_moved(moved)
-        # Without either the gradients may be all that is wanted.
+        # Without an optimizer or a scaler the script may need only the gradients.
         is_training = self.optimizers.known or self.scale.any_scaled
         if moved is False and is_training:
             self._recording.record(NeverUpdated(backwards=self.clock.backwards, names=self.optimizers.known))

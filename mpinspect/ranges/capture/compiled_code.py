@@ -1,4 +1,4 @@
-"""The compiled code of a captured model: the sampled steps in which it ran eagerly, and the tensors inside that no hook saw."""
+"""The compiled code of a captured model: its eager calls in sampled steps, and the tensors inside that no hook saw."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CompiledCode(Guarded):
 
     Args:
         layers: the model's modules.
-        ask: returns whether a compiled region that is about to be called runs eagerly; None if none ever does.
+        ask: returns whether a compiled region that is about to be called runs eagerly; None if regions never do.
         clock: the run's step clock.
         hooks: the capture's hooks.
         recording: receives the paths and the notes.
@@ -37,7 +37,7 @@ class CompiledCode(Guarded):
         self._layers = list(layers)
         self._clock, self._hooks, self._recording = clock, hooks, recording
         self._eager_calls = None if ask is None else EagerCalls(self._layers, ask)
-        #: Paths of the modules whose calls were seen.
+        #: Paths of the modules with observed calls.
         self.called: set[str] = set()
         #: Whether any region ran eagerly in this step.
         self.ran_eagerly = False
@@ -66,7 +66,7 @@ class CompiledCode(Guarded):
         if sampled and self.ran_eagerly:
             self._recording.ran_eagerly()
         graphs = compiled_graphs()
-        # The inspector may have been attached in the middle of the first step, behind its forward.
+        # The inspector may have been attached in the middle of the first step, after its forward.
         if graphs != self._known_graphs and self._clock.step > 1 and self._trained_with_hooks:
             self._known_graphs = graphs
             self._record(search=False)
@@ -80,8 +80,8 @@ class CompiledCode(Guarded):
             self._record(search=True)
         elif not self.called:
             self._recording.note(
-                "gradients arrived and no call of a module was seen, so only weight gradients were counted and watched: hooks "
-                "run where modules are called, not in code that was compiled or scripted, or takes the parameters alone"
+                "gradients arrived without any observed call of a module, so only weight gradients were counted and watched: "
+                "hooks run when modules are called, but not in compiled or scripted code, or code that uses only the parameters"
             )
         progress = self._recording.progress
         if progress.eager_steps is None:
@@ -103,7 +103,7 @@ class CompiledCode(Guarded):
     def _record(self, search: bool) -> None:
         """Record the compiled modules inside which no hook ran.
 
-        Without eager calls, a module inside which calls were seen was called uncompiled, and is left out.
+        A module with observed calls inside was called uncompiled and is left out, unless regions run eagerly.
         """
         paths = unseen_regions(self._layers, search=search) if self.called else [""]
         if self._eager_calls is None:

@@ -1,9 +1,9 @@
-"""The parts of a model that torch.compile compiled: names them, reads their formats, and runs them eagerly in chosen steps.
+"""The compiled regions of a model (torch.compile): names them, reads their formats, and runs them eagerly in chosen steps.
 
 No hook runs inside compiled code. ``torch.compiler.set_stance("force_eager")`` would run everything in the process eagerly, the
-optimizer's compiled step and other threads' models too. So only the calls of this model's own regions are rerouted: the function
-that ``torch.compile`` stored on a module is replaced by one that decides at each call between it and the function it was made
-of. Compiled code is neither changed nor dropped, so nothing is compiled again.
+optimizer's compiled step and other threads' models too. So only the calls of this model's own regions are rerouted: the
+function that ``torch.compile`` stored on a module is replaced by one that chooses, at each call, between the compiled function
+and its eager original. Compiled code is never changed, so there is no recompilation.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mpinspect.runtime.garbage_collection import living
 from mpinspect.runtime.hooks import in_compiled_call, not_compiled
 from mpinspect.runtime.wrappers import compiled_functions, submodules, unwrapped
 
-#: Most regions that a sentence names.
+#: Maximum number of regions named in a sentence.
 _MOST_NAMED = 5
-#: Most nodes of a loss's graph that are read. A node takes some 4 microseconds; compiled code is one node.
+#: Maximum number of nodes read in a loss's graph. A node takes some 4 microseconds; compiled code is one node.
 _MOST_NODES = 4096
-#: Least share of the elements that compiled code saved in a format. Fewer may be a buffer or the data.
+#: Minimum share of a format among the elements that compiled code saved. A smaller share may be a buffer or the data.
 _LEAST_SHARE = 1 / 16
 
 #: Returns whether the region that is about to be called runs eagerly. Must not raise.
@@ -51,7 +51,7 @@ def regions_of(modules: Iterable[torch.nn.Module]) -> Iterator[Region]:
 
 
 def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str]:
-    """Return the paths of the layers with compiled code in which no hook runs; a compiled leaf in a wrapper is not one.
+    """Return the paths of the layers with compiled code that hides tensors from hooks; a compiled leaf in a wrapper does not.
 
     Args:
         search: also search all living objects for wrappers of ``torch.compile`` that contain the model.
@@ -89,10 +89,10 @@ def compiled_graphs() -> int:
 
 
 def formats_in_graph(losses: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> list[str] | None:
-    """Return the dtypes of the values in the losses' graph; None if the graph reaches none of the parameters.
+    """Return the dtypes of the values in the losses' graph; None if the graph does not reach the parameters.
 
-    These are the results of the graph's operations, and what compiled code saved for its backward. "" stands for values
-    that could not be read. Reads no value, and unpacks nothing that hooks packed.
+    These are the results of the graph's operations, and the tensors that compiled code saved for its backward. "" stands for
+    values that could not be read. Reads dtypes only, and unpacks no tensor that hooks packed.
     """
     nodes = graph([loss.grad_fn for loss in losses], _MOST_NODES)
     leaves = {id(getattr(node, "variable", None)) for node in nodes}
@@ -115,7 +115,7 @@ def _is_compiled_node(node: Any) -> bool:
 
 
 def _saved_formats(node: Any) -> Iterator[str]:
-    """Yield the dtypes that make up a noticeable share of what compiled code saved for its backward; "" if some can't be read."""
+    """Yield the dtypes with a noticeable share of a compiled node's saved tensors; "" for a tensor that can't be read."""
     elements: Counter[str] = Counter()
     for saved in getattr(node, "_raw_saved_tensors", (None,)):
         value = getattr(saved, "data", None)
@@ -141,7 +141,7 @@ class EagerCalls:
         self._graphs: int | None = None
 
     def reroute(self) -> None:
-        """Find the regions that exist now, and reroute them; does nothing unless something was compiled since the last call."""
+        """Find and reroute the regions that exist now, if torch.compile has compiled anything since the last call."""
         graphs = compiled_graphs()
         if graphs == self._graphs:
             return
@@ -153,17 +153,17 @@ class EagerCalls:
                 self._entries.append(entry)
 
     def remove(self) -> None:
-        """Put the compiled functions back where no other inspector reroutes them."""
+        """Restore the compiled functions that no other inspector reroutes."""
         while self._entries:
             self._entries.pop().leave(self._ask)
 
 
 def may_run_eagerly() -> bool:
-    """Return whether a compiled region that is called now may run eagerly without changing anything but its values.
+    """Return whether a compiled region that is called now may run eagerly, with no effect other than its rounding.
 
-    It must run compiled if gradients are disabled; in a recomputation, or where hooks pack saved tensors (a checkpoint
-    compares what it saved with what it recomputes, compiled); inside other compiled code; and under a stance set by the
-    user, which could forbid compiling functions that the eager code calls.
+    It must run compiled if gradients are disabled; in a recomputation, or if hooks pack saved tensors (a checkpoint compares
+    its saved tensors with a compiled recomputation); inside other compiled code; and under a stance set by the user, which may
+    forbid compiling functions that the eager code calls.
     """
     if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
         return False
@@ -174,7 +174,7 @@ def may_run_eagerly() -> bool:
 
 
 def _packs_saved_tensors() -> bool:
-    """Return whether hooks of the user's pack the tensors that autograd saves on this thread."""
+    """Return whether the user's hooks pack the tensors that autograd saves on this thread."""
     autograd: Any = torch._C._autograd
     if hasattr(autograd, "_top_saved_tensors_default_hooks"):
         return autograd._top_saved_tensors_default_hooks(True) is not None
@@ -191,14 +191,14 @@ def _packs_saved_tensors() -> bool:
 
 
 class _Entry:
-    """Stands in for a compiled function on its module; calls the function it was made of if any inspector asks for it."""
+    """Replaces a compiled function on its module; calls the eager original if any inspector requests it."""
 
     def __init__(self, region: Region) -> None:
         self.asks: list[Ask] = []
         self._region = region
         asks, compiled, eager = self.asks, region.function, region.function._torchdynamo_orig_callable  # type: ignore[attr-defined]
 
-        # ``wraps`` copies the compiled function's attributes, so that compiled code that calls the entry inlines the same code.
+        # ``wraps`` copies the compiled function's attributes, so that calls from compiled code inline the same function.
         @not_compiled
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -216,7 +216,7 @@ class _Entry:
         return vars(self._region.module).get(self._region.attribute) is self._call
 
     def leave(self, ask: Ask) -> None:
-        """Stop asking ``ask``; put the compiled function back if nobody else is asked."""
+        """Remove ``ask``; restore the compiled function if no inspector is left."""
         if ask in self.asks:
             self.asks.remove(ask)
         if not self.asks and self.is_in_place:
@@ -229,7 +229,7 @@ _entries: dict[tuple[int, str], _Entry] = {}
 
 
 def _entry(region: Region) -> _Entry:
-    """Return the entry at a region, made if there is none."""
+    """Return the entry at a region, and create it if it is missing."""
     key = id(region.module), region.attribute
     known = _entries.get(key)
     if known is None or not known.is_in_place:

@@ -16,7 +16,7 @@ from mpinspect.runtime.distributed import local_part
 
 
 class StepPrecision:
-    """Determines which narrow format the values of the open step have passed through.
+    """Determines the narrow format that the values of the open step have passed through.
 
     Args:
         scale: knows whether a GradScaler scales the current backward.
@@ -44,9 +44,9 @@ class StepPrecision:
             self._pass_through(dtype)
 
     def called(self, call: Call) -> None:
-        """Record the dtypes of a module's outputs, if the path of the gradients may lead through them.
+        """Record the dtypes of a module's outputs, if gradients may flow through them.
 
-        Without gradients enabled, as in the first forward of a reentrant checkpoint, that depends on the module's parameters.
+        With gradients disabled (the first forward of a reentrant checkpoint), that depends on the module's parameters.
         """
         for tensor in call.outputs:
             self._any_output = True
@@ -54,11 +54,11 @@ class StepPrecision:
                 self._pass_through(tensor.dtype)
 
     def of_gradient(self, dtype: torch.dtype) -> str:
-        """Return the narrowest format to which a gradient of this dtype may have been rounded.
+        """Return the narrowest format that a gradient of this dtype may have been rounded to.
 
-        Under autocast an FP32 gradient may be the upcast of an FP16 one, in this layer or in any later layer. An FP32 gradient
-        therefore counts as rounded if any tensor of the step was. If neither an output nor the graph of the loss shows a narrow
-        format, and no output was observed (torch.compile), a GradScaler implies FP16.
+        Under autocast an FP32 gradient may be an upcast FP16 gradient, from this layer or any later one. It therefore counts as
+        rounded if any tensor of the step was rounded. If neither an output nor the graph of the loss shows a narrow format, and
+        no output was observed (torch.compile), a GradScaler implies FP16.
         """
         if dtype is not torch.float32:
             self._pass_through(dtype)
@@ -83,9 +83,9 @@ class Counting(Observer):
 
     Args:
         kinds: kinds of tensor to count.
-        parameters: the model's; those marked as counted have their weights counted.
+        parameters: the model's parameters; only weights marked as ``counted`` are counted.
         tally: receives the samples.
-        precision: determines the format to which gradients were rounded.
+        precision: determines the format that gradients were rounded to.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Counting(Observer):
         self._counts_outputs = ACTIVATION in kinds
         self._counts_output_gradients = ACTIVATION_GRADIENT in kinds
         self.lets_gradients_wait = WEIGHT_GRADIENT in kinds
-        #: The gradients of layers of which a call needed gradients, and of those of which none has so far.
+        #: The gradients of layers with a call that needed gradients, and of layers without such a call so far.
         self._needed: set[TensorKey] = set()
         self.not_needed: set[TensorKey] = set()
         #: Layers whose outputs were counted in this step with their gradients enabled.
@@ -140,7 +140,7 @@ class Counting(Observer):
             self.not_needed.add(key)
 
     def _is_first(self, call: Call) -> bool:
-        """Return whether to count a call's outputs: if gradients are enabled, and not again when a checkpoint recomputes them."""
+        """Return whether to count a call's outputs: with gradients enabled, and only once if a checkpoint recomputes them."""
         if not torch.is_grad_enabled():
             return False
         if call.recomputed:
@@ -181,8 +181,9 @@ class Counting(Observer):
     def _row_of(self, gradient: OutputGradient) -> torch.Tensor | None:
         """Return the row of counts of a gradient's values, which are not divided by the loss scale.
 
-        Only layers are to be counted, not containers, but the gradients of a container and of its last layer mostly share memory.
-        Such a gradient is counted when it first arrives, at the container; otherwise the watch would read it there a second time.
+        Gradients are counted for layers, not for containers, but a container and its last layer mostly share their gradient's
+        memory. Such a gradient is counted at its first arrival, at the container, since the watch would otherwise read it
+        again.
         """
         if isinstance(gradient.found, torch.Tensor):
             return gradient.found
@@ -201,7 +202,7 @@ class Counting(Observer):
         if row is not None:
             self._add_gradient(watched.gradient_key, gradient.values, row, backward.scale)
         if backward.divisor is None:
-            # With a divisor the row counts the divided values, which are not the gradient's own.
+            # With a divisor the row counts divided values, not the gradient's values.
             gradient.found = row
 
     def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:

@@ -2,11 +2,11 @@
 
 In the forward, the culprit is the module with the first non-finite output. If its input was non-finite already and no module
 made that input, the culprit is the innermost container around the module whose own input was finite, or else the data. A mask's
--inf in an input counts as finite where the output is NaN.
+-inf in an input counts as finite if the output is NaN.
 
-In the backward, the gradient of a module's output is made by the *consumers* of that output, observed or not. The culprit is the
-consumer whose output gradient was still finite and whose input gradient is not. If that consumer can't have made an infinity or
-NaN from its finite output gradient, the culprit is the other code that used the same tensor.
+In the backward, the *consumers* of a module's output, observed or not, make the gradient of this output. The culprit is the
+consumer with a finite output gradient and a non-finite input gradient. If that consumer can't have made an infinity or NaN from
+its finite output gradient, the culprit is the other code that used the same tensor.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import LOSSES, Event, containers, is_below, module_named
 
 FORWARD, BACKWARD = "forward", "backward"
-#: The number of maxima kept for each tensor.
+#: Number of stored maxima for each tensor.
 RING_LENGTH = 8
-#: In place of a largest magnitude: a device was not to read the tensor, since everything was finite that was read after it.
+#: In place of a largest magnitude: the device skipped the tensor, since every value read after it was finite.
 NOT_READ = -1.0
 #: The names of the loss before and after a scaler multiplies it.
 LOSS, SCALED_LOSS = LOSSES
@@ -46,8 +46,8 @@ class Seen:
         module: dotted path of the module.
         tensor: number of the tensor within the step; -1 for parameters and the loss.
         micro_batch: counted from 0.
-        largest: largest magnitude; inf or NaN if it is not finite; -inf for an input of the forward that holds neither
-            but -inf.
+        largest: largest magnitude; inf or NaN if it is not finite; -inf for a forward input whose only non-finite values are
+            -inf.
         is_input: the tensor was read as an input of the module, because no observed module made it.
         dtype: its dtype; "" if not known.
     """
@@ -77,7 +77,7 @@ class History:
     def __init__(self) -> None:
         #: By name and kind: plain tuples, as ``remember`` is called for every tensor of every step.
         self._maxima: dict[tuple[str, str], deque[float]] = {}
-        #: With each name and kind: whether its NaN is harmless, or its infinity.
+        #: Name and kind of each harmless tensor, with True for its NaN and False for its infinity.
         self._harmless: set[tuple[tuple[str, str], bool]] = set()
 
     def remember(self, key: tuple[str, str], largest: float) -> None:
@@ -93,7 +93,7 @@ class History:
         return tuple(self._maxima.get(key, ()))
 
     def excuse_masks(self, event: Event, seen: Iterable[Seen]) -> None:
-        """Mark a step's non-finite forward tensors as harmless from now on if every gradient was finite in spite of them."""
+        """Mark a step's non-finite forward tensors as harmless in later steps if every gradient of the step was finite."""
         if event.phase == FORWARD and event.gradients_finite:
             broken = (look for look in seen if look.phase == FORWARD and not look.finite)
             self._harmless.update((look.key, math.isnan(look.largest)) for look in broken)
@@ -108,7 +108,7 @@ class TensorStory:
     """The modules that produced and consumed a tensor of this step.
 
     Args:
-        producers: modules that returned it: first its maker, then containers that passed it on; empty if no module made it.
+        producers: modules that returned it: first its maker, then containers that passed it on; empty if no module did.
         consumers: modules that received it.
         altered: another hook on the tensor may have changed its gradient.
         root: a backward began at the tensor.
@@ -125,7 +125,7 @@ class Call(NamedTuple):
 
     Args:
         module: dotted path.
-        given, returned: numbers of the input and output tensors; an input returned unchanged is in both.
+        given, returned: numbers of the input and output tensors; an input that is returned unchanged is in both.
         overwritten: the module changed an input in place, and the input before the change has no number.
     """
 
@@ -137,7 +137,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Culprit:
-    """The module in which the first infinity or NaN arose, the first non-finite tensor, and the reason for naming the module."""
+    """The module that made the first infinity or NaN, the first non-finite tensor, and the reason for naming the module."""
 
     phase: str
     module: str
@@ -162,7 +162,7 @@ def event_of(
     forward_finite: bool | None,
     dropped: bool = False,
 ) -> Event:
-    """Return the event of a step's culprit. ``seen``: everything observed in the step; the rest as in ``Event``."""
+    """Return the event of a step's culprit. ``seen``: all tensors observed in the step; other arguments as in ``Event``."""
     first = found.first
     return Event(
         step,
@@ -188,7 +188,7 @@ def event_of(
 
 
 def first_broken(seen: Sequence[Seen]) -> Seen | None:
-    """Return the first non-finite tensor, leaving out modules' inputs in the forward; None if there is none."""
+    """Return the first non-finite tensor, without modules' inputs in the forward; None if all are finite."""
     return next((look for look in seen if not look.finite and not (look.is_input and look.phase == FORWARD)), None)
 
 
@@ -199,12 +199,12 @@ def find_culprit(
     read: Collection[int],
     innocent: Collection[str],
 ) -> Culprit | None:
-    """Return the module in which the first infinity or NaN of a step arose, or None if every observed tensor was finite.
+    """Return the module that made the first infinity or NaN of a step, or None if every observed tensor was finite.
 
     Args:
         seen: in execution order.
         stories: by tensor number.
-        calls: in the order in which they returned.
+        calls: in the order of their returns.
         read: numbers of the tensors whose values were read.
         innocent: modules that can't have made an infinity or NaN from their inputs (forward: the module of ``first_broken``;
             backward: consumers of its tensor).
@@ -215,11 +215,11 @@ def find_culprit(
     if look.phase == FORWARD:
         return _in_forward(look, seen, calls, read, innocent)
     if look.what == SCALED_LOSS:
-        return Culprit(BACKWARD, "", look, "the loss was finite, and multiplied by the loss scale it was not")
+        return Culprit(BACKWARD, "", look, "the loss was finite, but its product with the loss scale was not")
     if look.what == WEIGHT_GRADIENT:
         reason = "its weight gradient was the first that was not finite"
         if all(call.module != look.module for call in calls):
-            reason += "; no call of it was seen, as inside torch.compile or between samples on a GPU; it may have arisen after it"
+            reason += "; no call of it was seen (in torch.compile, or between samples on a GPU), so it may have arisen after it"
         return Culprit(BACKWARD, look.module, look, reason)
     return _in_backward(look, seen, stories, calls, innocent)
 
@@ -258,16 +258,18 @@ def _in_forward(
         inner = container
     if outermost:
         received = f"; {look.module!r} is the first module that received it" if look.module else ""
-        return Culprit(FORWARD, "", look, f"it came with the data, or was made before the model{received}", given=True)
+        return Culprit(
+            FORWARD, "", look, f"it was in the data, or arose in code before the model{received}", given=True
+        )
     reason = (
-        f"it arose before {inner!r}, whose input already held an inf or NaN: in the code around it or in the data, which is not "
-        "known since no call around it has returned"
+        f"it arose before {inner!r}, whose input already held an inf or NaN: in the code around it or in the data (no call "
+        "around it has returned to show which)"
     )
     return Culprit(FORWARD, "", look, reason)
 
 
 def _in_container(around: Call, inner: str, look: Seen, read: Collection[int], before: Sequence[Call]) -> Culprit:
-    """Return a container as the culprit: no input of it is known to be non-finite, but an input of a module inside it is."""
+    """Return a container as the culprit: an input of a module inside it is non-finite, but none of its own inputs."""
     where = f"in the code of {around.module!r}" if around.module else "in the model's own code"
     unread = [
         repr(call.module)
@@ -286,7 +288,7 @@ def _in_container(around: Call, inner: str, look: Seen, read: Collection[int], b
 
 
 def _masks(seen: Sequence[Seen], calls: Sequence[Call]) -> set[int]:
-    """Return the tensors that hold -inf as a mask does: no module made them, and none received one as its only input."""
+    """Return the tensors that are masks with -inf: no module made them or received one as its only input."""
     alone = {call.given[0] for call in calls if len(call.given) == 1}
     return {look.tensor for look in seen if look.is_input and look.largest == -math.inf} - alone
 
@@ -301,11 +303,11 @@ def _what_went_in(call: Call, made: Seen, seen: Sequence[Seen], read: Collection
         largest = max((look.largest for look in seen if look.tensor in call.given), default=0.0)
         is_beyond = largest > FLOAT16.max_finite and made.dtype in ("", FLOAT16.name)
         beyond = f", up to {largest:.3g} (beyond FP16's {FLOAT16.max_finite:g})"
-        but = "" if masks.isdisjoint(call.given) else " but for -inf, as in a mask"
-        return f"what went in was finite{but}" + (beyond if is_beyond else "")
+        but = "" if masks.isdisjoint(call.given) else " except -inf, as in a mask"
+        return f"its input was finite{but}" + (beyond if is_beyond else "")
     if call.overwritten:
-        return "it changed its input in place, and whether that was finite before is not known"
-    return "whether all that went in was finite is not known: not all of it was read"
+        return "it changed its input in place, so whether its input was finite is not known"
+    return "whether its whole input was finite is not known, since not all of it was read"
 
 
 def _in_backward(
@@ -338,7 +340,7 @@ def _in_backward(
 
 
 def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], until: Seen) -> dict[str, float]:
-    """Return for each module the largest magnitude of its finite output gradients before ``until``; NOT_READ if none was read."""
+    """Return for each module the largest magnitude of its finite output gradients before ``until``, or NOT_READ."""
     largest: dict[str, float] = {}
     for look in seen:
         if look is until:
@@ -356,45 +358,47 @@ def _in_code_after(
     finite_at_output: Mapping[str, float],
     unread: Sequence[str],
 ) -> Culprit:
-    """Return as the culprit the code of a container around the producer, or the loss: none of the tensor's consumers made it."""
+    """Return the culprit if no consumer of the tensor made the value: a container's code around the producer, or the loss."""
     story = stories[look.tensor]
     producer = story.producers[0] if story.producers else look.module
     what = "input" if look.is_input else "output"
     doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
     for container in containers(producer):
         returned = {number for call in calls if call.module == container for number in call.returned}
-        # A module that returns this tensor and makes no other from it (a loss) adds nothing: the gradient is made by later code.
+        # A module that only returns this tensor adds nothing to its gradient, which later code made.
         is_done = container in story.producers and all(stories[n].producers[0] != container for n in returned)
         if finite_at_output.get(container, NOT_READ) != NOT_READ and not is_done:
             first, second = "its output", f"the {what} of {producer!r} inside it"
             if container in story.producers:
-                # The gradient at this tensor is a sum over both.
+                # The gradient at this tensor is the sum of both.
                 first, second = "another output or call of it", f"the output of {producer!r}, which it returned too,"
                 doubt += ", or in the code after it (the loss)"
             own = f"the code of {container!r}" if container else "the model's own code"
-            reason = f"the gradient at {first} was finite, the one at {second} was not: what is not finite arose in {own}{doubt}"
+            reason = (
+                f"the gradient at {first} was finite, the one at {second} was not: the inf or NaN arose in {own}{doubt}"
+            )
             return Culprit(BACKWARD, container, look, reason)
     if story.root:
         reason = (
-            f"the gradient that backward() was given for its {what} was not finite: it came from elsewhere, such as the "
+            f"the gradient passed to backward() for its {what} was not finite: it was computed elsewhere, for example in the "
             "next stage of a pipeline"
         )
     else:
         reason = (
-            f"the gradient that arrived at its {what} was already not finite: it became so in the backward of the code after "
+            f"the gradient that arrived at its {what} was already not finite: it arose in the backward of the code after "
             f"this module (the loss, or a function){doubt}"
         )
     return Culprit(BACKWARD, producer, look, reason, after=True, elsewhere=story.root)
 
 
 def _innermost(modules: Sequence[str]) -> list[str]:
-    """Return those of the modules that contain none of the others."""
+    """Return the modules that contain no other of these modules."""
     unique = list(dict.fromkeys(modules))
     return [one for one in unique if not any(is_below(other, one) for other in unique)]
 
 
 def finite_in_forward(seen: Sequence[Seen]) -> bool | None:
-    """Return whether every observed output and the loss were finite; None if none was observed, as in compiled code."""
+    """Return whether every observed output and the loss were finite; None without observations (compiled code)."""
     outputs = [look.finite for look in seen if look.phase == FORWARD and not look.is_input]
     return all(outputs) if outputs else None
 

@@ -1,15 +1,15 @@
 """The largest magnitudes of tensors on a CUDA device, found by one kernel for many tensors and sent to the host in one copy.
 
-Reading every output and gradient costs a training step on a GPU twice: the memory is read once more, and each launch takes the
-host as long as a small layer. So tensors are held and read in groups. In a step that is not sampled, most of a group is read
-only if something in the step is not finite: the kernel is given those tensors too, but each of its blocks first reads one
-word on the device, which a non-finite value sets. Always read are the tensors that later ones are made of: the outputs of
-containers, the gradients at them, and the last of each group. An infinity that vanishes within a group (in a ReLU, say) is
-therefore seen at sampled steps alone. A group ends with the first tensor after those that fill it, so that the largest ones (a
-language model's logits) are not the ones that are always read.
+Reading every output and gradient has two costs in a training step on a GPU: the memory is read once more, and each launch takes
+the host as long as a small layer. So tensors are held and read in groups. In a step that is not sampled, most of a group is
+read only if a value in the step is not finite: the kernel receives these tensors too, but each of its blocks first reads one
+word on the device, which a non-finite value sets. Some tensors are always read, because later tensors depend on them: the
+outputs of containers, their gradients, and the last tensor of each group. An infinity that vanishes within a group (in a ReLU,
+for example) is therefore seen only in sampled steps. A group is closed by the first tensor after it is full, so that the
+largest tensors (a language model's logits) are rarely the last ones, which are always read.
 
-A held tensor is an alias of its memory. One that was changed in place before its group was read is lost; the tensors of its
-name are read at once from then on. The first steps read at once, to learn these names.
+A held tensor is an alias of its memory. If it is changed in place before its group is read, it is lost, and later tensors of
+this name are read at once. The first steps read every tensor at once, to learn these names.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import Slot
 from mpinspect.runtime.device import current_stream, memory_of, on_stream, stream_key
 
-#: Steps in which tensors are read at once, to learn which are changed in place afterwards.
+#: Number of steps that read tensors at once, to learn which are changed in place afterwards.
 LEARNING_STEPS = 3
-#: Bytes that are held, at most: this, or this part of the device's memory if that is more.
+#: Maximum number of held bytes: this number, or this part of the device's memory if it is larger.
 _HELD_BYTES, _HELD_PART = 64 << 20, 256
 #: Initial number of slots. A buffer that was too small is followed by one of twice the size.
 _FIRST_CAPACITY = 1024
@@ -77,7 +77,7 @@ class StepMagnitudes:
         return self._copy is None or self._copy.ready()
 
     def broken(self) -> bool:
-        """Return whether anything that was read is not finite. Waits for the device if the copy is not complete."""
+        """Return whether any value that was read is not finite. Waits for the device if the copy is not complete."""
         return self._copy is None or bool(self._copy.values()[_BROKEN])
 
     def largest(self, slot: int, is_double: bool) -> float | None:
@@ -137,15 +137,16 @@ class DeviceMagnitudes:
         self._changed: set[str] = set()
 
     def read(self, tensor: torch.Tensor, name: str, *, always: bool, is_summed: bool = False) -> Slot | None:
-        """Read a tensor, now or with those that follow. Never waits for the GPU.
+        """Read a tensor, now or together with later ones. Never waits for the GPU.
 
         Args:
             name: the same for the same tensor of every step.
             always: whether to read it although everything is finite.
-            is_summed: whether a norm contains it that was flushed before: it is then read only if something is not finite.
+            is_summed: whether a norm that contains it was read before: it is then read only if a value is not finite.
 
         Returns:
-            None if these kernels can't read it: another layout or dtype, another stream than the step's first, no kernels.
+            None if these kernels can't read it: another layout or dtype, another stream than the step's first, kernels
+            unavailable.
         """
         kernels: Any = available.counter()
         values = tensor.detach()
@@ -194,7 +195,7 @@ class DeviceMagnitudes:
         if not intact:
             return
         if not last_is_summed:
-            # Later tensors are made of a group's last one.
+            # Later tensors depend on a group's last one.
             intact[-1] = (*intact[-1][:2], True)
         try:
             with on_stream(step.stream):
@@ -247,5 +248,5 @@ def version_of(values: torch.Tensor) -> int:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return how many bytes of a device's tensors may be held: so little of its memory that no training misses it."""
+    """Return how many bytes of a device's tensors may be held: a negligible part of its memory."""
     return max(_HELD_BYTES, memory_of(device) // _HELD_PART)

@@ -4,8 +4,8 @@ Two buffers alternate from step to step. At the end of a step a separate stream 
 the training goes on. Before a buffer is used again, the device, but never the host, waits for that copy. Memory is
 allocated in the first two sampled steps and stays in torch's caches.
 
-Most weight gradients are held until the end of their backward (``waiting``), to be counted in one launch; the gradients of
-outputs until there are enough of them, or the step ends.
+Most weight gradients are held until the end of their backward (``waiting``), to be counted in one launch. Output gradients are
+held until they reach a number of bytes, or the step ends.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _one_at_a_time(method: _Method) -> _Method:
 
 
 class DeviceRows:
-    """Keeps the rows that one capture fills on one CUDA device.
+    """Manages the rows that one capture fills on one CUDA device.
 
     Args:
         device: with an index.
@@ -91,7 +91,7 @@ class DeviceRows:
         self._held: list[_Held] = []
         self._held_bytes = 0
         self._most_held = held_bytes(device)
-        #: By id, the empty rows of this step: the tensors held for them were changed before they were counted.
+        #: The ids of this step's rows without counts, because their held tensors were changed before they were counted.
         self.lost: set[int] = set()
 
     # -- counting -------------------------------------------------------------------------------------------------
@@ -102,8 +102,8 @@ class DeviceRows:
         """Return a tensor's row of counts, like ``counting.count``; overwritten two steps later. Never waits for the GPU.
 
         Args:
-            later: nobody is expected to change the tensor in this step, so it may be counted together with others. Its row is
-                filled when the step's rows are sent, and in ``lost`` if the tensor was changed.
+            later: the tensor is not expected to change in this step, so it may be counted together with others. Its row is
+                filled when the step's rows are sent; if the tensor was changed, the row's id is in ``lost``.
         """
         counter: Any = available.counter()
         values, implicit_zeros = plain_values(tensor)
@@ -128,7 +128,7 @@ class DeviceRows:
     @_one_at_a_time
     @torch.no_grad()
     def count_held(self) -> None:
-        """Count the tensors that are held, each on the stream on which it arrived. Never waits for the GPU."""
+        """Count the held tensors, each on the stream of its arrival. Never waits for the GPU."""
         held, self._held, self._held_bytes = self._held, [], 0
         by_stream: dict[Any, list[_Held]] = {}
         for each in held:
@@ -148,7 +148,7 @@ class DeviceRows:
     @_one_at_a_time
     @torch.no_grad()
     def count_together(self, waiting: list[ParameterGradient]) -> None:
-        """Count gradients at the end of their backward, each on the stream on which it arrived."""
+        """Count gradients at the end of their backward, each on the stream of its arrival."""
         by_stream: dict[Any, list[ParameterGradient]] = {}
         for each in waiting:
             by_stream.setdefault(each.stream, []).append(each)
@@ -162,7 +162,7 @@ class DeviceRows:
         for each in group:
             slot = self._take() if counter is not None and _is_dense(each.values, counter) else None
             if slot is None:
-                # The caller counts each gradient that fails here again by itself, and records its name if that fails too.
+                # The caller counts a gradient that fails here again on its own, and records its name if that fails too.
                 with suppress(Exception):
                     each.found = fastest.count(each.values)
             else:
@@ -198,7 +198,7 @@ class DeviceRows:
 
     @_one_at_a_time
     def drop(self) -> None:
-        """Drop the step's rows; they keep their counts until the step after the next one."""
+        """Drop the step's rows; their counts stay valid until the step after the next one."""
         self.count_held()
         self._close()
 
@@ -246,7 +246,7 @@ class DeviceRows:
             memory = torch.empty((self._capacity, NARROW.length), dtype=torch.int64, device=self._device)
         self._copy_stream = self._copy_stream or new_stream(self._device)
         if self._copy_stream is not None:
-            # If the buffer is freed during a copy, the caching allocator keeps its memory until the copy is done.
+            # If the buffer is freed during a copy, the caching allocator does not reuse its memory before the copy is done.
             memory.record_stream(self._copy_stream)
         return _Buffer(memory, memory.unbind(0))
 

@@ -80,9 +80,9 @@ class Dispatcher(Guarded):
         self._parameters = parameters
         self._weight_changes = WeightChanges(parameters)
         self._choice = CallChoice()
-        #: A counting observer comes before an observer that can use its counts instead of reading the tensor.
+        #: A counting observer precedes an observer that can use its counts instead of reading the tensor.
         self._observers: tuple[Observer, ...] = ()
-        #: All observers (none while the capture is paused), and the observers that are active in this step.
+        #: All observers (empty while the capture is paused), and the observers that are active in this step.
         self.observing: tuple[Observer, ...] = ()
         self.at_work: tuple[Observer, ...] = ()
         self._watch: Watch | None = None
@@ -95,7 +95,7 @@ class Dispatcher(Guarded):
         self.attached = False
         #: Autograd's task of a backward whose parameter gradients no observer takes.
         self.untaken = NO_BACKWARD
-        #: Whether nothing is observed in this step; every hook checks this first.
+        #: Whether this step is not observed at all; every hook checks this first.
         self.quiet = False
 
     def step_ended(self) -> None:
@@ -148,9 +148,9 @@ class Dispatcher(Guarded):
         return True
 
     def _forward_begins(self) -> None:
-        """Report a training forward to the step clock, and end the step that it shows to be over."""
+        """Report a training forward to the step clock, and end the previous step if the clock says so."""
         if self.clock.after_backward:
-            # Gradients left behind, or held for a backward that still runs in another thread: the next one may change them.
+            # These gradients are left over, or held for a backward in another thread. The next backward may change them.
             self.waiting.finish()
         if self.clock.forward(self._weight_changes.updated):
             if self._weight_changes.only_cleared:
@@ -160,7 +160,7 @@ class Dispatcher(Guarded):
             self.clock.forward(self._weight_changes.updated)
         self._choice.begin_forward()
         if self.clock.enough_closures:
-            # The rest of this optimizer's step costs as little as a step in which nothing is observed.
+            # The rest of this optimizer's step is as cheap as an unobserved step.
             self.at_work, self.quiet = (), True
 
     @entrance
@@ -176,7 +176,7 @@ class Dispatcher(Guarded):
     # -- the backward ---------------------------------------------------------------------------------------------
 
     def read_graph(self, losses: list[torch.Tensor]) -> None:
-        """Read the formats in the losses' graph, once a measured step, if calls of modules may be unseen."""
+        """Read the formats in the losses' graph, once per measured step, if some modules' calls may be unseen."""
         if not self.clock.measured or self._precision.has_read_graph or (self._called and not compiled_graphs()):
             return
         formats = formats_in_graph(losses, (watched.parameter for watched in self._parameters))

@@ -1,4 +1,4 @@
-"""Walk autograd's graph from a loss towards the parameters."""
+"""Walks autograd's graph from a loss towards the parameters."""
 
 from __future__ import annotations
 

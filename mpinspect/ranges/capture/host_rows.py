@@ -43,7 +43,7 @@ class Arrivals:
         self._waiting: deque[tuple[list[HostCopy], Callable[[], object]]] = deque()
 
     def call(self, copies: Iterable[HostCopy], function: Callable[[], object]) -> None:
-        """Call a function as soon as these copies, and those that earlier functions wait for, are complete."""
+        """Call a function as soon as these copies, and the copies of earlier functions, are complete."""
         self._waiting.append((list(copies), function))
         self.take()
 
@@ -58,7 +58,7 @@ def copy_groups(
 ) -> list[tuple[list[int], HostCopy]]:
     """Copy each group of tensors as one and return the groups with their copies.
 
-    If a group can't be copied, each of its tensors is copied alone, so that one bad tensor does not lose the others.
+    If the copy of a group fails, each of its tensors is copied alone, so that one bad tensor does not lose the others.
 
     Args:
         groups: places of tensors that can be stacked.
@@ -83,7 +83,7 @@ _FIRST_CAPACITY = 128
 
 
 class HostRows:
-    """Keeps the rows that one capture fills on the CPU."""
+    """Manages the rows that one capture fills on the CPU."""
 
     def __init__(self) -> None:
         #: Protects the slots, because backwards may run in several threads.
@@ -109,7 +109,7 @@ class HostRows:
         return self._slots[slot]
 
     def count_together(self, waiting: list[ParameterGradient]) -> None:
-        """Count the gradients that numba's loops support in one call; the others get no row, and none does if the call fails."""
+        """Count the gradients that numba's loops support in one call. The others get no row; after an error, all get no row."""
         counter: Any = fastest.cpu_counter()
         slots = []
         for each in waiting:
@@ -134,7 +134,7 @@ class HostRows:
         return copies
 
     def drop(self) -> None:
-        """Drop the step's rows; they keep their counts until the next step begins."""
+        """Drop the step's rows; their counts stay valid until the next step begins."""
         self._close()
 
     def _close(self) -> None:

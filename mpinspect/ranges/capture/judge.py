@@ -1,4 +1,4 @@
-"""The tensors that the watch read in a step, and the evaluation of their values on the host, which may give an event.
+"""The tensors that the watch read in a step, and the evaluation of their values on the host, which may result in an event.
 
 Values on a device are copied to the host together and asynchronously when the step ends, and are evaluated a step later.
 A fused optimizer decides on the device whether it skips its step, so its ``found_inf`` is copied with these values.
@@ -60,7 +60,7 @@ class StepLog:
     unseen_inputs: set[int] = field(default_factory=set)
     #: Numbers of the tensors and names of the parameters' gradients that are made of values of all ranks.
     of_all_ranks: set[int | str] = field(default_factory=set)
-    #: Whether the model is a stage of a pipeline to which the one before gave its input.
+    #: Whether the model is a pipeline stage that received its input from the previous stage.
     is_later_stage: bool = False
     #: Whether calls of modules that are called often in one forward were not observed.
     is_partial: bool = False
@@ -69,10 +69,10 @@ class StepLog:
     #: Modules that can't have made the first infinity or NaN; None unless determined before the optimizer's step.
     innocent: frozenset[str] | None = None
     scale: BackwardScale | None = None
-    #: Whether a scaler multiplied a loss, which was read then.
+    #: Whether a scaler multiplied a loss; the loss was read at that moment.
     loss_is_scaled: bool = False
     skipped: bool | None = None
-    #: The last micro-batch whose backward began when the loop had cleared all gradients of those before.
+    #: The last micro-batch whose backward began after the loop had cleared all earlier gradients.
     dropped_before: int | None = None
     found_inf: list[torch.Tensor] = field(default_factory=list)
     #: The slots of the readings, by device.
@@ -85,7 +85,7 @@ class StepLog:
     reads_at_optimizers: bool = False
     #: The names of the parameters whose gradients were read before they were clipped.
     read_before_clipping: set[str] = field(default_factory=set)
-    #: Whether all readings are slots, of which most are read only where something is not finite.
+    #: Whether all readings are slots. Most slots are read only if a value is not finite.
     is_on_devices: bool = False
     #: Whether ``backward_broke`` has found such a gradient, and how many readings it has searched.
     _broke: bool = False
@@ -184,7 +184,7 @@ class Judge:
             log.skipped = bool(log.skipped) or bool(arrived.found_inf.values().any())
             self._skips_on_device += log.skipped
         if log.is_on_devices and not any(each.broken() for each in log.magnitudes):
-            # Most of these tensors were not read: the maxima of a few are no history.
+            # Most of these tensors were not read, so the few maxima would be a misleading history.
             return None
         largest = _largest(log, arrived.copies)
         if all(map(math.isfinite, largest)):
@@ -225,16 +225,16 @@ class Judge:
                 self._history.remember((reading.name, reading.what), value)
 
     def _is_block(self, module: str, calls: list[culprit.Call]) -> bool:
-        """Return whether a module has others inside, of which no call was observed."""
+        """Return whether a module contains others without any observed call."""
         has_inside = any(is_below(path, module) for path in self._modules)
         return has_inside and not any(is_below(call.module, module) for call in calls)
 
     def _event(self, found: culprit.Culprit, seen: list[Seen], calls: list[culprit.Call], log: StepLog) -> Event:
         if (found.first.name if found.first.what == WEIGHT_GRADIENT else found.first.tensor) in log.of_all_ranks:
-            doubt = "it is made of the values of all ranks, so it may have arisen on another one"
+            doubt = "the tensor combines values of all ranks, so it may have arisen on another one"
             found = replace(found, explanation=f"{found.explanation}; {doubt}", elsewhere=True)
         elif found.given and log.is_later_stage:
-            reason = "it came from the stage before, of a pipeline: look at that one's rank"
+            reason = "the previous stage of the pipeline sent it: look at that stage's rank"
             found = replace(found, explanation=reason, elsewhere=True)
         if log.is_partial and (found.after or found.module != found.first.module):
             doubt = "not every call of this step was observed, so it may have arisen in a module that is called often"
@@ -245,13 +245,13 @@ class Judge:
             and found.first.name not in log.read_before_clipping
         ):
             doubt = (
-                "in this step, as between samples on a GPU, weight gradients were read when the optimizer stepped, after "
-                "clipping, which spreads a NaN to all of them (every=1: always as they arrive)"
+                "in this step, between samples on a GPU, weight gradients were read when the optimizer stepped, after "
+                "clipping, which spreads a NaN to all of them (every=1 reads them as they arrive)"
             )
             found = replace(found, explanation=f"{found.explanation}; {doubt}")
         elif log.is_outlined and self._is_block(found.module, calls):
             doubt = (
-                "the modules inside it were not looked at in this step, as between samples on a GPU (every=1: always)"
+                "the modules inside it were not observed in this step, between samples on a GPU (every=1 observes them)"
             )
             found = replace(found, explanation=f"{found.explanation}; {doubt}")
         is_dropped = not log.skipped and _dropped(log, seen)
@@ -270,7 +270,7 @@ class Judge:
 
 
 def _dropped(log: StepLog, seen: Iterable[Seen]) -> bool:
-    """Return whether the loop dropped every gradient of the step that was not finite, before another backward."""
+    """Return whether the loop dropped every non-finite gradient of the step before another backward."""
     return log.dropped_before is not None and all(
         look.finite for look in seen if look.phase == BACKWARD and look.micro_batch >= log.dropped_before
     )

@@ -17,11 +17,11 @@ from mpinspect.runtime.distributed import local_part
 
 
 class Slot(Protocol):
-    """A place on a device that will have a tensor's largest magnitude."""
+    """A place on a device for a tensor's largest magnitude, which a kernel fills later."""
 
     def largest(self) -> float | None:
-        """Return the largest magnitude, once its step has been sent to the host: NOT_READ if the device was not to read the
-        tensor, None if it could not. Waits for the device if the copy is not complete."""
+        """Return the largest magnitude, once its step has been sent to the host: NOT_READ if the device skipped the tensor,
+        None if reading failed. Waits for the device if the copy is not complete."""
 
 
 #: The largest magnitude (may be inf or NaN), a slot that will have it, or tensors to derive it from: (minimum, maximum) or
@@ -56,7 +56,7 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     """
     tensor = detached_values(tensor)
     if tensor.layout is not torch.strided:
-        # Of an uncoalesced tensor take the values before duplicates are summed: coalescing waits for the GPU.
+        # Coalescing waits for the GPU, so an uncoalesced tensor's values are used before duplicates are summed.
         tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

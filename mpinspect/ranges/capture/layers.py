@@ -42,14 +42,14 @@ class Layer(Nameable):
         return TensorKey(self.path, ACTIVATION_GRADIENT)
 
 
-#: The most modules inside a block of an outline, and the fewest modules of a model that has an outline.
+#: Maximum number of modules inside a block of an outline, and minimum number of modules of a model with an outline.
 _MOST_INSIDE, _FEWEST_MODULES = 20, 32
 
 
 def outline(layers: Collection[Layer]) -> frozenset[str]:
-    """Return the paths of the modules whose outputs outline a model's forward: its blocks, and the modules around them.
+    """Return the paths of the modules that outline a model's forward: its blocks, and the modules around them.
 
-    All modules of a model that has few.
+    A small model's outline has all its modules.
     """
     if len(layers) <= _FEWEST_MODULES:
         return frozenset(layer.path for layer in layers)
@@ -114,7 +114,7 @@ class Selection:
         self._matched: set[str] = set()
 
     def wants(self, *names: str) -> bool:
-        """Return whether any of a tensor's names (its own, its module's) is included and none of them is excluded."""
+        """Return whether a tensor is selected: one of its names (its own, its module's) is included, and none is excluded."""
         included = self.include is None or self._matches(self.include, names)
         return included and not self._matches(self.exclude, names)
 
@@ -126,7 +126,7 @@ class Selection:
         return not self._matches(self.exclude, (path,))
 
     def unmatched(self) -> list[str]:
-        """Return the patterns that have matched nothing so far."""
+        """Return the patterns that have not matched any name so far."""
         return [pattern for pattern in (*(self.include or ()), *self.exclude) if pattern not in self._matched]
 
     def _matches(self, patterns: Collection[str], names: tuple[str, ...]) -> bool:
@@ -187,7 +187,7 @@ class ModelParameters:
     """Compares the watched parameters with those that their model has now: FSDP2 replaces parameters.
 
     Args:
-        layers: the watched modules; without the model itself ("") among them nothing is compared.
+        layers: the watched modules; without the model itself ("") among them there is no comparison.
         parameters: the watched parameters.
     """
 
@@ -226,8 +226,8 @@ class ModelParameters:
     def _replaced(self, held: Collection[int]) -> list[tuple[WatchedParameter, torch.nn.Parameter]]:
         """Return the parameters that are no longer the model's, each with the parameter that now has its name.
 
-        FSDP2 puts whole parameters in place of its sharded ones around a forward: these replace a sharded one only if an
-        optimizer holds them.
+        Around a forward, FSDP2 substitutes whole parameters for its sharded ones. A substitute counts as a replacement only if
+        an optimizer holds it.
         """
         current = {} if self._model is None else dict(named_parameters(self._model))
         pairs = ((watched, current.get(watched.name, watched.parameter)) for watched in self._parameters)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpinspect.ranges.capture.dispatcher import Dispatcher
     from mpinspect.ranges.capture.recording import Recording
 
-#: The most nodes of a loss's graph that are searched for a module's output: some 1 ms.
+#: Maximum number of nodes of a loss's graph in a search for a module's output: some 1 ms.
 _MOST_NODES = 2048
 
 
@@ -42,7 +42,7 @@ class Listener(Guarded):
         self._dispatcher = dispatcher
         self._clock, self._waiting = dispatcher.clock, dispatcher.waiting
         self._optimizers, self._scale = dispatcher.optimizers, dispatcher.scale
-        #: The step and its last micro-batch whose backward served another model's optimizer; None if none did.
+        #: The last step and micro-batch whose backward served another model's optimizer; None without one.
         self._aside: tuple[int, int] | None = None
 
     def listen(self) -> None:
@@ -64,7 +64,7 @@ class Listener(Guarded):
         optimizer_steps.unlisten(self)
 
     def captured(self, *args: Any) -> None:
-        """Note that a graph is captured of a step of this model's optimizers; others' graphs are not its concern."""
+        """Note that a CUDA graph is captured with a step of this model's optimizers; other optimizers' graphs are ignored."""
         if any(isinstance(each, torch.optim.Optimizer) and self._optimizers.owns(each) for each in args):
             super().captured(*args)
 
@@ -104,7 +104,7 @@ class Listener(Guarded):
     @entrance
     def clipping(self, parameters: Any, norm: Any) -> None:
         """Notify the observers that the gradients of these parameters are about to be clipped by their norm."""
-        # A generator is left to torch, which can only go through it once.
+        # A generator is left to torch, since it can be consumed only once.
         if (
             not self._dispatcher.at_work
             or not isinstance(parameters, list | tuple)
@@ -166,7 +166,7 @@ class Listener(Guarded):
 
     @entrance
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find the parameters that were replaced since attaching: an optimizer is made for those that are trained."""
+        """Find the parameters that were replaced since attaching: a new optimizer holds the trained ones."""
         if self._optimizers.holds_new(optimizer):
             self._dispatcher.find_replaced_parameters(optimizer)
 
@@ -197,7 +197,7 @@ class Listener(Guarded):
             self._recording.aside(self._clock.step, None, self._scale.last)
 
     def _only_makes_states(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step only makes the optimizer's states: nothing ran before it, and it changes no weight."""
+        """Return whether a step only makes the optimizer's states: it comes first in the step and changes no weight."""
         return not self._dispatcher.quiet and not self._clock.begun and stands_still(optimizer)
 
     @entrance

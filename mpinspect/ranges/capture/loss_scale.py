@@ -33,9 +33,9 @@ class BackwardScale:
         power_of_two: whether the scale is (on a device: can only be) a power of two, so that unscaling only shifts
             exponents.
         unknown: why the scale can't be known; "" if it is known.
-        source: ``id`` of the scaler that holds the scale; 0 for none.
-        is_aside: whether no scaler multiplied the loss, in a run in which a scaler multiplies others: its 1 is not the run's
-            loss scale.
+        source: ``id`` of the scaler that holds the scale; 0 without a scaler.
+        is_aside: whether no scaler multiplied the loss, although a scaler multiplies other losses of the run: its 1 is not the
+            run's loss scale.
     """
 
     value: float | None = 1.0
@@ -85,8 +85,8 @@ def from_callable(source: Callable[[], Any]) -> BackwardScale:
 def from_scaler(scaler: Any) -> BackwardScale:
     """Return the scale that a scaler applies now.
 
-    torch.amp.GradScaler keeps its scale in a tensor, which is read on a CPU and copied on the device elsewhere.
-    Other scalers' scale is taken from ``get_scale()`` or ``loss_scale``.
+    torch.amp.GradScaler has its scale in a tensor, which is read on a CPU and copied on a device. Other scalers' scale is taken
+    from ``get_scale()`` or ``loss_scale``.
     """
     enabled = getattr(scaler, "is_enabled", None)
     if callable(enabled) and not enabled():
@@ -179,7 +179,7 @@ class ScaleOfBackward:
 
     @property
     def last(self) -> BackwardScale:
-        """The scale in the last call of ``now``: that of the last backward that reached the model."""
+        """The scale in the last call of ``now``, for the last backward that reached the model."""
         return self._scale
 
     def loss_scaled(self, scaler: Any, scaled: Any) -> list[torch.Tensor]:
@@ -218,7 +218,7 @@ class ScaleOfBackward:
         self._changes()
 
     def _of_scaled_loss(self) -> _Scaled | None:
-        """Return the entry of the scaled loss at which the running backward began; None if it began elsewhere.
+        """Return the entry of the scaled loss where the running backward began; None if it began elsewhere.
 
         A nested backward (reentrant checkpointing) has its own graph task and takes the scale of the outer one on its
         thread.

@@ -1,4 +1,4 @@
-"""A capture's hooks on a model's modules, parameters and tensors; removed in steps where nothing is observed."""
+"""A capture's hooks on a model's modules, parameters and tensors; removed in unobserved steps."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ModelHooks:
         self._later = later
 
     def rehook(self, replaced: Collection[WatchedParameter]) -> None:
-        """Move the hooks of these parameters, if hooked, from the tensors that were replaced to those that replaced them."""
+        """Move the hooks of these parameters, if hooked, from the replaced tensors to the new ones."""
         self._put_back()
         hooked, self._on_parameters = self._on_parameters, []
         for watched, handle in hooked:
@@ -93,12 +93,12 @@ class ModelHooks:
         self.hook_parameters(self._later)
 
     def begin_step(self, quiet: bool, outlined: bool = False, without_parameters: bool = False) -> bool:
-        """Update the hooks for the model as it is now; return whether some modules have none in this step.
+        """Update the hooks for the model's current state; return whether some modules are without a hook in this step.
 
         Args:
-            quiet: remove them all, since nothing is observed in this step.
-            outlined: remove those of the modules inside the blocks of the model's outline.
-            without_parameters: if that removes any, remove those of the parameters too.
+            quiet: remove all hooks, since this step is not observed.
+            outlined: remove the hooks of modules inside the blocks of the model's outline.
+            without_parameters: if that removes any, remove the parameters' hooks too.
         """
         if quiet:
             self._lift_modules(self._on_modules)
@@ -149,7 +149,7 @@ class ModelHooks:
     def _lift_modules(self, hooked: Iterable[tuple[torch.nn.Module, int]]) -> None:
         """Remove hooks until ``_put_back``: even a hook that returns immediately costs a microsecond or more per call.
 
-        Does nothing if torch.compile has compiled anything: changing a module's hooks would trigger recompilation.
+        Has no effect if torch.compile has compiled anything: changing a module's hooks would trigger recompilation.
         """
         if compiled_graphs():
             return
@@ -166,7 +166,7 @@ class ModelHooks:
         for watched, handle in self._on_parameters:
             parameter = watched.parameter
             known = _hooks_of(parameter)
-            # If the parameter has other hooks, ours stays, to keep its place among them.
+            # If the parameter has other hooks, ours stays, to preserve the order of the hooks.
             if known is not None and len(known) == 1 and handle.id in known:
                 self._lifted_parameters.append((parameter, handle.id, known.pop(handle.id)))
 
@@ -209,7 +209,7 @@ class ModelHooks:
         if self.wrapped_inputs and node is not None:
             node.metadata[id(self), tensor.output_nr] = number
         if handle is not None:
-            # The module returned a parameter.
+            # Only a leaf has a removable hook: the module returned a parameter.
             self._handles.add(handle)
 
     def see_through_wrappers(self, call: Call, watch: Watch) -> None:
@@ -241,5 +241,5 @@ class ModelHooks:
 
 
 def _hooks_of(parameter: torch.Tensor) -> Any:
-    """Return torch's dictionary of the hooks among which ours on a parameter is; None if there were never any."""
+    """Return torch's dictionary with our hook on a parameter; None if the parameter never had hooks."""
     return parameter._post_accumulate_grad_hooks if is_distributed(parameter) else parameter._backward_hooks

@@ -1,8 +1,7 @@
 """The events of a training step as objects (observations), and the interface of the observers that consume them.
 
-Hooks create the observations and the dispatcher passes them to the observers. A tensor is read at most once: the result
-of the first observer that reads it (``found``: its row of counts, or its largest magnitude) is kept on the observation
-for the others.
+Hooks create the observations and the dispatcher passes them to the observers. A tensor is read at most once: the first observer
+stores its result (``found``: the row of counts, or the largest magnitude) on the observation for the others.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Call:
         return self._inputs
 
     def whole_numbers(self) -> list[torch.Tensor]:
-        """Return the tensors of integers among the module's arguments, not those inside other arguments."""
+        """Return the integer tensors that are arguments of the module (not nested inside other arguments)."""
         given = (*self._args, *self._kwargs.values()) if self._kwargs else tuple(self._args)
         return [each for each in given if type(each) is torch.Tensor and each.dtype in (torch.int64, torch.int32)]
 
@@ -82,7 +81,7 @@ class Backward(NamedTuple):
     """The context that all gradients of one backward share.
 
     Args:
-        task: autograd's graph task; NO_BACKWARD for none.
+        task: autograd's graph task, or NO_BACKWARD.
         scale: the loss scale.
         divisor: the number to divide values by before counting; None if exponents are shifted instead, or the scale is
             unknown.
@@ -141,8 +140,8 @@ class ParameterGradient:
         watched: the parameter.
         values: a tensor that shares the gradient's memory.
         version: the version counter of ``values`` when the gradient arrived.
-        place: how many tensors the watch had already read in this step.
-        stream: the stream on which the gradient arrived.
+        place: the number of tensors that the watch had read before it in this step.
+        stream: the stream of the gradient's arrival.
         found: the gradient's row of counts; None before it is counted, and if it can't be counted.
     """
 
@@ -155,7 +154,7 @@ class ParameterGradient:
 
 
 class Observer:
-    """Consumes observations. Subclasses override the methods they need and know no other observer.
+    """Consumes observations. Subclasses override the methods they need and are independent of each other.
 
     Calls, gradients and losses are passed only to the observers at work in the current step, everything else to all.
     """
@@ -170,7 +169,7 @@ class Observer:
     wants_backward_end = False
 
     def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
-        """Return whether the observer handles parameter gradients (those of a backward whose gradients a scaler checks)."""
+        """Return whether the observer handles parameter gradients; ``checked_by_scaler``: whether a scaler checks them."""
         return False
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
@@ -243,8 +242,8 @@ class Observer:
 class LastValues(Generic[Known]):
     """Remembers the result of reading one tensor, to reuse it if the next tensor holds the same values.
 
-    A container returns the tensor that its last layer made, or a reshaped view of it, and passes the gradient at its output
-    on to that layer likewise: both are read only once. The tensor is referenced weakly.
+    A container returns its last layer's output, or a reshaped view of it, and passes its output gradient on to that layer, so
+    each of the two is read only once. The tensor is referenced weakly.
     """
 
     __slots__ = ("_address", "_dtype", "_found", "_length", "_owner", "_version", "remembers")
@@ -298,13 +297,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 # -- what can be observed at all -----------------------------------------------------------------------------------------
 
 _TRANSFORMED = "calls inside torch.func transforms (grad, vmap, ...) are not seen: their tensors hold no values"
-_BATCHED = "gradients of is_grads_batched=True are not seen: each is many in one, and holds no values"
-_TRACED = "calls inside torch.jit.trace are not seen: what counts them would become part of the graph"
+_BATCHED = "gradients of is_grads_batched=True are not seen: each is a batch of gradients, and holds no values"
+_TRACED = "calls inside torch.jit.trace are not seen: the counting would become part of the graph"
 
 #: Functions that return None unless a torch.func transform, or torch.jit.trace, is active.
 transforms: Any = torch._C._functorch.peek_interpreter_stack
 tracing: Any = torch._C._get_tracing_state
-#: Tells whether a tensor is a batch of gradients (is_grads_batched=True).
+#: Returns whether a tensor is a batch of gradients (is_grads_batched=True).
 is_many: Any = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 
 

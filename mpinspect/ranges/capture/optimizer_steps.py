@@ -1,6 +1,6 @@
-"""Notify listeners of every optimizer that is made, and of its steps, through a single pair of torch's global optimizer hooks.
+"""Notifies listeners of new optimizers and of all optimizers' steps, through one pair of torch's global optimizer hooks.
 
-torch has no hook for an optimizer that is made, so ``Optimizer.__init__`` is wrapped as long as there are listeners.
+torch has no hook for a new optimizer, so ``Optimizer.__init__`` is wrapped as long as there are listeners.
 
 torch iterates over its table of hooks while running them, so adding or removing a hook during another thread's step
 would make that step raise an error. Ours are added with the first listener and removed with the last, unless a step is
@@ -73,7 +73,7 @@ def _telling(original: Any) -> Any:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Do nothing while torch.compile traces: steps inside a compiled function are not observed.
+    # Return at once while torch.compile traces: steps inside a compiled function are not observed.
     if torch.compiler.is_compiling() or _is_nested(optimizer):
         return
     _under_way.add((id(optimizer), "before"))
@@ -109,7 +109,7 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _wrapper_code() -> Any:
-    """Return the code object of the wrapper around every optimizer's ``step``, in which torch calls these hooks."""
+    """Return the code object of torch's wrapper around every optimizer's ``step``, which calls these hooks."""
     made: Any = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step)
     return made.__code__
 

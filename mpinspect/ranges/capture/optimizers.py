@@ -1,4 +1,4 @@
-"""The optimizers of a model: which they are, and which of their steps are in progress or were skipped."""
+"""The optimizers of a model, with their steps in progress and their skipped steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from mpinspect.ranges.capture.layers import WatchedParameter
 
-#: At each step of an optimizer the weight gradients that it holds can be read in one launch, if there are at most so many.
+#: Maximum number of optimizers whose weight gradients are read when they step, in one launch each.
 _FEW = 8
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """Return the torch optimizer inside a trainer's wrappers, for which torch calls its hooks; None if there is none."""
+    """Return the torch optimizer inside a trainer's wrappers, for which torch calls its hooks; None without one."""
     for name in ("_optimizer", "optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, torch.optim.Optimizer):
@@ -24,7 +24,7 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
 
 
 class ModelOptimizers:
-    """Tracks the optimizers of the model: those that the user passed, and those detected when they step its parameters.
+    """Tracks the optimizers of the model: the ones that the user passed, and others that step the model's parameters.
 
     Args:
         given: the optimizers that the user passed.
@@ -34,12 +34,12 @@ class ModelOptimizers:
     def __init__(self, given: Iterable[torch.optim.Optimizer], parameters: Iterable[WatchedParameter]) -> None:
         self._parameters = parameters
         self._by_id = {id(watched.parameter): watched for watched in parameters}
-        #: For optimizers that hold other parameters than the model's: the ids of the first of each group.
+        #: For optimizers with parameters other than the model's: the ids of each group's first parameter.
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
         self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         for optimizer in given:
             self._ours[optimizer] = True
-        #: Optimizers (by id) for which a scaler's step is in progress and that have not stepped yet.
+        #: Optimizers (by id) inside a scaler's step, before their own step.
         self._in_scaler_step: set[int] = set()
         #: Optimizers (by id) whose step is in progress.
         self._in_step: set[int] = set()
@@ -63,7 +63,7 @@ class ModelOptimizers:
         return [optimizer for optimizer, ours in self._ours.items() if ours]
 
     def few_hold_all(self) -> bool:
-        """Return whether a few optimizers hold every parameter that is trained; not one for each, which step in the backward."""
+        """Return whether at most _FEW optimizers hold all trained parameters (one per parameter would step in the backward)."""
         living = self.living()
         if len(living) > _FEW:
             return False
@@ -76,7 +76,7 @@ class ModelOptimizers:
             yield from self.watched(group["params"])
 
     def watched(self, parameters: Iterable[torch.Tensor]) -> list[WatchedParameter]:
-        """Return those of these parameters that are the model's."""
+        """Return the model's parameters among these."""
         return [self._by_id[key] for key in map(id, parameters) if key in self._by_id]
 
     def holds_new(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -92,7 +92,7 @@ class ModelOptimizers:
         return True
 
     def parameters_replaced(self) -> None:
-        """Read the model's parameters again, and forget which optimizers held none of them."""
+        """Read the model's parameters again, and forget the optimizers that held only other parameters."""
         self._by_id = {id(watched.parameter): watched for watched in self._parameters}
         for optimizer in [optimizer for optimizer, ours in self._ours.items() if not ours]:
             del self._ours[optimizer]
@@ -159,7 +159,7 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def stands_still(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether every learning rate is 0: by such a step torch.distributed.checkpoint makes an optimizer's states."""
+    """Return whether every learning rate is 0: torch.distributed.checkpoint makes an optimizer's states by such a step."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return all(
         isinstance(rate, float) or (isinstance(rate, torch.Tensor) and rate.is_cpu) for rate in rates

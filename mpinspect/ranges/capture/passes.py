@@ -1,4 +1,4 @@
-"""Run single training passes of a model in FP32 and in FP16, from the same state, and compare their gradients."""
+"""Runs single training passes of a model in FP32 and in FP16, from the same state, and compares their gradients."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ class Passes:
                 "Compute the loss in FP32: loss_function(output.float(), target)"
             )
         if half and not bool(torch.isfinite(loss).all()):
-            self._note(
-                "the loss of the FP16 pass is not finite, though that of the FP32 pass is: the forward overflowed"
-            )
+            self._note("the loss is finite in the FP32 pass but not in the FP16 pass: the forward overflowed")
 
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:
@@ -114,7 +112,7 @@ def _gradient_capture(model: torch.nn.Module, recording: Recording) -> Capture:
 
 
 def require_loss(loss: Any, number: int, *, finite: bool) -> None:
-    """Raise TypeError or ValueError unless a batch's loss is one number with a graph, and finite if that is asked for."""
+    """Raise TypeError or ValueError unless a batch's loss is one number with a graph, and finite if required."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(
             f"loss_fn returned {type(loss).__name__} for batch {number}, not a tensor: return the scalar loss itself "
@@ -131,8 +129,8 @@ def require_loss(loss: Any, number: int, *, finite: bool) -> None:
         )
     if finite and not math.isfinite(loss.item()):
         raise ValueError(
-            f"the loss of batch {number} is {loss.item()} in FP32: nothing can be compared. Look for a NaN in the batch or the "
-            "weights, or a learning rate that was too large"
+            f"the loss of batch {number} is {loss.item()} in FP32: there is no reference to compare with. Look for a NaN "
+            "in the batch or the weights, or a learning rate that was too large"
         )
 
 
@@ -186,7 +184,7 @@ class GradientDifference:
 
     @property
     def relative_error(self) -> float | None:
-        """L2 norm of the difference divided by that of the reference; None if the latter is zero or anything is not finite."""
+        """L2 norm of the difference over the L2 norm of the reference; None if the latter is zero or a value is not finite."""
         if not self._all_finite or not self._reference_square:
             return None
         return math.sqrt(self._error_square / self._reference_square)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class WindowList:
-    """Keeps fewer than twice ``limit`` windows of similar length, by merging neighbours without changing any total.
+    """A list of fewer than twice ``limit`` windows of similar length. Merges neighbours without changing any total.
 
     ``session.coarsen`` would merge all windows at once, which takes a second with a thousand tensors. Here the target length
     doubles when there are too many windows, and each window added after that merges one pair of neighbours.
@@ -84,15 +84,15 @@ class WindowList:
         return max(first.sampled_steps, 1) + max(second.sampled_steps, 1) <= self.length
 
 
-#: Most events kept; later ones usually repeat the same problem.
+#: Maximum number of stored events; later ones usually repeat the same problem.
 EVENT_LIMIT = 1000
-#: Most measurements kept, over all observers.
+#: Maximum number of stored measurements of all observers.
 MEASUREMENT_LIMIT = 1000
-#: Most changes of the loss scale kept; a dynamic scaler makes two every couple of thousand steps.
+#: Maximum number of stored changes of the loss scale; a dynamic scaler makes two every couple of thousand steps.
 SCALE_LIMIT = 1000
-#: Most windows that one write leaves in the file: a run of a second, too, shows there how it began and ended.
+#: Maximum number of windows per write: even a run of one second has several windows in the file.
 WINDOWS_A_WRITE = 8
-#: Most tensors named in one note.
+#: Maximum number of tensors named in one note.
 NAMED_LIMIT = 5
 #: Minimum time between two writes: in seconds, and as a multiple of a write's cost: with TensorBoard's maps,
 #: which take half a percent at most, writing takes 2%.
@@ -100,7 +100,7 @@ WRITE_INTERVAL_S = 1.0
 WRITE_COST_FACTOR = 67
 #: Longest time that the training waits for the first event to be written.
 FIRST_EVENT_WAIT_S = 0.1
-#: Most windows queued for a slow disk; beyond, the oldest two are merged.
+#: Maximum number of windows queued for a slow disk; beyond it, the oldest two are merged.
 UNWRITTEN_LIMIT = 16
 
 
@@ -115,7 +115,7 @@ def warn(sentence: str) -> None:
 
 
 class Recording:
-    """Keeps the windows, events and notes of one run.
+    """Stores the windows, events and notes of one run.
 
     Args:
         info: facts about the run.
@@ -145,14 +145,14 @@ class Recording:
         self._cost: dict[str, float] = {}
         self.notes: list[str] = []
         self.events: list[Event] = []
-        #: By step, the last of its micro-batches so far whose backward served another model's optimizer, and the loss scale.
+        #: By step, the last micro-batch whose backward served another model's optimizer, and the loss scale.
         self._aside: dict[int, tuple[int, BackwardScale]] = {}
         self._watched: list[TensorInfo] = []
         self._windows = WindowList()
         self._unwritten: list[Window] = []
         #: Sampled steps of all windows added.
         self._sampled_steps = 0
-        #: A write that is due is done when the number of sampled steps is a multiple of this; 0 while none is due.
+        #: A due write is done when the number of sampled steps is a multiple of this; 0 while no write is due.
         self._stride = 0
         self._sinks = Sinks(sinks, written)
         self._clock = clock
@@ -188,9 +188,9 @@ class Recording:
             self.note(f"more than {EVENT_LIMIT} steps were not finite: the later ones are not listed")
 
     def aside(self, step: int, micro_batch: int | None, scale: BackwardScale) -> None:
-        """Record that a step's backwards up to a micro-batch served another model's optimizer; None: none of them did.
+        """Record that a step's backwards up to a micro-batch served another model's optimizer; None revokes the record.
 
-        Kept for eight steps, since events are at most a few steps late.
+        Stored for eight steps, since events are at most a few steps late.
         """
         self._aside.pop(step, None)
         if micro_batch is not None:
@@ -221,7 +221,7 @@ class Recording:
             self._sinks.each(lambda sink: sink.precision(precision))
 
     def unread(self, done: str, tensors: Mapping[str, Sequence[TensorKey]]) -> None:
-        """Record the tensors that could not be read: in a note and, for those never counted, in the report's coverage.
+        """Record the tensors that could not be read: in a note and, if never counted, in the report's coverage.
 
         Args:
             done: the intended treatment of the tensors: "counted" or "watched".
@@ -234,8 +234,8 @@ class Recording:
             ]
             more = f" and {len(names) - NAMED_LIMIT} more" if len(names) > NAMED_LIMIT else ""
             self.note(
-                f"{', '.join(names[:NAMED_LIMIT])}{more} could not be {done} ({reason}); all else is, and the training is not "
-                "affected"
+                f"{', '.join(names[:NAMED_LIMIT])}{more} could not be {done} ({reason}); all other tensors are, and the "
+                "training is not affected"
             )
         notes = {key: f"could not be counted: {reason}" for reason, keys in tensors.items() for key in keys}
         if notes and done == "counted":
@@ -255,7 +255,7 @@ class Recording:
                 half = SCALE_LIMIT // 2
                 scales = (*scales[:half], *scales[1 - half :])
                 self.note(
-                    f"the loss scale changed more than {SCALE_LIMIT} times: the first and the last {half} are kept"
+                    f"the loss scale changed more than {SCALE_LIMIT} times: only the first and the last {half} are recorded"
                 )
             self._progress(scales=(*scales, ScaleChange(step, scale)))
 
@@ -321,7 +321,7 @@ class Recording:
         if self._sinks:
             self._unwritten.append(window)
         if len(self._unwritten) > UNWRITTEN_LIMIT:
-            # The disk is slow, or nothing is written: merge the oldest two, since all become one window when written.
+            # The disk is slow, or there is no sink: merge the oldest two, since all become one window when written.
             self._unwritten[:2] = [merge_windows(*self._unwritten[:2])]
 
     def step_done(self, steps: int, skipped_steps: int, backwards: int, sampled: bool) -> None:

@@ -1,4 +1,4 @@
-"""Notify listeners of gradient scalers' calls, by wrapping methods of torch's class while there are listeners.
+"""Notifies listeners of gradient scalers' calls, by wrapping methods of torch's class while there are listeners.
 
 GradScaler has no hooks, and a scaler made inside a function of the script can't be reached. So the methods are wrapped on
 the class (and on subclasses that override them), once for all listeners, and restored afterwards.

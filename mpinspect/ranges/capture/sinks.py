@@ -1,4 +1,4 @@
-"""Forward captured records to the sinks that store them (session file, TensorBoard), on a background thread."""
+"""Forwards captured records to the sinks that store them (session file, TensorBoard), on a background thread."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mpinspect.ranges.session import Event, Measurement, Precision, Progress, Te
 from mpinspect.runtime.appending import may_pass
 from mpinspect.runtime.background import Background
 
-#: Most windows queued while the disk refuses them; beyond, the oldest two are merged.
+#: Maximum number of windows queued while the disk refuses them; beyond it, the oldest two are merged.
 WAITING_LIMIT = 16
-#: Most notes per sink on refused writes, so that a disk that keeps filling up does not flood the notes.
+#: Maximum number of notes per sink on refused writes, so that a full disk does not flood the notes.
 MOST_TOLD = 10
 
 
 class Sink(Protocol):
     """Stores captured records; raises OSError when it can't. Called by different threads, but never concurrently.
 
-    A sink with a true attribute ``yields`` writes nothing while an earlier sink is refused: it would take the room that the
-    earlier one, whose records matter more, needs.
+    A sink with a true attribute ``yields`` pauses while an earlier sink's writes are refused, to leave the disk space to the
+    earlier, more important records.
     """
 
     def watched(self, infos: Sequence[TensorInfo]) -> None: ...
@@ -48,7 +48,7 @@ class _Keeper:
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
         self.yields: bool = getattr(sink, "yields", False)
-        #: The first step that the sink lacked when a write was refused; None if none is refused.
+        #: The first step that the sink lacked when a write was refused; None while writes succeed.
         self.refused_since: int | None = None
         self.told = 0
         #: Number of steps that the sink has.
@@ -77,7 +77,7 @@ class _Keeper:
             self._windows[:2] = [merge_windows(*self._windows[:2])]
 
     def join_windows(self) -> None:
-        """Merge the queued windows into one, which needs the least room."""
+        """Merge the queued windows into one, which takes the least disk space."""
         if len(self._windows) > 1:
             self._windows = [merge_windows(*self._windows)]
 
@@ -95,7 +95,7 @@ class _Keeper:
             self._progress = None
 
     def end_without(self, note: str) -> None:
-        """Write how the run ended, and a note on the records that are lost, as far as the disk takes them."""
+        """Write the end of the run and a note on the lost records, as far as the disk accepts them."""
         others, self._others = self._others, [lambda sink: sink.note(note)]
         self._windows.clear()
         with contextlib.suppress(Exception):
@@ -108,7 +108,7 @@ class Sinks:
     """Forwards captured records to the sinks, in order, without making the training wait.
 
     A sink whose disk refuses a write is retried with every new record, and its unsaved records are queued, with windows
-    merged; a sink that fails otherwise is dropped. In a forked child nothing is forwarded, since the files belong to the
+    merged; a sink that fails otherwise is dropped. A forked child does not forward records, since the files belong to the
     parent.
 
     Args:
@@ -135,7 +135,7 @@ class Sinks:
         return self._background.busy
 
     def each(self, tell: Callable[[Sink], None], *, urgent: bool = False) -> None:
-        """Call ``tell`` with each sink soon, on the background thread; ``urgent`` means as soon as possible."""
+        """Call the function ``tell`` with each sink soon, on the background thread; ``urgent``: as soon as possible."""
         if self._keepers:
             self._background.call(lambda: self._tell(lambda keeper: keeper.take(tell)), urgent=urgent)
 
@@ -208,7 +208,7 @@ class Sinks:
             if keeper.told <= MOST_TOLD:
                 self._failures.append(
                     f"{name} could not write the records since step {keeper.first_lost:,} ({error}): it tries again at each "
-                    "write, and until then keeps them in memory"
+                    "write, and holds them in memory until then"
                 )
 
     def _went_on(self, keeper: _Keeper) -> None:
@@ -233,6 +233,6 @@ class Sinks:
             try:
                 keeper.sink.close()
             except OSError as error:
-                self._failures.append(f"{name} was not closed as it should: its last records may be missing ({error})")
+                self._failures.append(f"{name} could not be closed: its last records may be missing ({error})")
             except Exception as error:
                 self._failed(keeper, error)

@@ -1,4 +1,4 @@
-"""Decide where one training step ends and the next begins, and which steps are sampled and watched.
+"""Decides where one training step ends and the next begins, and which steps are sampled and watched.
 
 A step ends when every optimizer known to belong to the model has stepped or was skipped, or when one of them
 steps again (a critic that steps five times per step of the generator). Without any optimizer, a step ends before a
@@ -16,11 +16,12 @@ from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.runtime.meter import Meter
 
-#: Most micro-batches per step if no optimizer is known, even if the weights were not updated: this bounds the counts kept.
+#: Maximum number of micro-batches per step without a known optimizer, even without an update, to bound the memory.
 _MOST_MICRO_BATCHES = 256
 
 
-#: Calls of a module in one forward that are all observed; of more calls this many to twice as many are, evenly spread.
+#: Up to this many calls of a module in one forward are all observed. Of more calls, this many to twice as many are, evenly
+#: spread.
 _ALL_CALLS = 32
 #: Calls of an optimizer's closure in one step that are observed.
 MOST_CLOSURES = 4
@@ -58,7 +59,7 @@ def is_measured(number: int) -> bool:
     Steps 0..3, powers of two and every 256th are measured: a cost of 1% of such a step is about 0.01% of a long run.
 
     Args:
-        number: number of the step among those that are sampled or watched, from 0.
+        number: number of the step among the sampled or watched steps, from 0.
     """
     return number < 4 or number & (number - 1) == 0 or number % 256 == 0
 
@@ -108,7 +109,7 @@ class StepClock:
 
     @property
     def waits_for_optimizer(self) -> bool:
-        """Whether the model has a known optimizer and none has stepped in the current step."""
+        """Whether the model has a known optimizer but no optimizer has stepped in the current step."""
         return bool(self._known) and not self._done
 
     @property
@@ -178,7 +179,7 @@ class StepClock:
 
     @property
     def may_be_aside(self) -> bool:
-        """Whether the last backward may have served another model's optimizer that steps now: none of this model's has."""
+        """Whether the last backward may have served another model's optimizer that steps now: this model's have not stepped."""
         return self.waits_for_optimizer and self._backward_since_forward
 
     def optimizer_done(self, optimizer: object, *, skipped: bool) -> bool:
@@ -200,8 +201,8 @@ class StepClock:
 class CallChoice:
     """Chooses the calls of each module that are observed in a forward: all, or an evenly spread part if they are many.
 
-    A recurrent cell is called once a time step. The number of calls in one forward decides how many are left out of the
-    next; within the first such forward fewer are chosen the more there have been. The choice shifts by one with each forward.
+    A recurrent cell is called once per time step. The number of calls in one forward sets the share chosen in the next. In the
+    first such forward, the share falls as calls accumulate. The choice shifts by one with each forward.
     """
 
     def __init__(self) -> None:
@@ -209,15 +210,15 @@ class CallChoice:
         #: Calls and chosen calls in the current forward, by module.
         self._calls: dict[str, int] = {}
         self._chosen: dict[str, int] = {}
-        #: Modules of which calls are left out: one in how many is chosen.
+        #: By module with calls left out: n, where one call in n is chosen.
         self._one_in: dict[str, int] = {}
-        #: The most calls in one forward of each of these modules, and how many of them were observed.
+        #: By module with calls left out: the maximum number of calls in one forward, and how many of them were observed.
         self.often: dict[str, tuple[int, int]] = {}
         #: Whether any call of the current step was left out.
         self.any_left_out = False
 
     def begin_forward(self) -> None:
-        """Begin a forward, after the backward of the one before or in a new step."""
+        """Begin a forward, after the previous forward's backward or in a new step."""
         for path in self._chosen:
             calls = self._calls[path]
             self._one_in[path] = 1 << max((calls // _ALL_CALLS).bit_length() - 1, 0)
@@ -245,9 +246,9 @@ class Pace:
     """Chooses for each step whether it is sampled and watched, by the schedule or the budget.
 
     Args:
-        clock: gives the schedule.
+        clock: has the schedule.
         budget: the budget that decides; None if the schedule decides, and every step is watched.
-        limit: when a budget takes over from the schedule; None: never.
+        limit: the cost above which a budget replaces the schedule; None: never.
         samples, watches: whether there is anything to sample, and whether there is a watch.
     """
 

@@ -1,4 +1,4 @@
-"""Collect rows of counts into windows.
+"""Collects rows of counts into windows.
 
 Rows stay on the device that counted them until their step ends (``host_rows``, ``device_rows``). Then a single copy brings them
 to the host; from a GPU this copy is asynchronous, and its rows are usually added a step later.
@@ -27,7 +27,7 @@ from mpinspect.ranges.session import LostUpdates, TensorKey, Window
 from mpinspect.runtime.device import on_stream
 from mpinspect.runtime.guard import Unread
 
-#: The formats of narrow dtypes, to which values have been rounded before they are counted.
+#: The formats of narrow dtypes: values of these dtypes were rounded before they are counted.
 _NARROW = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -50,7 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Sample(NamedTuple):
     """The counts of one tensor at one time.
 
-    ``scale`` is the loss scale that multiplies its values; ``passed_through`` the format to which they were rounded.
+    ``scale`` is the loss scale that multiplies its values; ``passed_through`` is the format that they were rounded to.
     """
 
     key: TensorKey
@@ -92,7 +92,8 @@ class Tally:
 
     Args:
         drop: called with a sentence when samples are discarded.
-        scale_seen: called with the step and the scale of its gradients (None: unknown); not for a backward beside the scaler's.
+        scale_seen: called with the step and the scale of its gradients (None: unknown), except for a backward that is
+            ``is_aside``.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class Tally:
         self._travelling: deque[_Step] = deque()
         self._open = WindowRows()
         self._arrangement = Arrangement([], [], [])
-        #: FP32 gradients found never to have been rounded to FP16, although other tensors of their steps were; of weights,
-        #: their modules' paths, since one module computes the gradients of all its weights alike.
+        #: FP32 gradients that were never rounded to FP16, although other tensors of their steps were. A weight gradient is
+        #: stored under its module's path, since a module computes the gradients of all its weights in one format.
         self._in_float32: set[TensorKey] = set()
         self._steps: list[int] = []
         self._gradient_peaks: dict[int, int] = {}
@@ -127,7 +128,7 @@ class Tally:
         """Return a tensor's row of counts for the current step's sample, like ``counting.count``; never waits for a GPU.
 
         The row may be part of a buffer that is reused from the next step on. None if the tensor can't be counted.
-        ``later``: a device may count the tensor when the step ends, since nobody is expected to change it.
+        ``later``: a device may count the tensor when the step ends, since it is not expected to change.
         """
         try:
             return self._row(tensor, divisor, later)
@@ -199,7 +200,7 @@ class Tally:
             self._take_next()
 
     def close_window(self, *, wait: bool = False) -> Window | None:
-        """Return the window since the last call, or None if nothing was sampled; ``wait`` first waits for copies from a GPU."""
+        """Return the window since the last call, or None without samples; ``wait`` first waits for copies from a GPU."""
         while wait and self._travelling:
             self._take_next()
         if not self._steps:
@@ -237,7 +238,7 @@ class Tally:
         )
 
     def _without_lost(self, samples: list[Sample]) -> list[Sample]:
-        """Return the samples without those of tensors that were changed while they were held, which are noted as unread."""
+        """Return the samples except those of tensors that were changed while they were held; note these tensors as unread."""
         lost = {row for rows in self._device_rows.values() for row in rows.lost}
         for sample in samples if lost else ():
             if id(sample.row) in lost:
@@ -259,7 +260,7 @@ class Tally:
         return copies + _copy_alike(rows, lambda place, error: self.unread.failed(samples[place].key, error))
 
     def _take_next(self) -> None:
-        """Add the step that was sent first to the open window; discard the step on an error."""
+        """Add the earliest sent step to the open window; discard the step on an error."""
         step = self._travelling.popleft()
         try:
             self._take(step)
@@ -286,7 +287,7 @@ class Tally:
             self._in_float32 |= set(map(_of_module, found))
             arrangement = self._arranged(self._as_rounded(samples), scales, row_sets)
         for name in arrangement.not_counted:
-            self._drop(f"a sample of {name} was thrown away: its loss scale turned out to be no power of two")
+            self._drop(f"a sample of {name} was discarded: its loss scale is not a power of two")
         peak = self._open.add_step(arrangement, row_sets, np.array(numels, dtype=np.int64))
         own = [number for number in step.gradient_scales if not step.scales[number].is_aside]
         for value in dict.fromkeys(scales[number].value for number in own):
@@ -298,7 +299,7 @@ class Tally:
             self._gradient_peaks[peak] = self._gradient_peaks.get(peak, 0) + 1
 
     def _as_rounded(self, samples: list[SampleOf]) -> list[SampleOf]:
-        """Return the samples, those of gradients that were never rounded to FP16 marked so."""
+        """Return the samples; gradients that were never rounded to FP16 get the format float32."""
         if not self._in_float32:
             return samples
         return [
@@ -318,7 +319,7 @@ class Tally:
 
 
 def _of_module(key: TensorKey) -> TensorKey:
-    """Return the key, for a weight's gradient with its module's path as its name."""
+    """Return the key; a weight gradient's key gets its module's path as its name."""
     return TensorKey(key.name.rpartition(".")[0], key.kind) if key.kind == WEIGHT_GRADIENT else key
 
 

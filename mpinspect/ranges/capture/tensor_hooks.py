@@ -38,8 +38,8 @@ class ForwardHook(ModelHook):
 
     @not_compiled
     def __call__(self, module: object, *args: Any) -> None:
-        # is_compiling() comes first, so that torch.compile traces the hook to nothing before any state is read; the quiet flag
-        # is the only cost of a module call in quiet steps.
+        # is_compiling() is checked first, so that torch.compile drops the hook before any state is read. In quiet steps a
+        # module call costs only the check of the quiet flag.
         if is_compiling() or self._dispatcher.quiet:
             return
         if id(module) == self._module_id and (not in_compiled_call() or compiler_is_off()):
@@ -55,7 +55,7 @@ class OutputGradientHook:
     def __init__(
         self, dispatcher: weakref.ref[Dispatcher], layer: Layer, counted: bool, number: int, is_input: bool
     ) -> None:
-        # A weak reference: an autograd graph that outlives the inspector must not keep it alive.
+        # A weak reference, since an autograd graph may outlive the inspector.
         self._dispatcher = dispatcher
         self._layer = layer
         self._counted = counted
@@ -90,7 +90,7 @@ class ParameterHook:
             try:
                 is_held = waiting.hold(self._watched, gradient)
             except Exception:
-                # The guarded call below meets the same error and reports it.
+                # The guarded call below raises the same error and reports it.
                 is_held = False
             if meter is not None:
                 meter.end()
@@ -134,7 +134,7 @@ _MISSING = object()
 
 
 def leave_hooks_out(user: object, modules: Iterable[torch.nn.Module]) -> None:
-    """Keep every ModelHook out of pickles and copies of these modules, until all users have called ``leave_hooks_in``."""
+    """Exclude every ModelHook from pickles and copies of these modules, until all users have called ``leave_hooks_in``."""
     if not any(known is user for known in _users):
         _users.append(user)
     for kind in {_defining(type(module)) for module in modules}:
@@ -157,7 +157,7 @@ def leave_hooks_in(user: object) -> None:
 
 
 def _defining(kind: type) -> type:
-    """Return the class in the MRO that defines ``__getstate__`` (except object); Module if there is none."""
+    """Return the class in the MRO that defines ``__getstate__`` (except object), or else Module."""
     return next((base for base in kind.__mro__ if "__getstate__" in vars(base) and base is not object), torch.nn.Module)
 
 
@@ -170,7 +170,7 @@ def _without_our_hooks(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _filtered(state: Any) -> Any:
-    """Return the state without our hooks; the same object if it contains none, or is not the usual dict of a module."""
+    """Return the state without our hooks; the same object if it has no such hook, or is not the usual dict of a module."""
     if not isinstance(state, dict):
         return state
     changed = {}

@@ -1,4 +1,4 @@
-"""An observer that counts the updates which optimizers make to the weights, including those that rounding would lose.
+"""An observer that counts the optimizers' updates of the weights, and the updates that rounding would lose.
 
 An update dw is lost if w + dw rounds back to w in the format that stores the weights. Each element is tested by the
 rounding rule itself, not by a fixed ratio of update to weight: whether an update survives depends on the weight's
@@ -27,7 +27,7 @@ from mpinspect.runtime.distributed import local_part
 
 _EXPONENT_FIELD = 0x7F800000
 
-#: The storage formats in which updates are tested, by the names of mpinspect.numeric.formats.
+#: The tested storage formats, by the names of mpinspect.numeric.formats.
 STORAGE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 #: Elements tested at a time on a CPU, so that intermediate tensors stay in cache and torch uses a single thread.
 _CHUNK = 1 << 15
@@ -36,7 +36,7 @@ _KAHAN = ("compensation", "kahan")
 
 
 class Updates(Observer):
-    """Counts the updates that an optimizer's step makes to the weights, and those that rounding would lose.
+    """Counts the updates of the weights in an optimizer's step, and the updates that rounding would lose.
 
     Holds one copy of the weights during the step.
 
@@ -113,7 +113,7 @@ class Updates(Observer):
 
 
 def _forget_what_is_kept(lost: torch.Tensor, states: Mapping[str, Any], weight: torch.Tensor) -> None:
-    """Count no update as lost if a state keeps what rounding cuts off: a wider master, or by its name the rest of Kahan's sum."""
+    """Count no update as lost if a state holds the rounding errors: a wider master, or (by its name) Kahan compensation."""
     for name, state in states.items():
         if not isinstance(state, torch.Tensor):
             continue
@@ -128,7 +128,7 @@ def _forget_what_is_kept(lost: torch.Tensor, states: Mapping[str, Any], weight: 
 
 
 def _held_still(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return the ids of parameters with a learning rate of 0 (as when a warm-up starts), which this step won't change."""
+    """Return the ids of parameters with a learning rate of 0 (at the start of a warm-up), which this step won't change."""
     groups = [group for group in optimizer.param_groups if isinstance(group.get("lr"), float) and group["lr"] == 0.0]
     return {id(parameter) for group in groups for parameter in group["params"]}
 

@@ -1,7 +1,7 @@
-"""Hold parameter gradients until the end of their backward, to count them together.
+"""Holds parameter gradients until the end of their backward, to count them together.
 
 These gradients are many and mostly small: counting each one alone would cost a kernel launch on a GPU, or Python code with
-cold caches on a CPU. A gradient is held only if nothing is known that could change it before the backward ends. In-place
+cold caches on a CPU. A gradient is held only if no known code could change it before the backward ends. In-place
 changes are detected by the version counter; writes through ``.data`` or NumPy during the backward are not.
 """
 
@@ -24,7 +24,7 @@ from mpinspect.runtime.distributed import has_process_group
 _REDUCERS = ("horovod.torch", "byteps.torch")
 #: Bytes above which a gradient is counted immediately: holding it would save less time than reading it takes.
 _LARGEST_TO_WAIT = 16 << 20
-#: Most bytes of gradients held at a time.
+#: Maximum number of bytes of gradients held at a time.
 _MOST_WAITING = 64 << 20
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -38,7 +38,7 @@ class WaitingGradients(Generic[Context]):
     Args:
         show: called with the context passed to ``begin`` and the held gradients whose values are unchanged.
         note: called with a sentence on gradients that could not be counted.
-        enter: calls the function it is given, as a guarded entry into the capture; used at the end of the backward.
+        enter: calls a function as a guarded entry into the capture; used at the end of the backward.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class WaitingGradients(Generic[Context]):
         self._lock = threading.Lock()
         self._waiting: list[ParameterGradient] = []
         self._bytes = 0
-        #: The graph task whose gradients may be held; NO_BACKWARD for none.
+        #: The graph task whose gradients may be held, or NO_BACKWARD.
         self.task = NO_BACKWARD
-        #: The thread in which this backward began, and the context of its gradients.
+        #: The thread where this backward began, and the context of its gradients.
         self._thread = 0
         self._context: Context | None = None
         self._readings: Sized = ()
@@ -72,7 +72,7 @@ class WaitingGradients(Generic[Context]):
             if self._thread != threading.get_ident():
                 # The other thread's backward is still running.
                 return
-            # The held gradients are of an enclosing or an aborted backward: this backward may change them.
+            # The held gradients are from an enclosing or an aborted backward, and this backward may change them.
             self.finish()
         with self._lock:
             if not self._waiting:
@@ -147,7 +147,7 @@ class WaitingGradients(Generic[Context]):
         self._show(context, intact)
 
     def end(self) -> None:
-        """Pass on the held gradients and drop the backward's context, which would otherwise keep a reference cycle alive."""
+        """Pass on the held gradients and drop the backward's context, which is part of a reference cycle."""
         self.finish()
         with self._lock:
             if not self._waiting:

@@ -41,11 +41,11 @@ from mpinspect.ranges.session import Event, TensorKey
 from mpinspect.runtime.distributed import is_distributed, is_from_stage_before, local_part, world_size
 from mpinspect.runtime.guard import Unread
 
-#: Kinds of tensor that other tensors are made of: an infinity or NaN in one is mostly seen in those, too.
+#: Kinds of tensor that later tensors depend on, so that an infinity or NaN mostly spreads to these.
 _PASSED_ON = (ACTIVATION, ACTIVATION_GRADIENT)
 
 
-#: Steps after an event in which every module is observed, on a device too: a broken module may break again.
+#: Number of steps after an event that observe every module, on a device too: a broken module may break again.
 _STEPS_IN_FULL = 10
 
 
@@ -82,14 +82,14 @@ class Watch(Observer):
         self._choice = choice
         self._judge = Judge(modules, self.unread)
         self._log = StepLog()
-        #: The modules that contain others. Of the model's own output the loss is made.
+        #: The modules that contain others, without the model itself: the loss depends on its output.
         self._containers = {
             path for path, module in modules.items() if path and next(module.children(), None) is not None
         }
         self._on_devices: dict[torch.device, DeviceMagnitudes] = {}
-        #: Whether every tensor of this step is read, also where it lies on a device and everything is finite.
+        #: Whether every tensor of this step is read, even on a device with only finite values.
         self._reads_all = True
-        #: The number of further steps in which every module is observed, after an event.
+        #: The number of further steps that observe every module after an event.
         self._in_full = 0
         #: The last watched steps that follow an unwatched step; eight suffice, since events are at most a few steps late.
         self._after_pause: deque[int] = deque(maxlen=8)
@@ -106,7 +106,7 @@ class Watch(Observer):
         return self._log.readings
 
     def forward_broke(self) -> bool | None:
-        """Return whether the last output of this step is non-finite; None if there is none, or its value is still on a device.
+        """Return whether the last output of this step is non-finite; None without an output, or while its value is on a device.
 
         If an earlier output was non-finite, the last output usually is too.
         """
@@ -157,7 +157,7 @@ class Watch(Observer):
         self._log.may_be_broken |= broken is not False
         if not isinstance(reading.value, tuple):
             if self._steps < LEARNING_STEPS or module in self._handed_on:
-                # A container may return this output: after the first steps the watch knows which outputs those are.
+                # A container may return this output. After the first steps the watch knows such outputs.
                 self._last_output.keep(tensor, reading.value)
                 self._last_module = module
             else:
@@ -183,7 +183,7 @@ class Watch(Observer):
     # -- the backward -----------------------------------------------------------------------------------------------
 
     def backward_begins(self, backward: Backward) -> None:
-        """Record the loss scale of the backward, and whether the loop has dropped the gradients of earlier ones of the step."""
+        """Record the backward's loss scale, and whether the loop has dropped the gradients of the step's earlier backwards."""
         # Tensors of the forward would otherwise be held while the backward frees them.
         self._read_held()
         log = self._log
@@ -216,7 +216,7 @@ class Watch(Observer):
             gradient.found = reading.value
 
     def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
-        """Return True unless a scaler checks them: then those are read that other observers count."""
+        """Return True unless a scaler checks them: the watch then reads only gradients that other observers count."""
         return not checked_by_scaler
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
@@ -245,9 +245,10 @@ class Watch(Observer):
         self._read_held()
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
-        """Record the outputs at which a backward begins: their gradients are given to it. Read the losses not read so far.
+        """Record the outputs where a backward begins, whose gradients are its arguments. Read the losses not read so far.
 
-        A loss in FP16 may be a product with a scale that the loop keeps by hand, which may overflow where the loss did not.
+        An FP16 loss is not read: it may be a loop's own product with a loss scale, which may overflow although the loss did
+        not.
         """
         self._log.calls.backward_called(losses)
         if self._log.loss_is_scaled:
@@ -258,7 +259,7 @@ class Watch(Observer):
                 self._log_reading(FORWARD, LOSS, "", "", -1, self._clock.micro_batch, loss, None)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
-        """Read the losses, and the scaled losses at which the backward begins."""
+        """Read the losses, and the scaled losses where the backward begins."""
         self._log.loss_is_scaled = True
         for loss in losses:
             self._log_reading(FORWARD, LOSS, "", "", -1, micro_batch, loss, None)
@@ -285,9 +286,9 @@ class Watch(Observer):
             self._log.found_inf.append(found_inf.detach().clone().reshape(()))
 
     def _is_given_broken(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether gradients that left the weights may be in the optimizer's hands, as those of masters are.
+        """Return whether the optimizer may have non-finite gradients that are no longer on the weights, but on masters.
 
-        On a GPU, where reading them would wait, an optimizer that steps no weight of the model counts as one that has them.
+        On a GPU, where reading would wait, the answer is yes for an optimizer that steps no weight of the model.
         """
         given = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
         if all(gradient.is_cpu for gradient in given):
@@ -310,7 +311,7 @@ class Watch(Observer):
             self._weight_gradients(self._optimizers.parameters(optimizer))
 
     def clipping(self, parameters: list[WatchedParameter], norm: torch.Tensor) -> None:
-        """Read the norm and, only if it is not finite, the gradients that it was made of: clipping spreads a NaN to all."""
+        """Read the norm and, only if it is not finite, its gradients: clipping would spread a NaN to all of them."""
         log = self._log
         if not log.reads_at_optimizers or log.is_checked or not device_magnitudes.is_on_device(norm):
             return
@@ -321,7 +322,7 @@ class Watch(Observer):
             log.read_before_clipping.update(watched.name for watched in parameters)
 
     def _weight_gradients(self, parameters: Iterable[WatchedParameter], summed_on: torch.device | None = None) -> None:
-        """Read the gradients in ``.grad``, after all that the loop has done to them.
+        """Read the gradients in ``.grad``, after any changes by the loop.
 
         ``summed_on``: the device that has read a norm of these gradients.
         """
@@ -356,13 +357,13 @@ class Watch(Observer):
         self._broken_weights.begin_step()
         self._reads_all = sampled or self._clock.measured or self._in_full > 0
         self._in_full -= self._in_full > 0
-        # Where the tensors lie on a device each hook takes the host as long as a small layer.
+        # With tensors on a device, each hook takes the host as long as a small layer.
         self.outline_suffices = bool(self._on_devices) and not self._reads_all
 
     def outlined(self, are_some_left_out: bool, at_optimizers: bool) -> None:
         """Record whether the calls of some modules are not observed in the step that begins.
 
-        ``at_optimizers``: whether no weight gradient is, either, so that they are read when an optimizer steps with them.
+        ``at_optimizers``: whether weight gradients are not observed either, so that they are read when an optimizer steps.
         """
         self._log.is_outlined = are_some_left_out
         self._log.reads_at_optimizers = are_some_left_out and at_optimizers
@@ -398,7 +399,7 @@ class Watch(Observer):
         self._clock.skipped_steps += self._judge.take_skips_on_device()
 
     def _explained(self, event: Event) -> Event:
-        """Return the event, explained by the module's weights if they broke the forward, or by an unwatched step before."""
+        """Return the event with an explanation: the module's weights if they broke the forward, or an unwatched step before."""
         if event.phase == "forward" and not self._broken_weights.exhausted:
             # The optimizer's step was skipped, or no optimizer has stepped since the forward.
             unmoved = event.skipped or (event.skipped is None and self._clock.has_optimizers)
@@ -475,7 +476,7 @@ class Watch(Observer):
             return None
 
     def _read_held(self) -> None:
-        """Read the tensors on devices that are held until others have arrived. Does not wait."""
+        """Read the tensors that are held on devices. Does not wait."""
         for magnitudes in self._on_devices.values():
             try:
                 magnitudes.flush()

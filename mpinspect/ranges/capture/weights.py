@@ -1,4 +1,4 @@
-"""Track the weights in a run: whether they changed, and whether non-finite or huge weights broke a forward."""
+"""Tracks the weights in a run: whether they changed, and whether non-finite or huge weights broke a forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _State = tuple[int, list[float] | None]
 
 #: Magnitude from which finite weights count as broken by an update.
 _HUGE = 2.0**20
-#: Most events for which the module's weights are read, which waits for a GPU; the first events matter most.
+#: Maximum number of events that cause a reading of the module's weights, which waits for a GPU. The first ones matter most.
 _MOST_EVENTS_EXPLAINED = 3
 
 
@@ -148,14 +148,16 @@ class BrokenWeights:
         own = {name: value for name, value in (largest or {}).items() if name.startswith(inside)}
         broken = next((name for name, value in own.items() if not math.isfinite(value)), None)
         if broken is not None:
-            reason = f"{broken!r} itself is not finite: the optimizer's step before, or whoever set it, made it so"
+            reason = (
+                f"{broken!r} itself is not finite: the previous optimizer step, or other code that set it, made it so"
+            )
             if is_many := world_size() > 1:
                 reason += "; its gradients may be sums over the ranks, so look for the rank with the earliest event"
             return replace(event, explanation=reason, elsewhere=is_many)
         name = max(own, key=own.__getitem__, default="")
         if own.get(name, 0.0) < _HUGE:
             return event
-        reason = f"{name!r} itself reaches {own[name]:.2g}: the optimizer's step before, or whoever set it, made it so"
+        reason = f"{name!r} itself reaches {own[name]:.2g}: the previous optimizer step, or other code that set it, made it so"
         return replace(event, explanation=f"{event.explanation}; {reason}" if event.explanation else reason)
 
     def hold_no_gradient(self, broke: Callable[[], bool]) -> bool:
@@ -204,7 +206,7 @@ class BrokenWeights:
                     names, pairs = groups.setdefault((found[0].device, found[0].dtype), ([], []))
                     names.append(watched.name)
                     pairs.append(found)
-        # All are on their way before the first is waited for.
+        # Start all copies before waiting for the first one.
         copies = [(names, HostCopy(stacked(pairs))) for names, pairs in groups.values()]
         for names, copy in copies:
             magnitudes.update(zip(names, from_stacked(copy.values()), strict=True))
@@ -223,7 +225,7 @@ def _magnitude(parameter: torch.Tensor) -> float:
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return this process's part of a parameter's floating-point values; None if it has none to read."""
+    """Return this process's part of a parameter's floating-point values; None if there is nothing to read."""
     if is_lazy(parameter) or parameter.is_meta:
         return None
     weight = detached_values(local_part(parameter))

@@ -1,4 +1,4 @@
-"""Sum the open window's rows of counts, in one matrix for each row length, and convert them to columns.
+"""Sums the open window's rows of counts, in one matrix for each row length, and converts them to columns.
 
 Only integer arithmetic is used, so a flush-denormals mode, which treats subnormals as zero, has no effect.
 """
@@ -128,10 +128,10 @@ _LEAST_HALF, _LARGEST_HALF = np.array([2.0**FLOAT16.min_subnormal_exponent, FLOA
 
 
 def never_in_float16(arrangement: Arrangement, row_sets: Sequence[IntArray]) -> set[TensorKey]:
-    """Return the gradients taken for upcasts from FP16 that hold finite values which FP16 does not have.
+    """Return the gradients marked as FP16 upcasts with finite values outside of FP16's range.
 
-    Where autocast is switched off for some modules, theirs are not distinguished from others by their dtype. A value below
-    FP16's smallest or above its largest, at the loss scale at which it arrived, proves that this gradient was never rounded.
+    Gradients of modules with autocast switched off have the same dtype as upcasts. A (still scaled) value below FP16's smallest
+    or above its largest proves that the gradient was never rounded.
     """
     found: set[TensorKey] = set()
     for samples, arrived in zip(arrangement.sample_sets, row_sets, strict=True):
@@ -165,11 +165,11 @@ class WindowRows:
         self._placed: tuple[Arrangement, tuple[SampleSet, ...]] | None = None
 
     def add_step(self, arrangement: Arrangement, row_sets: Sequence[IntArray], numels: IntArray) -> int | None:
-        """Add a step's rows; return the largest unscaled peak exponent of its gradients, or None if there is none.
+        """Add a step's rows; return the largest unscaled peak exponent of its gradients, or None.
 
         Args:
             arrangement: describes the samples to which the rows belong.
-            row_sets: an int64 array of shape (rows, length) for each sample set; the arrays may be kept and modified.
+            row_sets: an int64 array of shape (rows, length) for each sample set; the arrays may be stored and modified.
             numels: int64, the number of elements of each sample, in the order of the sets.
         """
         largest, start = NO_EXPONENT, 0
@@ -195,7 +195,7 @@ class WindowRows:
             self._lost[at] = self._lost[at] + found if at in self._lost else found
 
     def columns(self) -> TensorColumns:
-        """Return the window's tensors as columns, in the order in which they first appeared.
+        """Return the window's tensors as columns, in the order of first appearance.
 
         Raises:
             ValueError: a row's extremes disagree with its counts.
@@ -269,7 +269,7 @@ class _Sums:
         self.rows = np.zeros((0, length), dtype=np.int64)
 
     def add(self, rows: IntArray, samples: SampleSet, slots: int) -> None:
-        """Add rows to their samples' slots, growing to ``slots`` slots first; ``rows`` may be kept and modified."""
+        """Add rows to their samples' slots, growing to ``slots`` slots first; ``rows`` may be stored and modified."""
         if not len(self.rows) and samples.one_for_each_slot and len(rows) == slots:
             self.rows = np.ascontiguousarray(rows)
             return
@@ -326,7 +326,7 @@ class _Peaks:
 
 
 def _unscaled_peaks(samples: SampleSet, rows: IntArray) -> IntArray:
-    """Return each row's unscaled peak exponent: of its largest magnitude, rounded to 11 bits; NO_EXPONENT if none.
+    """Return each row's unscaled peak exponent (largest magnitude, rounded to 11 bits), or NO_EXPONENT.
 
     A row with infinities has at least the exponent ``samples.overflow``.
     """

@@ -1,4 +1,4 @@
-"""Faults of a training: ``measure`` observes what counts do not show, ``name`` makes findings of its records.
+"""Faults of a training: ``measure`` records facts that the counts do not show, ``name`` makes findings of the records.
 
-``measure`` needs torch. ``name`` and the modules beside it read records alone.
+``measure`` and ``observers`` need torch. The other modules read records only.
 """

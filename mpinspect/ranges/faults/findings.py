@@ -27,13 +27,13 @@ def findings(case: Case) -> tuple[Finding, ...]:
 
 
 def _made(faults: Sequence[Fault], case: Case) -> list[Finding]:
-    """Return the findings of these faults; of one whose rule can't read the record, that its answer is not known."""
+    """Return the findings of these faults; if a rule can't read its record, a finding that its answer is unknown."""
     found: list[Finding] = []
     for fault in faults:
         try:
             found += fault.findings(case)
         except (ArithmeticError, LookupError, ValueError) as error:
-            # A damaged record, or one that another version wrote, may lack a figure.
+            # A damaged record, or a record of another version, may lack a figure.
             found.append(_failed(fault, error))
     return found
 

@@ -1,4 +1,4 @@
-"""The registry of faults: each once, in the order in which findings of one severity are listed.
+"""The registry of faults, in the order of their findings within one severity.
 
 A new fault needs a file in ``name/`` and its line here. Ids, order and the findings that it explains follow from that entry.
 """
@@ -28,9 +28,9 @@ from mpinspect.ranges.faults.name.fault import Fault
 from mpinspect.ranges.session import Event
 from mpinspect.reporting.finding import Finding
 
-#: Before all others: a user sees first that a process is gone.
+#: Listed before all others, since a lost process matters most.
 FIRST: tuple[Fault, ...] = (ranks.RANK_ENDED_EARLY,)
-#: Faults that name a cause; those that explain most are first.
+#: Faults that name a cause, roughly in the order of how much they explain.
 DIAGNOSES: tuple[Fault, ...] = (
     *culprit_inputs.FAULTS,
     *second.FAULTS,
@@ -46,7 +46,7 @@ DIAGNOSES: tuple[Fault, ...] = (
     *arithmetic.FAULTS,
     *stores.FAULTS,
 )
-#: Observations, of which a diagnosis may be the cause.
+#: Observations that a diagnosis may explain.
 CONSEQUENCES: tuple[Fault, ...] = (
     *events.FAULTS,
     *gradient_ranges.FAULTS,
@@ -75,7 +75,7 @@ def explains_events(finding: Finding) -> bool:
 
 
 def what_broke(report: RangeReport) -> Event | None:
-    """Return the event that broke the run; None if no event did harm."""
+    """Return the event that broke the run; None if all events were harmless."""
     alarming = any(
         explains_events(finding) or (finding.id == _EVENT and finding.severity != "info") for finding in report.findings
     )

@@ -66,7 +66,7 @@ def verdict(
 
 
 def of_what_was_seen(session: Session, found: Verdict) -> Verdict:
-    """Return a verdict that calls nothing healthy: something went wrong, or the run was stopped, after its record had ended."""
+    """Return a verdict without a claim of health, for a run that failed or was stopped after its record had ended."""
     if not found.healthy:
         return found
     return replace(found, healthy=None, sentences=(_nothing_wrong(session), *found.sentences[1:-1]))
@@ -80,42 +80,36 @@ _WHERE = {
     AFTER_BACKWARD: "after the backward and before the optimizer's step",
     IN_OPTIMIZER: "in the optimizer's step",
 }
+_EXIT = "SystemExit: "
 
 
 def _ended(session: Session) -> str:
-    """Return the exception that ended the run, with its step and phase; "" if none did, or a finding names the rank's."""
+    """Return the exception that ended the run, with its step and phase; "" without one, or if a finding names it."""
     error = session.ended_by
     if error is None or any(each.what == ENDED_EARLY for each in session.measurements):
         return ""
-    step = (
-        f"in step {error.step}"
-        if error.figures.get("begun")
-        else f"after step {error.step - 1}"
-        if error.step
-        else "before the first step"
-    )
+    step = f"after step {error.step - 1}" if error.step else "before the first step"
+    if error.figures.get("begun"):
+        step = f"in step {error.step}"
     where = _WHERE.get(error.names[0] if error.names else "", "").format(module_named(error.name))
     rank = "" if error.rank is None else f"on rank {error.rank}"
     place = ", ".join(filter(None, (step, where, rank)))
-    exits = error.text.removeprefix("SystemExit: ")
-    return (
-        f"Ended by an exception {place}: {error.text}"
-        if exits == error.text
-        else f"Ended by sys.exit({exits}) {place}."
-    )
+    if error.text.startswith(_EXIT):
+        return f"Ended by sys.exit({error.text.removeprefix(_EXIT)}) {place}."
+    return f"Ended by an exception {place}: {error.text}"
 
 
-#: Most further findings whose first clause the verdict gives.
+#: Maximum number of further findings whose first clause the verdict quotes.
 _TOLD = 2
 
 
 def _also_grave(findings: Sequence[Finding]) -> str:
-    """Return the first clauses of the findings above "info" that the verdict does not give whole; "" for none."""
+    """Return the first clauses of the further findings above "info"; "" if there are none."""
     if not findings:
         return ""
     clauses = [f"{_first_clause(finding.message)} ({finding.id})" for finding in findings[:_TOLD]]
     left = f"; and {number_of(len(findings) - _TOLD, 'finding')} more" if len(findings) > _TOLD else ""
-    return f"Also needs fixing: {'; '.join(clauses)}{left}."
+    return f"Also to fix: {'; '.join(clauses)}{left}."
 
 
 def _first_clause(message: str) -> str:
@@ -134,23 +128,22 @@ def _computes_in(session: Session, format: FloatFormat | None) -> str:
 
 
 class _Unknown(Sentences):
-    """The verdict on a run of which too little is known."""
+    """The verdict on a run with too few observations."""
 
-    SKIPPED_ONLY_STEP = "Not known whether it is healthy: the scaler skipped the only step."
-    SKIPPED_ALL = "Not known whether it is healthy: the scaler skipped all {steps:,} steps."
+    SKIPPED_ONLY_STEP = "Health unknown: the scaler skipped the only step."
+    SKIPPED_ALL = "Health unknown: the scaler skipped all {steps:,} steps."
     FIRST_EVENT = "First: {first_event}."
     SCALE_TOO_HIGH = (
-        "The forward was finite each time: the loss scale is too high so far, as a dynamic scaler finds by itself."
+        "The forward was finite each time: the loss scale is still too high. A dynamic scaler lowers it by itself."
     )
-    NOTHING_TO_COUNT = "Not known whether it is healthy: no tensor was to be counted."
+    NOTHING_TO_COUNT = "Health unknown: no tensor was selected for counting."
     NOTHING_TO_COUNT_ALL_FINITE = (
-        "Not known whether it is healthy: no tensor was to be counted; of infinities and NaNs, which were looked for, there "
-        "were none."
+        "Health unknown: no tensor was selected for counting. The watch found no infinities or NaNs."
     )
-    NO_UPDATE = "Not known whether it is healthy: none of {backwards:,} backwards led to an update."
-    NOT_SAMPLED = "Not known whether it is healthy: of {steps} steps none was sampled or watched."
-    NO_BACKWARD = "Not known whether it is healthy: no backward was seen."
-    NO_STEP = "Nothing is known yet: no training step was seen."
+    NO_UPDATE = "Health unknown: none of {backwards:,} backwards led to an update."
+    NOT_SAMPLED = "Health unknown: none of {steps} steps was sampled or watched."
+    NO_BACKWARD = "Health unknown: no backward was seen."
+    NO_STEP = "Health unknown: no training step was seen yet."
 
 
 def _nothing_seen(session: Session) -> str:
@@ -184,15 +177,14 @@ def _why_unknown(session: Session) -> Said:
 
 
 class _Nothing(Sentences):
-    """The verdict on a run in which nothing was found."""
+    """The verdict on a run without findings."""
 
-    WRONG = "Nothing numerically wrong was found in {seen}."
+    WRONG = "No numerical problem was found in {seen}."
     WRONG_IN_SAMPLES = (
-        "Nothing numerically wrong was found in {seen}; infinities and NaNs were looked for in the "
-        "{sampled:,} sampled ones."
+        "No numerical problem was found in {seen}; only the {sampled:,} sampled ones were searched for inf and NaN."
     )
-    WRONG_IN_WATCHED = "Nothing numerically wrong was found in {seen}, {watched:,} of them watched."
-    SKIPPED = "The scaler skipped {skipped:count step}, as it may in search of its scale."
+    WRONG_IN_WATCHED = "No numerical problem was found in {seen}, {watched:,} of them watched."
+    SKIPPED = "The scaler skipped {skipped:count step}, which is normal in the search for its scale."
 
 
 def _healthy(session: Session) -> str:
@@ -222,10 +214,10 @@ class _In16Bits(Sentences):
 
     BF16 = "BF16 needs no loss scale; {fits}."
     BF16_FINER = (
-        "BF16 needs no loss scale; {fits}; at scales of {finer:power} or more its rounding is finer than BF16's, up to 8 times "
-        "(root mean square)."
+        "BF16 needs no loss scale; {fits}; at scales of {finer:power} or more FP16 rounds more finely than BF16, by up to 8x "
+        "(RMS)."
     )
-    FP32 = "For a change to 16 bits: {fits}; BF16 needs none."
+    FP32 = "In 16 bits: {fits}; BF16 needs no loss scale."
     HIDDEN = "Whether the run computes in FP16 is not known: {fits}."
 
 
@@ -274,12 +266,12 @@ def _fits(session: Session, fp16: LossScaleAdvice) -> str:
     return text(says, figures)
 
 
-#: With fewer sampled steps the sentence gives their number.
+#: The sentence mentions a smaller number of sampled steps.
 _FEW_STEPS = 5
 
 
 def _basis(session: Session) -> str:
-    """Return a clause on how little a window rests on: few steps, or weight gradients alone; "" if on neither."""
+    """Return a clause on a window's weak basis (few steps, or weight gradients alone); "" for a sound basis."""
     steps, kinds = session.progress.sampled_steps, {key.kind for key in session.totals()}
     parts = [f"{number_of(steps, 'step')} alone"] if steps < _FEW_STEPS else []
     if ACTIVATION_GRADIENT in session.info.kinds and ACTIVATION_GRADIENT not in kinds:
@@ -291,13 +283,13 @@ class _Own(Sentences):
     """The run's own loss scale, in FP16."""
 
     NO_WINDOW = "No window of loss scales can be given: {reason}"
-    BELOW_HIGHEST = "The loss scale, {used:scale}, lies below {highest:power}, the largest that is safe."
-    ABOVE_HIGHEST = "The loss scale, {used:scale}, lies above {highest:power}, the largest that is safe."
+    BELOW_HIGHEST = "The loss scale, {used:scale}, lies below {highest:power}, the largest safe scale."
+    ABOVE_HIGHEST = "The loss scale, {used:scale}, lies above {highest:power}, the largest safe scale."
     IN_WINDOW = "The loss scale, {used:scale}, lies in the {window}."
     AT_TOP = "The loss scale, {used:scale}, lies at the top of the {window}."
     ABOVE_MARGIN = (
         "The loss scale, {used:scale}, lies above {highest:power}, the largest with a margin for larger gradients; a dynamic "
-        "scaler may stand there."
+        "scaler may use it."
     )
 
 
@@ -314,7 +306,7 @@ def _own_scale(session: Session, advice: LossScaleAdvice) -> Iterator[str]:
 
 
 def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
-    """Return the sentence on where the scale lies in the window; None if it is below, which findings name, or not known."""
+    """Return the sentence on the scale's place in the window; None if it is unknown, or below, which findings report."""
     if not advice.available:
         return _Own.NO_WINDOW
     if used is None:
@@ -323,16 +315,18 @@ def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
         return _Own.BELOW_HIGHEST if used <= (advice.highest or math.inf) else _Own.ABOVE_HIGHEST
     if used > advice.highest:
         return _Own.ABOVE_MARGIN
-    if used == advice.highest:
-        return _Own.AT_TOP if used >= advice.lowest else None
-    return _Own.IN_WINDOW if used >= advice.lowest else None
+    if used < advice.lowest:
+        return None
+    return _Own.AT_TOP if used == advice.highest else _Own.IN_WINDOW
 
 
 class _Next(Sentences):
     """What to do after a healthy run."""
 
     KEEP_BF16 = "No numerical problems. Keep BF16."
-    SHOW_FORMAT = "Nothing to do in what was seen; eager_samples=True (mpinspect run --eager-samples) shows the format."
+    SHOW_FORMAT = (
+        "No problems in the observed part. eager_samples=True (mpinspect run --eager-samples) shows the format."
+    )
     NOTHING = "Nothing to do."
     TRY_BF16 = "No numerical problems. To train in 16 bits, try BF16 autocast."
     TRY_EITHER = (
@@ -343,12 +337,12 @@ class _Next(Sentences):
         "No numerical problems. To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler from "
         "{start:scale}, which skips a step that overflows."
     )
-    IN_WHAT_WAS_SEEN = "Nothing to do in what was seen."
+    IN_WHAT_WAS_SEEN = "No problems in the observed part."
     COUNT_IN_FP32 = (
-        "Nothing to do; to know what FP16 flushed, count the gradients of a few batches in FP32 (autocast off)."
+        "Nothing to do. To measure the values that FP16 flushed, count a few batches' gradients in FP32 (autocast off)."
     )
     STATIC_LOWER = "A dynamic scaler can stay as it is; a static one is safer at {recommended:scale}."
-    RAISE = "Take the loss scale {recommended:scale} at the next start."
+    RAISE = "Start the next run with the loss scale {recommended:scale}."
     KEEP_SCALE = "No numerical problems. Keep FP16 with the loss scale {used:scale}."
     KEEP_WITHOUT = "No numerical problems. Keep FP16 without a loss scale."
 
@@ -373,7 +367,7 @@ def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -
 
 
 def _takes_scaler(session: Session) -> bool:
-    """Return whether a GradScaler could step: it takes no closure, and no step that is made by hand."""
+    """Return whether a GradScaler could step the optimizers: it supports neither closures nor hand-written updates."""
     ledger = session.precision
     by_hand = bool(ledger.weights) and not ledger.optimizers
     return not by_hand and not any(optimizer.type == "LBFGS" for optimizer in ledger.optimizers)
@@ -392,5 +386,5 @@ def _next_in_float16(used: float | None, advice: LossScaleAdvice) -> _Next:
 
 
 def _window(advice: LossScaleAdvice) -> str:
-    reserve = f" (its top keeps {number_of(advice.reserve, 'power')} of two in reserve)" if advice.reserve else ""
+    reserve = f" (with {number_of(advice.reserve, 'power')} of two in reserve at the top)" if advice.reserve else ""
     return f"window {as_power(advice.lowest)} .. {as_power(advice.highest)}{reserve}"

@@ -1,6 +1,6 @@
 """The session file: an append-only log of a run that survives ``kill -9``. The format: docs/session-format.md.
 
-Appended records are never changed; a reader takes the complete, intact records and reports what it could not read.
+Appended records are never changed; a reader takes the complete, intact records and reports the unreadable parts.
 The file needs no locks, no memory mapping and no seeks, so it is safe on network file systems.
 """
 

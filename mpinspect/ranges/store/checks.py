@@ -1,4 +1,4 @@
-"""Checks that a window's columns hold counts that a run can have, so that later code can rely on them unchecked."""
+"""Checks that a window's columns hold possible counts, so that later code can rely on them unchecked."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from mpinspect.ranges.session import LARGEST_EXPONENT
 from mpinspect.ranges.store.columns import PER_BIN, SIGNIFICANDS, Column, TensorColumns
 from mpinspect.runtime.decoding import DecodingError
 
-#: Largest unpacked window in bytes: 1 KiB (three times what 40 exponents take) for each of MOST_TENSORS.
+#: Largest unpacked window in bytes: 1 KiB (three times the size of 40 exponents) for each of MOST_TENSORS.
 LARGEST_WINDOW = 256 << 20
 #: Largest total of a file's unpacked windows in bytes: 32 windows of 65,536 tensors with 40 exponents each.
 LARGEST_WINDOWS = 1 << 30
-#: Most bins of all tensors over the whole run (three int64 each in analysis): 128 exponents of 262,144 tensors.
+#: Maximum number of bins of all tensors over the whole run (three int64 each in analysis): 128 exponents of 262,144 tensors.
 MOST_BINS = 1 << 25
-#: Most tensors of a run.
+#: Maximum number of tensors of a run.
 MOST_TENSORS = 1 << 18
-#: Most elements in all bins of a file together, so that int64 sums do not overflow.
+#: Maximum number of elements in all bins of a file together, so that int64 sums do not overflow.
 MOST_ELEMENTS = 2.0**62
 #: The largest float64 below 2.
 _LARGEST_SIGNIFICAND = 2.0 - 2.0**-52
@@ -75,7 +75,7 @@ class Limits:
         return min(LARGEST_WINDOW, self._bytes_left)
 
     def take(self, numbers: Column, tensors: TensorColumns, bytes_taken: int) -> None:
-        """Add a window to the totals; raise DecodingError if they exceed what a run can have.
+        """Add a window to the totals; raise DecodingError if they exceed a run's limits.
 
         Args:
             numbers: the tensors' numbers, which are the same in all windows of the file.

@@ -172,7 +172,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
         )
 
     def passed_through(self, keys: AbstractSet[TensorKey] | None = None) -> set[str]:
-        """Return the formats to which the values of these tensors (None: all) were rounded before they were counted."""
+        """Return the formats that the values of these tensors (None: all) were rounded to before counting."""
         numbers = self.context if keys is None else self.context[[key in keys for key in self.order]]
         return {self.contexts[number].passed_through for number in np.unique(numbers).tolist()}
 
@@ -191,7 +191,7 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
         return key in self._tensors
 
     def each(self) -> Iterator[tuple[TensorKey, TensorWindow]]:
-        """Yield every key and tensor; none is cached, which spares the garbage collector from scanning them."""
+        """Yield every key and tensor without caching, which spares the garbage collector from scanning them."""
         lost: dict[int, dict[str, LostUpdates]] = {}
         for updates in self.lost_updates:
             found = LostUpdates(updates.lost, updates.nonzero, updates.measured)

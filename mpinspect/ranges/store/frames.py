@@ -39,7 +39,7 @@ _CHECKED_FROM = 8
 
 
 class SessionError(ValueError):
-    """A session can't be read or written; the message says what happened, the likely cause and what to do."""
+    """A session can't be read or written; the message contains the event, the likely cause and a remedy."""
 
 
 def frame(kind: bytes, payload: bytes) -> bytes:
@@ -59,7 +59,7 @@ def frames(data: bytes, notes: list[str]) -> Iterator[tuple[int, bytes, bytes]]:
         length, checksum, kind = _FRAME.unpack_from(data, start) if body <= len(data) else (0, 0, b"")
         if body + length > len(data):
             notes.append(
-                "The session file ends within a record: the run is just writing it, or was killed while it did. "
+                "The session file ends within a record: the run is still writing it, or was killed while writing it. "
                 + left_out(data, start)
             )
             return
@@ -77,9 +77,9 @@ def payload_of(framed: bytes) -> bytes:
 
 
 def left_out(data: bytes, start: int) -> str:
-    """Return a sentence that says how much of the file a reader that stops at ``start`` leaves out."""
+    """Return a sentence on the part of the file that a reader skips if it stops at ``start``."""
     return (
-        f"The last {len(data) - start:,} of its {len(data):,} bytes were left out; what stands before them is complete."
+        f"The last {len(data) - start:,} of its {len(data):,} bytes were left out; the bytes before them are complete."
     )
 
 

@@ -1,4 +1,4 @@
-"""Merges the columns of several windows into those of one window."""
+"""Merges the columns of several windows into one window's columns."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _only(parts: Sequence[TensorColumns]) -> TensorColumns:
 def _common_order(parts: Sequence[TensorColumns]) -> tuple[tuple[TensorKey, ...], list[Column]]:
     """Return all keys, in order of first appearance, and the positions of each part's tensors among them."""
     first = parts[0].order
-    # Sessions of several ranks have equal orders, if not the same one.
+    # Sessions of several ranks have equal orders, but not the same object.
     if all(part.order == first for part in parts):
         return first, [np.arange(len(first))] * len(parts)
     positions: dict[TensorKey, int] = {}
@@ -162,7 +162,7 @@ def _merged_contexts(
 
 
 def _used_contexts(contexts: tuple[Context, ...], context: Column) -> tuple[tuple[Context, ...], Column]:
-    """Return the contexts without those that no tensor has after merging, and each tensor's new position among them."""
+    """Return the contexts that tensors still have after merging, and each tensor's new position among them."""
     is_used = np.bincount(context, minlength=len(contexts)) > 0
     return tuple(contexts[number] for number in np.flatnonzero(is_used).tolist()), (np.cumsum(is_used) - 1)[context]
 

@@ -1,4 +1,4 @@
-"""Reading a session file: finished, killed, damaged, or still being written."""
+"""Reads a session file of a run that is finished, killed, damaged, or still being written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpinspect.ranges.store.checks import MOST_TENSORS
 from mpinspect.ranges.store.frames import FILE_NAME, HEADER, MAGIC, SCHEMA_VERSION, SessionError
 from mpinspect.runtime.decoding import DecodingError, bytes_of, parsed, typed
 
-#: Largest file in bytes: twice what 65,536 tensors in 32 windows take.
+#: Largest file in bytes: twice the size of 65,536 tensors in 32 windows.
 LARGEST_FILE = 512 << 20
 #: On NFS, a compaction on another machine may replace the file while it is being read; a retry opens the new file.
 _STALE_RETRIES = 5
@@ -37,7 +37,8 @@ _STALE_RETRIES = 5
 def read_session(path: str | PathLike[str]) -> Session:
     """Read a run directory or a session file.
 
-    Damaged or truncated data are left out, and ``Session.notes`` says how much. Reads the whole file into memory.
+    Damaged or truncated data are left out, and a sentence in ``Session.notes`` gives their extent. Reads the whole file into
+    memory.
 
     Raises:
         SessionError: the file does not exist, can't be opened, is no session file, or was written by a newer mpinspect.
@@ -99,9 +100,9 @@ class _Contents:
             self._take[kind](parsed(payload))
 
     def session(self, notes: list[str]) -> Session:
-        """Return the session; the reader's own ``notes`` come after the run's."""
+        """Return the session; the reader's own ``notes`` follow the run's."""
         dropped = [
-            f"{count:,} further {what} are not in the session file: it keeps the first of them only."
+            f"{count:,} further {what} are not in the session file, which holds only the first ones."
             for what, count in self.dropped.items()
         ]
         return Session(
@@ -149,7 +150,9 @@ def _read_bytes(file: Path) -> bytes:
         except FileNotFoundError:
             raise SessionError(_nothing_there(file)) from None
         except DecodingError as error:
-            raise SessionError(f"{file} {error}: no run leaves so much. Give the session file of a run.") from None
+            raise SessionError(
+                f"{file} {error}: a session file is never that large. Give the session file of a run."
+            ) from None
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise SessionError(f"{file} can't be read: {frames.reason(error)}.") from error
@@ -166,7 +169,7 @@ def _nothing_there(file: Path) -> str:
             return (
                 f"{folder} itself holds no {FILE_NAME}, but directories in it do: {', '.join(runs)}. Give one of them."
             )
-    return f"{folder} holds no {FILE_NAME}: no inspector had it as log_dir, or none was attached yet."
+    return f"{folder} holds no {FILE_NAME}: no inspector had it as log_dir, or the inspector was not attached yet."
 
 
 def _check_header(data: bytes, file: Path) -> None:

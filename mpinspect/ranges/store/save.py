@@ -1,4 +1,4 @@
-"""Creates session files and saves a whole session at once; OS errors become messages that say what to do."""
+"""Creates session files and saves a whole session at once; OS errors become messages with a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpinspect.runtime.appending import write_all
 
 
 class TakenError(SessionError):
-    """The session file exists already: the directory holds another run, which is read when the message is asked for."""
+    """The session file exists already: the directory holds another run, which is read only if the message is printed."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file)
@@ -63,7 +63,7 @@ def session_bytes(session: Session) -> bytes:
 def claim(file: Path) -> FileIO:
     """Create and open the file, which must not exist yet: two runs in one file would be unreadable.
 
-    The check and the creation are one operation (O_EXCL), so that of several processes or threads exactly one succeeds.
+    The check and the creation are one operation (O_EXCL): exactly one of several processes or threads succeeds.
 
     Raises:
         TakenError: the file exists.
@@ -85,7 +85,7 @@ def claim(file: Path) -> FileIO:
 def cannot_write(file: Path, error: OSError) -> SessionError:
     """Return the error to raise when a session file can't be written."""
     return SessionError(
-        f"{file} can't be written: {reason(error)}. Give a log_dir that you may write to and that has room."
+        f"{file} can't be written: {reason(error)}. Give a log_dir with write permission and free space."
     )
 
 

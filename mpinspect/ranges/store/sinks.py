@@ -10,12 +10,12 @@ from mpinspect.ranges.capture.sinks import Sink
 from mpinspect.ranges.session import RunInfo, Session
 from mpinspect.ranges.store import SessionError, SessionWriter, TakenError, read_session
 
-#: How many sibling names are tried when log_dir holds another run already.
+#: Number of sibling names to try if log_dir already holds another run.
 _SIBLINGS = 1000
 
 
 class Opened(NamedTuple):
-    """The directory in use, absolute (None if nothing is written), the sinks that write to it, and sentences about errors."""
+    """The directory in use, absolute (None without a directory), the sinks that write to it, and sentences about errors."""
 
     path: Path | None
     sinks: list[Sink]
@@ -33,7 +33,7 @@ def open_sinks(log_dir: str | Path | None, info: RunInfo) -> Opened:
         writer, troubles = _first_free(Path(log_dir), info)
     except (SessionError, OSError, ValueError) as error:
         why = str(error).rstrip(".")
-        sentence = f"nothing is written to {log_dir}: {why}. The run is kept in memory: save the report yourself"
+        sentence = f"no file is written to {log_dir}: {why}. The run is held in memory: save the report yourself"
         return Opened(None, [], [sentence])
     path, sinks = writer.path.parent, list[Sink]([writer])
     try:

@@ -33,13 +33,14 @@ from mpinspect.runtime.appending import AppendedFile, replace_whole
 from mpinspect.runtime.decoding import DecodingError
 from mpinspect.runtime.finalizing import until_finalized
 
-#: Most records kept of each kind (events, notes, measurements): more than anyone reads, and 0.5 MB of each at most.
+#: Maximum number of records of each kind (events, notes, measurements): more than anyone reads, and at most 0.5 MB each.
 RECORD_LIMIT = 1000
-#: Loss-scale changes kept: the first and the last half of them. A dynamic scaler at its defaults needs a million steps.
+#: Maximum number of stored loss-scale changes, half of them the first and half the last ones. A dynamic scaler at its defaults
+#: needs a million steps to exceed it.
 SCALE_LIMIT = 1000
 #: Bytes of superseded records that the file may hold before it is rewritten.
 STALE_BYTES = 1 << 20
-#: Seconds between two flushes to disk: a power failure loses at most the records of these seconds, a kill loses nothing.
+#: Seconds between two flushes to disk: a power failure loses at most the records of these seconds; a kill loses no records.
 SYNC_INTERVAL_S = 10.0
 #: Largest share of the run's time spent in flushes; on a slow disk they are less frequent.
 SYNC_SHARE = 0.005
@@ -48,19 +49,19 @@ SYNC_SHARE = 0.005
 class SessionWriter:
     """Appends a run to ``log_dir``/session.mpinspect; every record is written completely before its call returns.
 
-    Only the process that created the writer may write: in a forked child, ``close`` closes the file and adds nothing.
+    Only the process that created the writer may write: in a forked child, ``close`` closes the file without writing.
 
     The file stays bounded however long the run: beyond twice ``limit`` windows (``session.window_limit`` by default),
-    neighbouring windows are merged (counts add), and a shorter file replaces the old one atomically for readers. The
-    first 1,000 events, notes and measurements each are kept and the others only counted. Not thread-safe.
+    neighbouring windows are merged (counts add), and a shorter file replaces the old one atomically for readers. The first
+    1,000 events, notes and measurements each are stored, and the others only counted. Not thread-safe.
 
     Every method raises OSError if the disk refuses a write; the record is then not in the file, the earlier records still
     are, and later calls try again.
 
     Args:
-        log_dir: the directory; resolved once, so that a later ``os.chdir`` or a link that is changed does not redirect it.
+        log_dir: the directory; resolved once, so that a later ``os.chdir`` or changed link does not redirect it.
         info: facts about the run.
-        limit: half of the most windows that stay in the file; None: by the number of tensors.
+        limit: half of the maximum number of windows in the file; None: by the number of tensors.
 
     Raises:
         TakenError: log_dir already holds a run.
@@ -101,7 +102,7 @@ class SessionWriter:
             self._watched.update(new)
 
     def window(self, window: Window) -> None:
-        """Add a window of counts; its steps must come after the previous window's."""
+        """Add a window of counts; its steps must follow the previous window's."""
         self._number_keys(window)
         self._append(frame(frames.WINDOW, windows.encode(window, self._keys)))
         self._windows.append(window.sampled_steps)
@@ -130,13 +131,13 @@ class SessionWriter:
         """Replace the record of the run's progress. Writes about 150 bytes.
 
         Raises:
-            FileNotFoundError: the file was deleted during the run, so that nobody could read further records.
+            FileNotFoundError: the file was deleted during the run, so that further records would be lost.
         """
         if not self._closed and os.fstat(self._open_file().fileno()).st_nlink == 0 and not self.path.exists():
-            raise FileNotFoundError(f"{self.path} was deleted while the run went on")
+            raise FileNotFoundError(f"{self.path} was deleted during the run")
         if len(progress.scales) > SCALE_LIMIT:
             half = SCALE_LIMIT // 2
-            self.note(f"Of the loss scale's changes the session file keeps the first and the last {half}.")
+            self.note(f"The session file holds only the first and the last {half} changes of the loss scale.")
             progress = dataclasses.replace(progress, scales=progress.scales[:half] + progress.scales[-half:])
         if self._dropped:
             self._supersede(frames.DROPPED, frames.json_bytes(self._dropped))
@@ -147,7 +148,7 @@ class SessionWriter:
         """Flush to disk and close the file. Idempotent.
 
         Raises:
-            OSError: the last records may not be on the disk. The file is closed all the same.
+            OSError: the last records may not be on the disk. The file is closed in any case.
         """
         if self._closed:
             return
@@ -188,21 +189,21 @@ class SessionWriter:
             raise cannot_write(self.path, error) from error
 
     def _append(self, data: bytes) -> None:
-        """Append all of ``data`` or nothing: a partial record would hide all later records from readers."""
+        """Append all of ``data``, or leave the file unchanged: a partial record would hide all later records from readers."""
         if self._closed:
-            raise ValueError(f"{self.path} is closed: nothing can be added to it")
+            raise ValueError(f"{self.path} is closed: no record can be added to it")
         self._open_file()
         self._sync_when_due()
         self._log.append(data)
 
     def _open_file(self) -> FileIO:
-        """Return the open file, opened again if a rewriting has closed it. Raises OSError, also if it is not as it was left."""
+        """Return the open file, reopened if a rewrite has closed it. Raises OSError, also if the file was changed since."""
         if not self._log.file.closed:
             return self._log.file
         file = self.path.open("r+b", buffering=0)
         if file.seek(0, os.SEEK_END) != self._log.size:
             file.close()
-            raise OSError(errno.EIO, f"{self.path} was changed by somebody else")
+            raise OSError(errno.EIO, f"{self.path} was changed by another program")
         self._log = AppendedFile(file, self._log.size)
         return file
 
@@ -252,9 +253,9 @@ class SessionWriter:
     # -- keeping it short ---------------------------------------------------------------------------------------
 
     def _compact(self) -> None:
-        """Write a new file with fewer windows beside the old one, then replace the old one atomically for readers.
+        """Write a new file with fewer windows in the same directory, then replace the old one atomically for readers.
 
-        If that fails (no room for both files, or the file was moved), the old file keeps growing, and the next attempt waits
+        If that fails (no space for both files, or the file was moved), the old file grows further, and the next attempt waits
         for more windows.
         """
         try:
@@ -298,7 +299,7 @@ class SessionWriter:
         notes: list[str] = []
         found = [frame(kind, payload) for _, kind, payload in frames.frames(data, notes) if kind == frames.WINDOW]
         if notes or len(found) != len(self._windows):
-            raise OSError(f"{self.path} does not hold what was written to it")
+            raise OSError(f"{self.path} lacks records that were written to it")
         return found
 
 

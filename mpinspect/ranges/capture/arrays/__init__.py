@@ -1,1 +1,1 @@
-"""Record arrays that the caller passes to a recorder, without torch and hooks."""
+"""The capture of arrays that the caller passes to a recorder, without torch and hooks."""

@@ -60,7 +60,7 @@ def _window(steps: Sequence[OpenStep]) -> Window:
 
 
 class StepNumbers:
-    """Assigns step numbers that always increase, even if the given numbers restart at 0 in each epoch.
+    """Assigns step numbers that always increase, even if the caller's numbers restart at 0 in each epoch.
 
     ``number`` is the number of the open step, or of the last one; ``count`` is how many steps have begun.
     """
@@ -70,7 +70,7 @@ class StepNumbers:
         self.first = 0
         self.count = 0
         self.is_open = False
-        #: The number that the caller gave for this step; None if none.
+        #: The caller's number of this step; None if unknown.
         self.given: int | None = None
 
     @property
@@ -83,16 +83,16 @@ class StepNumbers:
         return self.is_open and (given is None or self.given is None or given == self.given)
 
     def went_back(self, given: int | None) -> bool:
-        """Return whether this step number is smaller than the one given for the latest step; False if either is None."""
+        """Return whether this step number is smaller than the caller's number of the latest step; False if either is None."""
         return given is not None and self.given is not None and given < self.given
 
     def stay(self, given: int | None) -> None:
-        """Record the number given with another observation of the open step, if the step has none yet."""
+        """Record the number passed with another observation of the open step, if the step has no number yet."""
         if self.given is None:
             self.given = given
 
     def begin(self, given: int | None) -> None:
-        """Begin the next step, ``given`` being the caller's number for it, if any."""
+        """Begin the next step; ``given``: the caller's number for it, if any."""
         if not self.count:
             self.number = self.first = max(given or 0, 0)
         elif given is None or self.given is None:
@@ -109,7 +109,7 @@ class StepNumbers:
 
 
 class ArrayCapture:
-    """Counts the arrays passed to it. No method raises an Exception, whatever arguments a training loop passes.
+    """Counts the arrays passed to it. No method raises an Exception, even for invalid arguments.
 
     Args:
         recording: receives the captured records.
@@ -122,7 +122,7 @@ class ArrayCapture:
         self._numbers = StepNumbers()
         self._step: OpenStep | None = None
         self._watch = NonFiniteWatch()
-        #: The ended steps of the open window: those in which something was counted.
+        #: The ended steps of the open window that have counts.
         self._ended: list[OpenStep] = []
         self._infos: dict[TensorKey, TensorInfo] = {}
         self._announced: tuple[TensorInfo, ...] = ()
@@ -151,7 +151,7 @@ class ArrayCapture:
         """Record a note if the name is neither a string nor an integer (such as a layer's number)."""
         if not isinstance(name, (str, int)):
             kind = f"name of type {type(name).__name__}"
-            self._note_once(kind, f"name={quoted(name)} is no text: it is recorded under {quoted(str(name))}")
+            self._note_once(kind, f"name={quoted(name)} is not a string: it is recorded under {quoted(str(name))}")
 
     def _check_scale(self, given: Given) -> None:
         """Record a note if the loss scale is unknown, once for each reason."""
@@ -185,7 +185,7 @@ class ArrayCapture:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def next_step(self, skipped: bool | None) -> None:
-        """End the open step, or an empty step if none is open."""
+        """End the open step; without an open step, record an empty one."""
         with self._guarded("next_step"):
             if self._step is None:
                 self._begin_step(None)
@@ -198,15 +198,15 @@ class ArrayCapture:
             self._close_window()
 
     def _enter(self, step: Any) -> OpenStep:
-        """Return the step to which an observation with this number belongs, beginning a new step if needed."""
+        """Return the step of an observation with this number, beginning a new step if needed."""
         given = step_number(step)
         if self._step is not None and self._numbers.belongs(given):
             self._numbers.stay(given)
             return self._step
         if self._numbers.went_back(given):
             self._recording.note(
-                f"the step number went back from {self._numbers.given} to {given}: steps are counted on from there. Give numbers "
-                "that grow over the whole run"
+                f"the step number went back from {self._numbers.given} to {given}: the numbering continues without a gap. Pass "
+                "numbers that increase over the whole run"
             )
         self._end_step(None)
         return self._begin_step(given)

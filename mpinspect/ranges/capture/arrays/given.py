@@ -1,4 +1,4 @@
-"""Interpret the arguments of a recorder: flatten nested arrays, and check the caller's statements about an array."""
+"""Interprets the arguments of a recorder: flattens nested arrays, and checks the caller's statements about an array."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Given:
 
     Args:
         scale: the loss scale by which the array is still multiplied; None if unknown.
-        passed_through: name of a format to which its values were rounded; "float32" for none.
+        passed_through: name of the format that its values were rounded to; "float32" for unrounded values.
         unknown: why the scale is unknown; "" if it is known.
         unknown_kind: the same without the scale's value, so that each reason is noted once.
     """
@@ -70,7 +70,7 @@ def understand(kind: str, loss_scale: Any, passed_through: str | None) -> Given:
 
 
 def step_number(given: Any) -> int | None:
-    """Return a step number as an exact integer, or None if none was given; waits for the device that holds it, if any.
+    """Return a step number as an exact integer, or None for None; waits for the device that holds it, if any.
 
     Raises:
         ArgumentError: the given value is not a whole number that fits in 64 bits.
@@ -120,12 +120,12 @@ def _number(given: Any) -> float:
 
 
 def leaves(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every array in ``thing`` with its name: keys, indices and fields are appended to ``name`` with dots.
+    """Yield every array in ``thing`` with its name. Keys, indices and fields are appended to ``name`` with dots.
 
     None (a variable without a gradient) is left out. A list of numbers counts as one array.
 
     Args:
-        name: name of the whole structure; "" for none.
+        name: name of the whole structure, or "".
         thing: an array; a mapping, list, tuple or named tuple of arrays, also nested; if JAX is loaded, any of its
             pytrees.
     """

@@ -1,7 +1,7 @@
-"""Detect infinities and NaNs in a step's arrays: the first non-finite array observed becomes an event.
+"""Detects infinities and NaNs in a step's arrays. The first non-finite array observed becomes an event.
 
-A recorder knows only the order in which arrays are passed to it, not the execution order; the event says so. The kind
-of an array decides whether it belongs to the forward or the backward.
+A recorder knows only the order of the arrays passed to it, not the execution order; the event's explanation mentions this. The
+kind of an array assigns it to the forward or the backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class NonFiniteWatch:
 
     def __init__(self) -> None:
         self._seen: list[Seen] = []
-        #: The loss scale of each.
+        #: The loss scale of each entry of ``_seen``.
         self._scales: list[float | None] = []
         self._times: dict[TensorKey, int] = {}
         self._history = History()
@@ -35,7 +35,7 @@ class NonFiniteWatch:
         self._scales.append(sample.scale)
 
     def judge(self, step: int, skipped: bool | None) -> Event | None:
-        """Return the event of the open step, or None if there is none; changes no state."""
+        """Return the event of the open step, or None; changes no state."""
         first = first_broken([look for look in self._seen if not self._history.excuses(look)])
         if first is None:
             return None
@@ -51,7 +51,7 @@ class NonFiniteWatch:
         )
 
     def end_step(self, step: int, skipped: bool | None) -> Event | None:
-        """End the step; return its event, or None if there is none."""
+        """End the step; return its event, or None."""
         event = self.judge(step, skipped)
         if event is not None:
             self._history.excuse_masks(event, self._seen)
@@ -63,14 +63,14 @@ class NonFiniteWatch:
         return event
 
     def _scale_of(self, first: Seen) -> float | None:
-        """Return a gradient's loss scale; for other arrays that of the step's gradients, None if there is not exactly one."""
+        """Return a gradient's loss scale; for other arrays the scale of the step's gradients, None unless it is unique."""
         of_gradients = [each for each in zip(self._seen, self._scales, strict=True) if each[0].what in GRADIENT_KINDS]
         scales = {scale for look, scale in of_gradients if look is first} or {scale for _, scale in of_gradients}
         return scales.pop() if len(scales) == 1 else None
 
 
 def owner(key: TensorKey) -> str:
-    """Return the module to which a tensor belongs; for parameters, the name up to its last dot or slash."""
+    """Return the module that owns a tensor; for parameters, the name up to its last dot or slash."""
     if key.kind in (ACTIVATION, ACTIVATION_GRADIENT):
         return key.name
     cut = max(key.name.rfind("."), key.name.rfind("/"))

@@ -1,4 +1,4 @@
-"""Count one array: make its unscaled window of one sample, and the largest magnitude for the non-finite watch."""
+"""Counts one array: makes its unscaled window of one sample, and the largest magnitude for the non-finite watch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpinspect.ranges.session import TensorKey, TensorWindow, floor_exponent, na
 
 IntArray = npt.NDArray[np.int64]
 
-#: The known format for each narrow dtype; for others the closest format that flushes at least as many values to zero.
+#: The format of each narrow dtype; for a dtype without a known format, the closest one that flushes at least as many values.
 _FORMAT_OF = {
     "float16": "float16",
     "bfloat16": "bfloat16",
@@ -45,7 +45,7 @@ class ArraySample:
     Args:
         key: the tensor's key.
         window: the unscaled counts, as one sample.
-        peak: the unscaled peak exponent; None if there is none.
+        peak: the unscaled peak exponent; None without a finite non-zero value.
         largest: the largest magnitude, still scaled; inf or NaN if the array contains one.
         scale: the loss scale, as in Given.
         shape, dtype: shape and dtype of the whole array.

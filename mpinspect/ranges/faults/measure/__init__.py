@@ -1,1 +1,1 @@
-"""Observers, each of which measures what the findings of a file in ``name`` are made of."""
+"""Observers that record the facts behind the findings of ``name``."""

@@ -15,9 +15,9 @@ from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
 
 _DTYPES = (torch.float16, torch.bfloat16)
-#: The most gradient elements that are copied, from one backward to the next.
+#: Maximum number of gradient elements that are copied from one backward to the next.
 _MOST_COPIED = 1 << 24
-#: The most steps that are recorded, and the most parameters of each step, those that lose most.
+#: Maximum number of recorded steps, and of recorded parameters per step (the parameters that lose most).
 _MOST_STEPS, _MOST_PARAMETERS = 3, 3
 
 
@@ -33,7 +33,7 @@ class Accumulation(Observer):
     def __init__(self, clock: StepClock, recording: Recording) -> None:
         self._clock, self._recording = clock, recording
         self._steps = 0
-        #: Copies of the accumulated gradients, by the parameter's id, kept from the end of one backward to the end of the next.
+        #: Copies of the accumulated gradients, by the parameter's id, from the end of one backward to the end of the next.
         self._before: dict[int, torch.Tensor] = {}
         #: Numbers of lost and of non-zero elements, still on the device, with the dtype, by name; and their micro-batch.
         self._lost: dict[str, tuple[torch.Tensor, str]] = {}
@@ -85,7 +85,7 @@ class Accumulation(Observer):
         self._arrivals.call(copies, partial(self._record, step, named, copies, self._micro_batch + 1))
 
     def run_ends(self) -> None:
-        """Record the steps whose counts are still on their way."""
+        """Record the steps whose counts are still being copied to the host."""
         self._arrivals.take(wait=True)
 
     def _record(self, step: int, named: list[tuple[str, str]], copies: list[HostCopy], micro_batches: int) -> None:

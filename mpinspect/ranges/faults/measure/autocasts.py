@@ -1,7 +1,7 @@
-"""An observer of autocast regions: for which devices they are opened, and whether weights are updated inside of one.
+"""An observer of autocast regions: their device types, and updates of the weights inside them.
 
-Autocast keeps the 16-bit casts of FP32 weights until its outermost region ends. An update inside of the region changes the
-weights and not the casts, so that the next forward in the same region computes with the old ones.
+Autocast caches the 16-bit casts of FP32 weights until its outermost region ends. An update inside the region changes the
+weights but not the casts, so the next forward in the same region computes with the old weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpinspect.ranges.records import AutocastElsewhere, StaleCasts
 
 
 class Autocasts(Observer):
-    """Records regions for another device than the model's, and forwards with casts of weights that were updated since.
+    """Records regions for another device type than the model's, and forwards with outdated casts of weights.
 
     Args:
         parameters: the model's parameters.
@@ -29,7 +29,7 @@ class Autocasts(Observer):
 
     def __init__(self, parameters: Sequence[WatchedParameter], clock: StepClock, recording: Recording) -> None:
         self._parameters, self._clock, self._recording = parameters, clock, recording
-        #: Regions by the type of their device.
+        #: Number of regions by device type.
         self._opened: Counter[str] = Counter()
         #: Whether an optimizer has stepped in an autocast region whose cache was not cleared since.
         self._stepped_inside = False
@@ -45,16 +45,16 @@ class Autocasts(Observer):
         self._opened[device] += enabled
 
     def autocast_cache_cleared(self) -> None:
-        """Record that no casts are kept any more."""
+        """Record that the cache holds no casts."""
         self._stepped_inside = False
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record whether a region is open whose cache holds casts of the weights."""
+        """Record a step inside a region whose cache holds casts of the weights."""
         if torch.is_autocast_cache_enabled() and self._is_cast():
             self._stepped_inside = True
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
-        """Record that the forward before this backward ran in the region in which the weights were updated."""
+        """Record that the forward of this backward used outdated casts."""
         if self._stepped_inside and self._is_cast():
             self._stale += 1
             self._first_stale = self._clock.step if self._first_stale is None else self._first_stale
@@ -69,7 +69,7 @@ class Autocasts(Observer):
         return any(torch.is_autocast_enabled(device) for device in devices)
 
     def run_ends(self) -> None:
-        """Record both."""
+        """Record the outdated casts, and the regions for another device type."""
         if self._first_stale is not None:
             self._recording.record(StaleCasts(step=self._first_stale, steps=self._stale))
         devices = {each.parameter.device.type for each in self._parameters}

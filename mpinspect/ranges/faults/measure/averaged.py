@@ -25,10 +25,10 @@ AVERAGED = "gradients-averaged"
 
 class Averaged(Observer):
     """Counts ``.grad`` of all parameters together when the optimizer steps: averaged, unscaled, and clipped where the script
-    clips. Works on the first rank alone, in the first sampled step at or after 0, 1, 2, 4, 8, ...
+    clips. Works only on the first rank, in the first sampled step at or after 0, 1, 2, 4, 8, ...
 
     Args:
-        optimizers: those that step the parameters.
+        optimizers: the optimizers of the parameters.
         clock: the run's step clock.
         recording: receives the measurements: figures are elements by exponent ("-12"), and "zeros" and "nonfinite".
     """
@@ -43,7 +43,7 @@ class Averaged(Observer):
         self._arrivals = Arrivals()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Activate this observer in a sampled step that is twice as far as the last one counted."""
+        """Activate this observer in the first sampled step at or after twice the last counted step's number."""
         self.at_work = sampled and self._clock.step >= self._next_step
         self._has_gradients = False
         self._rows.clear()
@@ -66,7 +66,7 @@ class Averaged(Observer):
                     self._rows[row.device, len(row)].append(row)
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Record the counts of the steps whose counts have arrived."""
+        """Record the counts that have reached the host."""
         self._arrivals.take()
         if self._rows and sampled:
             self._next_step = max(2 * step, 1)
@@ -75,7 +75,7 @@ class Averaged(Observer):
         self._rows.clear()
 
     def run_ends(self) -> None:
-        """Record the counts that are still on their way."""
+        """Record the counts that are still being copied to the host."""
         self._arrivals.take(wait=True)
 
     def _record(self, step: int, copies: list[HostCopy]) -> None:

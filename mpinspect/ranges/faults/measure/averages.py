@@ -22,12 +22,11 @@ from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.records import Average
 from mpinspect.runtime.garbage_collection import living
 
-#: Steps at whose end copies are searched for among all Python objects, some 100 ms each time. Shorter runs are not searched.
+#: Steps that end with a search for copies among all Python objects (some 100 ms each). Shorter runs are not searched.
 _LOOKED_FOR = (8, 64)
-#: A copy is reported if it was written at least so often and at least this share of its elements that differ from the weight's
-#: stayed the same.
+#: Minimum number of writes to a reported copy, and minimum unchanged share of its elements that differ from the weight.
 _FEWEST_WRITES, _MOST_UNMOVED = 3, 0.5
-#: The number of elements that are compared, evenly spaced in a tensor: only a copy of these is kept.
+#: Number of compared elements, evenly spaced in a tensor. Only these are copied.
 _ELEMENTS = 4096
 #: A tensor belongs to another network if its mean distance from every weight of its shape exceeds this multiple of the
 #: weight's mean magnitude.
@@ -35,8 +34,8 @@ _FARTHEST = 0.5
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_NAMES = 20
 _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-#: What copies have, for ``living``: to hold any other tensor is to risk that another thread's backward frees it meanwhile, of
-#: which torch 2.6 warns there, and where warnings are errors that backward fails. A nested tensor has no shape to ask for.
+#: The attributes of possible copies, for ``living``. Holding any other tensor is a risk: if another thread's backward frees it
+#: meanwhile, torch 2.6 warns, and the backward fails if warnings are errors. A nested tensor has no shape.
 _MAY_BE_COPIES = (attrgetter("dtype", "is_leaf", "is_nested"), frozenset((dtype, True, False) for dtype in _DTYPES))
 _SHAPE = attrgetter("shape")
 
@@ -53,7 +52,7 @@ class Averages(Observer):
 
     Args:
         parameters: the model's parameters.
-        optimizers: those that step the parameters; their states do not count as copies.
+        optimizers: the optimizers of the parameters; their states do not count as copies.
         clock: the run's step clock.
         recording: receives the measurement.
     """
@@ -90,7 +89,7 @@ class Averages(Observer):
             if not is_plain(copy.weight.parameter):
                 continue
             now, weight = _drawn(tensor), _drawn(copy.weight.parameter.detach()).to(tensor.device, tensor.dtype)
-            # An element that equals the weight has no difference to follow.
+            # An element that equals the weight has no reason to change.
             lags = now != weight
             counts.append(torch.stack([(lags & (now == copy.values)).sum(), lags.sum()]).cpu())
             writes = max(writes, tensor._version - copy.version)
@@ -127,7 +126,7 @@ class Averages(Observer):
         ours |= self._copies.keys()
         if not self._copies:
             self._first_step = step
-        # A tensor mode of the script's would be asked for the attributes.
+        # A tensor mode of the script would intercept the attributes.
         with torch._C.DisableTorchFunction():
             found = living(_TYPES, _MAY_BE_COPIES, (_SHAPE, shapes))
         for each in found:

@@ -25,7 +25,7 @@ _MOST_RECORDS = 5
 
 
 class _Statistics(NamedTuple):
-    """The running statistics at one time, on their way to the host: their dtypes; the names and values, one for each device."""
+    """The running statistics at one time, being copied to the host: their dtypes; the names and values, one for each device."""
 
     dtypes: dict[str, str]
     names: list[list[str]]
@@ -53,7 +53,7 @@ class Buffers(Observer):
         self._clock, self._recording = clock, recording
         self._norms = [layer for layer in layers if isinstance(layer.module, _NORMS)]
         self._events = self._records = 0
-        #: Buffers that were not finite before the first step, and those already recorded.
+        #: Buffers that were not finite before the first step, and buffers already recorded.
         self._known: set[str] = set()
         #: Running statistics before the first step; None before that.
         self._began: _Statistics | None = None
@@ -66,7 +66,7 @@ class Buffers(Observer):
             self._find_broken(self._known.update)
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Read the buffers if the step is measured or has a new event; record those of the steps whose values have arrived."""
+        """Read the buffers if the step is measured or has a new event; record broken ones whose values have arrived."""
         self._arrivals.take()
         events, self._events = self._events, len(self._recording.events)
         if self._clock.measured or self._events > events:

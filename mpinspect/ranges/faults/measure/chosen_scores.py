@@ -1,4 +1,4 @@
-"""Measures, in an autograd graph, how often the scores at the edge of a choice of the k largest are equal."""
+"""Measures, in an autograd graph, how often scores tie at the edge of a choice of the k largest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from mpinspect.ranges.faults.measure.singularities import saved_dim
 
-#: The most scores that are read, the most of one row, and the fewest rows.
+#: Maximum number of scores read, maximum length of a row, and minimum number of rows.
 _MOST_SCORES, _LONGEST_ROW, _FEWEST_ROWS = 1 << 20, 1 << 14, 8
 
 
-#: Nodes that may stand for a choice: a product does where it is one by zeros and ones.
+#: Nodes that may represent a choice. A product does if one factor is a mask of zeros and ones.
 CHOOSING = frozenset({"TopkBackward0", "GatherBackward0", "MaskedFillBackward0", "WhereBackward0", "MulBackward0"})
 
 
@@ -27,13 +27,13 @@ class Choice:
 
 
 def choice(node: Any) -> Choice | None:
-    """Return the choice that a node may stand for; None if it stands for none. Waits for the device."""
+    """Return the choice that a node may represent; None if it represents none. Waits for the device."""
     name = node.name()
     if name == "TopkBackward0":
         return Choice(saved_dim(node), node._saved_indices)
     if name == "GatherBackward0":
         dim, index = saved_dim(node), node._saved_index
-        # One of each row is gathered for many a reason, the target's log-probability first of all.
+        # One element per row is gathered for many reasons, mostly as the target's log-probability.
         return Choice(dim, index) if index.dim() and index.shape[dim] > 1 else None
     if name == "MaskedFillBackward0":
         return Choice(-1, mask=~node._saved_mask)
@@ -42,7 +42,7 @@ def choice(node: Any) -> Choice | None:
     factor = node._saved_other if node._saved_self is None else None
     if factor is None or factor.dim() < 2 or not 0 < factor.numel() <= _MOST_SCORES:
         return None
-    # The first row tells most factors from a choice, and costs little.
+    # The first row is cheap to read and rules out most factors.
     is_choice = _is_binary(factor[(0,) * (factor.dim() - 1)]) and _is_binary(factor)
     return Choice(-1, mask=factor == 1) if is_choice else None
 
@@ -52,10 +52,10 @@ def _is_binary(factor: torch.Tensor) -> bool:
 
 
 def tied(scores: torch.Tensor, chosen: Choice) -> tuple[float, int]:
-    """Return the share of rows whose last chosen score equals one that is left out, and k. Waits for the device.
+    """Return the share of rows whose last chosen score ties with a rejected score, and k. Waits for the device.
 
-    Returns no share unless every row chose its k largest scores. Ties at zero (of a ReLU) and at infinity (of a mask), and
-    rows of one value only, are not counted: rounding did not make them.
+    The share is 0 unless every row chose its k largest scores. Ties at zero (from a ReLU) or infinity (from a mask) and
+    constant rows are not counted, since rounding did not make them.
     """
     if scores.dim() < 2 or not 0 < scores.numel() <= _MOST_SCORES or scores.shape[chosen.dim] > _LONGEST_ROW:
         return 0.0, 0

@@ -1,4 +1,4 @@
-"""Finds compensation: a state in which an optimizer keeps what rounding cut off of its 16-bit weights (Kahan's summation)."""
+"""Finds compensation: an optimizer's state that holds the rounding errors of its 16-bit weights (Kahan summation)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.runtime.distributed import local_part
 
-#: The most steps of an optimizer in which its states are read: updates far below a weight's spacing need many to add up to it.
+#: Maximum number of steps that read an optimizer's states: tiny updates add up to a weight's spacing only after many steps.
 _MOST_STEPS = 12
-#: The most elements that are read of a tensor, and the fewest non-zero ones by which it is judged.
+#: Maximum number of elements read from a tensor, and minimum number of non-zero ones for a judgement.
 _MOST_ELEMENTS, _FEWEST_ELEMENTS = 4096, 64
-#: What a rounding cuts off is at most half the spacing, and just above it where the sum crosses a power of two or is rounded too.
+#: Maximum share of elements above the spacing: a rounding error is at most half of it, but may be larger at powers of two.
 _MOST_BEYOND_SPACING = 0.001
-#: Seven eighths of what roundings cut off exceed this share of the spacing, once updates have added up.
+#: Minimum share of elements above 1/16 of the spacing. Once updates have added up, 7 of 8 rounding errors are above it.
 _SMALL, _FEWEST_ABOVE_SMALL = 1 / 16, 0.1
-#: The spacings of the weights must differ by this factor between their narrowest and their widest third, or nothing can follow
-#: them; and what follows them differs by at least this share of that factor.
+#: The spacings in the widest third of the weights must be this much wider than in the narrowest third, or the test is
+#: impossible. The state's sizes must then differ by at least this share of that factor.
 _LEAST_SPREAD, _FOLLOWED = 4.0, 0.7
-#: Each sign occurs at least so often, as does the weight's own sign and its opposite: a momentum that decays the weights has
-#: always the weight's sign.
+#: Minimum share of each sign in the state, and in its product with the weights: weight decay gives a momentum the weight's
+#: sign.
 _FEWEST_OF_A_SIGN = 0.3
 _DTYPES = (torch.float16, torch.bfloat16)
 
@@ -38,10 +38,10 @@ _Values = npt.NDArray[np.float64]
 
 
 class Compensation:
-    """Names the state in which each optimizer keeps what rounding cuts off of its 16-bit weights, judged by the state's values.
+    """Names each optimizer's state that holds the rounding errors of its 16-bit weights, judged by the state's values.
 
-    Reads a few thousand elements of one weight and of its states, in the first measured steps of an optimizer that steps 16-bit
-    weights, until it finds such a state; of a device they are judged at a later step.
+    Reads a few thousand elements of one weight and its states in the first measured steps of an optimizer with 16-bit weights,
+    until it finds such a state. Values on a device are judged at a later step.
     """
 
     def __init__(self) -> None:
@@ -50,11 +50,11 @@ class Compensation:
         self._arrivals = Arrivals()
 
     def of(self, optimizer: _Optimizer) -> str:
-        """Return the name of the optimizer's state that keeps what rounding cuts off; "" if none was found."""
+        """Return the name of the optimizer's state that holds rounding errors; "" if it was not found."""
         return self._names.get(optimizer, "")
 
     def settle(self) -> None:
-        """Judge what has been read; waits for the device."""
+        """Judge all values read so far; waits for the device."""
         self._arrivals.take(wait=True)
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class Compensation:
 
 
 def is_compensation(state: _Values, weight: _Values, format: FloatFormat) -> bool:
-    """Return whether a state's values are what rounding cut off of weights: within their spacing, and as widely spread.
+    """Return whether a state's values look like rounding errors of the weights: below the spacing, and proportional to it.
 
     Args:
         state, weight: the same elements of both.
@@ -121,7 +121,7 @@ def _has_both_signs(values: _Values) -> bool:
 
 
 def _follows(size: _Values, spacing: _Values) -> bool:
-    """Return whether the sizes are larger where the spacing is wider, by about as much: a moment's are not."""
+    """Return whether the sizes grow about in proportion to the spacing; the sizes of a moment do not."""
     order, third = np.argsort(spacing, kind="stable"), len(spacing) // 3
     narrow, wide = order[:third], order[-third:]
     factor = np.median(spacing[wide]) / np.median(spacing[narrow])
@@ -138,7 +138,7 @@ def _sixteen_bit_weights(optimizer: _Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _states_like(optimizer: _Optimizer, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield by name this process's part of the weight's floating-point states of its shape."""
+    """Yield the name of each floating-point state of the weight's shape, and this process's part of it."""
     state: dict[Any, Any] = optimizer.state[weight]
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -149,7 +149,7 @@ def _states_like(optimizer: _Optimizer, weight: torch.Tensor) -> Iterator[tuple[
 
 def _drawn(tensor: torch.Tensor) -> torch.Tensor:
     """Return evenly spaced elements of a tensor in FP64."""
-    # An odd distance does not keep to one column of a matrix whose rows are powers of two long.
+    # An odd distance reaches all columns of a matrix whose row length is a power of two.
     distance = -(-tensor.numel() // _MOST_ELEMENTS) | 1
     places = torch.arange(0, tensor.numel(), distance, device=tensor.device)
     return tensor.detach().take(places).double()

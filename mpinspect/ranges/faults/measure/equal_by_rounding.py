@@ -23,25 +23,25 @@ from mpinspect.ranges.faults.measure.singularities import is_packed
 from mpinspect.ranges.records import Positions, Record, Ties
 
 _DTYPES = tuple(FIRST_LOST)
-#: The number of neighbours above that number that rounding must make equal, to rule out coincidence.
+#: Minimum number of pairs above FIRST_LOST that rounding must make equal, to rule out coincidence.
 _FEWEST_PAIRS = 4
-#: The most elements of a tensor that is compared, and of scores that are kept until backward.
+#: Maximum number of elements of a compared tensor, and of scores stored until backward.
 _MOST_ELEMENTS, _MOST_SCORES = 1 << 24, 1 << 20
-#: The most whole numbers, and elements of a table, that are compared with each other, and the most of each in a step.
+#: Maximum sizes of a tensor of integers and of a table that are compared, and maximum number of each in a step.
 _MOST_NUMBERS, _MOST_ANGLES, _MOST_KEPT = 1 << 12, 1 << 18, 16
-#: The most nodes of the graph that are searched for tables and for choices.
+#: Maximum number of graph nodes searched for tables and choices.
 _MOST_NODES = 20_000
-#: The most records of one kind.
+#: Maximum number of records of one kind.
 _MOST_RECORDS = 3
-#: Nodes after which scores have the order that they had before.
+#: Nodes that preserve the order of scores.
 _KEEPING_ORDER = ("Softmax", "Sigmoid", "ToCopy", "View", "UnsafeView", "ReshapeAlias")
-#: The least share of rows with ties that is recorded.
+#: Minimum share of rows with ties for a record.
 _LEAST_TIED = 0.01
-#: The name of a module, looked for only where it is told; None where it is not certain.
+#: Returns a module's name, which is searched for only if it is recorded; None if it is uncertain.
 Where = Callable[[], str | None]
 
 
-#: Fewest numbers in each row that are taken for positions if none is smaller than the one before.
+#: Minimum length of rows of non-decreasing numbers that count as positions.
 _FEWEST_IN_ROW = 8
 
 
@@ -58,13 +58,14 @@ class EqualByRounding(Observer):
     def __init__(self, clock: StepClock, recording: Recording) -> None:
         self._clock, self._recording = clock, recording
         self._records: dict[type[Record], int] = {Positions: 0, Ties: 0}
-        #: Modules' 16-bit outputs with the module's name, by the graph node that made them; kept until backward is called.
+        #: Modules' 16-bit outputs with the module's name, by the graph node that made them; stored until backward is called.
         self._scores: dict[Any, tuple[str, torch.Tensor]] = {}
-        #: The whole numbers that modules were given, and small tables that need no gradient; kept until backward is called.
+        #: The integer arguments of modules, and small tables that need no gradient; stored until backward is called.
         self._numbers: dict[int, torch.Tensor] = {}
         self._tables: dict[tuple[Any, ...], tuple[Where, torch.Tensor]] = {}
         self._spans = ModuleSpans()
-        #: The first 16-bit dtype of a module's output; elements that may still be compared in this step; factors compared.
+        #: The first 16-bit dtype of a module's output; how many elements this step may still compare; the factors compared so
+        #: far.
         self._dtype: torch.dtype | None = None
         self._left = 0
         self._compared: set[tuple[Any, ...]] = set()
@@ -77,7 +78,7 @@ class EqualByRounding(Observer):
 
     @torch.no_grad()
     def called(self, call: Call) -> None:
-        """Compare a call's inputs and outputs that need no gradient; keep what is compared when backward is called."""
+        """Compare a call's inputs and outputs that need no gradient; store the tensors that ``backward_called`` compares."""
         if call.recomputed or not all(tensor.is_cpu for tensor in (*call.outputs, *call.inputs())):
             return
         path = call.layer.path
@@ -110,7 +111,7 @@ class EqualByRounding(Observer):
             if name not in CHOOSING or is_packed(node):
                 continue
             where = partial(self._spans.module_of, node, nodes)
-            # What a node saved and the script has changed since can't be read.
+            # A saved tensor that the script has changed since can't be read.
             with suppress(RuntimeError):
                 if name == "MulBackward0":
                     self._compare_factor(where, node)
@@ -120,7 +121,7 @@ class EqualByRounding(Observer):
         self._forget()
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Discard the kept nodes, which remain in a step without a backward."""
+        """Discard the stored nodes, which are left after a step without a backward."""
         self._forget()
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class EqualByRounding(Observer):
             kept.clear()
 
     def _compare(self, where: Where, tensor: torch.Tensor) -> None:
-        """Record a table whose rows equal their neighbours just where consecutive whole numbers rounded to 16 bits do."""
+        """Record a table whose neighbouring rows are equal exactly where consecutive whole numbers are in 16 bits."""
         if self._records[Positions] >= _MOST_RECORDS or not 0 < tensor.numel() <= _MOST_ELEMENTS:
             return
         dims = repeating(tensor)
@@ -151,7 +152,7 @@ class EqualByRounding(Observer):
         found = collapsed(tensor, dims)
         if found is not None:
             dtype = tensor.dtype if tensor.dtype in _DTYPES else self._dtype or _DTYPES[0]
-            # Numbers are 2 apart where the format no longer has all whole numbers, 4 apart from twice that number on.
+            # The format's numbers are 2 apart from its first lost number on, and 4 apart from twice that number on.
             least = found.spacing * (FIRST_LOST[dtype] - 1) // 2
             self._record(
                 Positions(
@@ -197,7 +198,7 @@ class EqualByRounding(Observer):
             self._tell_positions(module, int(largest) + 1, tensor.dtype, False)
 
     def _compare_angles(self) -> None:
-        """Record a table of sines and cosines of whole numbers which were rounded after a module was given them."""
+        """Record a table of sines and cosines that were computed from rounded copies of a module's integers."""
         for numbers in self._numbers.values():
             largest = int(numbers.max())
             if not min(FIRST_LOST.values()) < largest < _MOST_ELEMENTS:
@@ -253,9 +254,9 @@ class EqualByRounding(Observer):
             )
 
     def _cast_scores_of(self, node: Any) -> tuple[str | None, torch.Tensor | None]:
-        """Return a module and its 16-bit output if a wider choice's scores are that output, only cast and normalised since.
+        """Return a module and its 16-bit output if a choice's wider scores are that output, only cast and normalised.
 
-        A softmax or a sigmoid keeps the order of the scores, and their ties.
+        A softmax or a sigmoid preserves the order of the scores, and their ties.
         """
         for _ in range(8):
             node = _only_edge(node)
@@ -287,7 +288,7 @@ class EqualByRounding(Observer):
 
 
 def _only_edge(node: Any) -> Any:
-    """Return the one node that a node's gradient goes to, beside constants; None if there are several, or none."""
+    """Return the node that receives a node's gradient; None unless there is exactly one."""
     edges = [following for following, _ in node.next_functions if following is not None]
     return edges[0] if len(edges) == 1 else None
 

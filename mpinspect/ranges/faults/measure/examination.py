@@ -1,9 +1,9 @@
-"""An observer that finds the operation in which the first infinity or NaN arose, and its arguments.
+"""An observer that finds the operation that made the first infinity or NaN, and its arguments.
 
 When backward is called, the graph of the loss still exists. If the loss is not finite, the whole graph is searched for the
 earliest singular operation. If the loss is finite, only the few nodes nearest to it are searched, and the result is recorded only
-if the watch finds a non-finite gradient in this step's backward. On a device, where reading would wait, graphs are searched only
-in a step that follows an infinity or NaN of the forward, and in at most three of these.
+if the watch finds a non-finite gradient in this step's backward. On a device, where reading would wait, graphs are searched
+only after a step with an infinity or NaN in the forward, at most three times.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from mpinspect.ranges.records import (
 from mpinspect.ranges.session import MOST_ROWS, containers
 from mpinspect.runtime.distributed import is_from_stage_before
 
-#: The most nodes that are searched if the loss is not finite, and if it is finite.
+#: Maximum number of nodes searched if the loss is not finite, and if it is finite.
 _MOST_NODES, _NEAREST_NODES = 20_000, 48
-#: The most elements of a node's result that are read if the loss is finite.
+#: Maximum number of elements of a node's result that are read if the loss is finite.
 _MOST_ELEMENTS = 1 << 16
-#: The most steps that are examined.
+#: Maximum number of examined steps.
 _MOST_EXAMINED = 3
 #: A weight is recorded once its norm has grown by this factor since the first step.
 _GROWN = 16.0
-#: The most rows of each weight that are compared after measured steps; the whole weights are once one of these has grown.
+#: Maximum number of rows of each weight compared after measured steps. Once these have grown, the whole weights are compared.
 _MOST_COMPARED = 16
-#: Weights are compared, too, when a finite loss exceeds the first one by this factor.
+#: Weights are also compared when a finite loss exceeds the first one by this factor.
 _LOSS_GROWN = 100.0
 
 
 class _Norms(NamedTuple):
-    """Norms of weights on their way to the host: one copy for each device and dtype, in the order of the names."""
+    """Norms of weights, being copied to the host: one copy for each device and dtype, in the order of the names."""
 
     names: list[str]
     copies: list[HostCopy]
@@ -86,7 +86,7 @@ _KINDS: dict[str, type[Examined]] = {
 
 
 class Examination(Observer):
-    """Examines the first few steps in which a loss or gradient is not finite. Must run after the watch.
+    """Examines the first few steps with a non-finite loss or gradient. Must run after the watch.
 
     Args:
         layers: the model's modules.
@@ -101,22 +101,23 @@ class Examination(Observer):
         self._clock, self._recording = clock, recording
         self._parameters = parameters
         self._events = self._examined = 0
-        #: Whether no parameter is on a device now, where reading a value waits; and the steps that were read on a device so far.
+        #: Whether all parameters are on the CPU now, so that reading does not wait; and the number of steps read on a device.
         self._on_cpu = True
         self._waited = 0
-        #: Whether the step that ended had an event of the forward, after which this step may be read on a device.
+        #: Whether the last step had an event of the forward, and whether this step may therefore be read on a device.
         self._forward_broke = self._may_wait = False
         #: The singular operation near this step's finite loss, recorded if the backward turns out to be non-finite.
         self._candidate: Singular | None = None
-        #: The product or division by a mask's infinity near this step's finite loss, in the same form.
+        #: The product or division with a mask's infinity near this step's finite loss.
         self._infinite: Singular | None = None
-        #: The singular operations of this step's losses that were not finite, with the modules whose outputs were made before.
+        #: The singular operations of this step's non-finite losses, each with the modules whose outputs were made before it.
         self._found: list[tuple[Singular, frozenset[str]]] = []
         #: The sequence numbers of the nodes that multiplied this step's losses by a loss scale.
         self._products: set[int] = set()
         #: By module, the sequence number of the node that made its last output.
         self._output_of: dict[str, int] = {}
-        #: This step's inputs that no module made, by the module that got them, and its calls without a graph; weak references.
+        #: This step's inputs that no module made, with the module that received them; its calls without a graph. Weak
+        #: references.
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         self._graphless: list[tuple[str, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
         self._made: set[int] = set()
@@ -131,11 +132,11 @@ class Examination(Observer):
         self._grown: set[str] = set()
         self._told_loss = self._told_term = False
         self._first_loss: float | None = None
-        #: The learning rates of each group in the last step, and those with which a scheduler began, if the optimizer has them.
+        #: Each group's learning rate in the last step, and its initial one if a scheduler has recorded it.
         self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, float]]] = (
             weakref.WeakKeyDictionary()
         )
-        #: Number of times that a grown loss made the weights be compared.
+        #: Number of comparisons of the weights that a grown loss has caused.
         self._compared = 0
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
@@ -179,7 +180,7 @@ class Examination(Observer):
             self._output_of[call.layer.path] = made[0]._sequence_nr()
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
-        """Record the dtype of the losses: their products with a scale are FP32. Remember the products' nodes by their numbers."""
+        """Record the losses' dtype (their products with a scale are FP32), and the sequence numbers of the products' nodes."""
         # The model may have been moved since the step began.
         self._on_cpu = self._on_cpu and all(loss.is_cpu for loss in losses)
         bare = [loss.grad_fn for loss in losses]
@@ -214,10 +215,10 @@ class Examination(Observer):
         self._examined += 1
         step = self._clock.step
         self._name_operations(starts)
-        # These are the weights that made this loss: this step's update has not been applied yet.
+        # This step's update has not been applied yet, so these weights made the loss.
         norms = self._weight_norms().read()
         if not all(map(math.isfinite, norms.values())):
-            # Non-finite weights explain every later infinity or NaN, so nothing more is examined.
+            # Non-finite weights explain every later infinity or NaN, so the examination ends.
             self._examined = _MOST_EXAMINED
             return
         batch = self._batch_not_finite()
@@ -251,7 +252,7 @@ class Examination(Observer):
         self._forward_broke = any(event.phase == "forward" for event in new)
         candidate, infinite, self._candidate, self._infinite = self._candidate, self._infinite, None, None
         broken = [event for event in new if event.gradients_finite is False]
-        # An overflow of the backward may be the loss scale's, and a scaler skips it.
+        # The loss scale may cause an overflow in the backward, which a scaler skips.
         if not any(event.phase == "backward" and not event.skipped for event in broken):
             candidate = None
         candidate = candidate or (infinite if broken else None)
@@ -259,7 +260,7 @@ class Examination(Observer):
             self._examined += 1
             self._tell_singular(step, candidate, loss_finite=True)
         for found, before in self._found:
-            # An argument that was made from an output that was not finite is no cause.
+            # An argument computed from a non-finite output is not the cause.
             is_late = any(
                 (event.phase, event.what) == ("forward", ACTIVATION) and event.tensor in before for event in new
             )
@@ -271,7 +272,7 @@ class Examination(Observer):
             self._arrivals.call(rows.copies, partial(self._compare_rows, step, rows))
 
     def run_ends(self) -> None:
-        """Compare the norms that are still on their way."""
+        """Compare the norms that are still being copied to the host."""
         self._arrivals.take(wait=True)
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -289,9 +290,9 @@ class Examination(Observer):
         self._recording.record(BrokenLoss(step=self._clock.step, names=made.names, text=dtype, in_half=made.in_half))
 
     def _batch_not_finite(self) -> torch.Tensor | None:
-        """Return which elements of the first non-finite model input that still exists are not finite; None if there is none.
+        """Return where the first non-finite input of the model is not finite; None if all (that still exist) are finite.
 
-        The inputs of a module that another one called may be made by the code of that one. A mask's -inf counts as finite.
+        Inputs of nested modules are left out, since the outer module's code may make them. A mask's -inf counts as finite.
         """
         for path, reference in self._inputs:
             tensor = reference()
@@ -443,19 +444,19 @@ class Examination(Observer):
                 )
 
     def _rates_of(self, name: str) -> dict[str, float]:
-        """Return the learning rates with which a weight was last stepped, and its group's number if groups have several."""
+        """Return the learning rates of a weight's last step, and its group's number if the groups' rates differ."""
         parameter = next(each.parameter for each in self._parameters if each.name == name)
         for optimizer, rates in self._rates.items():
             for number, (group, named) in enumerate(zip(optimizer.param_groups, rates, strict=False)):
                 if any(each is parameter for each in group["params"]):
                     is_one = len({each.get("lr") for each in rates}) == 1
                     return named if is_one else {**named, "group": float(number)}
-        # Masters are stepped in the weights' place.
+        # The optimizer steps masters in place of the weights.
         return next((rates[0] for rates in self._rates.values() if rates), {})
 
 
 def _ratios(norms: Mapping[str, float], began: Mapping[str, float]) -> dict[str, float]:
-    """Return the factor by which each norm has grown; weights that began at zero have none."""
+    """Return each norm's factor of growth; weights that began at zero are left out."""
     return {name: norm / began[name] for name, norm in norms.items() if began.get(name, 0.0) > 0}
 
 

@@ -1,8 +1,8 @@
 """An observer that compares the gradients from the backward with the gradients that the optimizer receives.
 
-It records the largest magnitude of every parameter's gradient at four moments of a measured step: when its backward is over,
-before and after a scaler unscales, and when the optimizer steps. Each moment takes one call of torch for all parameters; the
-results of a device are judged when they have reached the host, which is a step later.
+It records the largest magnitude of every parameter's gradient at four moments of a measured step: after its backward, before
+and after a scaler unscales, and when the optimizer steps. Each moment takes one call of torch for all parameters. Results on a
+device are judged a step later, when they have reached the host.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from mpinspect.ranges.records import (
 )
 from mpinspect.runtime.distributed import has_process_group
 
-#: The number of steps after each event in which the observer is active too, and the most such steps in a run.
+#: Number of steps observed after each event, and the maximum number of such steps in a run.
 _AFTER_EVENT, _MOST_AFTER_EVENTS = 3, 30
-#: The most records of one kind.
+#: Maximum number of records of one kind.
 _MOST_RECORDS = 10
-#: The most backwards of a step before which gradients are read.
+#: Maximum number of a step's backwards that are preceded by a reading of the gradients.
 _MOST_BACKWARDS = 4
-#: The most names in one record.
+#: Maximum number of names in one record.
 _MOST_NAMES = 200
 #: Ratios that differ by at most this relative amount count as equal, because FP32 rounds each element separately.
 _SAME = 1e-3
 
 
 class Magnitudes(NamedTuple):
-    """The largest magnitude of each gradient, on its way to the host.
+    """The largest magnitude of each gradient, being copied to the host.
 
     Args:
-        names: of the parameters.
+        names: the parameters' names.
         values: the magnitudes, one copy for each device and dtype, in the order of the names.
         squares: the 2-norms of the FP16 gradients, computed in FP32, one copy for each device.
     """
@@ -120,7 +120,7 @@ class Records:
         self._made: Counter[type[Record]] = Counter()
 
     def add(self, record: Record) -> None:
-        """Store one, named after the first of its names; it must have one."""
+        """Store a record under the first of its names; it must have at least one."""
         self._made[type(record)] += 1
         if self._made[type(record)] <= _MOST_RECORDS:
             self._recording.record(replace(record, name=record.names[0], names=record.names[:_MOST_NAMES]))
@@ -133,19 +133,19 @@ class _Step:
     Args:
         moments: the gradients' magnitudes by moment of the step.
         left: the gradients' magnitudes at the beginning of each of the step's backwards.
-        places, in_place: where the gradients lay when the step's first backward began, and the parameters whose gradients lay
-            there at its end.
+        places, in_place: the gradients' addresses when the step's first backward began, and the parameters whose gradients had
+            the same address at the optimizer's step.
         arrived: the parameters that received a gradient.
         stepping: the parameters that an optimizer steps.
         is_scaled: whether a scaler multiplied losses.
-        multiplied_by: the constant by which the loop multiplied the loss of the last backward; None if by none.
-        scaled, still_scaled: the parameters whose gradients came from a scaled backward, and those of them that were stepped
-            before a scaler divided their gradients.
-        aside, never_scaled: the parameters with gradients of a backward that no scaler scaled, and those of them that a scaler
-            then divided.
+        multiplied_by: the constant factor that the loop applied to the loss of the last backward; None without one.
+        scaled, still_scaled: the parameters with gradients from a scaled backward, and the subset that an optimizer stepped
+            before a scaler divided the gradients.
+        aside, never_scaled: the parameters with gradients from a backward that no scaler scaled, and the subset whose gradients
+            a scaler divided.
         unscaled: how often a scaler has unscaled each parameter's gradient since its optimizer last stepped.
-        kept, again: the gradients left when the last backward began, and these with ``unscaled`` at the last time that a scaler
-            unscaled gradients again.
+        kept, again: the unscaled gradients when the last backward began; these and the counts of ``unscaled`` when a scaler
+            last unscaled gradients again.
     """
 
     moments: dict[str, Magnitudes] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class HandedOver(Observer):
 
     Args:
         parameters: the model's parameters.
-        optimizers: those that step the parameters.
+        optimizers: the optimizers of the parameters.
         masters: the copies of the weights that optimizers step in their place.
         clock: the run's step clock.
         recording: receives the measurements; none in a distributed run, where the time of averaging the gradients is unknown.
@@ -201,7 +201,7 @@ class HandedOver(Observer):
         self._now = _Step()
         #: The steps whose magnitudes have not reached the host.
         self._arrivals = Arrivals()
-        #: The parameters that ever received a gradient, and those that an optimizer steps.
+        #: The parameters that ever received a gradient, and the parameters that an optimizer steps.
         self._ever: set[str] = set()
         self._optimized: set[str] = set()
         self._stepped = False
@@ -223,7 +223,7 @@ class HandedOver(Observer):
         self._called[call.layer.path] = self._called.get(call.layer.path, False) or torch.is_grad_enabled()
 
     def backward_begins(self, backward: Backward) -> None:
-        """Record the magnitudes that earlier steps have left in the gradients."""
+        """Record the magnitudes of gradients that earlier steps have left."""
         if self._stepped and len(self._now.left) < _MOST_BACKWARDS:
             if not self._now.left:
                 self._now.places = self._gradients_places()
@@ -232,7 +232,7 @@ class HandedOver(Observer):
             self._now.kept = magnitudes(watched for watched in self._parameters if watched.name in self._now.unscaled)
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
-        """Record by which constant the loop has multiplied the loss."""
+        """Record the constant factor that the loop applied to the loss."""
         self._now.multiplied_by = _constant_factor(losses[0]) if len(losses) == 1 else None
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
@@ -283,7 +283,7 @@ class HandedOver(Observer):
             return
         self._add("handed", self._optimizers.parameters(optimizer))
         if self._now.left:
-            # A script may put others in their place, as after torch.autograd.grad, which adds to none.
+            # A script may replace the gradients, for example by the results of torch.autograd.grad, which does not accumulate.
             here = self._gradients_places()
             self._now.in_place |= {name for name, place in self._now.places.items() if here.get(name) == place}
         names = {watched.name for watched in self._optimizers.parameters(optimizer)}
@@ -305,13 +305,13 @@ class HandedOver(Observer):
         self.step_skipped(optimizer)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Forget which of the optimizer's gradients were unscaled: they have served."""
+        """Clear the counts of unscaling for the optimizer's gradients, which are used up."""
         if self._now.unscaled:
             for watched in self._optimizers.parameters(optimizer):
                 self._now.unscaled.pop(watched.name, None)
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Compare the gradients' magnitudes at the moments of the steps whose magnitudes have arrived; record the differences."""
+        """Compare the magnitudes at the four moments, for the steps whose copies are complete; record the differences."""
         self._arrivals.take()
         if not self.at_work:
             return
@@ -320,7 +320,7 @@ class HandedOver(Observer):
         self._arrivals.call(now.copies(), partial(self._judge, step, now, ever))
 
     def run_ends(self) -> None:
-        """Record optimized parameters that never had a gradient, and parameters with gradients that are in no optimizer."""
+        """Record optimized parameters that never had a gradient, and parameters with gradients that belong to no optimizer."""
         self._arrivals.take(wait=True)
         if not self._optimized or not self._ever:
             return
@@ -334,7 +334,7 @@ class HandedOver(Observer):
                 MissingGradients(step=self._clock.step, names=tuple(names), of=len(self._parameters), **{how: True})  # type: ignore[arg-type]
             )
         left_out = [watched for watched in self._parameters if watched.name in only_ever]
-        # A tensor that an optimizer steps and that is not known may be a copy of one of them.
+        # An unknown tensor in an optimizer may be a copy of one of these parameters.
         if left_out and not self._masters.may_be_of(left_out):
             elements = sum(watched.parameter.numel() for watched in self._parameters)
             share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
@@ -353,13 +353,13 @@ class HandedOver(Observer):
         self._find_left_over(step, seen, len(given))
 
     def _how_called(self, module: str) -> str:
-        """Return how a module was called in the observed steps: the name of a figure."""
+        """Return how a module was called in the observed steps: the name of a flag of ``MissingGradients``."""
         if not self._called:
             return "unknown"
         return "not_called" if module not in self._called else "called" if self._called[module] else "without_graph"
 
     def _add(self, moment: str, parameters: Iterable[WatchedParameter]) -> None:
-        """Record an optimizer's gradients at a moment, in addition to those of other optimizers."""
+        """Add an optimizer's gradients to the record of a moment."""
         new = magnitudes(parameters)
         old = self._now.moments.get(moment, Magnitudes([], [], []))
         self._now.moments[moment] = Magnitudes(
@@ -402,7 +402,7 @@ class HandedOver(Observer):
             self._records.add(ReplacedBeforeStep(step=step, names=tuple(replaced), of=len(given)))
 
     def _find_divided_too_often(self, step: int, seen: _Step, scaled: Mapping[str, float]) -> None:
-        """Record the gradients that a scaler divided by the scale again, or without a scaled loss."""
+        """Record gradients that a scaler divided a second time, or whose loss no scaler had scaled."""
         never = [name for name in scaled if name in seen.never_scaled and scaled[name] > 0]
         if never:
             self._records.add(UnscaledNeverScaled(step=step, names=tuple(never), of=len(scaled)))
@@ -422,14 +422,14 @@ class HandedOver(Observer):
             self._records.add(Stale(step=step, names=tuple(stale), parameters=len(stale), of=len(handed)))
 
     def _gradients_places(self) -> dict[str, int]:
-        """Return where the memory of each plain gradient lies."""
+        """Return the address of each plain gradient's memory."""
         gradients = ((watched.name, watched.parameter.grad) for watched in self._parameters)
         return {
             name: gradient.data_ptr() for name, gradient in gradients if gradient is not None and is_plain(gradient)
         }
 
     def _find_left_over(self, step: int, seen: _Step, number: int) -> None:
-        """Record the gradients left over at the first backward, unless a later one began with only zeros (zero_grad())."""
+        """Record gradients left over at the step's first backward, unless a later backward began with zeros (zero_grad())."""
         left = [found.read() for found in seen.left]
         old = [name for name, value in left[0].items() if value > 0 and name in seen.in_place] if left else []
         if old and all(any(value > 0 for value in values.values()) for values in left):
@@ -438,7 +438,7 @@ class HandedOver(Observer):
 
 
 def _constant_factor(loss: torch.Tensor) -> float | None:
-    """Return the constant that a loss was multiplied by last; None if by none. Waits for no device."""
+    """Return the constant factor of the loss's last operation; None if it has none. Never waits for a device."""
     node = loss.grad_fn
     if node is None or node.name() not in ("MulBackward0", "DivBackward0"):
         return None
@@ -454,7 +454,7 @@ def _constant_factor(loss: torch.Tensor) -> float | None:
 
 
 def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return by name the factor by which each finite gradient changed; NaN if it is no longer finite."""
+    """Return each finite gradient's factor of change, by name; NaN if it is no longer finite."""
     return {
         name: (1.0 if after[name] == value else after[name] / value) if math.isfinite(after[name]) else math.nan
         for name, value in before.items()
@@ -475,7 +475,7 @@ class Described(NamedTuple):
 
 
 def described(ratios: Mapping[str, float]) -> Described:
-    """Return the median factor by which the gradients changed, whether all share it, and the number of gradients."""
+    """Return the gradients' median factor of change, whether all share it, and the number of gradients."""
     finite = [ratio for ratio in ratios.values() if math.isfinite(ratio)]
     if not finite:
         return Described(math.nan, False, len(ratios))

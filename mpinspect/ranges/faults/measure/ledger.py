@@ -1,4 +1,4 @@
-"""The ledger: an observer that records the dtypes in which the run stores and computes its tensors."""
+"""The ledger: an observer that records the dtypes of the run's storage and computation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from mpinspect.ranges.session import OptimizerRecord, Precision, ScalerRecord
 from mpinspect.runtime.device import random_state
 from mpinspect.runtime.distributed import local_part, sharded_sum_in, summed_in
 
-#: Settings of an optimizer's group that are recorded, where they are numbers.
+#: The recorded settings of an optimizer's parameter group, if they are numbers.
 _SETTINGS = ("lr", "weight_decay", "eps", "momentum")
 
 
 class Ledger(Observer):
-    """Records dtypes in measured steps. Reads no tensor's values, apart from a few states of optimizers of 16-bit weights.
+    """Records dtypes in measured steps. Reads no tensor values, except a few elements of the states of 16-bit weights.
 
     Args:
         parameters: the model's parameters.
-        optimizers: those that step the parameters.
+        optimizers: the optimizers of the parameters.
         masters: the copies of the weights that optimizers step in their place.
         clock: the run's step clock.
         recording: receives the ledger.
@@ -53,7 +53,7 @@ class Ledger(Observer):
         self._clock, self._optimizers, self._recording = clock, optimizers, recording
         self._parameters, self._masters = parameters, masters
         self._gradients: Counter[str] = Counter()
-        #: Dtypes in the order in which they were observed (dicts as ordered sets).
+        #: Dtypes in the order of observation (dicts as ordered sets).
         self._autocast: dict[str, None] = {}
         self._outputs: dict[str, None] = {}
         self._losses: dict[str, None] = {}
@@ -61,9 +61,10 @@ class Ledger(Observer):
         #: By the object's id; if Python reuses the id, the new optimizer replaces the old one.
         self._stepped: dict[int, OptimizerRecord] = {}
         self._scalers: dict[int, ScalerRecord] = {}
-        #: The random generators before the step of each optimizer, by its id, unless a closure calls the model within it.
+        #: The states of the random generators before each optimizer's step, by its id; discarded if a closure calls the model.
         self._generators: dict[int, list[torch.Tensor]] = {}
-        #: Whether every recorded step of an optimizer drew random numbers, by its id: others may draw beside one of them.
+        #: Whether every recorded step of an optimizer drew random numbers, by its id. In a single one other code may have drawn
+        #: them.
         self._draws: dict[int, bool] = {}
         self._compensation = Compensation()
 
@@ -81,7 +82,7 @@ class Ledger(Observer):
                 self._outputs[dtype_name(output.dtype)] = None
                 device = output.device.type
                 is_on = torch.is_autocast_enabled(device)
-                # A module around others may enter autocast within its own forward.
+                # A container may enter autocast inside its own forward.
                 if is_on or call.layer.is_leaf:
                     self._autocast[dtype_name(torch.get_autocast_dtype(device)) if is_on else ""] = None
 
@@ -126,7 +127,7 @@ class Ledger(Observer):
             self._record()
 
     def run_ends(self) -> None:
-        """Record the ledger once more, for a run that broke off within a step, with values that have arrived from a device."""
+        """Record the final ledger: a run may break off within a step, and values from a device may have arrived since."""
         self._compensation.settle()
         for optimizer in self._optimizers.living():
             record = self._stepped.get(id(optimizer))
@@ -150,7 +151,7 @@ class Ledger(Observer):
         )
 
     def _reduced(self) -> tuple[str, ...]:
-        """Return the dtypes in which ranks sum their gradients, as far as their wrappers have them."""
+        """Return the dtypes of the sums of the ranks' gradients, if the model's wrappers have them."""
         if self._summed_in is None:
             of_copies = (summed_in(each.parameter, each.parallel) for each in self._parameters)
             dtypes = (*of_copies, *map(sharded_sum_in, self._modules))
@@ -161,8 +162,8 @@ class Ledger(Observer):
         stepped = list(_stepped_by(optimizer))
         ours = {id(watched.parameter) for watched in self._parameters}
         foreign = sum(parameter.numel() for parameter in stepped if id(parameter) not in ours)
-        # If the optimizer also steps parameters of this model, its others may be of another network: masters are those with a
-        # weight of their own.
+        # An optimizer of this model's parameters may also hold another network's, so only tensors that match a weight are
+        # masters.
         of_ours = next(self._optimizers.parameters(optimizer), None) is not None
         return OptimizerRecord(
             type(optimizer).__name__,
@@ -181,7 +182,7 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _generators(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the states of the CPU's generator and of those of the devices that hold the parameters; waits for no device."""
+    """Return the states of the random generators of the CPU and of the parameters' devices; never waits for a device."""
     devices = {parameter.device for parameter in _stepped_by(optimizer) if not parameter.is_cpu}
     states = (torch.get_rng_state(), *map(random_state, sorted(devices, key=str)))
     return [state for state in states if state is not None]
@@ -208,7 +209,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def _states(optimizer: torch.optim.Optimizer, stepped: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Return by name the dtypes of the states that have the same shape as their parameter."""
+    """Return, by name, the dtypes of the states with the same shape as their parameter."""
     found: dict[str, dict[str, None]] = {}
     for parameter in stepped:
         state = optimizer.state.get(parameter)

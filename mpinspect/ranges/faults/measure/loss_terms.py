@@ -11,9 +11,9 @@ import torch
 from mpinspect.ranges.capture.graph import receivers, walk
 from mpinspect.runtime.emulation.autocast_lists import FLOAT32, FLOAT32_BY_DEFAULT
 
-#: The most nodes of the loss's own code that are read, and of one term.
+#: Maximum number of nodes read in the loss's own code, and in one term.
 _MOST_NODES, _MOST_OF_A_TERM = 512, 24
-#: The most operations that are named where the loss calls no loss function.
+#: Maximum number of named operations if the loss calls no loss function.
 _MOST_NAMED = 3
 _DTYPES = (torch.float16, torch.bfloat16)
 
@@ -46,9 +46,9 @@ def narrow_term(starts: Iterable[Any], ends: Collection[int]) -> Term | None:
 
 
 class Operations(NamedTuple):
-    """The operations of a loss's own code: the loss function alone, or the last few beside sums and products.
+    """The operations of a loss's own code: the loss function alone, or the last few except sums and products.
 
-    ``dtype``: of the first of them. ``in_half``: whether any operation of that code is in FP16.
+    ``dtype``: the first operation's. ``in_half``: whether any operation of that code is in FP16.
     """
 
     names: tuple[str, ...]
@@ -62,7 +62,7 @@ def operations(starts: Iterable[Any], ends: Collection[int], products: Collectio
     Args:
         starts: the nodes of the losses.
         ends: the sequence numbers of the nodes that made modules' outputs.
-        products: those of the nodes that multiplied losses by a scale, which are left out.
+        products: the sequence numbers of the nodes that multiplied losses by a scale, which are left out.
     """
     code = _code([each for each in starts if each is not None], ends, _MOST_NODES)
     nodes = [node for node in code if _dtype(node) and node._sequence_nr() not in products]
@@ -77,8 +77,8 @@ def operations(starts: Iterable[Any], ends: Collection[int], products: Collectio
 def is_wide_on_cuda(start: Any) -> bool:
     """Return whether CUDA's autocast would compute a 16-bit result in FP32.
 
-    It would where a 16-bit operator in front of the result, after the last matrix product and the last cast, is on CUDA's
-    list of FP32 operators. A CPU's list is shorter: log_softmax, pow, exp and sum stay in 16 bits there.
+    It would if a 16-bit operator before the result, after the last matrix product or cast, is on CUDA's list of FP32 operators.
+    A CPU's list is shorter: log_softmax, pow, exp and sum stay in 16 bits there.
     """
     queue = [start] if start is not None else []
     for node in queue:
@@ -98,7 +98,7 @@ def _wide_operators() -> frozenset[str]:
 
 
 def _summed(starts: list[Any]) -> Iterator[Any]:
-    """Yield the 16-bit reductions whose results, all scalars, the loss is added up from."""
+    """Yield the 16-bit reductions whose scalar results the loss adds up."""
     queue = list(dict.fromkeys(starts))
     seen = set(queue)
     for node in queue:
@@ -132,13 +132,12 @@ def _operators(node: Any, ends: Collection[int]) -> tuple[str, ...]:
 
 
 def _code(starts: list[Any], ends: Collection[int], most: int) -> list[Any]:
-    """Return at most ``most`` nodes of the loss's own code, the nearest first: none that made a module's output, but scalars."""
+    """Return at most ``most`` nodes of the loss's own code, the nearest first. It ends at modules' outputs, except scalars."""
     return list(walk(starts, most, lambda node: node._sequence_nr() not in ends or _numel(node) == 1))
 
 
 def _log_ratio(node: Any) -> Term | None:
-    """Return a difference of log-probabilities that were rounded to 16 bits, from each other or from a constant, whatever it is
-    computed in."""
+    """Return a difference of two log-probabilities that were rounded to 16 bits, or of one and a constant, in any dtype."""
     name = _operator(node)
     if name not in ("Sub", "Rsub") or len(node.next_functions) < 2:
         return None
@@ -170,13 +169,13 @@ def _operator(node: Any) -> str:
 
 
 def _dtype(node: Any) -> Any:
-    """Return the dtype of a node's result; None if torch does not have it."""
+    """Return the dtype of a node's result; None if unknown."""
     made = getattr(node, "_input_metadata", None)
     return made[0].dtype if made else None
 
 
 def _numel(node: Any) -> int:
-    """Return the number of elements of a node's result; 0 if torch does not have it."""
+    """Return the number of elements of a node's result; 0 if unknown."""
     made = getattr(node, "_input_metadata", None)
     try:
         return torch.Size(made[0].shape).numel() if made else 0
@@ -184,11 +183,11 @@ def _numel(node: Any) -> int:
         return 0
 
 
-#: Operators after which CUDA's autocast has 16-bit values, whatever its input: matrix products and casts.
+#: Operators with 16-bit results under CUDA's autocast, for any input: matrix products and casts.
 _NARROWING = frozenset({"ToCopy", "Addmm", "Mm", "Addbmm", "Baddbmm", "Bmm", "Addmv", "Mv", "Linear", "Convolution"})
 #: Operators whose scalar results are sums of others' scalars.
 _ARITHMETIC = frozenset({"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "NanToNum", "Where"})
-#: Those that give way to others where a loss is named.
+#: Operators that do not name a loss, unless it has no others.
 _LINEAR = frozenset({"Add", "Sub", "Rsub", "Mul", "Neg"})
 #: Operators that return some of their argument's values.
 _MOVING = frozenset(

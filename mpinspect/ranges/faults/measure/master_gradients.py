@@ -1,8 +1,8 @@
-"""An observer that compares the gradients that a backward left in the model with those that masters hand to the optimizer.
+"""An observer that compares the model's gradients after a backward with the gradients of the master weights.
 
-Between both lies the loop's own code: it copies, adds, divides by the loss scale, clips. The observer records by how much this
-made all gradients smaller, and what no such code intends: gradients that became zero or finite on the way, gradients of earlier
-steps that were added to them, and masters that are stepped and never copied back.
+The loop's own code transfers them: it copies, adds, divides by the loss scale, clips. The observer records the factor of this
+division, and three faults: gradients that became zero or finite on the way, gradients of earlier steps that were added, and
+masters that are stepped but never copied back.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from mpinspect.ranges.records import (
 )
 from mpinspect.runtime.distributed import has_process_group
 
-#: The fewest steps of the masters' optimizers after which their weights must have moved.
+#: Minimum number of the masters' steps after which the weights must have changed.
 _FEWEST_STEPS = 3
-#: Gradients that reach the masters at least so many times smaller were divided, as by a loss scale.
+#: Gradients that are smaller by this factor or more at the masters count as divided, for example by a loss scale.
 _DIVIDED = 2.0
 
-#: The most backwards of a step whose gradients are compared with the masters'.
+#: Maximum number of a step's backwards whose gradients are compared with the masters' gradients.
 _MOST_BACKWARDS = 4
-#: The gradients of a step's backwards alone must leave at least this share of the masters' gradients unexplained...
+#: Minimum share of the masters' gradients that the step's own backwards leave unexplained.
 _UNEXPLAINED = 0.01
-#: ...of which the gradients that the masters held before leave at most this share.
+#: Maximum part of that share that stays unexplained once the masters' earlier gradients are included.
 _REST = 0.1
 
 
@@ -55,11 +55,11 @@ class _Step:
     """The evidence of one step, judged when it has reached the host.
 
     Args:
-        given, handed: the weights' gradients when the last backward was over, and the masters' when their optimizers step.
+        given, handed: the weights' gradients after the last backward, and the masters' gradients when their optimizers step.
         stepping: the masters in optimizers that step.
         backwards: how many backwards the step had.
-        before, parts, sums: a few elements of the masters' gradients before the first backward, of the weights' after each of
-            them, and of the masters' when their optimizers step.
+        before, parts, sums: a few elements of the masters' gradients before the first backward, of the weights' gradients after
+            each backward, and of the masters' gradients when their optimizers step.
     """
 
     given: Magnitudes | None = None
@@ -86,7 +86,7 @@ class _Step:
 
 
 class MasterGradients(Observer):
-    """Compares gradients of weights with those of their masters, in measured steps of runs that have masters.
+    """Compares the gradients of weights and of their masters, in measured steps of runs that have masters.
 
     Args:
         masters: finds them.
@@ -98,12 +98,13 @@ class MasterGradients(Observer):
         self._masters, self._clock = masters, clock
         self._records = Records(recording)
         self._stepped = False
-        #: A few elements of the weights that have masters before these were first stepped, and how often they were.
+        #: A few elements of the weights with masters, from before the masters' first step; and the number of steps since.
         self._began: Samples | None = None
         self._steps = 0
-        #: For each measured step by how much all gradients alike became smaller on their way to the masters; NaN if not alike.
+        #: For each measured step, the common factor of division between the weights' and the masters' gradients; NaN without
+        #: one.
         self._divisors: list[float] = []
-        #: A few elements of the masters after the step before, by the optimizer that had stepped them.
+        #: A few elements of the masters after their last step, by the optimizer's id.
         self._after: dict[int, Samples] = {}
         self._now = _Step()
         #: The steps whose gradients have not reached the host.
@@ -144,7 +145,7 @@ class MasterGradients(Observer):
             self._now.sums.append(samples(_gradients(masters)))
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record that an optimizer has stepped: what the masters' gradients hold before the next backward is left over."""
+        """Record that an optimizer has stepped: gradients that the masters still hold at the next backward are left over."""
         self._stepped = True
         self._steps += self._began is not None
         self._after.pop(id(optimizer), None)
@@ -153,14 +154,14 @@ class MasterGradients(Observer):
             self._after[id(optimizer)] = samples((each.name, each.parameter) for each in masters)
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Compare the gradients of the steps that have arrived, and record lost and added ones."""
+        """Compare the gradients of steps whose copies are complete; record lost and added gradients."""
         self._arrivals.take()
         now = self._now
         if self.at_work and now.given is not None and now.stepping:
             self._arrivals.call(now.copies(), partial(self._judge, step, now, now.given))
 
     def run_ends(self) -> None:
-        """Record masters that moved while their weights did not, and by how much the gradients became smaller on their way."""
+        """Record masters that changed while their weights did not, and the factor of division of the gradients."""
         self._arrivals.take(wait=True)
         self._masters.settle()
         if self._divisors and all(divisor >= _DIVIDED for divisor in self._divisors):
@@ -179,7 +180,7 @@ class MasterGradients(Observer):
         masters = samples((each.name, each.parameter) for each in self._masters.all()).read()
         began, ended = self._began.read(), samples(weights.items()).read()
         is_still = began.keys() == ended.keys() and all(torch.equal(began[name], ended[name]) for name in began)
-        # What rounding undoes was copied all the same.
+        # A master may differ from its weight by the rounding of the copy.
         moved = [
             name
             for name, values in masters.items()
@@ -191,7 +192,7 @@ class MasterGradients(Observer):
             )
 
     def _compare_with_weights(self, after: Samples, masters: Sequence[WatchedParameter]) -> None:
-        """Find masters that changed between two steps and now equal their weights: these were written over them."""
+        """Find masters that changed between two steps and now equal their weights: the weights overwrote them."""
         now = samples((each.name, each.parameter) for each in masters)
         weights = samples((each.name, each.parameter) for each in self._masters.weights())
         copies = [*after.copies, *now.copies, *weights.copies]
@@ -218,15 +219,15 @@ class MasterGradients(Observer):
     def _find_lost(
         self, step: int, seen: _Step, given: Mapping[str, float], handed: Mapping[str, float], squares: float
     ) -> None:
-        """Record gradients that became zero (None counts as zero) or finite between a backward and the masters."""
+        """Record gradients that became zero (None counts as zero) or finite between the backward and the masters."""
         broken = [name for name, value in given.items() if not math.isfinite(value)]
         if broken and not handed:
-            # A loop that skips a step may do so by giving its optimizer nothing.
+            # A loop may skip a step by passing no gradients to its optimizer.
             return
         changes = ratios(given, {**dict.fromkeys(given, 0.0), **handed})
         change = described(changes)
         self._divisors.append(1 / change.factor if change.is_uniform and change.factor else math.nan)
-        # An earlier backward of the step may have been infinite: only of a single one it is known that this was not.
+        # With several backwards an earlier one may have been infinite, so only a single one is judged.
         is_single = seen.backwards == 1
         zeroed = [name for name, ratio in changes.items() if ratio == 0 or (is_single and math.isnan(ratio))]
         if zeroed:
@@ -248,7 +249,7 @@ class MasterGradients(Observer):
             self._records.add(ReplacedBeforeStep(step=step, names=tuple(replaced), of=len(given)))
 
     def _find_added_up(self, step: int, seen: _Step) -> None:
-        """Record that the masters' gradients are those of this step's backwards and what they held before, added up."""
+        """Record masters' gradients that are a sum of this step's gradients and of their own earlier gradients."""
         if seen.before is None or not 0 < seen.backwards <= _MOST_BACKWARDS:
             return
         before = seen.before.read()
@@ -282,7 +283,7 @@ def _gradients(parameters: Iterable[WatchedParameter]) -> list[tuple[str, torch.
 
 
 def _fitted(columns: Sequence[torch.Tensor], wanted: torch.Tensor) -> tuple[list[float], float]:
-    """Return the factors by which the columns' sum comes closest to a vector, and the share of its norm that is left."""
+    """Return the least-squares coefficients of the columns for a vector, and the residual's share of its norm."""
     sizes = torch.stack([column.norm() for column in columns])
     matrix = torch.stack(list(columns), dim=1) / sizes
     factors = torch.linalg.lstsq(matrix, wanted[:, None], driver="gelsd").solution[:, 0]

@@ -14,21 +14,21 @@ from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
 
-#: The most searches for the masters of one optimizer: copies that are rounded otherwise are never found.
+#: Maximum number of searches for one optimizer's masters: copies that were rounded differently are never found.
 _MOST_SEARCHES = 8
-#: The most elements that are read of one tensor.
+#: Maximum number of elements read from one tensor.
 _MOST_ELEMENTS = 64
-#: Twice the largest relative error of a rounding to BF16 that is not to nearest, and FP16's smallest number.
+#: Twice the largest relative error of a directed rounding to BF16, and FP16's smallest number.
 _ROUNDING, _FLUSHED = 2.0**-6, 2.0**-24
 
 _Optimizer = torch.optim.Optimizer
 
 
 class Samples(NamedTuple):
-    """A few elements of each tensor, on their way to the host.
+    """A few elements of each tensor, being copied to the host.
 
     Args:
-        names: of the tensors, one list for each device.
+        names: the tensors' names, one list for each device.
         sizes: the number of elements of each.
         copies: the elements in FP32, one copy for each device.
     """
@@ -47,7 +47,7 @@ class Samples(NamedTuple):
 
 @torch.no_grad()
 def samples(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> Samples:
-    """Return a copy of a few elements of each plain tensor, at places that depend on its shape alone; never waits."""
+    """Return a copy of a few elements of each plain tensor, at places that depend only on its shape; never waits."""
     groups: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
     for name, tensor in tensors:
         if tensor is not None and is_plain(tensor):
@@ -68,7 +68,7 @@ def _spread(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def are_close(masters: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a few values of each tensor agree but for rounding, whichever way it goes. Waits for the device."""
+    """Return whether a few values of each tensor agree up to a rounding in either direction. Waits for the device."""
     one, other = samples(masters.items()).read(), samples(weights.items()).read()
     if not one or one.keys() != other.keys():
         return False
@@ -77,39 +77,39 @@ def are_close(masters: Mapping[str, torch.Tensor], weights: Mapping[str, torch.T
 
 
 class Masters:
-    """Knows which tensors of the model's optimizers are masters, and of which weights.
+    """Matches the master weights in the model's optimizers to the model's weights.
 
-    A master has its weight's shape, and a few of its values are compared with the weight's, rounded to the weight's dtype.
-    Where several agree (normalisations begin with ones) they are taken in order.
+    A master has its weight's shape, and a few of its values, rounded to the weight's dtype, equal the weight's values. If
+    several weights match (normalisations begin with ones), they are taken in order.
 
     Args:
         parameters: the model's parameters.
-        optimizers: those that belong to the model.
+        optimizers: the model's optimizers.
     """
 
     def __init__(self, parameters: Sequence[WatchedParameter], optimizers: ModelOptimizers) -> None:
         self._parameters, self._optimizers = parameters, optimizers
         #: The weights by the id of their master.
         self._found: weakref.WeakKeyDictionary[_Optimizer, dict[int, WatchedParameter]] = weakref.WeakKeyDictionary()
-        #: The ids of the other tensors that had a gradient when an optimizer stepped.
+        #: The ids of foreign tensors (not the model's) that had a gradient when an optimizer stepped.
         self._stepped: set[int] = set()
         self._searches: weakref.WeakKeyDictionary[_Optimizer, int] = weakref.WeakKeyDictionary()
-        #: The searches whose values have not reached the host, and their optimizers by id.
+        #: The searches whose values are still being copied to the host, and the ids of their optimizers.
         self._arrivals = Arrivals()
         self._searching: set[int] = set()
 
     def find_all(self) -> None:
-        """Search in every optimizer of the model; take in what earlier searches have found."""
+        """Complete earlier searches whose values have arrived, and search every optimizer of the model."""
         self._arrivals.take()
         for optimizer in self._optimizers.living():
             self.find(optimizer)
 
     def settle(self) -> None:
-        """Take in what all searches have found; waits for the device."""
+        """Complete all searches; waits for the device."""
         self._arrivals.take(wait=True)
 
     def find(self, optimizer: _Optimizer) -> None:
-        """Search an optimizer for masters that are not known yet: on a device they are known at a later search."""
+        """Search an optimizer for unknown masters. On a device the search is completed later."""
         if id(optimizer) in self._searching:
             return
         found = self._found.setdefault(optimizer, {})
@@ -148,7 +148,7 @@ class Masters:
             )
         dtypes = {watched.parameter.dtype for watched in weights}
         for number, each in enumerate(foreign):
-            # A tensor of the weights' dtype without a gradient is no copy but their source, as under weight_norm.
+            # Without a gradient, a tensor of the weights' dtype is not their copy but their source, as under weight_norm.
             may_be = (dtype for dtype in dtypes if dtype != each.dtype or id(each) in self._stepped)
             same = (waiting.get(_key(each, values[str(number)], dtype)) for dtype in may_be)
             agreeing = next((weights for weights in same if weights), None)
@@ -173,16 +173,16 @@ class Masters:
         return [watched for found in self._found.values() for watched in found.values()]
 
     def optimizer_steps(self, optimizer: _Optimizer) -> None:
-        """Remember which tensors that are not the model's have a gradient: those of a layer that was replaced have none."""
+        """Remember which foreign tensors have a gradient; the tensors of a replaced layer have none."""
         self._stepped.update(id(each) for each in self._foreign(optimizer) if each.grad is not None)
 
     def idle(self) -> int:
-        """Return how many tensors that are not the model's the optimizers hold that never had a gradient in a step."""
+        """Return the number of foreign tensors in the optimizers that never had a gradient at a step."""
         foreign = (each for optimizer in self._optimizers.living() for each in self._foreign(optimizer))
         return sum(id(each) not in self._stepped for each in foreign)
 
     def may_be_of(self, weights: Sequence[WatchedParameter]) -> bool:
-        """Return whether a tensor that an optimizer steps may be a master of one of these weights, or of all in one piece."""
+        """Return whether a foreign tensor in an optimizer may be a master of one of these weights, or of all, flattened."""
         shapes = {watched.parameter.shape for watched in weights}
         whole = sum(watched.parameter.numel() for watched in weights)
         return any(
@@ -199,7 +199,7 @@ class Masters:
             yield from (each for each in group["params"] if id(each) not in own)
 
     def _without_master(self) -> list[WatchedParameter]:
-        """Return the trained weights that no optimizer of the model steps, themselves or by a master."""
+        """Return the trained weights that no optimizer of the model steps, directly or through a master."""
         known = {watched.name for watched in self.weights()}
         for optimizer in self._optimizers.living():
             known.update(watched.name for watched in self._optimizers.parameters(optimizer))

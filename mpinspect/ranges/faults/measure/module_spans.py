@@ -1,4 +1,4 @@
-"""Names the module in whose code a node of the graph was made."""
+"""Names the module whose code made a graph node."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from mpinspect.ranges.capture.graph import graph
 from mpinspect.ranges.capture.observations import Call
 
-#: The most nodes of the graph that are searched within one module.
+#: Maximum number of graph nodes searched within one module.
 _MOST_NODES = 2_000
 
 
 class ModuleSpans:
-    """Remembers between which nodes of the graph each module's own code ran; torch's modules have no code to name."""
+    """Remembers the range of graph nodes that each module's own code made. Modules of torch.nn are left out."""
 
     def __init__(self) -> None:
-        #: For each call: the last of its inputs' sequence numbers, its output's, its name.
+        #: For each call: the largest sequence number of its inputs, the largest of its outputs, the module's path.
         self._spans: list[tuple[int, int, str]] = []
 
     def remember(self, call: Call) -> None:
@@ -26,7 +26,7 @@ class ModuleSpans:
             self._spans.append((max(begun, default=-1), max(ends), call.layer.path))
 
     def module_of(self, node: Any, nodes: list[Any]) -> str | None:
-        """Return the innermost module in whose code a node was made; "" for the model, None where that is not certain.
+        """Return the innermost module whose code made a node; "" for the model, None if that is uncertain.
 
         Args:
             node: a node of the graph.
@@ -35,7 +35,7 @@ class ModuleSpans:
         place = node._sequence_nr()
         around = sorted((end - begin, begin, end, path) for begin, end, path in self._spans if begin < place <= end)
         for _, begin, end, path in around[:4]:
-            # A module may have run after code that it has nothing to do with: its output must come from the node.
+            # A module may have run after unrelated code: its output must depend on the node.
             made = [each for each in nodes if each._sequence_nr() == end]
             if node in graph(made, _MOST_NODES, since=begin):
                 return path

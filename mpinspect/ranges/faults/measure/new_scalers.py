@@ -1,4 +1,4 @@
-"""An observer that counts the steps in which a gradient scaler scales a loss for the first time."""
+"""An observer that counts the steps with a newly made gradient scaler."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mpinspect.ranges import records
 from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.recording import Recording
 
-#: The number of steps with a new scaler at which it is recorded for the first time: a process may be killed before its end.
+#: Number of steps with a new scaler before the first record, which does not wait for the run's end: it may be killed.
 _MANY = 3
-#: The number of observed steps: an observer at work takes some time of every call of a module.
+#: Maximum number of observed steps, since an active observer costs time at every call of a module.
 _MOST_STEPS = 64
 
 
 class NewScalers(Observer):
-    """Counts steps with a scaler, and those in which it was new. Works in the first sampled or watched steps; reads no tensor.
+    """Counts steps with a scaler, and steps with a new one. Works in the first sampled or watched steps; reads no tensor.
 
     Args:
         recording: receives the measurement.
@@ -36,14 +36,14 @@ class NewScalers(Observer):
         self._is_scaled = self._is_new = False
 
     def scaler_used(self, scaler: Any) -> None:
-        """Remember whether an enabled scaler is used in this step, and whether one was never used before."""
+        """Remember whether this step uses an enabled scaler, and whether it uses one for the first time."""
         if scaler.is_enabled():
             self._is_scaled = True
             self._is_new |= scaler not in self._known
             self._known.add(scaler)
 
     def end_step(self, step: int, sampled: bool) -> None:
-        """Count the step; record the counts once the first steps have shown that scalers are made anew."""
+        """Count the step; record the counts once enough steps had a new scaler."""
         if not self._is_scaled:
             return
         self._first = self._first if self._steps else step

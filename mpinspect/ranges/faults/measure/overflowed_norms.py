@@ -1,7 +1,7 @@
-"""An observer that finds normalisations by hand whose squares overflow in FP16, so that the normalised values become zero.
+"""An observer that finds hand-written normalisations whose squares overflow in FP16, which makes the results zero.
 
-Where a square or a sum under a root is infinite, 1 / root is zero, and so is what is divided by the root: all of it finite. The
-graph of a finite loss shows it: ``rsqrt`` and ``sqrt`` save their results.
+If a square or a sum under a root is infinite, 1 / root and every quotient by the root are zero: all results are finite. The
+graph of a finite loss shows the overflow, since ``rsqrt`` and ``sqrt`` save their results.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from mpinspect.ranges.faults.measure.module_spans import ModuleSpans
 from mpinspect.ranges.faults.measure.singularities import SAME_VALUES, is_packed
 from mpinspect.ranges.records import OverflowedNorm
 
-#: The most nodes of the graph that are searched, and those before a root that are searched for a square or a sum.
+#: Maximum number of graph nodes searched, and of nodes before a root searched for a square or a sum.
 _MOST_NODES, _MOST_BEFORE = 20_000, 12
-#: The most elements of a root that are read, and the most modules that are recorded.
+#: Maximum number of elements read from a root, and of recorded modules.
 _MOST_ELEMENTS, _MOST_RECORDS = 1 << 20, 3
-#: Nodes of operations that may exceed a format's range where their arguments don't.
+#: Operations whose results may exceed a format's range although their arguments don't.
 _GROWING = ("Pow", "Sum", "Mean", "Var")
-#: Nodes between these and a root, and between a root and the division by it.
+#: Operations allowed between these and a root, and between a root and the division by it.
 _BETWEEN = (*SAME_VALUES, "Add", "Mul", "Div", "Clamp")
 
 
 class _Root(NamedTuple):
-    """A root of infinity.
+    """A root with infinite arguments.
 
     Args:
         operator: "rsqrt", "sqrt" or "pow".
@@ -48,7 +48,7 @@ class _Root(NamedTuple):
 
 
 class OverflowedNorms(Observer):
-    """Reads the roots in the graph of a finite loss, in measured steps in which a module got or gave FP16.
+    """Reads the roots in the graph of a finite loss, in measured steps with FP16 inputs or outputs of a module.
 
     Args:
         clock: the run's step clock.
@@ -69,7 +69,7 @@ class OverflowedNorms(Observer):
         self._forget()
 
     def called(self, call: Call) -> None:
-        """Note whether an input or output is FP16; from then on, between which nodes of the graph each module's code ran."""
+        """Record whether an input or output is FP16, and from the first one on the span of graph nodes of each module."""
         if call.recomputed:
             return
         if not self._is_narrow:
@@ -79,14 +79,14 @@ class OverflowedNorms(Observer):
 
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
-        """Search the graph of the losses for roots of infinity that something is divided by."""
+        """Search the graph of the losses for roots of infinity that divide other values."""
         if not self._is_narrow:
             return
         nodes = graph([loss.grad_fn for loss in losses], _MOST_NODES)
         nodes.sort(key=lambda node: int(node._sequence_nr()))
         roots: dict[torch.device, list[tuple[_Root, Callable[[], str | None]]]] = {}
         for node in nodes:
-            # A saved tensor that the script has changed since can't be read; a function of the script's saves other things.
+            # A saved tensor that was changed since can't be read, and a custom function may save other attributes.
             with suppress(RuntimeError, AttributeError):
                 root = _root_of_infinity(node, nodes)
                 if root is not None:
@@ -106,7 +106,7 @@ class OverflowedNorms(Observer):
         self._forget()
 
     def run_ends(self) -> None:
-        """Record the roots that are still on their way."""
+        """Record the roots that are still being copied to the host."""
         self._arrivals.take(wait=True)
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class OverflowedNorms(Observer):
             return
         for (root, where), number in zip(roots, elements.tolist(), strict=True):
             module = where() if number else None
-            # The graph holds the code of other models, too, which have a record of their own.
+            # The graph may contain another model's code, which belongs to that model's record.
             if module is not None:
                 self._tell(step, module, root, float(number))
 
@@ -148,7 +148,7 @@ def _same(module: str | None) -> str | None:
 
 
 def _root_of_infinity(node: Any, nodes: Sequence[Any]) -> _Root | None:
-    """Return a node's root if it is one of a square or sum in FP16, which may have overflowed, and something is divided by it."""
+    """Return a node's root if its argument is an FP16 square or sum that may have overflowed and if it divides other values."""
     operator = node.name().partition("Backward")[0].lower()
     if operator not in ("rsqrt", "sqrt", "pow") or is_packed(node) or not _is_of_a_sum_in_float16(node):
         return None
@@ -158,7 +158,7 @@ def _root_of_infinity(node: Any, nodes: Sequence[Any]) -> _Root | None:
     kept = node._saved_self if operator == "pow" else node._saved_result
     if not is_plain(kept) or not 0 < kept.numel() <= _MOST_ELEMENTS:
         return None
-    # The root of no finite FP16 or FP32 number is infinite or has a reciprocal of zero.
+    # A finite FP16 or FP32 number never has an infinite root, or a root with a reciprocal of zero.
     infinite = kept == 0 if operator == "rsqrt" else kept.isinf()
     elements = infinite.sum()
     if exponent > 0:
@@ -172,7 +172,7 @@ def _root_of_infinity(node: Any, nodes: Sequence[Any]) -> _Root | None:
 
 
 def _is_of_a_sum_in_float16(root: Any) -> bool:
-    """Return whether a root is that of a square or a sum which was FP16 when it was computed, or was made FP16 after."""
+    """Return whether a root's argument is a square or a sum that was computed in FP16 or cast to FP16 afterwards."""
     is_narrow, node = _is_float16(root), _first_edge(root)
     for _ in range(_MOST_BEFORE):
         if node is None:
@@ -202,7 +202,7 @@ def _is_product_with_itself(node: Any) -> bool:
 
 
 def _is_divisor(root: Any, nodes: Sequence[Any]) -> torch.Tensor | None:
-    """Return whether a root that is infinite still is where something is divided by it, on its device; None if nothing is.
+    """Return, on its device, whether a root is still infinite where it divides other values; None if it divides none.
 
     Args:
         root: a node of the graph.

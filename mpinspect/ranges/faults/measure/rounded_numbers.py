@@ -1,4 +1,4 @@
-"""Finds whole numbers that 16 bits make equal, among the operators of one step, where their differences are used afterwards."""
+"""Finds, among one step's operators, whole numbers that became equal in 16 bits and whose differences are used later."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ aten = torch.ops.aten
 
 #: The 16-bit formats and the first whole number that each can't represent.
 FIRST_LOST = {torch.bfloat16: 257, torch.float16: 2049}
-#: Elements that a tensor of several numbers has at least, and distinct numbers that must have been lost.
+#: Minimum number of elements of a tensor of several numbers, and of distinct numbers lost to rounding.
 _FEWEST, _FEWEST_LOST = 4, 4
-#: The most elements that are compared of a tensor and in all, and the most tensors on a GPU whose values are read.
+#: Maximum number of elements compared per tensor and in all, and of tensors on a GPU that are read.
 _MOST_ELEMENTS, _MOST_IN_ALL, _MOST_ON_GPU = 1 << 18, 1 << 22, 64
-#: Elements of a tensor of floats that must be whole before all of them are compared.
+#: Number of a float tensor's elements that must be whole before all elements are checked.
 _FEW = 64
-#: The most operators between the rounding and the use.
+#: Maximum number of operators between the rounding and the use.
 _MOST_HOPS = 8
 
-#: Operators whose result stands for the same numbers; views share their memory.
+#: Operators whose result represents the same numbers. Views need no entry, since they share memory.
 _CARRYING = (
     *(aten.mul_, aten.div_, aten.add_, aten.sub_),
     *(aten.rsub, aten.neg, aten.remainder, aten.floor, aten.round, aten.clamp),
@@ -43,7 +43,7 @@ Watcher = Callable[[tuple[Any, ...], dict[str, Any], Any, Where], None]
 
 
 class _Rounded(NamedTuple):
-    """Whole numbers that were rounded: by which operator, in which module, and how many operators ago."""
+    """Rounded whole numbers, the operator that rounded them, and the number of operators since."""
 
     operator: str
     numbers: Positions
@@ -54,9 +54,9 @@ class _Rounded(NamedTuple):
 class RoundedNumbers:
     """Follows whole numbers rounded to 16 bits until their differences matter. Waits for the device.
 
-    Neighbours become equal in a cast, an ``arange`` or a ``cumsum``. A length to divide by, or a target, suffers little from
-    that. It is recorded where the numbers, or simple functions of them, get a sine or cosine, become integers again, are
-    subtracted from each other or compared with each other; what an ``arange`` or a ``cumsum`` made, with any other numbers.
+    Neighbours become equal in a cast, an ``arange`` or a ``cumsum``, which does little harm to a divisor or a target. They are
+    recorded if they, or simple functions of them, are passed to a sine or cosine, become integers again, or are subtracted from
+    or compared with each other. The results of an ``arange`` or ``cumsum`` are also recorded if compared with other numbers.
 
     Args:
         tell: receives the measurement, once; its step is not set.
@@ -64,7 +64,7 @@ class RoundedNumbers:
 
     def __init__(self, tell: Callable[[Record], None]) -> None:
         self._tell: Callable[[Record], None] | None = tell
-        #: By the address of their storage.
+        #: By the address of the numbers' storage.
         self._rounded: dict[int, _Rounded] = {}
         self._left, self._left_on_gpu = _MOST_IN_ALL, _MOST_ON_GPU
 
@@ -109,7 +109,7 @@ class RoundedNumbers:
             self._look("cast", part, part.to(result.dtype), result, where)
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
-        """Integers that meet 16-bit operands are cast first."""
+        """Treat integers as cast if the other operand has 16 bits."""
         for given in args[:2]:
             if isinstance(given, torch.Tensor) and not given.is_floating_point():
                 self._cast((given,), kwargs, result, where)
@@ -120,7 +120,7 @@ class RoundedNumbers:
         self._used("are subtracted from each other", *args[:2])
 
     def _divided(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
-        """Follow dividends: a length used as divisor may be rounded."""
+        """Follow dividends only: a rounded divisor does little harm."""
         self._computed(args[:1], kwargs, result, where)
 
     def _look(
@@ -134,7 +134,7 @@ class RoundedNumbers:
             self._remember(result, _Rounded(operator, numbers, _reference(result)))
 
     def _is_worth_reading(self, source: Any, result: Any) -> bool:
-        """Return whether values may be compared; take what that costs from what may still be spent."""
+        """Return whether values may be compared; subtract the cost from the remaining allowance."""
         if (
             self._tell is None
             or not _is_readable(source)
@@ -155,7 +155,7 @@ class RoundedNumbers:
     # -- where they go -----------------------------------------------------------------------------------------------
 
     def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
-        """Remember the result of an operator whose operands are rounded numbers."""
+        """Remember the result of an operator with rounded numbers as an operand."""
         if not self._rounded:
             return
         result = result[0] if isinstance(result, tuple) else result
@@ -167,7 +167,7 @@ class RoundedNumbers:
                     return
 
     def _multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
-        """An outer product, of positions and frequencies, adds up nothing."""
+        """Follow outer products (of positions and frequencies), which add up no terms."""
         if args[0].shape[-1] == 1:
             self._carried(args, kwargs, result, where)
 
@@ -181,7 +181,7 @@ class RoundedNumbers:
             self._used("are compared with others", *(made or operands))
 
     def _used(self, how: str, *operands: Any) -> None:
-        """Record the numbers if all operands are rounded ones."""
+        """Record the numbers if all operands are rounded numbers."""
         origins = [self._of(each) for each in operands]
         origin = origins[0]
         if origin is None or None in origins or self._tell is None:
@@ -201,7 +201,7 @@ class RoundedNumbers:
 
 
 def _is_readable(tensor: Any) -> bool:
-    """Return whether this is a dense tensor, no subclass, with memory on a CPU or a GPU that has FP64."""
+    """Return whether this is a dense tensor (no subclass) with memory on a CPU or a GPU with FP64."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -216,7 +216,7 @@ def _reference(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def _part(tensor: torch.Tensor, keep: int | None = None) -> torch.Tensor:
-    """Return as much of a tensor as is compared: all along one dimension (by default the longest), if possible."""
+    """Return the compared part of a tensor: if possible, the whole of one dimension (by default the longest)."""
     if keep is None:
         keep = max(range(tensor.dim()), key=tensor.shape.__getitem__)
     for dim in (*(each for each in range(tensor.dim()) if each != keep % tensor.dim()), keep):
@@ -226,7 +226,7 @@ def _part(tensor: torch.Tensor, keep: int | None = None) -> torch.Tensor:
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds whole numbers; of most others a few elements suffice to see that it doesn't."""
+    """Return whether a tensor holds whole numbers; a check of a few elements rejects most others."""
     if not tensor.is_floating_point():
         return True
     part = _part(tensor)
@@ -234,7 +234,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def _collapsed(exact: torch.Tensor, rounded: torch.Tensor) -> Positions | None:
-    """Return how many distinct whole numbers there were and are, if rounding has made enough of them equal."""
+    """Return the numbers of distinct values before and after rounding; None unless enough became equal."""
     largest = float(exact.abs().max())
     if not FIRST_LOST[rounded.dtype] <= largest < float("inf"):
         return None

@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 import torch
 
-#: Rows that a table needs, those that must repeat, and elements of each other dimension that a first, cheap comparison reads.
+#: Minimum number of a table's rows, and of repeated rows; elements of each other dimension in a first, cheap comparison.
 _FEWEST_ROWS, _FEWEST_REPEATS, _FEW = 16, 4, 8
-#: Pairs of groups that must follow the pattern: so many, bits in all (k of a spacing of 2^k), and their share of all.
+#: Minimum number of pairs of groups that follow the pattern, sum of their bits (k for a spacing of 2^k), share of all pairs.
 _FEWEST_PAIRS, _FEWEST_BITS, _LEAST_SHARE = 2, 8, 0.75
-#: Whole numbers that rounding must change, and how far a sine may be from that of the rounded number in FP32 and in 16 bits.
+#: Minimum number of whole numbers that rounding changes; tolerances of their sines in FP32 and in 16 bits.
 _FEWEST_CHANGED, _NEAR, _NEAR_IN_16_BITS = 4, 1e-3, 2.0**-7
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Collapsed(NamedTuple):
-    """A table of ``before`` rows of which ``after`` differ; the format's numbers are ``spacing`` apart where the rows lie."""
+    """A table of ``before`` rows, ``after`` of them distinct; ``spacing``: the distance of the format's numbers there."""
 
     before: int
     after: int
@@ -41,7 +41,7 @@ def repeating(table: torch.Tensor) -> list[int]:
 
 
 def collapsed(table: torch.Tensor, dims: Sequence[int]) -> Collapsed | None:
-    """Return how a table's rows, along one of its dimensions, are equal as rounding makes consecutive whole numbers.
+    """Return the collapse of a table whose rows, along one dimension, repeat like rounded consecutive whole numbers.
 
     Rounded to the nearest, ties to even, consecutive whole numbers fall into groups whose sizes alternate between one less and
     one more than the spacing: 3, 5, 3, 5, .. from 512 on in BF16. All groups must differ. Waits for the device.
@@ -58,10 +58,10 @@ def collapsed(table: torch.Tensor, dims: Sequence[int]) -> Collapsed | None:
 
 
 def angles_of_rounded(numbers: torch.Tensor, table: torch.Tensor) -> torch.dtype | None:
-    """Return the 16-bit dtype in which the whole numbers were before a table of their sines and cosines was computed.
+    """Return the 16-bit dtype that whole numbers had before a table of their sines and cosines was computed.
 
-    A table of positions or timesteps has a column of the frequency 1: where rounding changes a whole number, it changes that
-    sine by as much as a sine can change. Returns None where no dtype is certain. Waits for the device.
+    A table of positions or timesteps has a column of frequency 1, where rounding a number changes its sine by up to the full
+    range. Returns None if no dtype is certain. Waits for the device.
 
     Args:
         numbers: whole numbers, as integers.
@@ -84,13 +84,13 @@ def angles_of_rounded(numbers: torch.Tensor, table: torch.Tensor) -> torch.dtype
 
 
 def _equal(rows: torch.Tensor) -> torch.Tensor:
-    """Return for each row but the first whether it equals the one before it, on the host."""
+    """Return, on the host, whether each row after the first equals the previous row."""
     return (rows[1:] == rows[:-1]).reshape(len(rows) - 1, -1).all(1).cpu()
 
 
 def _spacing(sizes: Sequence[int]) -> int | None:
-    """Return the spacing of the format's numbers that the sizes of consecutive groups show; None if they show none."""
-    # The first group of several and the last group may be cut off; numbers before them are exact, each a group of its own.
+    """Return the spacing of the format's numbers, by the sizes of consecutive groups; None if the pattern does not fit."""
+    # The first group of several rows and the last group may be cut off. Earlier numbers are exact, each in its own group.
     first = next((place for place, size in enumerate(sizes) if size > 1), len(sizes))
     inner = sizes[first + 1 : -1]
     pairs = list(pairwise(inner))

@@ -1,12 +1,12 @@
 """Finds operations at or beyond the edge of their domain in an autograd graph, before its backward runs.
 
 A node saves the tensors that its gradient needs: arguments (``_saved_self``) or the result. They show a logarithm of zero, the
-division of a row by its own zero norm, or a softmax of nothing but -inf, also in code between modules and in the loss.
+division of a row by its own zero norm, or a softmax of a row of -inf, also in code between modules and in the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from mpinspect.ranges.session import MOST_ROWS
 
 
 class Rows(NamedTuple):
-    """The positions along a tensor's first dimension that have a certain element.
+    """The positions along a tensor's first dimension with an element of a certain kind.
 
     Args:
         first: the first few of them.
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def where(cls, condition: torch.Tensor) -> Rows:
-        """Return the positions at which any element of ``condition`` is True. Waits for the GPU."""
+        """Return the positions where any element of ``condition`` is True. Waits for the GPU."""
         if not condition.dim():
             return cls()
         found = condition.reshape(condition.shape[0], -1).any(1).nonzero().flatten()
@@ -51,8 +51,8 @@ class Singular:
         rows: their positions along the first dimension.
         order: the node's sequence number; nodes made earlier have lower ones.
         of: for a difference, the sequence number of the node that made the minuend.
-        bits: of an element of the operation's result; 0 if torch does not have it.
-        by: the parameter that an infinity is divided by or multiplied with, if it is one.
+        bits: width of the result's dtype; 0 if unknown.
+        by: the parameter that an infinite operand is divided by or multiplied with, if any.
     """
 
     kind: str
@@ -68,25 +68,22 @@ class Singular:
 
 def singular(node: Any) -> Singular | None:
     """Return the singularity in a node's arguments; None if there is none or the node saved nothing. Waits for the GPU."""
-    name = node.name()
-    find = None if name in _OTHERS else next((find for prefix, find in _FINDERS if name.startswith(prefix)), None)
-    if find is None:
-        return None
-    return _found(node, find)
+    return None if node.name() in _OTHERS else _found(node, _FINDERS)
 
 
 def infinite_operand(node: Any) -> Singular | None:
     """Return a product's or a division's infinite operand whose gradient may be zero; None if there is none. Waits for the GPU.
 
-    Behind a mask's -inf the gradient is zero, and that of the other operand is 0 * inf.
+    Behind a mask's -inf the gradient is zero, and the other operand's gradient is 0 * inf.
     """
-    name = node.name()
-    find = _infinite_factor if name.startswith("Mul") else _infinite_numerator if name.startswith("Div") else None
-    found = None if find is None else _found(node, find)
+    found = _found(node, (("Mul", _infinite_factor), ("Div", _infinite_numerator)))
     return None if found is None else replace(found, by=_parameter(node))
 
 
-def _found(node: Any, find: Callable[[Any, str], _Found]) -> Singular | None:
+def _found(node: Any, finders: Iterable[tuple[str, Callable[[Any, str], _Found]]]) -> Singular | None:
+    find = next((find for prefix, find in finders if node.name().startswith(prefix)), None)
+    if find is None:
+        return None
     try:
         found = None if is_packed(node) else find(node, node.name())
     except (AttributeError, RuntimeError, IndexError, TypeError):
@@ -114,7 +111,7 @@ def is_packed(node: Any) -> bool:
     return any(getattr(each, "unpack_hook", None) is not None for each in each_of)
 
 
-#: The names under which each type of node keeps what it saved, before any hook unpacks it.
+#: By type of node, the attributes with its saved tensors before any hook unpacks them.
 _RAW: dict[type, tuple[str, ...]] = {}
 
 
@@ -200,7 +197,7 @@ def _infinities(operator: str, what: str, kept: Any) -> _Found:
 
 
 def _parameter(node: Any) -> torch.Tensor | None:
-    """Return the parameter that is an operand of a node, directly or through casts and views; None if none is."""
+    """Return the parameter that is an operand of a node, directly or through casts and views; None without one."""
     for following, _ in node.next_functions:
         while following is not None and following.name().startswith(SAME_VALUES) and following.next_functions:
             following = following.next_functions[0][0]
@@ -299,12 +296,12 @@ def _softmax(node: Any, name: str) -> _Found:
     whole = node._saved_result.isnan().all(saved_dim(node))
     if not bool(whole.any()):
         return None
-    # A row of -inf comes from a mask just before the softmax, applied to finite scores; earlier NaNs have another cause.
+    # A mask just before the softmax, on finite scores, explains a row of -inf; earlier NaNs have another cause.
     below = graph([node], 12)
     masking = next((each for each in below[1:4] if applies_mask(each)), None)
     if masking is None or not all(_is_finite(each) for each in below if each is not node):
         return None
-    return "mask", "a softmax", "of a row of nothing but -inf", whole
+    return "mask", "a softmax", "of a row of only -inf", whole
 
 
 def applies_mask(node: Any) -> bool:
@@ -315,7 +312,7 @@ def applies_mask(node: Any) -> bool:
 
 
 def _is_finite(node: Any) -> bool:
-    """Return whether the arguments that a node saved (``_saved_self``, and those of products) are finite."""
+    """Return whether a node's saved arguments (``_saved_self``, or the factors of a product) are finite."""
     if is_packed(node):
         return False
     kept = [getattr(node, name, None) for name in ("_saved_self", "_saved_mat1", "_saved_mat2")]
@@ -350,7 +347,7 @@ _SOME_VALUES = ("Index", "Gather", "Select", "Slice", "Clamp")
 _MEAN = 1
 #: Nodes that apply a mask to scores.
 _MASKING = ("MaskedFill", "Where", "MaskedScatter", "CopySlices", "IndexPut")
-#: Nodes whose names begin like one in ``_FINDERS`` but that are other operations.
+#: Other operations whose names begin with a prefix in ``_FINDERS``.
 _OTHERS = ("LogsumexpBackward0", "LogSigmoidBackward0", "LogicalAndBackward0")
 #: The finder for each prefix of a node's name; the first match counts.
 _FINDERS: tuple[tuple[str, Callable[[Any, str], _Found]], ...] = (
