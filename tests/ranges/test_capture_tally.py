@@ -112,7 +112,7 @@ def test_a_scale_on_the_device_that_is_no_power_of_two_drops_the_sample() -> Non
     tally.end_step(0)
     assert tally.close_window() is not None
     assert len(dropped) == 1
-    assert "no power of two" in dropped[0]
+    assert "not a power of two" in dropped[0]
 
 
 def test_a_scale_on_the_device_is_divided_out_on_the_host() -> None:

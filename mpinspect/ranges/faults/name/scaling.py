@@ -614,7 +614,7 @@ class _ForForward(Sentences):
         "the loss scale is not the cause, and every such step halves it."
     )
     LOSS_IN_FP32 = (
-        "Something in the loss function exceeds 65504, FP16's maximum{made_by}. Compute it in FP32, from outputs in FP32, or "
+        "Something in the loss function{made_by} exceeds 65504, FP16's maximum. Compute it in FP32, from outputs in FP32, or "
         "train in BF16, without a scaler."
     )
     FORWARD_IN_FP32 = (
