@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import made_kernels
 import pytest
@@ -344,6 +345,18 @@ def test_the_map_shows_what_is_known_of_each_module():
     assert not module_notes(several)["Net"].cells
     assert [heading for heading, _ in module_notes(several)["hidden"].columns] == ["shapes"]
     assert module_notes(RunReport("a.py", "ended", (part,))) == {"Net": ModuleNotes()}
+
+
+def test_the_precision_of_several_models_is_said_once_if_it_is_the_same():
+    critic, generator = (
+        replace(ranges(), verdict=replace(ranges().verdict, precision=f"Computes in {dtype}."))
+        for dtype in ("BF16", "FP16")
+    )
+    same = printed(RunReport("gan.py", "ended", (ModelPart("Critic", critic), ModelPart("Generator", critic))))
+    assert same[1] == "Computes in BF16."
+    lines = printed(RunReport("gan.py", "ended", (ModelPart("Critic", critic), ModelPart("Generator", generator))))
+    assert "Critic: Computes in BF16." in lines
+    assert "Generator: Computes in FP16." in lines
 
 
 # -- every form -----------------------------------------------------------------------------------------------------------

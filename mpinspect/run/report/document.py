@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from mpinspect.ranges.analysis.report import RangeReport
@@ -92,13 +92,21 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
     if len(report.parts) == 1:
         return (*ended, *verdict_blocks(_without_end(report.parts[0].ranges).verdict), *speed)
     gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
-    names: dict[str, list[str]] = {}
-    for part in gravest:
-        for sentence in part.ranges.verdict.sentences[:1]:
-            names.setdefault(sentence, []).append(part.name)
-    lines = (Line(f"{', '.join(parts)}: {sentence}") for sentence, parts in names.items())
+    precisions = _by_model((part.name, part.ranges.verdict.precision) for part in gravest)
+    if len(precisions) == 1:
+        precisions = [gravest[0].ranges.verdict.precision]
+    lines = map(Line, _by_model((part.name, "".join(part.ranges.verdict.sentences[:1])) for part in gravest))
     change = change_blocks(gravest[0].ranges.verdict, f" in {gravest[0].name}") if gravest else ()
-    return (*ended, *lines, *change, *speed)
+    return (*ended, *map(Line, precisions), *lines, *change, *speed)
+
+
+def _by_model(said: Iterable[tuple[str, str]]) -> list[str]:
+    """Return each sentence once, after the names of the models that it is about."""
+    names: dict[str, list[str]] = {}
+    for name, sentence in said:
+        if sentence:
+            names.setdefault(sentence, []).append(name)
+    return [f"{', '.join(models)}: {sentence}" for sentence, models in names.items()]
 
 
 def _without_end(ranges: RangeReport) -> RangeReport:
