@@ -132,7 +132,7 @@ def copied(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
     module = _module(tensor.device)
     if module is None:
         return tensor.to("cpu"), None
-        # Name the device: the user may have set another default device.
+    # Name the device: the user may have set another default device.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     event = module.Event()

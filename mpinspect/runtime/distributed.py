@@ -74,7 +74,7 @@ def is_pipeline_trial() -> bool:
 
 
 def is_from_stage_before(tensor: torch.Tensor) -> bool:
-    """Return whether a module's input, the output of no module here, is a previous pipeline stage's: it requires a gradient."""
+    """Return whether a module's input arrived from the previous pipeline stage: it is a leaf that requires a gradient."""
     return _PIPELINING in sys.modules and tensor.requires_grad and tensor.is_leaf
 
 

@@ -44,7 +44,7 @@ def living(kinds: Iterable[type], *having: tuple[Callable[[Any], Any], Container
             # Store no reference to the iterator, which holds some of the objects until it is freed.
             return list(_of_types(frozenset(map(id, kinds)), having, held))
         finally:
-            # ``held`` is empty unless a function has failed: its exception then refers to the iterators, and they to the list.
+            # ``held`` is empty unless a function has failed. Its list then contains the iterators that refer to it: a cycle.
             for objects in held:
                 objects.clear()
 

@@ -5,12 +5,12 @@ for each other. These loops therefore avoid scattered additions. Blocks of float
 as gradients' usually do, are added to the ``planes``. In other blocks each exponent field between the block's extremes is
 counted by comparing the whole block with it, many values to an instruction.
 
-Rare values are searched in groups. A mantissa is rotated so that powers of two sort above values near the top of their
-exponent; only groups whose largest rotated mantissa reaches that range are examined value by value.
+Rare values are searched in groups. Each mantissa is shifted to the top and decremented, so that powers of two sort above values
+near the top of their exponent. Only groups whose largest result reaches that range are examined value by value.
 
 numba widens integers unless each result is cast back, and does not vectorise a loop whose index might be negative:
-hence the casts, and slices instead of offsets. Functions refer to each other as globals, never as closures, since numba's
-cache on disk does not hold closures. All arithmetic is on integers, so that neither rounding nor a flush-denormals
+hence the casts, and slices instead of offsets. Functions refer to each other as globals, never as closures, so that numba
+finds them again in its cache on disk. All arithmetic is on integers, so that neither rounding nor a flush-denormals
 mode of the thread can change a count.
 """
 
