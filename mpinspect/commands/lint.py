@@ -135,7 +135,7 @@ def _warn(sentence: str) -> None:
 
 
 def _print_comparison(comparison: Comparison, other: str, options: argparse.Namespace) -> None:
-    """Print which findings are new and which are gone; with --json print to stderr."""
+    """Print the new findings and the resolved ones; with --json print to stderr."""
     lines = [
         f"Against {options.baseline}: {len(comparison.new)} new, {comparison.known} known, {len(comparison.gone)} gone"
     ]
@@ -173,7 +173,7 @@ class Comparison:
 
     Args:
         new: findings that are not in the baseline.
-        gone: the baseline's keys that no finding matches.
+        gone: the baseline's keys without a matching finding.
         known: number of findings that are in the baseline.
     """
 
@@ -208,7 +208,7 @@ def key_of(finding: Finding) -> Key:
 
 
 def compare(findings: Iterable[Finding], baseline: Baseline) -> Comparison:
-    """Return which findings are not in the baseline and which of the baseline's are gone."""
+    """Return the findings that the baseline lacks, and the baseline's keys without a finding."""
     found = [(finding, key_of(finding)) for finding in findings]
     known = frozenset(baseline.findings)
     new = tuple(finding for finding, key in found if key not in known)
@@ -245,7 +245,7 @@ def write_baseline(path: str, report: ShapeReport) -> None:
     """Write the report's findings as a baseline, one key per line in sorted order, so that diffs are readable.
 
     Raises:
-        UnusableError: nothing was recorded, so there is nothing to compare with; or the file can't be written.
+        UnusableError: the recording is empty, so a baseline would be useless; or the file can't be written.
     """
     if not report.flops:
         raise UnusableError(f"{path} is not written: nothing was recorded, and a baseline of nothing says nothing")

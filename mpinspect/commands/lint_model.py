@@ -42,7 +42,7 @@ def load_model(target: str, device: str) -> torch.nn.Module:
     """Import the target; return it if it is a Module, else the result of calling it under ``torch.device(device)``.
 
     Raises:
-        UnusableError: the target can't be found, raises (the message says where), or returns no Module.
+        UnusableError: the target can't be found, raises (the message names the place), or returns no Module.
     """
     import torch
 
@@ -154,7 +154,7 @@ def input_spec(text: str) -> InputSpec:
     """Parse "[name=][dtype:]d0,d1,...".
 
     Raises:
-        argparse.ArgumentTypeError: the message says what is wrong and gives an example.
+        argparse.ArgumentTypeError: the text is no such specification; the message has an example.
     """
     name, equals, rest = text.rpartition("=")
     dtype, colon, sizes = rest.rpartition(":")

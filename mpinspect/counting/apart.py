@@ -1,4 +1,4 @@
-"""Runs a compiler in a thread of its own, so that it keeps no caller's objects alive, and reports if it takes long."""
+"""Runs a compiler in its own thread, so that it does not extend the lifetime of callers' objects; announces long runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 COMPILING = "mpinspect: compiling the counting kernels (first run on this machine; cached on disk)"
 
-#: Seconds after which a line on stderr says what is running.
+#: Seconds after which a line on stderr announces the compilation.
 _SAID_AFTER_S = 2.0
 _said: set[str] = set()
 _saying = threading.Lock()
@@ -23,9 +23,9 @@ _saying = threading.Lock()
 def apart(work: Callable[[], Result], slow: str = "") -> Result:
     """Run ``work`` in a separate thread, and return its result or raise its exception.
 
-    Compilers raise and catch many exceptions, and leave some in reference cycles with stack frames. Frames keep their callers'
-    frames and local variables alive, so in the caller's thread a model and its optimizer would stay in memory until the
-    garbage collector runs.
+    Compilers raise and catch many exceptions, and leave some in reference cycles with stack frames. Frames hold their callers'
+    frames and local variables, so in the caller's thread a model and its optimizer would stay in memory until the garbage
+    collector runs.
 
     Args:
         work: the function to run.

@@ -1,4 +1,4 @@
-"""Counts arrays of any other framework in NumPy, without torch. The counts are the same as those of the torch implementation.
+"""Counts arrays of any other framework in NumPy, without torch. The counts equal those from the torch implementation.
 
 float32 and float64 are counted by their bits, as ``bits`` explains: one key per element gives its exponent and both edge
 counters. For narrow encodings the codes are counted, and each code's count is added to the counter of its value's key.
@@ -146,7 +146,7 @@ def _keys(bits: AnyArray, binary: _Binary) -> AnyArray:
 
 
 def _extremes(bits: AnyArray, binary: _Binary) -> tuple[int, int]:
-    """Return magnitude bits of the smallest non-zero value (infinity's if none) and the largest finite value (0 if none)."""
+    """Return magnitude bits of the smallest non-zero value (else infinity's) and of the largest finite value (else 0)."""
     # Zero minus one is the largest unsigned integer.
     low = int((bits - binary.integer(1)).view(f"u{bits.itemsize}").min()) + 1
     high = int(bits.max())

@@ -19,8 +19,8 @@ import torch
 from mpinspect.counting.bits import BINARY32, HOST_CHUNK, extremes_on_host, float64_bits, slots_of
 from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, NO_MINIMUM, ZEROS
 
-# Bits dropped for the histogram. 4 mantissa bits are kept, since otherwise consecutive values of one exponent would wait for
-# each other's addition to the same counter. The 2^12 counters of 8 bytes fit in the first-level cache.
+# Bits dropped for the histogram. It retains 4 mantissa bits: with fewer, consecutive values of one exponent would often add to
+# the same counter and wait for each other. The 2^12 counters of 8 bytes fit in the first-level cache.
 _CUT = 19
 _BINS = 1 << (31 - _CUT)
 _BINS_PER_FIELD = 1 << (23 - _CUT)
@@ -46,7 +46,7 @@ _INF_SLOT = 832
 
 
 class _Buffers(threading.local):
-    """Scratch buffers per thread, kept between calls because allocating new memory costs more than the arithmetic."""
+    """Scratch buffers per thread, reused between calls because allocating new memory costs more than the arithmetic."""
 
     bits: torch.Tensor | None = None
     other: torch.Tensor | None = None

@@ -26,7 +26,7 @@ HOST_CHUNK = 32512
 #: Elements per chunk on a GPU: with about 28 bytes of temporaries each, some 120 MB, yet few kernel launches.
 DEVICE_CHUNK = 1 << 22
 
-# The number of histogram copies to which a GPU's threads write in turn, because most values share a few bins and atomic
+# The number of histogram copies that a GPU's threads use in turn, because most values share a few bins and atomic
 # additions to one address are serialised.
 _COPIES = 32
 
@@ -92,7 +92,7 @@ def extremes_on_host(
     """
     low, high = (int(end) for end in torch.aminmax(magnitude))
     if high >= encoding.infinity:
-        # The sign bit of (bits - infinity), extended to a mask, keeps the finite values and clears the others.
+        # The sign bit of (bits - infinity), extended to a mask, selects the finite values and clears the others.
         below = torch.sub(magnitude, encoding.infinity, out=scratch)
         high = int((below.bitwise_right_shift_(8 * below.itemsize - 1).bitwise_and_(magnitude)).amax())
     if low == 0:
@@ -174,7 +174,7 @@ def widened(magnitude: torch.Tensor) -> torch.Tensor:
     bits = magnitude.to(torch.int64)
     normal = ((bits << 29) + (_REBIAS << 52)).view(torch.float64)
     small = torch.where(bits < BINARY32.min_normal, bits.to(torch.float64) * 2.0**-149, normal)
-    # Infinity and NaN keep their all-ones exponent field.
+    # Infinity and NaN retain their all-ones exponent field.
     special = ((bits << 29) | NO_MINIMUM).view(torch.float64)
     return torch.where(bits < BINARY32.infinity, small, special)
 

@@ -1,4 +1,4 @@
-"""The narrow floating-point encodings as data: what each code of a 16-bit, 8-bit, 6-bit or 4-bit format means.
+"""The narrow floating-point encodings as data: the meaning of each code of a 16-bit, 8-bit, 6-bit or 4-bit format.
 
 NumPy has one of these formats, ml_dtypes has most others, and some libraries return bare integers; therefore the values are
 computed here from the format's name alone, without any cast. All non-zero finite values are normal in float64, so a
@@ -22,7 +22,7 @@ IEEE, ONE_NAN, UNSIGNED_ZERO, FINITE = "ieee", "fn", "fnuz", "finite"
 
 @dataclass(frozen=True)
 class NarrowEncoding:
-    """A narrow format: one sign bit (none in e8m0), then the exponent field, then the mantissa.
+    """A narrow format: one sign bit (except in e8m0), then the exponent field, then the mantissa.
 
     Args:
         exponent_bits, mantissa_bits, bias: as defined in IEEE 754.

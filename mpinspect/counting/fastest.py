@@ -21,7 +21,7 @@ from mpinspect.counting.pieces import plain_values
 
 @torch.no_grad()
 def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> torch.Tensor:
-    """Count the exponents of a tensor's elements; arguments, result and errors are those of ``reference.count``."""
+    """Count the exponents of a tensor's elements; arguments, result and errors are the same as in ``reference.count``."""
     if divisor is None and isinstance(tensor, torch.Tensor):
         way = _WAYS.get(tensor.device.type)
         if way is not None:

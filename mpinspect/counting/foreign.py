@@ -82,7 +82,7 @@ def is_number_or_numbers(thing: object) -> bool:
 
 
 def _as_numpy(array: Any) -> AnyArray:
-    """Return a NumPy array by the first protocol that gives numbers; raise TypeError if none does."""
+    """Return a NumPy array by the first protocol that gives numbers; raise TypeError if all fail."""
     if isinstance(array, (np.ndarray, np.generic)):
         return np.asarray(array)
     reasons = []

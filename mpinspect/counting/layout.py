@@ -1,14 +1,14 @@
 """The row of integers that a counting kernel fills and the host reads, with the same layout for every implementation.
 
 A row is int64, and its length identifies its layout: NARROW holds every exponent of float32, float16, bfloat16 and the
-FP8 formats, WIDE those of float64. Rows of one layout are merged by adding their counts, and taking the minimum and maximum
-of the two extremes.
+FP8 formats, WIDE every exponent of float64. Rows of one layout are merged by adding their counts, and taking the minimum
+and maximum of the two extremes.
 
 =========== ==========================================================================================
 ZEROS       elements that are zero
 INFS, NANS  infinite elements, NaNs
-MIN_BITS    float64 bits of the smallest non-zero finite magnitude (infinity's when there is none)
-MAX_BITS    float64 bits of the largest finite magnitude (0 when there is none)
+MIN_BITS    float64 bits of the smallest non-zero finite magnitude (infinity's without one)
+MAX_BITS    float64 bits of the largest finite magnitude (0 without one)
 HEADER + 3i exact powers of two of exponent i + lowest exponent
   ... + 1   other values of that exponent
   ... + 2   values whose significand is at least 2 - 2^-11

@@ -27,7 +27,7 @@ PICTURE = "curves.png"
 UNSCALED = Way("FP16, no scaling", "fp16-amp", 1.0)
 #: The initial scale of the "talk" policy is too large for any model, so that the run shows how it is halved.
 DYNAMIC = Way("FP16, dynamic scaling", "fp16-amp", "talk")
-#: Directory, in that of the FP32 run, of the session of the unscaled run with the first seed, to compare both.
+#: Directory, below the FP32 run's, for the session of the unscaled run with the first seed, to compare both.
 UNSCALED_RUN = "fp16-no-scaling"
 _TITLE = "A language model in FP32, and in FP16 with and without loss scaling"
 _ANNOUNCEMENT = (
@@ -81,19 +81,19 @@ def run(
     seeds: Sequence[int] = (0,),
     quiet: bool = False,
 ) -> Comparison:
-    """Run the demo, train its model in FP16 in three ways, print a table and draw ``curves.png`` beside its pictures.
+    """Run the demo, train its model in FP16 in three ways, print a table and draw ``curves.png`` next to its pictures.
 
     Args:
         log_dir: as for ``demo.run``.
         setting: settings of all runs.
         seeds: seeds of weights and batches, each used for every way; the FP32 run of the first is inspected.
-        quiet: print nothing.
+        quiet: suppress all output.
 
     Raises:
         ValueError: no seeds, or one given twice.
         FileNotFoundError: the standard library's source is missing.
         OSError: log_dir can't be written.
-        KeyboardInterrupt: on Ctrl-C; the finished runs have been printed and drawn, and the message says how many.
+        KeyboardInterrupt: on Ctrl-C; the finished runs have been printed and drawn, and the message gives their number.
     """
     setting = setting or Setting()
     if not seeds or len(set(seeds)) < len(seeds):
@@ -129,7 +129,7 @@ def run(
 
 
 def recommended(report: RangeReport) -> Way | None:
-    """Return FP16 with the report's loss scale, kept constant; None if the report recommends none."""
+    """Return FP16 with the report's loss scale, held constant; None without a recommendation."""
     scale = report.loss_scale.recommended
     return None if scale is None else Way("FP16, recommended scale", "fp16-amp", scale)
 

@@ -75,7 +75,7 @@ def stdlib_tokens(count: int = TOKENS, vocabulary: int = VOCABULARY, *, director
     Args:
         count: number of tokens; fewer are returned if the library has fewer, at least 20,000 (or ``count``).
         vocabulary: number of distinct tokens, including the unknown word.
-        directory: folder of the ``*.py`` files; by default that of the running Python.
+        directory: folder of the ``*.py`` files; by default the running Python's.
 
     Raises:
         FileNotFoundError: there is too little text, for example because the standard library is in a zip file.
@@ -157,13 +157,13 @@ def train(
 def run(
     *, log_dir: str | Path | None = None, steps: int = 160, seed: int = 0, quiet: bool = False, tokens: int = TOKENS
 ) -> RangeReport:
-    """Train the model, print what the inspector found, and write the page, the pictures and the TensorBoard log.
+    """Train the model, print the inspector's report, and write the page, the pictures and the TensorBoard log.
 
     Args:
         log_dir: where to write, "runs/demo" by default; if that holds a run already, the next free name ("runs/demo-2").
         steps: training steps, at least 1; 160 take about a minute on two cores.
         seed: seed of weights and batches.
-        quiet: print nothing.
+        quiet: suppress all output.
         tokens: number of tokens of text to read.
 
     Raises:

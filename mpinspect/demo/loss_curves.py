@@ -22,7 +22,7 @@ class Curve:
     Args:
         name: its precision in words. Runs of the same name differ in seed; a comparison's first name is the reference.
         seed: seed of weights and batches.
-        loss_scale_start, loss_scale_end: scale before the first and after the last step; None if none is used.
+        loss_scale_start, loss_scale_end: scale before the first and after the last step; None without a loss scale.
         skipped_steps: number of steps with non-finite gradients.
         training_losses: one for each step, including skipped steps, in nats per word; computed in that precision.
         validation_losses: (steps taken, loss in nats per word); computed in FP32.
@@ -59,7 +59,7 @@ class Curve:
 
 
 def by_name(curves: Iterable[Curve]) -> dict[str, list[Curve]]:
-    """Return the runs of each precision, by name; names and runs keep the given order."""
+    """Return the runs of each precision, by name; names and runs retain the given order."""
     groups: dict[str, list[Curve]] = {}
     for curve in curves:
         groups.setdefault(curve.name, []).append(curve)
@@ -80,7 +80,7 @@ def signed(difference: float) -> str:
 
 
 def loss_scale(curve: Curve) -> str:
-    """Return the run's loss scale in words: "8192 (2^13)", "2^32 -> 2^20", "-" for none."""
+    """Return the run's loss scale in words: "8192 (2^13)", "2^32 -> 2^20"; "-" without one."""
     start, end = curve.loss_scale_start, curve.loss_scale_end
     if start is None or end is None:
         return NOT_APPLICABLE

@@ -38,7 +38,7 @@ class _Style:
     marker: str
 
 
-#: A wide pale band for the reference, dashes and dots on top of it, and the strongest line for what differs.
+#: A wide pale band for the reference, dashes and dots on top of it, and the strongest line for curves that differ.
 _STYLES = (
     _Style("#a8adb3", 7.0, "solid", ""),
     _Style("#d55e00", 2.4, "solid", "o"),
@@ -138,7 +138,7 @@ def _line(style: _Style) -> dict[str, Any]:
 
 
 def _mean(group: Sequence[Curve]) -> tuple[list[int], list[float]]:
-    """Return the steps at which every run of the group was validated, and the mean validation loss at each."""
+    """Return the steps with a validation in every run of the group, and the mean validation loss at each."""
     runs = [dict(curve.validation_losses) for curve in group]
     steps = sorted(set.intersection(*(set(run) for run in runs)))
     return steps, [fmean(run[step] for run in runs) for step in steps]
@@ -177,7 +177,7 @@ def _height(axes: Axes, loss: float) -> float:
 
 
 def _spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Return the heights in their order, at least ``gap`` apart; groups that overlapped keep their mean height."""
+    """Return the heights in their order, at least ``gap`` apart; groups that overlapped retain their mean height."""
     order = sorted(range(len(heights)), key=lambda place: (heights[place], -place))
     clusters: list[list[float]] = []
     for place in order:

@@ -28,7 +28,7 @@ class InspectsTraining:
 
     Args:
         log_dir: directory of the session file and the TensorBoard log; "auto" is ``mpinspect`` in the directory that
-            the trainer writes to; None keeps everything in memory. With several processes, each writes to ``rank<n>`` in it.
+            the trainer writes to; with None the record stays in memory. With several processes, each has a folder ``rank<n>``.
         print_report: whether the first process prints the report to stderr when training ends or fails.
         options: options of Inspector: every, capture, include, exclude, loss_scale, watch, max_overhead, tracker.
 
@@ -51,7 +51,7 @@ class InspectsTraining:
         """Return the record of the last training run. Waits for the GPU if the run is still going on.
 
         Raises:
-            RuntimeError: nothing has been trained in this process.
+            RuntimeError: no training has begun in this process.
         """
         return self._inspector().session()
 
@@ -59,12 +59,12 @@ class InspectsTraining:
         """Return the report on the last training run. Waits for the GPU if the run is still going on.
 
         Raises:
-            RuntimeError: nothing has been trained in this process.
+            RuntimeError: no training has begun in this process.
         """
         return self._inspector().report()
 
     def detach(self) -> None:
-        """Stop inspecting (waits for the GPU), close the files and print the report. Does nothing outside of training."""
+        """Stop inspecting (waits for the GPU), close the files and print the report. No effect outside of training."""
         if self._running:
             self._running = False
             if self._at_exit is not None:
@@ -77,7 +77,7 @@ class InspectsTraining:
                 warn(f"the inspector did not end as it should: {error!r}; what it wrote until then is in its log_dir")
 
     def broke_off(self, error: BaseException | None) -> None:
-        """Record the exception that is about to end the training; does nothing outside of training."""
+        """Record the exception that is about to end the training; no effect outside of training."""
         if self._running:
             self._inspector().broke_off(error)
 

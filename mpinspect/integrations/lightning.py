@@ -22,12 +22,12 @@ class LightningHooks(InspectsTraining):
 
     Attaches when training begins, after the strategy's set-up and the sanity check, to the LightningModule and the
     Trainer's optimizers and scaler. With log_dir="auto" it writes to ``mpinspect`` below the logger's directory; without a
-    logger everything is kept in memory.
+    logger the record stays in memory.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach when the Trainer begins to fit."""
-        # Reading log_dir is a broadcast, so either all processes must read it or none.
+        # Reading log_dir is a broadcast, so either all processes must read it or no process.
         directory = trainer.log_dir if trainer.loggers else None
         self._begin(pl_module, trainer.optimizers, trainer.scaler, directory, trainer.global_rank, trainer.world_size)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FILE_NAME = "session.mpinspect"
 #: The files of a run directory with its models' shapes and kernels, under their names in ``run.record``.
 BESIDE = ("run.json", "report.json", "trace.json.gz")
-#: Where rank 0 keeps the sum of its job's ranks: the name in ``run.directory``.
+#: Folder of the sum of a job's ranks, which rank 0 writes; it has the same name in ``run.directory``.
 ALL_RANKS = "all-ranks"
 #: Most runs that are listed: a longer page is slow and hard to search.
 MOST_RUNS = 2_000

@@ -20,7 +20,7 @@ class TransformersHooks(InspectsTraining):
     is found when it scales the first loss. With log_dir="auto" it writes to ``mpinspect`` below ``args.output_dir``.
 
     After an exception the Trainer calls no callback, so the report is printed when the process ends. If the process
-    goes on, as in a notebook, call ``report()`` and ``detach()``; the next training run also detaches first.
+    continues, as in a notebook, call ``report()`` and ``detach()``; the next training run also detaches first.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -32,15 +32,15 @@ def profile_kernels(
     """Run one training iteration under torch.profiler and report which of its kernels ran on Tensor Cores.
 
     Args:
-        step: runs one iteration (forward, backward, optimizer); called ``warmup + 2`` times, of which the last is recorded.
+        step: runs one iteration (forward, backward, optimizer); called ``warmup + 2`` times, with the last call recorded.
         model: the model whose dotted paths the report uses. None: the largest of the root modules that ``step`` calls.
-        warmup: number of iterations before, in which libraries choose their kernels and torch.compile compiles.
+        warmup: number of earlier iterations, during which libraries choose their kernels and torch.compile compiles.
         gpu: an architecture or card whose rates and rules to use; None: the GPU that ran the step.
         shapes: lint_shapes' report of the model; its causes are added to the causes of slow kernels.
         trace: where to save torch.profiler's trace (.json or .json.gz); None: the trace is not saved.
 
     Returns:
-        The report. Without a GPU, it has no kernels and says that there was no GPU activity.
+        The report. Without a GPU it has no kernels, and a finding on the missing GPU activity.
 
     Synchronises the GPU before and after the recorded iteration. Recording takes time: kernel durations stay the same, but the
     gaps between kernels are longer.
@@ -79,7 +79,7 @@ def read_trace(
         shapes: lint_shapes' report of the model; its causes are added to the causes of slow kernels.
 
     Raises:
-        TraceError: (a ValueError) a path cannot be read, is not a trace, or is a folder without one; its message says which.
+        TraceError: (a ValueError) a path cannot be read, is not a trace, or is a folder without one; the message names it.
         ValueError: no GPU of that name is known.
     """
     if not isinstance(path, str | PathLike | Sequence):

@@ -1,4 +1,4 @@
-"""Define frozen records of what ran on a GPU, as in a trace: the reader passes only these to the analysis.
+"""Define frozen records of a GPU's activity, as in a trace: the reader passes only these to the analysis.
 
 All times are microseconds on the trace's clock.
 """
@@ -21,9 +21,9 @@ class TraceOp:
 
     Args:
         name: the operator's name, "aten::addmm".
-        shapes, strides: one entry per argument, () for arguments that are not tensors; None if the trace has none.
-        dtypes: names as the profiler wrote them ("c10::BFloat16", "float"); None if the trace has none.
-        scalars: "Concrete Inputs" as the profiler wrote them; None if the trace has none.
+        shapes, strides: one entry per argument, () for arguments that are not tensors; None if missing from the trace.
+        dtypes: names as the profiler wrote them ("c10::BFloat16", "float"); None if missing from the trace.
+        scalars: "Concrete Inputs" as the profiler wrote them; None if missing from the trace.
     """
 
     name: str
@@ -41,9 +41,9 @@ class Kernel:
         name: the kernel's name as the profiler wrote it.
         start_us, time_us: its start and duration.
         device, stream: ids of the GPU and of its stream.
-        op: the innermost operator that was running on the launching thread at the launch; None if there is none.
+        op: the innermost operator that was running on the launching thread at the launch; None without one.
         matmul_op: the innermost matrix product among ``op`` and the operators around it (aten::convolution_backward around
-            aten::copy_); None if there is none.
+            aten::copy_); None without one.
         module: dotted path of the module (own profiles), or its chain of classes from another trace's Python stack
             ("BertLMHeadModel_0/BertOnlyMLMHead_0/Linear_26"); "" if unknown.
         module_is_path: whether ``module`` is a dotted path.
@@ -91,21 +91,21 @@ class KernelTrace:
 
     Args:
         source: the file's path; "" for a profile just recorded.
-        rank, world_size: those of the job; None if the trace does not say.
-        job: a name that distinguishes runs; "" if the trace does not say.
+        rank, world_size: the job's; None if missing from the trace.
+        job: a name that distinguishes runs; "" if missing from the trace.
         devices: the GPUs that ran a kernel of this trace, by id; a GPU that the trace does not describe has no name.
         kernels: the kernels, by start time.
         copies_us: total time of memory copies and memsets, which do not count as kernels.
         window_us: (start, end) of the recording; GPU idle time is computed over the kernels' own span.
-        busy_us: time in which at least one kernel or copy ran, by device id.
+        busy_us: time with at least one kernel or copy running, by device id.
         span_us: from the first start to the last end of a kernel or copy, by device id.
         operators: number of operators recorded; 0 for a trace of the GPU alone.
         has_shapes, has_strides: whether any operator has shapes or strides.
         launches: number of launches recorded.
         external_id_is_correlation: whether the kernels' External ids are correlations, as some torch versions write them.
-        notes: sentences on what is missing from the trace or could not be read, and the consequences.
-        cut_short: whether the file ends before its events do; the first of ``notes`` says where.
-        accelerator: words for the accelerator on which torch ran, if it is not a GPU; else "".
+        notes: sentences on missing or unreadable parts of the trace, and the consequences.
+        cut_short: whether the file ends before its events do; the first of ``notes`` gives the place.
+        accelerator: words for the accelerator that torch used, if it is not a GPU; else "".
     """
 
     source: str

@@ -56,7 +56,7 @@ class ExponentHistogram:
         min_exponent: exponent of the first count.
         zeros, infs, nans: elements that have no exponent.
         min_significand, max_significand: significands, in [1, 2), of the smallest and the largest finite
-            non-zero magnitude (1.0 when there is none).
+            non-zero magnitude (1.0 without such a value).
 
     A method's ``format`` may be a FloatFormat, a name such as "fp16", or a dtype; for any other, the method raises
     ValueError with a list of the known formats.
@@ -128,7 +128,7 @@ class ExponentHistogram:
             else _significand(max_abs, high, "max_abs"),
         )
 
-    # -- what is in it ------------------------------------------------------------------------------------
+    # -- contents -----------------------------------------------------------------------------------------
 
     @property
     def nonzero(self) -> int:
@@ -153,12 +153,12 @@ class ExponentHistogram:
 
     @property
     def max_abs(self) -> float:
-        """Largest finite magnitude, exact; 0.0 if there is none, inf if a shift took it beyond float64's range."""
+        """Largest finite magnitude, exact; 0.0 without values, inf if a shift took it beyond float64's range."""
         return _ldexp(self.max_significand, self.max_exponent) if len(self.counts) else 0.0
 
     @property
     def min_abs(self) -> float:
-        """Smallest non-zero finite magnitude, exact; 0.0 if there is none."""
+        """Smallest non-zero finite magnitude, exact; 0.0 without values."""
         return _ldexp(self.min_significand, self.min_exponent) if len(self.counts) else 0.0
 
     @property
@@ -194,7 +194,7 @@ class ExponentHistogram:
         return self if other == 0 else NotImplemented
 
     def shifted(self, log2_scale: int) -> ExponentHistogram:
-        """Return the histogram of x * 2^log2_scale, as exact arithmetic would have it (no format's edges applied)."""
+        """Return the histogram of x * 2^log2_scale in exact arithmetic, without any format's edges."""
         return ExponentHistogram(
             *self._arrays(),
             self.min_exponent + log2_scale if len(self.counts) else 0,
@@ -205,7 +205,7 @@ class ExponentHistogram:
             self.max_significand,
         )
 
-    # -- what a format does to it ---------------------------------------------------------------------------
+    # -- effects of a format --------------------------------------------------------------------------------
 
     def flushed(self, format: FormatLike, log2_scale: int = 0) -> int:
         """Return how many non-zero elements of x * 2^log2_scale the format rounds to zero. Exact, ties included."""
@@ -251,11 +251,11 @@ class ExponentHistogram:
         return low
 
     def flushed_fraction(self, format: FormatLike, log2_scale: int = 0) -> float:
-        """Return flushed elements divided by finite non-zero elements, 0..1 (0.0 if there are none)."""
+        """Return flushed elements divided by finite non-zero elements, 0..1 (0.0 without such elements)."""
         return self._fraction(self.flushed(format, log2_scale))
 
     def subnormal_fraction(self, format: FormatLike, log2_scale: int = 0) -> float:
-        """Return subnormal elements divided by finite non-zero elements, 0..1 (0.0 if there are none)."""
+        """Return subnormal elements divided by finite non-zero elements, 0..1 (0.0 without such elements)."""
         return self._fraction(self.subnormal(format, log2_scale))
 
     def overflowed_fraction(self, format: FormatLike, log2_scale: int = 0) -> float:
@@ -271,7 +271,7 @@ class ExponentHistogram:
         return format.max_exponent - self.max_exponent if len(self.counts) else None
 
     def max_log2_scale(self, format: FormatLike) -> int | None:
-        """Return the largest k for which no finite element of x * 2^k overflows, exact, from the largest magnitude.
+        """Return the largest k such that every finite element of x * 2^k stays in range; exact.
 
         Returns None if there is no finite non-zero value.
         """
@@ -327,7 +327,7 @@ class ExponentHistogram:
         flushed_counts, flushed_powers, flushed_tops = self._flushed_part(format, log2_scale)
         step = np.maximum(scaled, format.min_normal_exponent) - format.mantissa_bits - log2_scale - top
         kept = (self.counts - flushed_counts).astype(np.float64)
-        # A bin without kept values has no rounding error, and its step may lie beyond float64's range.
+        # A bin without surviving values has no rounding error, and its step may lie beyond float64's range.
         step[kept == 0] = -math.inf
         rounding = float((kept * np.exp2(2 * step) / 12).sum())
         lost = self._sum_over(flushed_counts, flushed_powers, flushed_tops, self.min_exponent - top, power=2)
@@ -401,7 +401,7 @@ class ExponentHistogram:
 
 
 def merge(histograms: Iterable[ExponentHistogram]) -> ExponentHistogram:
-    """Return the sum of any number of histograms; counts are added, extremes kept. Exact and independent of order."""
+    """Return the sum of any number of histograms: counts added, extremes merged. Exact and independent of order."""
     parts = list(histograms)
     used = [part for part in parts if len(part.counts)]
     zeros, infs, nans = (sum(getattr(part, name) for part in parts) for name in ("zeros", "infs", "nans"))
@@ -444,7 +444,7 @@ def _weights(min_exponent: int, bins: int, power: int) -> npt.NDArray[np.float64
 
 def _weighed(weight: npt.NDArray[np.float64], counts: IntArray) -> float:
     """Return the sum of weight * counts; bins without a count are left out, since inf * 0 would be NaN."""
-    # The last weight is the largest; below 2^900, even a total count of 2^63 keeps the sum in float64's range.
+    # The last weight is the largest. If it is below 2^900, the sum stays in float64's range even for 2^63 elements.
     if weight[-1] < 2.0**900:
         return float(np.add.reduce(weight * counts))
     with np.errstate(over="ignore"):

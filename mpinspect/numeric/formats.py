@@ -30,7 +30,7 @@ class FloatFormat:
         name: the format's usual name, e.g. ``"float16"``.
         exponent_bits: width of the exponent field.
         mantissa_bits: stored mantissa bits (the leading 1 is not counted).
-        has_infinity: whether the all-ones exponent field is kept for inf and NaN (IEEE 754). Without it,
+        has_infinity: whether the all-ones exponent field is reserved for inf and NaN (IEEE 754). Without it,
             that field holds numbers too, and overflowing values saturate or become NaN.
         reserved_top_codes: how many of the largest codes are NaN although ``has_infinity`` is false
             (1 in E4M3 "FN", 0 in E2M1).
@@ -108,9 +108,9 @@ class FloatFormat:
 
     @property
     def flush_edge(self) -> float:
-        """Largest magnitude that is flushed to zero (2^-25 for FP16: the tie goes to zero, which is even).
+        """Largest magnitude that is flushed to zero (2^-25 for FP16: this tie rounds to zero, which is even).
 
-        If the format flushes subnormals, the smallest normal, which itself is kept.
+        If the format flushes subnormals, the smallest normal, which itself survives.
         """
         return math.ldexp(1.0, self.flush_exponent)
 
@@ -126,7 +126,7 @@ class FloatFormat:
         return self.max_exponent - lowest + 1
 
     def significant_bits(self, exponent: int) -> int:
-        """Return how many significant bits a value of this exponent keeps.
+        """Return how many significant bits a value of this exponent has.
 
         For FP16: 11 if normal, exponent + 25 if subnormal, 0 below the subnormals and above the format's range.
         """
@@ -152,7 +152,7 @@ FLOAT16_FTZ = FLOAT16.with_flushed_subnormals()
 #: OCP FP8 "E4M3" (torch.float8_e4m3fn): no infinity, one NaN code, largest finite value 448.
 FLOAT8_E4M3 = FloatFormat("float8_e4m3", exponent_bits=4, mantissa_bits=3, has_infinity=False, reserved_top_codes=1)
 FLOAT8_E5M2 = FloatFormat("float8_e5m2", exponent_bits=5, mantissa_bits=2)
-#: OCP MX "E2M1": neither infinity nor NaN, largest value 6; what is beyond saturates.
+#: OCP MX "E2M1": neither infinity nor NaN, largest value 6; larger values saturate.
 FLOAT4_E2M1 = FloatFormat("float4_e2m1", exponent_bits=2, mantissa_bits=1, has_infinity=False)
 
 #: Every format by its name; the one place to add another.

@@ -159,4 +159,4 @@ class RunPart:
         self._run.scalars(step, {self._run.name_in_run(self, name): value for name, value in values.items()})
 
     def artifact(self, path: Path) -> None:
-        """Do nothing: the page of all parts has this one."""
+        """Has no effect: the page of all parts contains this one."""

@@ -1,7 +1,7 @@
 """A report's contents, independent of the output form: blocks of plain data for the text, Markdown and HTML renderers.
 
 Each kind of report builds a ``Document`` in its ``report/document.py``; the renderers (``text.py``, ``markdown.py``,
-``html.py``) treat all kinds alike. A *terminal* is narrow and scrolls, a *page* (Markdown, HTML) is read from the top,
+``html.py``) treat all kinds equally. A *terminal* is narrow and scrolls, a *page* (Markdown, HTML) is read from the top,
 so a block may show fewer rows in a terminal. Strings are plain text without markup or line ends; renderers escape them.
 """
 
@@ -163,7 +163,7 @@ class Tables:
     """Tables with a common limit on the total number of rows shown; the rows of the lowest ranks are shown.
 
     Args:
-        tables: the tables in display order. Rows keep their order if all are shown; otherwise they are sorted by rank.
+        tables: the tables in display order. If all rows are shown, their order stays; otherwise they are sorted by rank.
         limit: None if all rows are always shown.
         total: the number of rows if the tables hold only some of them.
         legend: the meanings of the cells' marks.
@@ -227,7 +227,7 @@ Block = Line | Code | Items | Findings | Tables | Section | Parts | Widget
 
 
 class Term(NamedTuple):
-    """A word that a page explains below the block in which ``pattern`` (a regular expression) first matches."""
+    """A word that a page explains below the first block that matches ``pattern`` (a regular expression)."""
 
     word: str
     pattern: str
@@ -318,7 +318,7 @@ def most(limit: Limit | None, number: int) -> int:
 
 
 def static(document: Document) -> Document:
-    """Return the document without widgets, including those of documents inside it."""
+    """Return the document without widgets, also in nested documents."""
     return replace(document, blocks=_static(document.blocks))
 
 
@@ -333,7 +333,7 @@ def _static(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
 
 
 def shown_items(block: Items, *, page: bool) -> tuple[tuple[Item, ...], str]:
-    """Return the items to show, and words that say how many are left out ("" if none)."""
+    """Return the items to show, and words for the number of the others ("" if all are shown)."""
     shown = block.items[: allowed_on(block.limit, page=page)]
     total = len(block.items) if block.total is None else block.total
     return shown, rest_words(block.limit, total - len(shown), page=page)
@@ -383,7 +383,7 @@ def allowed_on(limit: Limit | None, *, page: bool) -> int | None:
 
 
 def rest_words(limit: Limit | None, left_out: int, *, page: bool) -> str:
-    """Return how many are left out: "... and 12 more"; "" if nothing is left out."""
+    """Return words for the number of omitted entries: "... and 12 more"; "" if all are shown."""
     if not left_out:
         return ""
     words = "more" if limit is None else (page and limit.rest_on_page) or limit.rest

@@ -1,6 +1,6 @@
-"""Escapes a report's strings, so that none of them controls the terminal or breaks a line.
+"""Escapes a report's strings, so that a string can neither control the terminal nor break a line.
 
-Names, notes and sentences come from models, files and traces. Records and JSON keep them unchanged. Each renderer of
+Names, notes and sentences originate in models, files and traces. Records and JSON hold them unescaped. Each renderer of
 documents, and each plot, begins with ``escaped``; Markdown's and HTML's own markup is escaped by their renderers.
 """
 
@@ -21,7 +21,7 @@ _NO_LINE = re.compile(r"Lines|(?:int|float|bool|None|IntArray|Interval|ExponentH
 
 
 def escaped(report: Report) -> Report:
-    """Return the report with ``printable`` applied to every string; the same object if nothing needs escaping."""
+    """Return the report with ``printable`` applied to every string; the same object if every string is printable."""
     return _escaped(report, {})  # type: ignore[no-any-return]
 
 
@@ -35,7 +35,7 @@ def _escaped(value: Any, known: dict[int, Any]) -> Any:
             changed[name] = "\n".join(map(printable, getattr(value, name).split("\n")))
         return dataclasses.replace(value, **changed) if changed else value
     if isinstance(value, (tuple, list)):
-        # Windows share the tuple of their tensors' keys. The report keeps these objects alive, so no id is reused.
+        # Windows share the tuple of their tensors' keys. The report references these objects, so no id is reused.
         if id(value) not in known:
             known[id(value)] = _sequence(value, known)
         return known[id(value)]

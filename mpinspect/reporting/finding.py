@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 from mpinspect.reporting.words import number_of
 from mpinspect.runtime.decoding import OneOf
 
-#: Text of several lines, such as code: escaping keeps its line ends.
+#: Text of several lines, such as code: escaping preserves its line ends.
 Lines: TypeAlias = str
 
 #: Severities, mildest first. "info" is no alarm: a healthy network gets only "info".
@@ -32,7 +32,7 @@ class Finding:
         fix: the change to make, one sentence; "" without one.
         code: the fix as code, a line or a few; "" without one.
         certainty: "measured" if the cause was measured, "inferred" if it was concluded from measurements.
-        step: the step in which the problem began, from 0; None if it belongs to no step.
+        step: the step in which the problem began, from 0; None if it is not tied to a step.
     """
 
     id: str
@@ -56,7 +56,7 @@ def inferred(finding: Finding) -> str:
 
 
 def in_counts(findings: Iterable[Finding]) -> str:
-    """Return the number of findings of each severity in words, the gravest first: "1 error, 2 warnings, 3 info"; "" for none."""
+    """Return the number of findings of each severity in words, the gravest first: "1 error, 2 warnings, 3 info"; else ""."""
     found = Counter(finding.severity for finding in findings)
     # "info" has no plural.
     return ", ".join(

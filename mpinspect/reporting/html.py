@@ -147,7 +147,7 @@ def _sheet(package: str, name: str) -> str:
 
 
 def _widgets(blocks: Iterable[Block]) -> Iterator[Widget]:
-    """Yield all widgets of the blocks, including those of documents inside them."""
+    """Yield all widgets of the blocks, also in nested documents."""
     for block in blocks:
         if isinstance(block, Widget):
             yield block

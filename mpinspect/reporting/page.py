@@ -41,7 +41,7 @@ def _all_once(blocks: Iterable[Block], said: tuple[str, ...]) -> tuple[Block, ..
 
 
 def _once(block: Block, said: tuple[str, ...]) -> Block:
-    """Return a block without what ``said`` ends with; findings keep their severity and id."""
+    """Return a block without sentences that end one of ``said``; findings retain their severity and id."""
     if isinstance(block, Section):
         return replace(block, blocks=_all_once(block.blocks, said))
     if isinstance(block, Parts):
@@ -72,7 +72,7 @@ def _pointer(finding: Finding) -> Finding:
 
 
 def _explained(document: Document, told: set[str]) -> Document:
-    """Return the document with a line at the end of each block in which terms first occur; adds their names to ``told``."""
+    """Return the document with explanations at the end of each block that first uses a term; adds the terms to ``told``."""
     verdict = (*document.verdict, *_meanings(document.verdict, document.terms, told))
     # In a page's order: the first part of the summary stands above the blocks, the others below.
     first = _sections(_all_explained(document.summary[:1], document.terms, told))

@@ -42,7 +42,7 @@ LEAST_SHARE = 1e-5
 _MARGIN, _LEAST_MARGIN, _MOST_MARGIN = 0.15, 10, 40
 INK, FAINT = light("ink"), light("soft")
 
-#: How much of its colour a region keeps beneath coloured lines and cells.
+#: Opacity of a region's colour beneath coloured lines and cells.
 _TINT = 0.2
 
 #: Set while a figure is drawn, so that the user's own style does not apply. Any, since matplotlib types each key.
@@ -174,7 +174,7 @@ def shortened(name: str, length: int, keep: str = "end") -> str:
     Args:
         name: a dotted path, or a kernel's name.
         length: in characters.
-        keep: "end", or "start" for names whose last part tells least.
+        keep: "end", or "start" for names whose last part is the least informative.
     """
     known = get_font(findfont(FONT)).get_charmap()
     text = "".join(c if ord(c) in known else "?" for c in printable(name)) or "(the model)"

@@ -37,7 +37,7 @@ class RendersItself:
         return fragment(document(self))
 
     def show(self) -> None:
-        """Show the report's page in a notebook, in a separate frame in which the page's scripts run.
+        """Show the report's page in a notebook, in a separate frame that runs the page's scripts.
 
         Raises:
             ModuleNotFoundError: IPython is not installed.

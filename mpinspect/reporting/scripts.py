@@ -12,7 +12,7 @@ _CHECKED = re.compile(r"^// @ts-check\n", re.MULTILINE)
 def bundled(package: str, name: str) -> str:
     """Return the module ``name``.js of a package's folder ``name``_js, after the modules that it imports, as one module.
 
-    Modules name what they import in braces, and no two of them have a top-level name in common.
+    Imports name their objects in braces, and no two modules share a top-level name.
     """
     folder = resources.files(package).joinpath(f"{name}_js")
     parts: dict[str, str] = {}

@@ -27,7 +27,7 @@ class Sentences(Enum):
     """Base of enumerations of sentences; the members of one belong to one finding."""
 
 
-#: One sentence, or several of which those that are None are left out.
+#: One sentence, or several; each None among them is skipped.
 Said: TypeAlias = Sentences | Iterable[Sentences | None]
 
 _WORDS: dict[str, Callable[[Any], str]] = {
@@ -60,7 +60,7 @@ def text(said: Said, figures: Mapping[str, Any], between: str = " ") -> str:
     """Return sentences with their figures filled in.
 
     Args:
-        said: the sentences.
+        said: one or several sentences.
         figures: a value for every name in their braces.
         between: stands between two sentences.
 

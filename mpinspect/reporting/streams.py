@@ -1,6 +1,6 @@
 """Writes to a terminal or pipe that may lack characters of the text, be closed, or be missing.
 
-Printed text may hold names from files, arguments, models and traces, which can contain any characters. ``say`` escapes
+Printed text may contain names from files, arguments, models and traces, with any characters. ``say`` escapes
 each sentence and ``reporting.escaping`` each report, so that no name breaks a line or controls the terminal.
 """
 

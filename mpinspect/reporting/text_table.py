@@ -45,7 +45,7 @@ class Detail:
 
 
 def most_that_fits(tables: Sequence[Table], width: int) -> Detail:
-    """Return the most detail at which all tables fit, with names in the rows or, failing that, on separate lines."""
+    """Return the most detail that lets all tables fit, with names in the rows or, failing that, on separate lines."""
     priorities = sorted({0, *(column.priority for table in tables for column in table.columns)}, reverse=True)
     details = [Detail(priority, step) for priority in priorities for step in _STEPS]
     for folded in (False, True):
@@ -103,7 +103,7 @@ class Grid:
         widths = list(self._natural)
         spare = self._width - _GAP * (len(widths) - 1) - sum(widths)
         if spare < 0:
-            # Names must be folded anyway, so fold them a little more and keep headings of several words on one line.
+            # Names must be folded anyway, so fold them a little more and leave headings of several words on one line.
             spare -= sum(max(0, cell_len(column.heading) - widths[place]) for place, column in enumerate(self.columns))
         for name in sorted(self._names, key=lambda name: -widths[name]):
             # Shrink the longest names first, down to _NAME_ROOM.

@@ -1,8 +1,8 @@
 """Experiment trackers: one small protocol, and W&B, MLflow and Trackio behind it.
 
-Each of the three logs to a run that the user's script has begun, and leaves its count of steps alone: a tracker that numbers
-rows by the calls of ``log`` gets ours beside the script's last row, with the training step in ``mpinspect/step``. The packages
-are never imported from here: where a script has begun a run, it has imported its package.
+Each of the three logs to a run that the user's script has begun, and does not change the run's count of steps. A tracker that
+numbers rows by the calls of ``log`` gets our values in the script's last row, with the training step in ``mpinspect/step``.
+The packages are never imported from here: a script that has begun a run has imported its package.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tracker(Protocol):
 
 
 class _BesideRows(ABC):
-    """A tracker that numbers rows by the calls of ``log``: ours go beside the script's, so that the script's keep their numbers.
+    """A tracker that numbers rows by the calls of ``log``: our values join the script's rows, whose numbers stay unchanged.
 
     Our rows wait until the script has logged its first row, which may have any number and must be the first.
     """
@@ -125,7 +125,7 @@ class MlflowRun:
         self._client.log_artifact(self._id, str(path), GROUP)
 
     def release(self) -> None:
-        """Do nothing, since no rows wait."""
+        """Has no effect, since no rows wait."""
 
 
 class TrackioRun(_BesideRows):
@@ -178,7 +178,7 @@ PACKAGES = {
 
 
 def check_name(name: str) -> str:
-    """Return the name of a tracker that is installed; imports nothing.
+    """Return the name of a tracker that is installed, without importing its package.
 
     Raises:
         ValueError: there is no such tracker.

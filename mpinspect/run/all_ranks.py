@@ -1,10 +1,10 @@
-"""Adds up what all ranks of a job have written so far, while they train: one session and TensorBoard log a model, by rank 0.
+"""Adds up the files of all ranks of a job during training: rank 0 writes one session and TensorBoard log a model.
 
-Ranks write to files in one directory; rank 0 reads these now and then on a thread of its own. No rank waits for another, and
-nothing is sent between them: a rank that is slow, stops, fails or leaves costs rank 0 nothing but the sentence that says so.
+Ranks write to files in one directory. Rank 0 reads these files at intervals, on a thread of its own. Ranks neither wait for
+each other nor send messages, so a slow, stopped or failed rank costs rank 0 only a note in the report.
 
-A collective would have to be joined by every rank, and so would the making of a process group of ours: a rank that is late would
-make the others wait inside the training, and a communicator whose collective was abandoned looks like one that works.
+A collective, or a process group of our own, would need every rank. A late rank would delay the training of all others, and
+a communicator with an abandoned collective can't be distinguished from a working one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mpinspect.run.ranks import ModelsOfRanks
 from mpinspect.runtime.appending import replace_whole
 from mpinspect.runtime.background import Background, Seldom
 
-#: Most seconds of processor time that adding up once may take while the training goes on; with its rests it takes ten times
-#: as long. Whoever has more ranks than that adds them up elsewhere.
+#: Most seconds of processor time for adding up once during training; with its pauses it takes ten times as long. Beyond
+#: this the user adds the ranks up with ``mpinspect report``.
 MOST_S = 60.0
-#: Most seconds that the end of the run waits for adding up that is under way.
+#: Most seconds that the end of the run waits for an addition that is under way.
 _PATIENCE_S = 5.0
 
 
@@ -55,7 +55,7 @@ class AllRanks:
             self._background.call(self._add_up)
 
     def finish(self, models: Iterable[tuple[str, Session]]) -> list[str]:
-        """Write the last of each model and close the logs, when the run has ended.
+        """Write each model's final sum and close the logs, after the run has ended.
 
         Args:
             models: by name, the ranks' sums.
@@ -118,8 +118,8 @@ class AllRanks:
 class _Model:
     """The session file and TensorBoard log of a model of all ranks.
 
-    The session is written anew each time: its counts are the sums over the ranks' files. To the log are added the
-    windows that all ranks have completed.
+    Each write replaces the session, whose counts are the sums over the ranks' files, and appends to the log the windows
+    that all ranks have completed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,7 +137,7 @@ class _Model:
             self._log = TensorBoardSink(folder)
 
     def write(self, session: Session, *, is_last: bool = False) -> None:
-        """Write the new windows. Does nothing if the session has fewer ranks than an earlier one: some could not be read."""
+        """Write the new windows. Does nothing if the session has fewer ranks than before, since some were unreadable."""
         if len(session.ranks) < self._ranks:
             return
         self._ranks = len(session.ranks)
@@ -166,8 +166,8 @@ class _Model:
     def _complete_until(self, session: Session) -> int:
         """Return the number of steps whose counts all ranks have written.
 
-        A rank that has ended, or has written nothing since the last time while others have, is not waited for; nor is one that
-        still has written nothing at all.
+        Ignores ranks that have ended, ranks that wrote nothing since the last call while others did, and ranks that
+        have never written, once this set of ranks is the same in two calls.
         """
         steps = {rank.info.rank: rank.progress.steps for rank in session.ranks}
         before, self._steps = self._steps, steps

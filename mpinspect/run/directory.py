@@ -20,7 +20,7 @@ class UnusableDirectoryError(Exception):
     """The requested run directory can't be made; the message is one sentence."""
 
 
-#: What rank 0 adds up of all ranks while they train lies here, in a directory for each model.
+#: Folder of the sums over all ranks, which rank 0 writes during training; it has a directory for each model.
 ALL_RANKS = "all-ranks"
 #: Arguments of scripts that name the folder of their output.
 _OUTPUTS = ("output_dir", "out_dir", "outdir", "save_dir", "work_dir", "log_dir", "logdir")
@@ -34,7 +34,7 @@ def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[P
     """Make this process's run directory, and claim it by creating run.json, which must not exist yet.
 
     Args:
-        record: the fields of run.json; "job" distinguishes the ranks of one job from those of another.
+        record: the fields of run.json; "job" identifies the job, so that its ranks share a directory.
 
     Returns:
         The absolute path of the whole job's directory, which without ranks is this process's own; and a sentence if it
@@ -72,7 +72,7 @@ def shown(path: Path, start: str = "") -> str:
 
 
 def process_name(directory: Path) -> str:
-    """Return a process's name, from that of its directory: "rank 1", "process-0"; "" for a run directory itself."""
+    """Return a process's name, derived from its directory's: "rank 1", "process-0"; "" for a run directory itself."""
     name = directory.name
     return name.replace("rank", "rank ") if _PROCESS.fullmatch(name) else ""
 
@@ -97,10 +97,10 @@ def in_order(name: str) -> list[tuple[str, int]]:
 
 
 def _beside_output(options: LaunchOptions) -> Path | None:
-    """Return the directory beside the script's own output folder, where an argument of the script names one.
+    """Return a directory next to the output folder that an argument of the script names; None without such an argument.
 
-    None where that folder's parent is not there yet: making it could change the script's behaviour. Never inside the folder,
-    which some scripts require to be empty or delete.
+    None too if that folder's parent does not exist yet: creating it could change the script's behaviour. The directory is
+    never inside the folder, since some scripts delete the folder or require it to be empty.
     """
     named = _output_folder(options.arguments)
     if not named or "://" in named:
@@ -111,7 +111,7 @@ def _beside_output(options: LaunchOptions) -> Path | None:
 
 
 def _output_folder(arguments: Sequence[str]) -> str:
-    """Return the value of the first argument named in ``_OUTPUTS``, after "=" or as the next word; "" if there is none."""
+    """Return the value of the first argument named in ``_OUTPUTS``, after "=" or as the next word; "" without one."""
     for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if name.startswith("-") and name.strip("-").replace("-", "_").lower() in _OUTPUTS:
@@ -131,7 +131,7 @@ def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path,
     for number in range(1, _SIBLINGS):
         base = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         base.mkdir(parents=True, exist_ok=True)
-        # Two jobs that start together must not both find that no other job has ranks there.
+        # Prevent two jobs that start together from both seeing a directory without other ranks.
         with locked(base):
             if not _is_foreign(base, rank) and write_first(base / rank.folder, record):
                 return base, number > 1
@@ -139,7 +139,7 @@ def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path,
 
 
 def _is_foreign(base: Path, rank: Rank) -> bool:
-    """Return whether the directory holds another job's ranks, or only one of its run and this process has ranks."""
+    """Return whether the directory holds another job's ranks, or a run without ranks while this process has a rank."""
     jobs = [job_of(path.parent) for path in base.glob(f"rank*/{FILE_NAME}")]
     if rank.of < 2:
         return bool(jobs)

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 _FRAMEWORKS = ("tensorflow", "jax", "paddle", "mxnet")
 #: Most seconds that a report may delay ``os._exit``: the report waits for the GPU, which may no longer respond.
 _EXIT_DELAY_S = 20.0
-#: The file by which a rank that an exception ends claims the report of all, and seconds for which it is left to the first rank.
+#: File by which a failing rank claims the joint report; seconds reserved for the first rank; seconds between checks.
 _CLAIM, _FIRST_S, _LOOK_S = ".reported", 1.0, 0.05
 #: Matches the session notes that the run's report repeats: a pattern given by the user had no effect.
 _UNMATCHED = re.compile(r"the pattern .* matches no ", re.DOTALL)
 
 
 def say(sentence: str) -> None:
-    """Print one line on the process's original stderr, if it is still open; stdout is left to the script."""
+    """Print one line on the process's original stderr, if it is still open; stdout belongs to the script."""
     streams.say(sys.__stderr__, " ".join(sentence.splitlines()))
 
 
@@ -51,7 +51,7 @@ class Ending:
         record: the fields of run.json as written at the start.
         speaks: whether to print the report to stderr; if not, only one line if something broke.
         whole: directory of the whole run, if this process is one of several ranks.
-        leaves_no_trace: print and write nothing if this process trained nothing, for example a pool's worker.
+        leaves_no_trace: print and write nothing if this process, for example a pool's worker, trained no model.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Ending:
         #: Made by finish().
         self.report: RunReport | None = None
         self._whole = whole or directory
-        #: Among several processes every line begins with the process's name.
+        #: With several processes every line begins with the process's name.
         name = process_name(directory) if whole not in (None, directory) or leaves_no_trace else ""
         self._lead = f"{name}: " if name else ""
         self._said: set[str] = set()
@@ -215,7 +215,7 @@ class Ending:
     def _reports_for_all(self) -> bool:
         """Return whether this rank, which an exception ends, prints the report of all ranks.
 
-        Once it is gone the launcher stops the others. The first rank prints the report if it fails at the same time.
+        The launcher stops the other ranks once this one has exited. If the first rank fails too, it prints the report.
         """
         claim = self._whole / _CLAIM
         enough = time.monotonic() + (0.0 if self.speaks else _FIRST_S)
@@ -228,7 +228,7 @@ class Ending:
         return True
 
     def _joined(self, recordings: Recordings) -> RunReport:
-        """Return the joined report; if this process prints it, include the other ranks, and what broke in other processes."""
+        """Return the joined report; if this process prints it, include other ranks and failures of other processes."""
         others: list[Path] = []
         added: list[Path] = []
         notes: list[str] = []
@@ -256,7 +256,7 @@ class Ending:
             )
 
     def _never_started(self) -> None:
-        """Print that nothing was recorded; Python has already printed why the script could not be started."""
+        """Print one line; Python has already printed the reason why the script could not start."""
         if self.speaks:
             kept = self._shown(self.directory / FILE_NAME)
             say(f"the script could not be started: nothing was recorded ({kept} keeps the command)")

@@ -12,7 +12,7 @@ from types import ModuleType
 def when_imported(name: str, callback: Callable[[], None]) -> None:
     """Call ``callback`` once, right after the named module has been executed, or now if it is already loaded.
 
-    The module, its spec and its loader are those of a plain import. Exceptions raised by the callback are ignored.
+    The import is otherwise unchanged: same module, spec and loader. Exceptions raised by the callback are ignored.
     """
     if name in sys.modules:
         _call(callback)

@@ -1,4 +1,4 @@
-"""Analyses all recordings of a run and joins them into one report, including what broke in its other processes."""
+"""Analyses all recordings of a run and joins them into one report, including failures of its other processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: Most seconds spent reading other processes' sessions: there may be hundreds, on a network file system.
 _PATIENCE_S = 5.0
-#: Most seconds that the first rank waits for the other ranks to end, and seconds between two looks.
+#: Most seconds that the first rank waits for the other ranks to end, and seconds between two checks.
 _ENDS_WITHIN_S, _LOOK_S = 5.0, 0.05
 _NO_GPU = f"--kernels: no GPU was at work in the profiled step, so there are no kernels to judge; its operators are in {TRACE}"
 
@@ -104,19 +104,19 @@ def with_ranks(
     *,
     outcome: Outcome,
 ) -> tuple[list[RecordedModel], list[Path], list[str]]:
-    """Return this rank's models with what other ranks have recorded on disk added up.
+    """Return this rank's models, with the counts that other ranks have on disk added.
 
-    Waits for ranks that are about to end (not after an error, when they may hang in a collective), and reads for _PATIENCE_S
-    seconds at most.
+    Waits for ranks that are about to end, except after an error, when they may hang in a collective. Reads for at most
+    _PATIENCE_S seconds.
 
     Args:
         models: this rank's models.
         own: this rank's directory.
         ranks: the other ranks' directories.
-        outcome: of this rank, which its record holds only later.
+        outcome: how this rank ended; its run.json does not hold it yet.
 
     Returns:
-        The models of all ranks, the directories that were read, and sentences on the parts that are missing.
+        The models of all ranks, the directories that were read, and sentences on missing parts.
     """
     from mpinspect.run.ranks import ModelsOfRanks
 
@@ -157,7 +157,7 @@ def _named(paths: list[Path]) -> str:
     return ranks_named([int(path.name.removeprefix("rank")) for path in paths])
 
 
-# -- what broke in other processes ---------------------------------------------------------------------------------------
+# -- failures in other processes -----------------------------------------------------------------------------------------
 
 
 class _Break(NamedTuple):
@@ -169,12 +169,12 @@ class _Break(NamedTuple):
 
 
 def with_others(report: RunReport, others: Iterable[Path], added: Collection[Path] = ()) -> RunReport:
-    """Return the report with what other processes have recorded as broken so far; do not wait for those processes.
+    """Return the report with the failures that other processes have recorded so far; do not wait for those processes.
 
     Args:
         report: the report of this process.
         others: the other processes' directories.
-        added: those whose models are in the report.
+        added: the processes whose models are in the report.
     """
     others = list(others)
     errors = [f"{process_name(path)} ended by {error}" for path in others if (error := _error(path))]
@@ -192,7 +192,11 @@ def with_others(report: RunReport, others: Iterable[Path], added: Collection[Pat
 
 
 def _first(report: RunReport, others: Iterable[Path]) -> _Break | None:
-    """Return the most severe break, of equally severe ones the earliest; in a tie what arose there, then this process's own."""
+    """Return the most severe break.
+
+    Among equally severe ones the earliest step wins, then a forward, then a break that arose in its own process, then this
+    process's own.
+    """
     from mpinspect.ranges.analysis.first_line import gravest
 
     breaks = [*_own(report), *_theirs(others)]
@@ -229,7 +233,7 @@ def _theirs(others: Iterable[Path]) -> Iterator[_Break]:
 
 
 def _error(directory: Path) -> str:
-    """Return the exception that ended a process, in words; "" if none did."""
+    """Return the exception that ended a process, in words; "" if it ended otherwise or can't be read."""
     with suppress(OSError, DecodingError):
         record = load_record(directory)
         if record.get("by_error") is True:

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import PurePath
 
-#: More ranks than any job has: a world size beyond is damage.
+#: Largest world size that is believed; a larger one in a file indicates damage.
 MOST_RANKS = 1 << 20
 #: Most characters that are shown of a program given as an argument.
 _LONGEST_CODE = 60
@@ -25,7 +25,7 @@ class LaunchOptions:
         arguments: the script's arguments.
         log_dir: the run directory; None: a new one below ``runs``.
         kinds: kinds of tensors to count, from ``ranges.kinds.KINDS``; None: the Inspector's default.
-        include, exclude: shell patterns for dotted paths; None: include everything, exclude nothing.
+        include, exclude: shell patterns for dotted paths; None includes everything or excludes nothing.
         every: sample every n-th step, 1 or more; with ``max_overhead`` the smallest interval.
         dense: number of initial steps that are all sampled, 0 or more; ignored with ``max_overhead``.
         steps: stop inspecting a model after this many of its steps; None: never.
@@ -33,11 +33,11 @@ class LaunchOptions:
         kernels: profile one step.
         gpu: the GPU that shapes and kernels are judged for; None: this machine's GPU.
         watch: check every step for infinities and NaNs.
-        loss_scale: the scale by which the script multiplies its loss by hand; None: the scale of its scaler, if any.
+        loss_scale: the factor by which the script itself scales its loss; None: read the scale of its scaler, if any.
         max_overhead: limit on the inspection's time relative to the script's own, 0..1; 0: no limit, use ``every``; None: no
             limit until the inspection of a tiny model has taken long.
         eager_samples: run compiled models uncompiled in sampled steps.
-        tracker: the tracker whose open run gets scalars and the page: "wandb", "mlflow" or "trackio"; None: none.
+        tracker: the tracker whose open run gets scalars and the page: "wandb", "mlflow" or "trackio"; None for no tracker.
         fail_on: findings, by id or severity, that turn an exit status of 0 into 1.
         full: print the whole report at the end, not the verdict alone.
     """
@@ -66,7 +66,7 @@ class LaunchOptions:
 
     @property
     def command(self) -> str:
-        """The command line of the script, quoted for a shell; of code that is given as an argument, the beginning."""
+        """The command line of the script, quoted for a shell; code given as an argument is shortened."""
         lead = ["-m"] if self.is_module else ["-c"] if self.is_code else []
         code = " ".join(self.target.split()) if self.is_code else self.target
         short = f"{code[:_LONGEST_CODE]}..." if self.is_code and len(code) > _LONGEST_CODE else code
@@ -88,8 +88,8 @@ class Rank:
     Args:
         number: 0 .. of - 1.
         of: the number of processes; 1 if there is no job.
-        job: identifies the job and the attempt of an elastic launcher, the same in all its processes; "" if there is no job.
-        here: how many of the processes the launcher started on this machine; None if it does not say.
+        job: identifies the job and the elastic launcher's attempt, the same in all its processes; "" without a job.
+        here: number of processes that the launcher started on this machine; None if unknown.
     """
 
     number: int = 0

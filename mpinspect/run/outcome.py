@@ -45,7 +45,7 @@ def outcome_of(error: BaseException) -> Outcome:
         return Outcome(brief(error), 1, by_error=True)
     code = error.code
     if code is None or isinstance(code, int):
-        # The system keeps the low eight bits of the status.
+        # The exit status is the code's low eight bits.
         status = (code or 0) & 0xFF
         return Outcome(f"exit status {status}", status) if status else Outcome()
     return Outcome(f"exit status 1: {first_line_of(code)}", 1)
@@ -62,7 +62,7 @@ class RecordedModel:
         name: its class, its path in a larger model ("ActorCritic.actor") or the script's variable; a number like "-2"
             is appended if the name is already taken.
         session: its record.
-        log_dir: the directory of its session file and TensorBoard log; None if none could be written.
+        log_dir: the directory of its session file and TensorBoard log; None if writing failed.
     """
 
     name: str
@@ -75,9 +75,9 @@ class Recordings:
     """Everything recorded in one process.
 
     Attributes:
-        models: in the order in which they were attached.
+        models: in the order of attachment.
         matmuls: the matrix products of one training step; None if not recorded.
-        trace: path of the profile of one training step, with --kernels; None if none was made.
+        trace: path of the profile of one training step, with --kernels; None without a profile.
     """
 
     models: list[RecordedModel] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Seen:
     notes: list[str] = field(default_factory=list)
 
     def note(self, sentence: str) -> None:
-        """Keep a sentence for the report, unless it is a repetition or there are too many."""
+        """Add a sentence to the report, unless it is a repetition or there are too many."""
         if sentence not in self.notes and len(self.notes) < _MOST_NOTES:
             self.notes.append(sentence)
 

@@ -191,7 +191,7 @@ def begin_in_child(options: LaunchOptions, directory: str, speaks: bool) -> None
     ending = Ending(options, Path(directory), record, speaks=speaks, leaves_no_trace=True)
     follow(ending)
     _end_with_the_process(ending)
-    # A forkserver's child clears its finalizers before it runs the process's function, and then calls this again.
+    # A forkserver's child clears its finalizers before it runs the process's function; this registers them again.
     util.register_after_fork(ending, _end_with_the_process)
     if sys.version_info >= (3, 13):
         _note_error(ending)

@@ -24,34 +24,34 @@ _IN_A_COLLECTIVE = re.compile(
 
 
 class ModelsOfRanks:
-    """The models of a run, with the sessions of ranks added up as they come: one is in memory at a time, and the sums.
+    """Sums the sessions of ranks, model by model. Besides the sums only one session is in memory at a time.
 
     Args:
-        each: whether every rank's models stay by themselves.
+        each: whether to leave every rank's models separate.
     """
 
     def __init__(self, *, each: bool = False) -> None:
         self._each = each
-        #: Sums of ranks and single sessions by the model's name, in the order in which they were added.
+        #: Sums of ranks and single sessions by the model's name, in the order of addition.
         self._models: dict[str, RankSum | Session] = {}
-        #: Of the first process that has one.
+        #: The job of the first process whose record names one.
         self._job = ""
-        #: By the process's directory.
+        #: Records by the process's directory.
         self._records: dict[str, ProcessRecord] = {}
-        #: Ranks of which something was added, with what is said of those that have not ended; and ranks with unreadable files.
+        #: Ranks with an added session, each with a phrase if it has not ended; and ranks with unreadable files.
         self._present: dict[int, str] = {}
         self._unreadable: set[int] = set()
         self._world = 0
         self._ended_early: list[Measurement] = []
-        #: Sentences on what was not added up, and why.
+        #: Sentences on omissions, with their reasons.
         self.notes: list[str] = []
 
     def process(self, process: str, record: ProcessRecord) -> None:
-        """Take note of a process whose models are to be added.
+        """Register a process before its models are added.
 
         Args:
             process: its directory in the run directory: "rank1", "rank0/process-0"; "" for the run itself.
-            record: what its run.json says.
+            record: the contents of its run.json.
         """
         self._records[process] = record
         if found := early_end(process, record):
@@ -60,12 +60,12 @@ class ModelsOfRanks:
             self._world = max(self._world, record.world_size)
 
     def add(self, process: str, name: str, session: Session) -> None:
-        """Add what a process recorded of a model.
+        """Add a process's session of one model.
 
         Args:
             process: the process's directory, as in ``process``.
-            name: the model's.
-            session: the record; its rank is the process's if it has none.
+            name: the model's name.
+            session: the record; without a rank of its own it gets the process's rank.
         """
         record = self._records.get(process, ProcessRecord())
         alone = f"{process}/{name}" if process else name
@@ -84,7 +84,7 @@ class ModelsOfRanks:
         try:
             if not rank < world <= MOST_RANKS:
                 raise NotOneModelError(f"it says that it is rank {rank:,} of {world:,}")
-            # A process whose record is missing has no job: only its rank shows where it belongs.
+            # A process without a record has no job: only its rank shows where it belongs.
             self._job = self._job or record.job
             if record.job not in ("", self._job):
                 raise NotOneModelError("it is of another run: two runs are in one folder, so move one away")
@@ -98,7 +98,7 @@ class ModelsOfRanks:
                 del self._models[name]
 
     def unreadable(self, process: str) -> None:
-        """Take note that a model of a process can't be read."""
+        """Register that a model of a process can't be read."""
         if match := _RANK.match(process):
             self._unreadable.add(int(match[1]))
 
@@ -115,12 +115,12 @@ class ModelsOfRanks:
 
     @property
     def ended_early(self) -> str:
-        """A sentence on the ranks that ended before their script did; "" if none did."""
+        """A sentence on the ranks that ended before their script did; "" if every rank ended with it."""
         found = ended_early(Session(RunInfo(world_size=self._world), measurements=tuple(self._ended_early)))
         return next((RANK_ENDED_EARLY.finding(each).message for each in found), "")
 
     def models(self) -> Iterator[tuple[str, Session]]:
-        """Yield each model's name and session, which of several ranks is their sum."""
+        """Yield each model's name and session; several ranks' sessions are yielded as their sum."""
         without_folder = self._why_no_folder()
         absent = {
             rank: self._why_absent(rank, without_folder) for rank in range(self._world) if rank not in self._present
@@ -135,7 +135,7 @@ class ModelsOfRanks:
             yield name, found.session(absent, unfinished, self._ended_early) if isinstance(found, RankSum) else found
 
     def _why_absent(self, rank: int, without_folder: str) -> str:
-        """Return what is known of a rank of which nothing was added."""
+        """Return why no session of a rank was added."""
         if rank in self._unreadable:
             return "what it wrote can't be read"
         record = self._records.get(f"rank{rank}")
@@ -158,14 +158,14 @@ class ModelsOfRanks:
 
 
 def _unfinished(record: ProcessRecord) -> str:
-    """Return what is known of a rank whose session has not ended: a phrase that follows its name; "" if it is told otherwise."""
+    """Return a phrase, to follow a rank's name, on a session that has not ended; "" if another note covers it."""
     if record.outcome == STILL_RUNNING:
         return f"had not ended ({STILL_RUNNING})"
     return "left a session file that is damaged or cut off" if record.ended and not record.ended_early else ""
 
 
 def early_end(process: str, record: ProcessRecord) -> Measurement | None:
-    """Return how a rank's process ended before its script did; None if it did not, or is no rank's."""
+    """Return how a rank's process ended before its script did; None for other endings and for other processes."""
     match = _RANK.fullmatch(process)
     if match is None or not record.ended_early:
         return None
@@ -180,7 +180,7 @@ def early_end(process: str, record: ProcessRecord) -> Measurement | None:
 
 
 def _with_rank(session: Session, process: str, world_size: int) -> Session:
-    """Return the session with its rank: one begun before its process group was has its folder's, in a world of no fewer."""
+    """Return the session with its rank and world size; without a process group at its start, the folder gives the rank."""
     match = _RANK.match(process)
     if session.info.world_size > 1 or match is None:
         return session

@@ -27,24 +27,24 @@ _LARGEST_REPORT = 64 << 20
 
 
 def is_run_directory(path: str | PathLike[str]) -> bool:
-    """Return whether ``read_run`` is the function for this path: a directory of one or more processes, or of runs."""
+    """Return whether ``read_run`` can read this path: a directory of one or more processes, or of runs."""
     folder = Path(path)
     return folder.is_dir() and not (folder / FILE_NAME).exists() and bool(_processes(folder) or _runs_in(folder))
 
 
 def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank: bool = False) -> RunReport:
-    """Return the report of a run directory, even if the run is still going on or was killed.
+    """Return the report of a run directory, even if the run is still running or was killed.
 
     The counts of a job's ranks are added up: one report for each model, with the shapes of the first process that
-    recorded them. The report names what is damaged or missing, and contains the rest.
+    recorded them. Damaged or missing parts are named in the report.
 
     Args:
         path: the directory.
         format: the number format to judge the models against; None: the format that each uses.
-        each_rank: whether to report each rank's models by themselves.
+        each_rank: whether to report each rank's models separately.
 
     Raises:
-        SessionError: the directory contains nothing readable, or several runs.
+        SessionError: nothing in the directory is readable, or it contains several runs.
         OSError: the directory can't be listed.
     """
     folder = Path(path)
@@ -72,7 +72,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
                     models.unreadable(name)
                     unreadable.append(f"{name}: {found}" if name else str(found))
     parts = tuple(ModelPart(name, analyse(session, format)) for name, session in models.models())
-    # Rank 0's own report says of the other ranks what is said here.
+    # Rank 0's own report repeats the notes on the other ranks: list each once.
     notes = [*models.notes, *_said({each: of for each, of in saw.items() if each not in models.notes}, len(processes))]
     return RunReport(
         command=first.command or folder.name,
@@ -83,7 +83,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
         saw=tuple(notes),
         log_dir=str(folder),
         is_shape_detail=not first.lint,
-        # Without a sum of the ranks there is no verdict that could say it.
+        # Only a verdict on the sum of the ranks reports an early end; elsewhere it is the first line.
         broke_elsewhere="" if parts and not each_rank else models.ended_early,
         by_error=first.by_error,
         unreadable=tuple(unreadable),
@@ -91,7 +91,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
 
 
 def _said(saw: dict[str, list[str]], processes: int) -> Iterator[str]:
-    """Yield the processes' sentences, each once; a sentence of only some processes begins with their names."""
+    """Yield each sentence once; a sentence from only some of the processes begins with their names."""
     for sentence, names in saw.items():
         names = list(dict.fromkeys(names))
         ranks = [int(name.removeprefix("rank")) for name in names if name.removeprefix("rank").isdigit()]
@@ -100,9 +100,9 @@ def _said(saw: dict[str, list[str]], processes: int) -> Iterator[str]:
 
 
 def run_of_model(session_file: Path, part: ModelPart) -> RunReport:
-    """Return the run in which a model was recorded, with the shapes and kernels of its process; its other models are empty.
+    """Return the run that recorded a model, with the shapes and kernels of its process; its other models are empty.
 
-    If the session is in no run directory, the report has this part alone. Unreadable parts are left out and named in ``saw``.
+    If the session is in no run directory, the report has this part alone. Unreadable parts are omitted and named in ``saw``.
     """
     place = session_file.parent.parent
     if not (place / RECORD).exists():
@@ -137,7 +137,7 @@ def _is_process(place: Path) -> bool:
 
 
 def _runs_in(folder: Path) -> list[str]:
-    """Return the names of the run directories in a folder, without those of single ranks and child processes."""
+    """Return the names of the run directories in a folder, except directories of single ranks and child processes."""
     return sorted(path.parent.name for path in folder.glob(f"*/{RECORD}") if not process_name(path.parent))
 
 
@@ -152,7 +152,7 @@ def _nothing_in(folder: Path) -> str:
 
 
 def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] | ShapeReport | SessionError | str]:
-    """Yield each model's name and session, the shapes, sentences on what a process saw, and an error for what can't be read."""
+    """Yield each model's name and session, the shapes, the process's sentences, and an error for each unreadable session."""
     report, trouble = _report(place)
     if trouble:
         yield trouble
@@ -182,7 +182,7 @@ def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] |
 
 
 def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: list[str]) -> Iterator[ShapeReport | str]:
-    """Yield the shapes, and sentences on what the process saw (from its record, else its report) and on what is missing."""
+    """Yield the shapes, the process's sentences (from its record, else its report), and sentences on missing parts."""
     written = report.get("saw")
     yield from record.saw or (str(each) for each in (written if isinstance(written, list) else ()))
     if not (place / RECORD).exists() and not process_name(place):
@@ -196,12 +196,12 @@ def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: lis
 
 
 def _may_hold(place: Path) -> str:
-    """Return a clause on the run's Markdown report, which may hold what its JSON does not; "" if it is gone, too."""
+    """Return a clause that refers to the run's Markdown report, which may be intact; "" if it is missing too."""
     return f"; {REPORTS[0]} may hold them" if (place / REPORTS[0]).exists() else ""
 
 
 def _shapes(report: dict[str, Any], place: Path) -> Iterator[ShapeReport | str]:
-    """Yield the shapes in a run's report, or a sentence on why they can't be read; nothing if it has none."""
+    """Yield the shapes in a run's report, or a sentence on why they can't be read; no item if the report has no shapes."""
     if report.get("shapes") is None:
         return
     try:
@@ -218,7 +218,7 @@ def _made(path: Path) -> float:
 
 
 def _report(place: Path) -> tuple[dict[str, Any], str]:
-    """Return the fields of the run's final report.json ({} without one), and a sentence on what is wrong with it, or ""."""
+    """Return the fields of the run's final report.json ({} without one), and a sentence on its damage, or ""."""
     try:
         report = json_of(place / REPORTS[1], _LARGEST_REPORT)
     except FileNotFoundError:
@@ -241,5 +241,5 @@ def _kernels(
     except (ValueError, OSError) as error:
         saw.append(f"the trace can't be read: {error}")
         return None
-    # Without GPU work there are no kernels to judge, and the run's record says so.
+    # Without GPU work there are no kernels to judge; the run's record already has a note on it.
     return report if any(rank.has_gpu_work for rank in report.ranks) else None

@@ -1,4 +1,4 @@
-"""Writes run.json at the start and end of a process, and reads it: the command, how it ended, and what was seen."""
+"""Writes run.json at the start and end of a process, and reads it: the command, its outcome, and the notes on the run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpinspect.runtime.decoding import Between, DecodingError, json_of, typed
 from mpinspect.runtime.version import __version__
 
 FILE_NAME = "run.json"
-#: Names of the other files beside run.json: the report in three forms and, with --kernels, the trace.
+#: Names of the other files in the directory of run.json: the report in three forms and, with --kernels, the trace.
 PAGE = "report.html"
 REPORTS = ("report.md", "report.json", PAGE)
 TRACE = "trace.json.gz"
-#: In it a SIGTERM that ends a rank leaves a trace.
+#: File to which a SIGTERM that ends a rank writes the stack.
 SIGTERM = ".sigterm"
 
 #: Outcomes reported for a process that has not written its final run.json.
@@ -31,7 +31,7 @@ STILL_RUNNING = "still running, or killed"
 #: A process ID (pid_t).
 _Process: Any = Annotated[int, Between(1, (1 << 31) - 1)]
 _Ranks: Any = Annotated[int, Between(1, MOST_RANKS)]
-#: Options that need not be given.
+#: Types of options that may be missing.
 _Flag: Any = bool | None
 _Text: Any = str | None
 
@@ -138,15 +138,15 @@ class ProcessRecord:
         command: the script and its arguments; "" if unknown.
         outcome: how the process ended, in words; "unknown" if the field can't be read.
         ended: whether the process wrote its final run.json, and so its report.
-        saw: sentences on what was seen; empty until the process has ended.
+        saw: sentences on the run's observed and unobserved parts; empty until the process has ended.
         models: names of the recorded models' directories; empty until the process has ended.
-        trouble: what is wrong with run.json, as a sentence; "" if nothing is.
+        trouble: a sentence on the damage of run.json; "" if it is intact.
         world_size: number of processes that the launcher started; 1 if unknown.
-        ranks_here: how many of them it started on this process's machine; None if unknown.
+        ranks_here: number of ranks that it started on this process's machine; None if unknown.
         host: that machine's name; "" if unknown.
         job: identifies the launch, the same in all its processes; "" if unknown.
-        lint: whether the shapes were asked for with --lint; None if they were left to mpinspect, or unknown.
-        gpu: the GPU of --gpu; None without it, or unknown.
+        lint: whether the user requested the shapes with --lint; None if the user did not choose, or if unknown.
+        gpu: the GPU of --gpu; None without --gpu, or if unknown.
         by_error: whether an uncaught exception ended the process.
     """
 
@@ -166,7 +166,7 @@ class ProcessRecord:
 
     @property
     def ended_early(self) -> bool:
-        """Whether the process was killed or failed before its script was done."""
+        """Whether the process was killed or failed before its script had ended."""
         return self.by_error or self.outcome in (KILLED, STOPPED) or self.outcome.startswith("exit status")
 
 
@@ -204,7 +204,7 @@ def _understood(record: dict[str, Any]) -> ProcessRecord:
     trouble = f"{FILE_NAME} is damaged: {', '.join(damaged)} can't be read" if damaged else ""
     if outcome == "running":
         outcome = KILLED if _is_gone(record) else STILL_RUNNING
-    # A model has no directory if none of its files could be written.
+    # A model whose files could not be written has no directory.
     directories = tuple(PurePath(model.log_dir).name for model in models if model.log_dir is not None)
     job, host = (_field(record, name, str, [], needed=False) or "" for name in ("job", "host"))
     by_error = _field(record, "by_error", bool, [], needed=False) or False
@@ -242,7 +242,7 @@ def _is_gone(record: dict[str, Any]) -> bool:
         return False
     try:
         os.kill(process, 0)
-        # One that its parent has not waited for yet is still there, as a zombie.
+        # A process that has ended exists as a zombie until its parent waits for it.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except ProcessLookupError:
         return True

@@ -17,7 +17,7 @@ from types import CodeType, ModuleType, TracebackType
 from mpinspect.run.options import LaunchOptions
 from mpinspect.runtime import own_code
 
-#: Modules loaded before the first line of any script, so that a file beside the script never shadows them.
+#: Modules loaded before the first line of any script, so a file in the script's directory never shadows them.
 _LOADED_BY_PYTHON = {
     *("_collections_abc", "abc", "builtins", "codecs", "encodings", "genericpath", "io", "ntpath", "os", "posixpath"),
     *("site", "sitecustomize", "stat", "sys", "usercustomize", "zipimport"),
@@ -39,7 +39,7 @@ def load(options: LaunchOptions) -> Callable[[], None]:
     if options.is_code:
         return _prepared("-c", options, "", None, compile(options.target, "<string>", "exec", dont_inherit=True))
     if options.target == "-":
-        # The interpreter, too, reads all of it before the first line runs.
+        # Like the interpreter, read all of it before the first line runs.
         source = sys.stdin.buffer.read() if sys.stdin is not None else b""
         return _prepared("-", options, "", "<stdin>", compile(source, "<stdin>", "exec", dont_inherit=True))
     path = _absolute(options.target)
@@ -60,7 +60,7 @@ def _prepared(
     Args:
         name: becomes sys.argv[0].
         directory: becomes sys.path[0]; "" stands for the working directory.
-        file: becomes ``__file__``; None if the program has none.
+        file: becomes ``__file__``; None leaves ``__file__`` undefined.
     """
     return lambda: _run_code([name, *options.arguments], directory, file, code, loader)
 
@@ -111,7 +111,7 @@ def _run_folder(options: LaunchOptions) -> None:
 
 
 def _new_main() -> ModuleType:
-    """Install and return a fresh ``__main__``, like the interpreter's; the present one is that of our command."""
+    """Install and return a fresh ``__main__``, like the interpreter's, in place of our command's."""
     main = ModuleType("__main__")
     if "__annotations__" in vars(sys.modules["__main__"]):
         main.__annotations__ = {}
@@ -198,7 +198,7 @@ def show_without_our_frames(afterwards: Callable[[], None]) -> None:
     Args:
         afterwards: called after the exception has been shown.
     """
-    # The script may have deleted it.
+    # The script may have deleted sys.excepthook.
     is_missing = not hasattr(sys, "excepthook")
     shown_by = sys.__excepthook__ if is_missing else sys.excepthook
 

@@ -14,7 +14,8 @@ from mpinspect.runtime.finalizing import until_finalized
 def leave_trace_of_sigterm(file: Path) -> None:
     """Let a SIGTERM that ends this process write the stack to ``file``, even while the process waits in native code.
 
-    This distinguishes ranks that the launcher stopped from the one that died. Does nothing if the signal is handled or ignored.
+    The file distinguishes ranks that the launcher stopped from the rank that died. Does nothing if the script handles or
+    ignores the signal.
     """
     import faulthandler
 
@@ -37,7 +38,7 @@ def leave_trace_of_sigterm(file: Path) -> None:
 class Sigterm:
     """Lets a SIGTERM that would end the process wait for the report: a launcher sends it to all ranks once one has failed.
 
-    Does nothing on another thread than the main one, or where the script handles the signal.
+    Does nothing outside the main thread, or if the script handles the signal.
 
     Args:
         report: makes the report, and calls ``let_through`` at its end; returns at once if the report has begun.

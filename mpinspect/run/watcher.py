@@ -30,7 +30,7 @@ class Watcher(Guarded):
     Args:
         options: the options of the launch.
         directory: each model gets a directory below it.
-        say: prints a line to stderr.
+        say: callable that prints a line to stderr.
         seen: the counts to update.
         tracker: gets the models' scalars.
         written: called after each write of a model's record, on the thread that writes; must not raise.
@@ -73,7 +73,7 @@ class Watcher(Guarded):
             return Recordings()
 
     def so_far(self) -> Recordings:
-        """Bring the tracker up to date and return the recordings, while the script goes on. Waits for the GPU."""
+        """Bring the tracker up to date and return the recordings while the script continues. Waits for the GPU."""
         with self._lock.held():
             parts = self._parts
             if parts is None:
@@ -83,7 +83,7 @@ class Watcher(Guarded):
 
     @guarded
     def broke_off(self, error: BaseException) -> None:
-        """Note what the exception that is about to end the script interrupted; call it while the models are alive."""
+        """Note the step and phase that the script's last exception interrupted; call it while the models are alive."""
         if self._parts is not None:
             self._parts.models.broke_off(error)
 
@@ -108,7 +108,7 @@ class Watcher(Guarded):
         counts_backwards = by_hand and self._options.steps is not None
         self._patches.watch_backwards(counts_backwards or not parts.backwards.settled)
 
-    # -- what TorchPatches calls: none of these may raise ----------------------------------------------------------------
+    # -- called by TorchPatches: these must not raise --------------------------------------------------------------------
 
     @guarded
     def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -143,7 +143,7 @@ class Watcher(Guarded):
 
     @guarded
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count the step and update what is inspected and recorded; called when ``optimizer.step()`` has run."""
+        """Count the step and update the models and recordings; called when ``optimizer.step()`` has run."""
         if not self._active:
             return
         with self._lock.held():
@@ -158,7 +158,7 @@ class Watcher(Guarded):
 
     @guarded
     def module_compiled(self, given: object) -> None:
-        """Remove hooks from what was compiled; called when ``torch.compile(given)`` has run."""
+        """Remove hooks from the compiled modules; called when ``torch.compile(given)`` has run."""
         if not self._active:
             return
         with self._lock.held():
@@ -170,7 +170,7 @@ class Watcher(Guarded):
 
     @guarded
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        """Keep the scaled loss for the search; called when ``scaler.scale(given)`` has returned ``scaled``."""
+        """Store the scaled loss for the search; called when ``scaler.scale(given)`` has returned ``scaled``."""
         if self._active and self._parts is not None:
             self._parts.one_step.loss_scaled(scaler, given, scaled)
             if not self._parts.backwards.settled:
@@ -184,10 +184,10 @@ class Watcher(Guarded):
 
     @guarded
     def scaler_unscales(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: the inspectors record it themselves."""
+        """Do nothing: the inspectors record this event."""
 
     def scaler_unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: the inspectors record it themselves."""
+        """Do nothing: the inspectors record this event."""
 
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Handle a skipped step; called when ``scaler.step(optimizer)`` has returned."""

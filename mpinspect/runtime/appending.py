@@ -19,7 +19,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 #: Error numbers of a disk that may work later: full, over quota or at a size limit, a failed device, a network file system
-#: without its server or the user's ticket, a process or a machine out of descriptors or memory.
+#: without a server or a valid ticket of the user, a process or a machine out of descriptors or memory.
 _MAY_PASS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES),
     *(errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ENOLCK, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
@@ -100,7 +100,7 @@ def create_numbered(directory: Path, name: str) -> tuple[Path, FileIO]:
 
 
 def replace_whole(path: Path, data: bytes, before: Callable[[], None] = lambda: None) -> None:
-    """Write ``data`` to a new file beside ``path`` and rename it to ``path``: readers see the old file or the whole new one.
+    """Write ``data`` to a new file and rename it to ``path``, so that readers see the old file or the whole new one.
 
     A link at ``path`` is replaced, not followed. The data and the new name are flushed to disk.
 
@@ -112,7 +112,7 @@ def replace_whole(path: Path, data: bytes, before: Callable[[], None] = lambda: 
     Raises:
         OSError: the file can't be written, and ``path`` is as it was.
     """
-    # Shortened, since the longest name that a file system takes may already be that of the file.
+    # Shortened, since the file's own name may already have the greatest length that the file system allows.
     beside, out = create_numbered(path.parent, f"{path.name[:40]}.rewriting")
     try:
         with out:
@@ -145,7 +145,7 @@ def lock_of(folder: Path, *, wait_s: float = 0.0) -> int | None:
         wait_s: longest time to wait for another process that holds the lock.
 
     Returns:
-        None where there are no such locks (Windows, some network file systems).
+        None if the system has no such locks (Windows, some network file systems).
 
     Raises:
         BlockingIOError: another process still holds the lock.

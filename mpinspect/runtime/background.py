@@ -1,6 +1,6 @@
 """Does work on a background thread that lives only while there is work, and that yields to the user's threads.
 
-Python's threads share the GIL. A thread that computes in Python keeps the GIL for up to 5 ms at a time
+Python's threads share the GIL. A thread that computes in Python holds the GIL for up to 5 ms at a time
 (``sys.getswitchinterval``), and a training step with a hundred small operations would wait for it a hundred times. The
 work therefore calls ``give_way`` between its parts.
 """
@@ -30,7 +30,7 @@ _of_this_thread = threading.local()
 
 
 def give_way() -> None:
-    """Sleep a while if this is a background thread that has worked for a millisecond; in other threads do nothing."""
+    """Sleep for a while if this is a background thread that has worked for a millisecond; otherwise do nothing."""
     rest: Callable[[], None] | None = getattr(_of_this_thread, "rest", None)
     if rest is not None:
         rest()
@@ -70,11 +70,11 @@ class Seldom:
 
 
 class Background:
-    """Calls functions in the order in which they were submitted, on one background thread.
+    """Calls functions in the order of submission, on one background thread.
 
-    The thread ends when no work is left; at exit the interpreter waits only for a thread that is at work. If no thread
-    can be started (the interpreter is shutting down), the calling thread does the work. In a forked child all methods do
-    nothing.
+    The thread ends when no work is left. At exit the interpreter waits for it only while it works. If no thread can be
+    started (the interpreter is shutting down), the calling thread does the work. In a forked child every method is a
+    no-op.
 
     Any thread may call any method, also from a signal handler or a finalizer.
     """

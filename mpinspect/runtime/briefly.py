@@ -13,7 +13,7 @@ def brief(error: BaseException) -> str:
 
 
 def first_line_of(given: object) -> str:
-    """Return the first line of an object's text that is not blank, shortened; "" if it has none."""
+    """Return the first non-blank line of an object's text, shortened; "" if the text is blank."""
     try:
         text = next(filter(None, (" ".join(line.split()) for line in str(given).splitlines())), "")
     except Exception:

@@ -29,10 +29,10 @@ Kind = TypeVar("Kind")
 
 
 class DecodingError(ValueError):
-    """Decoded data is not as expected. The message is a phrase that names the field and what is wrong with it.
+    """Decoded data is not as expected. The message is a phrase that names the field and the error.
 
     Args:
-        phrase: what is wrong, to follow the name of the file or field.
+        phrase: the error, worded to follow the name of the file or field.
         field: dotted path of the field; "" for the whole file.
     """
 
@@ -215,7 +215,7 @@ def _reader(kind: Hashable) -> _Reader:
     return _record(kind)
 
 
-#: What a JSON value is called in an error.
+#: Names of types of JSON values in errors.
 _NAMES: dict[type, str] = {
     str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "an array", dict: "an object",
     types.NoneType: "null",

@@ -1,8 +1,8 @@
-"""What a tensor's device can do: streams, events, copies to page-locked memory, and graphs that are being captured.
+"""Streams, events, copies to page-locked memory and graph captures of a tensor's device.
 
-This is the only module that knows these. It asks torch for the device's module (``torch.cuda``, ``torch.xpu``, that of a backend
-outside of torch), so that every accelerator with streams and events gets asynchronous copies. A device without them, like MPS,
-gets copies that wait.
+No other module knows these. This one looks up torch's module for the device (``torch.cuda``, ``torch.xpu``, or an external
+backend's), so that every accelerator with streams and events gets asynchronous copies. On devices without them, such as MPS,
+copies wait.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-#: What the module of a device that works asynchronously has.
+#: Attributes of the modules of asynchronous devices.
 _NEEDED = ("Event", "Stream", "current_stream", "stream")
 
 
 #: The modules that ``_module`` found, by type of device.
 _modules: dict[str, Any] = {}
-#: The streams that ``current_stream`` found, by CUDA device and number: to make a Stream takes torch ten times as long as to
-#: tell its number, and it is asked for at every gradient.
+#: The streams that ``current_stream`` found, by CUDA device and number: making a Stream takes torch ten times as long as
+#: reading its number, and every gradient needs it.
 _streams: dict[tuple[int, int], Any] = {}
 
 
@@ -43,7 +43,7 @@ _captures: Any = bool
 
 
 def _forget() -> None:
-    """In a forked process, which can't use the accelerator of its parent: asking that would raise."""
+    """Forget the module in a forked process, which can't use its parent's accelerator: calls to the module would raise."""
     global _found
     _found = None
 
@@ -53,7 +53,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _accelerator() -> Any:
-    """Return torch's module for the accelerator that this process has used; None before, and if there is none."""
+    """Return torch's module for the accelerator that this process has used; None before the first use or without one."""
     global _found, _captures
     if _found is None:
         device = torch.accelerator.current_accelerator()
@@ -64,7 +64,7 @@ def _accelerator() -> Any:
 
 
 def is_capturing() -> bool:
-    """Return whether the current stream captures a graph, of which all that is launched or copied now would become a part.
+    """Return whether the current stream captures a graph, so that launches and copies would become a part of the graph.
 
     Never initialises a device. Called by every hook.
     """
@@ -83,7 +83,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def stream_key(device: torch.device) -> object:
-    """Return what tells the current stream of a device from its others; None for a device without streams."""
+    """Return a key that identifies the current stream of a device; None for a device without streams."""
     if device.type == "cuda":
         return torch._C._cuda_getCurrentRawStream(device.index)
     stream = current_stream(device)
@@ -91,7 +91,7 @@ def stream_key(device: torch.device) -> object:
 
 
 def memory_of(device: torch.device) -> int:
-    """Return a device's memory in bytes; 0 where torch does not tell."""
+    """Return a device's memory in bytes; 0 if torch reports none."""
     properties: Any = getattr(_module(device), "get_device_properties", None)
     return 0 if properties is None else int(getattr(properties(device), "total_memory", 0))
 
@@ -109,7 +109,7 @@ def new_stream(device: torch.device) -> Any:
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Return a context in which this stream is the current one; it does nothing for None."""
+    """Return a context in which this stream is the current one; for None the context has no effect."""
     if stream is None:
         return nullcontext()
     context: AbstractContextManager[Any] = _module(stream.device).stream(stream)
@@ -126,13 +126,13 @@ def used_on_current_stream(tensor: torch.Tensor) -> None:
 def copied(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Begin to copy a tensor to the host, on the current stream; return the copy and the event after which it is complete.
 
-    There is no event (None) where the copy is complete already. The page-locked memory comes from torch's cache, which reuses its
-    blocks: after the first steps nothing is allocated.
+    The event is None if the copy is already complete. The page-locked memory comes from torch's cache, which reuses its
+    blocks, so no memory is allocated after the first steps.
     """
     module = _module(tensor.device)
     if module is None:
         return tensor.to("cpu"), None
-    # A default device of the user's would take the place of the host.
+    # Name the device: the user may have set another default device.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     event = module.Event()
@@ -147,7 +147,7 @@ def timing_event() -> Any:
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:
-    """Return the state of a device's random generator, which the host keeps; None where there is none to be read."""
+    """Return the state of a device's random generator, stored on the host; None if it can't be read."""
     read = getattr(getattr(torch, device.type, None), "get_rng_state", None)
     state: torch.Tensor | None = None if read is None else read(device)
     return state

@@ -11,8 +11,8 @@ from mpinspect.runtime.device import timing_event
 class EventStopwatch:
     """Records a pair of events around each callback, on the current device and stream (Meter's DeviceStopwatch).
 
-    A pair encloses our kernels and the gaps between them where the host is slower; both keep the device from the
-    training's own work. Nothing is recorded until the process uses an accelerator: a model may be moved there during the run.
+    A pair encloses our kernels and the gaps between them while the host is slower; both delay the training's own work on
+    the device. Recording starts once the process uses an accelerator: a model may be moved there during the run.
     """
 
     def __init__(self) -> None:

@@ -13,14 +13,14 @@ from mpinspect.runtime.garbage_collection import living, with_subclasses
 from mpinspect.runtime.wrappers import registered
 
 _PIPELINING = "torch.distributed.pipelining"
-#: Its functions that run a stage once on memory that nobody has written to, to learn the shapes of its outputs.
+#: Its functions that run a stage once on uninitialised memory, to determine the shapes of its outputs.
 _TRIALS = ("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a DTensor, the result of a collective under way, or a nested tensor's values.
 
-    Returns any other tensor unchanged, and a nested tensor whose memory also holds values that are not its own.
+    Returns any other tensor unchanged, also a nested tensor whose memory holds values of other tensors.
 
     Starts no communication. Waits for a collective that the training has started, as the tensor's next use would: with
     gloo the host waits, with NCCL the current stream.
@@ -54,14 +54,14 @@ def has_process_group() -> bool:
 
 
 def world_size(group: Any = None) -> int:
-    """Return the number of ranks of a process group (None: the default one); 1 without any. Communicates nothing."""
+    """Return the number of ranks of a process group (None: the default one), or 1 without a group. Communicates nothing."""
     return torch.distributed.get_world_size(group) if has_process_group() else 1
 
 
 def is_pipeline_trial() -> bool:
-    """Return whether a pipeline is trying out its stage, before the first step: what it computes there means nothing.
+    """Return whether a pipeline is running its stage on a trial, before the first step, with meaningless values.
 
-    Looks through the call stack, but only in processes that use torch's pipelining.
+    Searches the call stack, but only in processes that use torch's pipelining.
     """
     if _PIPELINING not in sys.modules:
         return False
@@ -74,7 +74,7 @@ def is_pipeline_trial() -> bool:
 
 
 def is_from_stage_before(tensor: torch.Tensor) -> bool:
-    """Return whether a module's input that no module made came from the stage before, of a pipeline: it gets a gradient."""
+    """Return whether a module's input arrived from the previous pipeline stage: it is a leaf that requires a gradient."""
     return _PIPELINING in sys.modules and tensor.requires_grad and tensor.is_leaf
 
 
@@ -117,10 +117,10 @@ def held(tensor: torch.Tensor) -> Held:
 
 
 def data_parallel() -> dict[int, torch.nn.Module]:
-    """Return the DistributedDataParallel module of each parameter that one keeps equal on all ranks, by the parameter's id.
+    """Return the DistributedDataParallel module of each parameter that it synchronises, by the parameter's id.
 
-    The modules are looked for among all living objects, since a wrapped model knows nothing of its wrapper; nothing is
-    looked for in a process without ranks.
+    A wrapped model has no reference to its wrapper, so this searches all living objects; in a process without ranks it
+    skips the search.
     """
     module = sys.modules.get("torch.nn.parallel.distributed")
     if module is None or rank_and_world()[1] < 2:
@@ -128,7 +128,7 @@ def data_parallel() -> dict[int, torch.nn.Module]:
     return {
         id(parameter): wrapper
         for wrapper in living(with_subclasses(module.DistributedDataParallel))
-        # One whose __init__ failed has no module.
+        # A module whose __init__ failed has no inner module.
         if (inner := registered(wrapper, "_modules").get("module")) is not None
         for name, parameter in inner.named_parameters()
         if name not in getattr(wrapper, "parameters_to_ignore", ())
@@ -136,7 +136,7 @@ def data_parallel() -> dict[int, torch.nn.Module]:
 
 
 def copy_held(wrapper: Any) -> Held:
-    """Return how a DistributedDataParallel module's parameters lie on the ranks of its group; Held() if that is gone."""
+    """Return how a DistributedDataParallel module's parameters lie on its group's ranks; Held() if the group has ended."""
     distributed, group = torch.distributed, getattr(wrapper, "process_group", None)
     if group is None or not distributed.is_initialized():
         return Held()
@@ -151,12 +151,12 @@ def allows_uneven_inputs(wrapper: Any) -> bool:
 
 
 def summed_in(parameter: torch.Tensor, wrapper: Any = None) -> torch.dtype | None:
-    """Return the dtype in which the ranks' gradients of a parameter are summed; None if unknown, or if they are not.
+    """Return the dtype in which the ranks' gradients of a parameter are summed; None if unknown, or if they are not summed.
 
     Args:
         parameter: any parameter.
-        wrapper: its DistributedDataParallel module, if any: by default the parameter's dtype, or that of a hook that
-            compresses; what any other hook does is not known.
+        wrapper: its DistributedDataParallel module, if any. The sum's dtype is the parameter's, or the one that a known
+            compression hook uses; unknown hooks give None.
     """
     if wrapper is None:
         return None
@@ -173,10 +173,10 @@ def summed_in(parameter: torch.Tensor, wrapper: Any = None) -> torch.dtype | Non
 
 
 def sharded_sum_in(module: torch.nn.Module) -> torch.dtype | None:
-    """Return the dtype in which ``fully_shard`` sums the gradients of a module's group; None if unknown or not sharded.
+    """Return the dtype in which ``fully_shard`` sums the gradients of a module's group; None if unknown or unsharded.
 
-    FSDP2 has no public way to read its policy back. From torch 2.15 on each parameter has one, and without a dtype to reduce in
-    its gradients are summed in the dtype that it asks of them; before, in that of the computation.
+    FSDP2's policy has no public accessor. From torch 2.15 on each parameter has a policy; without a ``reduce_dtype`` its
+    gradients are summed in its ``grad_dtype``. Before, the default was the dtype of the computation.
     """
     get_state = getattr(module, "_get_fsdp_state", None)
     group = getattr(get_state(), "_fsdp_param_group", None) if callable(get_state) else None

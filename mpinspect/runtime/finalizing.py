@@ -11,11 +11,11 @@ Callback = TypeVar("Callback", bound=Callable[..., Any])
 
 
 def until_finalized(callback: Callback) -> Callback:
-    """Wrap a callback that others can call as long as they live: once the interpreter is finalized it returns None at once.
+    """Wrap a callback that may be called at any time, so that it returns None at once when the interpreter is finalized.
 
-    Needed by weakref callbacks, ``__del__``, functions patched into other modules and callbacks of ``os.register_at_fork``. The
-    interpreter clears the globals of modules while it ends, ours and torch's in any order, and drops objects last that any
-    module refers to: so a callback may find None in place of what its module has imported.
+    Needed by weakref callbacks, ``__del__``, functions patched into other modules and callbacks of ``os.register_at_fork``.
+    At exit the interpreter clears the globals of all modules, in any order, before it frees the objects that they refer
+    to. A callback may therefore find None instead of the names that its module imported.
     """
     is_finalizing = sys.is_finalizing
 

@@ -1,4 +1,4 @@
-"""What is asked of the garbage collector: to pause while many objects are made, and which objects are alive."""
+"""Uses of the garbage collector: pausing it while many objects are made, and finding living objects."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def living(kinds: Iterable[type], *having: tuple[Callable[[Any], Any], Container
 
     Reads only types, since reading an attribute of a lazy proxy would trigger it. Takes some 0.2 s for a million objects.
 
-    While anything holds all objects, no other thread may run: ``tuple(generator)`` in it raises SystemError where somebody else
-    refers to the tuple that it fills (CPython before 3.14). So the list of them is made, searched and freed within one call of a
-    C function, which holds the interpreter's lock throughout, and no finalizer runs meanwhile.
+    Holds the GIL while the list of all objects exists: ``tuple(generator)`` in another thread would raise SystemError while
+    the list refers to the tuple that it fills (CPython before 3.14). The list is made, searched and freed within one call
+    of a C function, so neither another thread nor a finalizer runs meanwhile.
 
     Args:
-        having: for each, a function and a container: only objects for which the container has the function's result are
-            returned. Both must be C code that keeps the lock, such as an ``operator.attrgetter`` and a set.
+        having: pairs of a function and a container; an object is returned only if each container has its function's result
+            for it. Both must be C code that holds the GIL, such as an ``operator.attrgetter`` and a set.
     """
     held: deque[list[object]] = deque()
     with without_collection():
         try:
-            # No variable may refer to the iterator, which keeps some of the objects until it is freed.
+            # Store no reference to the iterator, which holds some of the objects until it is freed.
             return list(_of_types(frozenset(map(id, kinds)), having, held))
         finally:
-            # There is none unless a function has failed: then its iterators, which it holds, still hold the list.
+            # ``held`` is empty unless a function has failed. Its list then contains the iterators that refer to it: a cycle.
             for objects in held:
                 objects.clear()
 
@@ -59,15 +59,15 @@ def _of_types(
     having: Iterable[tuple[Callable[[Any], Any], Container[Any]]],
     held: deque[list[object]],
 ) -> Iterator[object]:
-    """Iterate over the tracked objects whose types have these ids. No Python code runs in it, and at its end the list is freed.
+    """Iterate over the tracked objects whose types have these ids, without running Python code; free the list at the end.
 
-    The list holds these very iterators, so it lives on unless each of them has come to its end: hence the last None.
+    The list contains these iterators, so it is freed only if each of them is exhausted: hence the final None.
     """
     these, those = (chain.from_iterable(map(held.__getitem__, (0,))) for _ in range(2))
     found: Iterator[object] = compress(chain(these, (None,)), map(wanted.__contains__, map(id, map(type, those))))
     for function, values in having:
         each, same = tee(found)
         found = compress(each, map(values.__contains__, map(function, same)))
-    # Of one list: that of all objects, as they are when the first is asked for.
+    # Called once, at the first item: the list of all objects at that time.
     taken = map(held.append, islice(iter(gc.get_objects, None), 1))
     return chain(filter(None, taken), found, filter(None, map(held.__delitem__, (0,))))

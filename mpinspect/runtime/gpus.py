@@ -1,7 +1,7 @@
 """Data on NVIDIA's GPUs: architecture, the dtypes that their Tensor Cores multiply, and peak rates for rooflines.
 
 Rates are dense (without structured sparsity) peaks in TFLOP/s at boost clock with FP32 accumulation, and bandwidths are
-in GB/s, from NVIDIA's data sheets and architecture white papers (sources beside the rows). They are upper bounds that
+in GB/s, from NVIDIA's data sheets and architecture white papers (named above the rows). They are upper bounds that
 kernels do not reach.
 """
 
@@ -39,7 +39,7 @@ _REFERENCE = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as far as it is known.
+    """The known properties of a GPU.
 
     Args:
         name: the card, or the name that the device reports.
@@ -87,7 +87,7 @@ def rate_key(dtype: str) -> str:
 
 @dataclass(frozen=True)
 class _Card:
-    """A row of the table. ``half``: FP16 and (from Ampere on) BF16 Tensor Core peak; None: no such rate."""
+    """A row of the table. ``half``: FP16 and (from Ampere on) BF16 Tensor Core peak; None for rates that the card lacks."""
 
     name: str
     pattern: str
@@ -104,7 +104,7 @@ class _Card:
     sms: int | None = None
 
 
-#: Patterns are searched in the device's name after ``_words``; the first match wins: special cards come first.
+#: Patterns are searched in the device's name after ``_words``. The first match wins, so special cards precede general ones.
 _CARDS = (
     # Volta: V100 data sheet (2020); Titan V and GV100 product pages.
     _Card("V100 PCIe", r"v100 pcie|v100s", "volta", 112, 14.0, 28.0, 900, sms=80),
@@ -209,13 +209,13 @@ _CARDS = (
 )
 
 
-#: Matches a slice of a card (MIG's "1g.5gb", a virtual GPU's "8C"), to which the card's rates do not apply.
+#: Matches a slice of a card (MIG's "1g.5gb", a virtual GPU's "8C"), for which the card's rates are wrong.
 _SLICE = re.compile(r"\bmig\b|\b\d+g \d+gb\b|\b\d{1,3}[abcq]\b")
 
 #: Turing's chips without Tensor Cores, TU116 and TU117, also have compute capability 7.5 (Turing white paper).
 _TURING_WITHOUT = re.compile(r"gtx 16\d\d|\bt(?:400|500|550|600|1000|1200|2000)\b|mx ?[45]50")
 
-#: The beginning of the note on a GPU that was assumed, since none was named and none is there.
+#: The beginning of the note on a GPU that was assumed because the user named none and the machine has none.
 ASSUMED = "no CUDA device is at hand"
 #: Compute capability by a model's token in the name, first match wins (developer.nvidia.com/cuda-gpus), with examples.
 _MODELS: tuple[tuple[tuple[int, int], str, tuple[str, ...]], ...] = (
@@ -315,7 +315,7 @@ def of_device(name: str, major: int | None, minor: int | None = None, vendor: st
     is not in the table, or a slice of a card (MIG), gets its architecture and no rates.
     """
     if vendor == "AMD":
-        # AMD's matrix cores have their own kernel names and shape rules: nothing here applies to them.
+        # AMD's matrix cores have their own kernel names and shape rules, which are unknown here.
         return Gpu(name or "AMD GPU", has_tensor_cores=None, vendor="AMD")
     words = _words(name)
     if major is None:

@@ -1,4 +1,4 @@
-"""Keeps our exceptions and operators out of the user's training.
+"""Isolates the user's training from our exceptions and operators.
 
 An exception of ours is noted, and only the work that failed is lost. A mode that the user has active (``TorchDispatchMode``,
 ``TorchFunctionMode``) does not see the operators that an entrance calls, and neither does a tensor subclass that only overrides
@@ -57,7 +57,7 @@ class Guarded:
         self.met_modes = False
 
     def captured(self, *args: Any) -> None:
-        """Note that an ``entrance`` was called with these arguments while a graph was captured, and did nothing."""
+        """Note that an ``entrance`` with these arguments did nothing because a graph was being captured."""
         self._note(_GRAPHED)
 
     def attempt(self, what: str, function: Callable[..., object], *args: Any) -> None:
@@ -111,7 +111,7 @@ class Unread(Generic[Key]):
         return new
 
 
-#: Return how many modes this thread has active, of either kind.
+#: Return the number of this thread's active modes, of either kind.
 _dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 _function_modes: Any = torch._C._len_torch_function_stack
 #: Modes under which tensors hold no values or operators are traced: hiding them would mix real and traced tensors.
@@ -120,9 +120,9 @@ _Taken = list[tuple[Callable[[Any], None], Any]]
 
 
 def _take_modes_off(taken: _Taken) -> None:
-    """Take all modes off this thread's two stacks, unless torch traces; append how to put each back to ``taken``.
+    """Take all modes off this thread's two stacks, except while torch traces; append to ``taken`` how to restore each.
 
-    A default device alone (``torch.set_default_device``) is left: it is a mode that nobody looks through.
+    A lone default device (``torch.set_default_device``) stays: it is a mode too, but observes no operators.
     """
     own: Any = torch._C
     if _dispatch_modes():
@@ -144,7 +144,7 @@ def _put_modes_back(taken: _Taken) -> None:
 
 @functools.cache
 def overrides_functions(kind: type[torch.Tensor]) -> bool:
-    """Return whether a class overrides ``__torch_function__`` alone, as loggers do: its values are read as well without that."""
+    """Return whether a class overrides ``__torch_function__`` alone, as loggers do; its values can be read without it."""
     own = getattr(kind.__torch_function__, "__func__", None)
     return own not in (None, torch.Tensor.__torch_function__.__func__) and (  # type: ignore[attr-defined]
         kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__
@@ -184,7 +184,7 @@ def guarded(method: Method) -> Method:
 def entrance(method: Method) -> Method:
     """Wrap a method called by the training like ``guarded`` and ``unseen``; time the outermost such call if there is a meter.
 
-    While a graph is captured the method is not called: what it launches would become part of the graph, and each replay would
+    While a graph is captured the method is not called: its launches would become part of the graph, and each replay would
     write to memory that we have freed.
     """
 

@@ -2,7 +2,7 @@
 
 A module stores its hooks in its own dictionaries, so copying the module copies the hooks: an EMA copy would
 count its own forwards, and `torch.save(model)` would try to pickle the inspector. Our hooks are therefore copied
-and pickled as functions that do nothing and need only the standard library to load.
+and pickled as functions without effect that need only the standard library to load.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: A function that takes any arguments, does nothing, returns None, and is pickled by the name of a built-in.
+#: A function that accepts any arguments, has no effect, returns None, and is pickled by the name of a built-in.
 _INERT = functools.partial(sys.audit, "mpinspect.inactive")
 
 
 def not_compiled(function: Function) -> Function:
-    """Have torch.compile run this function's own frame as it is, wherever it would compile it; traced code still inlines it.
+    """Exclude this function's own frame from torch.compile; traced code still inlines the function.
 
     Hooks of a compiled module can run while its compiler watches every frame: compiling ours would raise an error under
     ``torch.compiler.set_stance("fail_on_recompile")``.
@@ -38,7 +38,7 @@ def not_compiled(function: Function) -> Function:
 
 
 def _callback_of_compiled_call() -> Any:
-    """Return what torch 2.6's ``get_eval_frame_callback`` returns; that one gives away a reference that it does not own."""
+    """Return the result of torch's ``get_eval_frame_callback``, without its reference counting error in torch 2.6."""
     dynamo: Any = torch._C._dynamo.eval_frame
     callback = dynamo.set_eval_frame(None)
     if callback is not None:
@@ -47,10 +47,10 @@ def _callback_of_compiled_call() -> Any:
 
 
 def _asks_safely() -> Callable[[], Any]:
-    """Return the function by which torch says what compiles every frame, or ours where calling torch's destroys the object.
+    """Return torch's function for the current frame compiler, or a replacement where torch's corrupts reference counts.
 
-    With torch 2.6 each call takes one from the reference count of what it returns: some 50,000 calls outside of compiled code
-    end the process, since None is deallocated, and a few within one free the compiler's own function.
+    In torch 2.6 each call decrements the reference count of its result: some 50,000 calls outside of compiled code deallocate
+    None and end the process, and a few calls within one free the compiler's own function.
     """
     dynamo: Any = torch._C._dynamo.eval_frame
     if hasattr(dynamo, "set_code_exec_strategy"):
@@ -58,7 +58,7 @@ def _asks_safely() -> Callable[[], Any]:
     return not_compiled(_callback_of_compiled_call)
 
 
-#: Returns what compiles every frame while a compiled function is being called, else None or False. Nothing in it is compiled.
+#: Returns the frame compiler while a compiled function is being called, else None or False; never compiled itself.
 in_compiled_call: Callable[[], Any] = _asks_safely()
 
 
@@ -81,7 +81,7 @@ class ModelHook:
 
     @not_compiled
     def __call__(self, module: object, *args: Any) -> None:
-        # Must come before any state is read, so that torch.compile traces the hook to nothing.
+        # Precedes all reads of state, so that torch.compile traces the hook to nothing.
         if torch.compiler.is_compiling() or (in_compiled_call() and not compiler_is_off()):
             return
         if id(module) == self._module_id:
@@ -101,7 +101,7 @@ _OURS = -1
 def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle | None:
     """Register a hook on a tensor's gradient like ``tensor.register_hook``; return a handle only for a leaf, else None.
 
-    Every output of every step gets such a hook, and most of the time of ``register_hook`` goes into its handle. Only
+    Every output of every step gets such a hook, and most of the time of ``register_hook`` is spent on its handle. Only
     leaves need a handle for removal, since their hooks outlive the graph.
     """
     node: Any = tensor.grad_fn
@@ -126,6 +126,6 @@ class HandleList:
         return handle
 
     def remove_all(self) -> None:
-        """Remove every hook; a second call does nothing."""
+        """Remove every hook; a second call has no effect."""
         while self._handles:
             self._handles.pop().remove()

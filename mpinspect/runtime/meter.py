@@ -78,7 +78,7 @@ class Meter:
         """Prepare for the next step; ``looks``: whether the inspector inspects anything in that step.
 
         Returns:
-            The device's seconds in earlier steps that became known now; for an untimed step, those of the last timed.
+            The device's seconds in earlier steps that became known now; an untimed step counts like the last timed one.
         """
         if self._device is None:
             return 0.0

@@ -21,7 +21,7 @@ class Calls:
     """The calls of one function.
 
     Args:
-        places: the modules that hold the function, each with its name there; those that a version of torch lacks are left out.
+        places: the modules that hold the function, each with its name there; missing ones are skipped.
         **arguments: the arguments that listeners receive, by name, with their positions.
     """
 
@@ -65,7 +65,7 @@ class Calls:
         return run
 
 
-#: ``Tensor.backward`` calls this function. Listeners receive the tensors at which the backward begins.
+#: ``Tensor.backward`` calls this function. Listeners receive the tensors from which the backward starts.
 BACKWARD = Calls((torch.autograd, "backward"), tensors=0)
 #: ``clip_grad_norm_`` calls this function with the norm that it has found. Private; seen in torch 2.13.
 CLIP_WITH_NORM = Calls(

@@ -12,7 +12,7 @@ _BETWEEN = ("mpinspect", "torch", "lightning", "pytorch_lightning", "transformer
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Warn at the innermost line outside these packages, or at the caller's line if there is none (threads, exit).
+    """Warn at the innermost line outside these packages, or at the caller's line without such a line (threads, exit).
 
     A stacklevel would not do, since it ignores packages, and ``skip_file_prefixes`` needs Python 3.12.
     """
@@ -29,7 +29,7 @@ def warn_user(message: str, category: type[Warning]) -> None:
 
 
 def innermost_line(frame: FrameType) -> str:
-    """Return the user's innermost line above a frame as "train.py:12"; "" if there is none, as on autograd's threads."""
+    """Return the user's innermost line above a frame as "train.py:12"; "" without one, as on autograd's threads."""
     users = _users(frame)
     return "" if users is None else f"{Path(users.f_code.co_filename).name}:{users.f_lineno}"
 

@@ -2,7 +2,7 @@
 
 On our threads torch does not spread an operation over further threads.
 Counting and emulated products work on cache-sized chunks. Splitting every operation on a chunk with OpenMP costs more than
-it saves, and stalls for milliseconds at a time if another process keeps a core busy; giving each thread its own
+it saves, and stalls for milliseconds at a time if another process occupies a core. Giving each thread its own
 chunks avoids both.
 ``torch.set_num_threads`` would change the user's program, so ``single_threaded`` sets OpenMP's thread count instead,
 which is a per-thread setting, and restores it in the calling thread. If torch ignores this count (another threading library),
@@ -128,7 +128,7 @@ class Team:
         return self.addresses != NO_TEAM
 
     def forget(self) -> None:
-        """Disable the team in a forked child, where the threads are gone and GCC's library would wait forever."""
+        """Disable the team in a forked child, which lacks the threads; GCC's library would wait for them forever."""
         self.addresses = NO_TEAM
 
 

@@ -20,8 +20,8 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "ActivationWrapper": "_checkpoint_wrapped_module",
 }
-#: The attributes of a module that hold a compiled function: that of ``torch.compile(module)``'s wrapper or of
-#: ``model.forward = torch.compile(model.forward)``, and that of ``module.compile()``.
+#: The attributes of a module that hold a compiled function: the first for ``torch.compile(module)``'s wrapper and for
+#: ``model.forward = torch.compile(model.forward)``, the second for ``module.compile()``.
 _ENTRIES = ("forward", "_compiled_call_impl")
 
 
@@ -69,13 +69,13 @@ def _is_compiled(function: FunctionType) -> bool:
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """Return names without wrappers by those of ``model.named_modules()``: "module.0._orig_mod.fc" -> "0.fc".
+    """Map the names of ``model.named_modules()`` to names without wrappers: "module.0._orig_mod.fc" -> "0.fc".
 
-    A wrapper and the module that it wraps get the same name. A user's own module named ``module`` keeps its name.
+    A wrapper and the module that it wraps get the same name. A user's own module named ``module`` retains its name.
     """
     plain: dict[str, str] = {}
     wrapped: dict[str, Any] = {}
-    for name, module in model.named_modules():  # parents come before their children
+    for name, module in model.named_modules():  # yields parents before children
         above, _, own = name.rpartition(".")
         is_own = bool(name) and wrapped[above] is not module
         plain[name] = f"{plain[above]}.{own}".lstrip(".") if is_own else plain.get(above, "")

@@ -28,21 +28,21 @@ def lint_shapes(
     """Judge whether the shapes of a model's matrix products suit Tensor Cores; by default without computing anything.
 
     Runs the model once, forward and backward, and records every matrix product at the operator level, below autograd: products
-    in modules, functional calls, attention and einsum, and those of the backward.
+    in modules, functional calls, attention and einsum, and the backward's.
 
     Args:
         model: the model as it would be trained, on the meta device or with real weights; it is not changed.
         args, kwargs: arguments of the model's forward. On the meta device their shapes and dtypes matter; a tensor's values
             matter only if the model reads them.
         dtype: dtype of the autocast around the model: torch.float16, torch.bfloat16 or such a name; None: no autocast.
-        gpu: "auto" (the CUDA device at hand, else Ampere, which the report says), an architecture ("volta", "turing",
+        gpu: "auto" (this machine's CUDA device, else Ampere, with a note in the report), an architecture ("volta", "turing",
             "ampere", "ada", "hopper", "blackwell"), a card ("H100 PCIe"), or a Gpu.
         backward: whether to record a backward too.
-        device: "meta" (nothing is computed), or "real": on the tensors and devices as they are, for models whose shapes depend
+        device: "meta" (without computing), or "real": on the tensors and devices as they are, for models whose shapes depend
             on computed values.
 
     If the model stops before its end, the report covers the part that ran, ``complete`` is False, and the finding
-    ``recording-incomplete``, an error, says where and why the model stopped.
+    ``recording-incomplete``, an error, names the place and the reason.
 
     Raises:
         ValueError: ``model`` is not a torch.nn.Module, ``args`` is not a tuple, the GPU or dtype is not known, or the model's

@@ -23,7 +23,7 @@ ROLES = ("forward", "dgrad", "wgrad", "backward")
 #: The kind of operator that multiplies.
 KINDS = ("gemm", "convolution", "attention", "recurrent")
 
-#: The reasons why scaled_dot_product_attention used none of its fused kernels.
+#: The reasons why scaled_dot_product_attention did not use a fused kernel.
 MATH_PATHS = ("dimensions", "shapes", "strides", "dtype", "head-size", "disabled")
 
 #: Bytes per element, by torch's name of the dtype without "torch.".
@@ -155,14 +155,14 @@ class Matmul:
         bytes: least memory traffic of one call: every operand read once, the output written once.
         module: dotted path of the innermost module whose forward called the operator; "" for the model itself or if unknown.
         module_type: class of that module.
-        parameter: dotted name of the parameter that is an operand (or whose gradient is computed); "" if there is none.
+        parameter: dotted name of the parameter that is an operand (or whose gradient is computed), or "".
         convolution, attention: geometry, for those kinds.
         calls: number of equal calls that this record covers.
         autocast: True if autocast applied to this call; False if the model ran under autocast but this call did not (autocast
             was off around the call or does not cast its dtype); None without autocast.
         recomputed: whether this is a forward that activation checkpointing repeats in the backward.
         raises: torch's error message if torch refuses this product's operands, else "".
-        block: how many values along K share a scale in a block-scaled format (MX 32, NVFP4 16, FP8 in blocks 128); 0 if none do.
+        block: number of values along K that share a scale in a block-scaled format (MX 32, NVFP4 16, FP8 in blocks 128), or 0.
         math_path: one of MATH_PATHS if the product is part of torch's unfused attention ("math") in
             scaled_dot_product_attention; else "".
     """
@@ -217,7 +217,7 @@ class MatmulRecording:
         sizes: names of the sizes that a user can change, by module and value: {"lm_head": {30522: ("config.vocab_size",)}, ...}.
         embeddings: weights of other modules that are tied to an embedding's weight: {"lm_head.weight": "wte.weight"}.
         compiled: whether the model is compiled (torch.compile), so that Inductor may pad by itself.
-        notes: sentences on what was not recorded, and why.
+        notes: sentences on unrecorded parts, with the reasons.
         stopped: where the forward or backward stopped and why; "" if both finished.
     """
 

@@ -1,4 +1,4 @@
-"""Training in mixed precision: loss scaling, FP32 master weights, precisions. Knows nothing of the inspector."""
+"""Training in mixed precision: loss scaling, FP32 master weights, precisions. Does not depend on the inspector."""
 
 from mpinspect.training.checkpoint import CheckpointError
 from mpinspect.training.explain import ModelExplainer

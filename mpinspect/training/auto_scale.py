@@ -1,4 +1,4 @@
-"""``loss_scale="auto"``: inspects the first steps, then keeps the scale dynamic up to the highest recommended scale.
+"""``loss_scale="auto"``: inspects the first steps, then leaves the scale dynamic up to the highest recommended scale.
 
 Gradients mostly shrink while a model learns, so that the window of suitable scales moves up. Another block of steps is
 therefore inspected every growth interval of the scaler (2000 steps), and immediately if overflows drive the scale below
@@ -124,7 +124,7 @@ class AutoScale:
         return inspector
 
     def detach(self) -> None:
-        """Stop inspecting; the scaler keeps its current scale and bounds."""
+        """Stop inspecting; the scaler's current scale and bounds stay."""
         self._stop()
         self._detached = True
 

@@ -97,7 +97,7 @@ class CheckedSteps(torch.amp.GradScaler):
         self._iteration.optimizers[id(optimizer)] = optimizer
 
     def abandon(self) -> None:
-        """Discard the current iteration and its batch, as if nothing had been scaled since the last update()."""
+        """Discard the current iteration and its batch: the state is then the same as right after update()."""
         if not self._enabled:
             return
         iteration = self._iteration
@@ -129,7 +129,7 @@ class CheckedSteps(torch.amp.GradScaler):
         after every run, even with a fused optimizer.
 
         Returns:
-            What ``optimizer.step`` returns; if the step was skipped, None, or the loss of the closure's first run.
+            The result of ``optimizer.step``; if the step was skipped, None, or the loss of the closure's first run.
 
         Raises:
             RuntimeError: called before scale(loss).backward(), or twice in an iteration.
@@ -207,7 +207,7 @@ class CheckedSteps(torch.amp.GradScaler):
         if self._last_skipped:
             self._learn(id(optimizer), True)
 
-    # -- what became of it ------------------------------------------------------------------------------------------
+    # -- its outcome ------------------------------------------------------------------------------------------------
 
     def _learn(self, optimizer_id: int, skipped: bool) -> None:
         """Record whether an optimizer's step was skipped; find the cause of a skip while its gradients still exist."""

@@ -19,7 +19,7 @@ VERSION = 1
 
 
 class CheckpointError(ValueError):
-    """The data is not a valid checkpoint of this model; nothing was changed."""
+    """The data is not a valid checkpoint of this model, which is unchanged."""
 
 
 def save(state: Mapping[str, Any], path: str | Path) -> None:
@@ -88,7 +88,7 @@ def others(
 
 
 def require(state: Any) -> dict[str, Any]:
-    """Return ``state`` if it is a MixedPrecision's; otherwise raise CheckpointError saying what it looks like."""
+    """Return ``state`` if it is a MixedPrecision's; otherwise raise CheckpointError with a guess at its kind."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"a MixedPrecision's state_dict() is a dict, not {type(state).__name__}")
     if state.get("kind") == KIND:
@@ -191,7 +191,7 @@ def _require_shapes(slots: Mapping[int, Mapping[str, Any]], optimizer: torch.opt
 
 
 def statement(there: Precision, here: Precision, scale: str) -> str:
-    """Return a sentence saying what loading converted between two precisions. ``scale``: a clause on the loss scale."""
+    """Return a sentence on the conversions between two precisions at loading. ``scale``: a clause on the loss scale."""
     if there == here:
         return f"loaded a {here.name} checkpoint as it was saved; {scale}"
     kept_there = "FP32" if there.masters or there.stored == torch.float32 else _NAMES[there.stored]

@@ -1,8 +1,8 @@
 """Finds why a step was skipped: the first non-finite gradient, or the module that made the forward non-finite.
 
 Each gradient costs one dict entry when it arrives. Tensors are read only after a step was skipped. Gradients are read at once,
-since a skipped step leaves its infinities in ``.grad``. The forward's activations are gone by then, so after a non-finite
-forward the modules of the *next* forwards are checked, until a forward is finite again.
+since a skipped step leaves its infinities in ``.grad``. The forward's activations have been freed by then. After a
+non-finite forward, therefore, the modules of the *next* forwards are checked, until a forward is finite again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ModelExplainer:
         return None
 
     def forward(self) -> NonFinite | None:
-        """Return what made the forward non-finite: a non-finite weight or a module; otherwise begin a search for it.
+        """Return the non-finite weight or module behind a non-finite forward; if unknown, begin a search for it.
 
         Waits for the GPU.
         """

@@ -66,7 +66,7 @@ class ForwardSearch:
         return "every weight is finite; the next forward is looked at module by module"
 
     def found(self) -> NonFinite | None:
-        """Return the recorded forward's first non-finite module; None if nothing was recorded. Waits for the GPU."""
+        """Return the recorded forward's first non-finite module; None without a recording. Waits for the GPU."""
         seen = [look for look in self._read() if (look.layer, look.value) not in self._harmless]
         self.forget()
         if not seen:
@@ -125,7 +125,7 @@ class ForwardSearch:
 
 
 class _Hook:
-    """The forward hook. A deep-copied or unpickled hook (as in a copy of the model) does nothing."""
+    """The forward hook. A deep-copied or unpickled hook (as in a copy of the model) is inactive."""
 
     def __init__(self, look: Callable[..., None] | None = None) -> None:
         self._look = look

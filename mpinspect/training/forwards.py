@@ -115,7 +115,7 @@ def _allows_tf32(backend: Any) -> bool:
 
 
 class _Hook:
-    """The forward pre-hook. A deep-copied or unpickled hook (as in a copy of the model) does nothing."""
+    """The forward pre-hook. A deep-copied or unpickled hook (as in a copy of the model) is inactive."""
 
     def __init__(self, shapes: ForwardShapes | None = None) -> None:
         self._shapes = shapes
@@ -132,7 +132,7 @@ class _Hook:
 
 
 class _FailedHook:
-    """Hook that runs when a forward ends; an exception leaves the output None. Does nothing in a copy of the model."""
+    """Hook that runs when a forward ends; an exception leaves the output None. In a copy of the model it is inactive."""
 
     def __init__(self, watch: OutsideAutocast | None = None) -> None:
         self._watch = watch

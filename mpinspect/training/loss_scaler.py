@@ -1,4 +1,4 @@
-"""A torch.amp.GradScaler that reports why it skipped a step, keeps its scale within bounds, and supports closures."""
+"""A torch.amp.GradScaler that reports why it skipped a step, limits its scale to bounds, and supports closures."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["BACK_OFF", "HOLD", "LossScaleCollapsedError", "LossScaleWarning", "L
 class LossScaler(MovingScale):
     """Scales losses, skips the steps that overflow, and moves the scale.
 
-    With the default arguments, skipping and scaling are bit-for-bit those of torch.amp.GradScaler, with the same device
-    operations and no additional GPU synchronisation. LossScaler also records which steps were skipped and why, keeps the
-    scale within bounds, and supports optimizer steps with closures::
+    With the default arguments, it skips and scales bit-for-bit like torch.amp.GradScaler, with the same device operations
+    and no additional GPU synchronisation. LossScaler also records the skipped steps and their causes, limits the scale to
+    bounds, and supports optimizer steps with closures::
 
         scaler = LossScaler()                               # or .static(128.0), .preset("talk")
         scaler.scale(loss).backward()
@@ -47,7 +47,7 @@ class LossScaler(MovingScale):
             Megatron does not reset its count at a clean step).
         tolerance: the scale backs off only if at least this share of steps since its last change was skipped (as in fairseq).
         forward_nonfinite: what to do when the loss was infinite or NaN before it was scaled. "back_off": as GradScaler does.
-            "hold": the scale and its growth tracker stay as they are. Either warns once.
+            "hold": the scale and its growth tracker stay unchanged. Either warns once.
         window: (lowest, highest) recommended scale, used only in messages; see bound().
         explainer: finds the first non-finite value of a skipped step; called only after a skip. Not pickled or copied.
         allow_fp16_gradients: unscale FP16 gradients in FP16 instead of raising; values below 2^-24 are lost.
@@ -95,7 +95,7 @@ class LossScaler(MovingScale):
 
     @classmethod
     def static(cls, scale: float, **options: Any) -> LossScaler:
-        """Return a scaler with a constant scale; a GradScaler that loads its state dict keeps the scale constant too."""
+        """Return a scaler with a constant scale, also for a GradScaler that loads its state dict."""
         for name in ("init_scale", "growth_factor", "backoff_factor"):
             if name in options:
                 raise TypeError(f"{name} is no option of a static scale: it starts at {scale!r} and stays there")
@@ -118,7 +118,7 @@ class LossScaler(MovingScale):
             floor: the smallest scale that overflows may lead to; None: ``lowest``.
 
         Raises:
-            ValueError: the window is empty, or the floor is above ``lowest``. Nothing has changed then.
+            ValueError: the window is empty, or the floor is above ``lowest``. The scaler is then unchanged.
         """
         lowest, highest = checked_window(lowest, highest)
         floor = lowest if floor is None else checked_scale(floor, "floor")
@@ -167,11 +167,11 @@ class LossScaler(MovingScale):
     def load_state_dict(self, state_dict: dict[str, Any], loss_id: int = 0) -> None:
         """Load the state dict of a LossScaler, a GradScaler, or apex.amp (its entry for loss ``loss_id``).
 
-        As in GradScaler, saved rules replace those of the constructor; settings missing from the state stay unchanged.
+        As in GradScaler, saved rules replace the constructor's; settings missing from the state stay unchanged.
 
         Raises:
-            RuntimeError: the state dict is empty, as that of a disabled scaler is.
-            ValueError: the state dict is not valid. Nothing has changed then.
+            RuntimeError: the state dict is empty, like a disabled scaler's.
+            ValueError: the state dict is not valid. The scaler is then unchanged.
         """
         if not self._enabled:
             return

@@ -33,8 +33,8 @@ _MASTERS: Any = WeakIdKeyDictionary()
 class MasterWeights:
     """Holds FP32 master weights of every half parameter in the optimizers. Created by `MasterWeights.split`.
 
-    Parameters that stay FP32 (such as BatchNorm's) are their own masters, and so are optimizer parameters that do not
-    belong to the model. Methods wait for the GPU only where their docstrings say so.
+    Parameters that stay FP32 (such as BatchNorm's) are their own masters, as are optimizer parameters outside the model.
+    Methods wait for the GPU only if their docstrings mention it.
 
     One step of training::
 
@@ -62,13 +62,13 @@ class MasterWeights:
         """Create the masters, convert the model in place and put the masters into the optimizers.
 
         The masters hold the exact values that the weights had before the conversion; if the model is half already, its
-        weights in FP32. Parameter groups, their order and options, and the optimizers' state are kept; state moves to the
-        masters, and half state becomes FP32. Frozen parameters get frozen masters. A parameter that no optimizer holds is
-        only converted. If the precision keeps no masters (``"fp16-pure"``), the optimizers keep the parameters, and
-        existing state is cast to their dtype. If the precision stores FP32, nothing changes. Waits for the GPU.
+        weights in FP32. Parameter groups, their order and options, and the optimizers' state stay; state moves to the
+        masters, and half state becomes FP32. Frozen parameters get frozen masters. A parameter outside all optimizers is
+        only converted. In a precision without masters (``"fp16-pure"``) the optimizers hold the parameters themselves, and
+        existing state is cast to their dtype. If the precision stores FP32, this has no effect. Waits for the GPU.
 
         Raises:
-            ValueError: the model can't be converted (see `check_convertible`); nothing has changed then.
+            ValueError: the model can't be converted (see `check_convertible`); it is then unchanged.
         """
         optimizers = list(optimizers)
         check_convertible(model, precision)
@@ -82,7 +82,7 @@ class MasterWeights:
         return cls(model, pairs, (parameter for parameter in held if parameter not in pairs))
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Create masters for an optimizer's half parameters that have none yet, for example after ``add_param_group``."""
+        """Create masters for an optimizer's half parameters without a master, for example after ``add_param_group``."""
         held = held_parameters(optimizer)
         half = [p for p in held if p in self._names and is_convertible(p) and p.dtype != torch.float32]
         new = [p for p in half if p not in self._pairs]
@@ -151,7 +151,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """Copy changed elements of the model's weights to the masters; masters of unchanged elements keep full precision."""
+        """Copy changed elements of the model's weights to the masters; other masters retain their full precision."""
         for parameter, master in self._pairs.items():
             master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
         self.note_agreement()
@@ -187,7 +187,7 @@ class MasterWeights:
         Other names are ignored.
 
         Raises:
-            ValueError: a name is missing or a shape differs; nothing has changed then.
+            ValueError: a name is missing or a shape differs; the masters are then unchanged.
         """
         masters = self.state_dict()
         for name, master in masters.items():
@@ -224,7 +224,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
         ``model_params, master_params``; with ``flat_master``, ``master_params`` has one element.
 
     Raises:
-        ValueError: ``flat_master`` with parameters of several dtypes, or with none at all.
+        ValueError: ``flat_master`` without parameters, or with parameters of several dtypes.
     """
     model_params: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not flat_master:
@@ -274,7 +274,7 @@ def master_params_to_model_params(
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """Convert every BatchNorm and InstanceNorm of a module back to FP32, in place; for a model after ``.half()``.
 
-    Unlike apex's function of this name, this also converts BatchNorm with ``affine=False``, and InstanceNorm. Both may keep
+    Unlike apex's function of this name, this also converts BatchNorm with ``affine=False``, and InstanceNorm. Both may have
     running statistics, which can overflow FP16 whatever the weights are: with inputs of variance 160,000, ``running_var``
     becomes infinite within ten steps, and the layer returns zeros in evaluation.
 

@@ -35,7 +35,7 @@ _log = logging.getLogger("mpinspect.training")
 
 
 class MixedPrecision:
-    """Trains a model in mixed precision, and says when and why a step was skipped.
+    """Trains a model in mixed precision, and reports when and why a step was skipped.
 
     A loop::
 
@@ -49,13 +49,13 @@ class MixedPrecision:
 
     The precisions:
 
-    * "fp32": nothing is changed;
+    * "fp32": the model and its arithmetic are unchanged;
     * "fp16-amp", "bf16-amp": FP32 weights, 16-bit products (torch.autocast);
-    * "fp16-master", "bf16-master": the model is converted to 16 bits *in place*, but for BatchNorm, whose weights and
+    * "fp16-master", "bf16-master": the model is converted to 16 bits *in place*, except BatchNorm, whose weights and
       statistics stay FP32; the optimizer steps FP32 master copies, which are put into its parameter groups;
     * "fp16-pure": 16-bit weights without masters, to show what accuracy is lost without them.
 
-    In every precision but "fp32", autocast keeps softmax, exp, pow, sums, norms and losses in FP32. On a CPU 16-bit products are
+    In every precision but "fp32", autocast runs softmax, exp, pow, sums, norms and losses in FP32. On a CPU 16-bit products are
     emulated as Tensor Cores compute them (``mpinspect.half_arithmetic``; ``emulated`` is then True).
 
     Give each network of a GAN its own MixedPrecision, so that an overflow in one network leaves the other's loss scale alone.
@@ -69,14 +69,14 @@ class MixedPrecision:
         precision: one of the above.
         loss_scale: "dynamic" (from 2^16, halved at an overflow, doubled after 2000 clean steps), a preset's name ("talk":
             from 2^32, doubled after 1000), a number (static), "auto" (the first steps are inspected, then dynamic within
-            the window found), "none", or a LossScaler. By default "dynamic" for the fp16 precisions, none for the others.
+            the window found), "none", or a LossScaler. By default "dynamic" for the fp16 precisions, "none" for the others.
 
     Raises:
         TypeError: model, optimizer or loss_scale is of the wrong type.
         ValueError: an unknown precision; 16-bit parameters with an AMP precision or fp32; lazy parameters, or complex parameters
-            with a loss scale; an optimizer that holds none of the model's parameters, parameters of another optimizer, or
+            with a loss scale; an optimizer without parameters of the model, with parameters of another optimizer, or with
             masters of another MixedPrecision; a LossScaler in use by another MixedPrecision; a scale that is not positive and
-            finite. Nothing has been changed then.
+            finite. Model and optimizers are then unchanged.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class MixedPrecision:
         warn_of_vanishing_eps(self.optimizers, self._precision)
         # FP16 weights without masters have FP16 gradients, which are unscaled in FP16: part of the accuracy this mode loses.
         self.scaler.allow_fp16_gradients = self._precision.stored == torch.float16 and not self._precision.masters
-        # If the precision keeps no masters, this object holds none and its methods do nothing.
+        # In a precision without masters this object is empty and its methods have no effect.
         self._masters = MasterWeights.split(self._core, self.optimizers, self._precision)
         self._explainer = ModelExplainer(self._core, _weakly(self._model_parameters))
         self.scaler.explainer = self._explainer
@@ -121,7 +121,7 @@ class MixedPrecision:
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
-        """Return the context manager in which to run the forward and the loss."""
+        """Return the context manager for the forward and the loss."""
         with ExitStack() as stack:
             stack.enter_context(self._arithmetic())
             autocast = torch.autocast(self._device, dtype=self._autocast_dtype, enabled=self._precision.autocast)
@@ -139,7 +139,7 @@ class MixedPrecision:
             options: of torch.Tensor.backward.
 
         Raises:
-            RuntimeError: the gradients have been unscaled already; or, with masters, those of the last step were never zeroed.
+            RuntimeError: the gradients have been unscaled already; or, with masters, the last step's were never zeroed.
         """
         if self._unscaled:
             raise RuntimeError(
@@ -154,7 +154,7 @@ class MixedPrecision:
     def unscale_(self) -> None:
         """Divide the gradients by the loss scale, so that they can be read or modified before ``step``.
 
-        With master weights, only the masters' gradients (those of ``master_parameters()``) are unscaled.
+        With master weights, only the masters' gradients (of ``master_parameters()``) are unscaled.
 
         Raises:
             RuntimeError: called twice for one step, or before backward.
@@ -232,7 +232,7 @@ class MixedPrecision:
         if not self.stepping:
             self._abandon()
 
-    # -- what it knows ------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------
 
     @property
     def precision(self) -> str:
@@ -246,7 +246,7 @@ class MixedPrecision:
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale; 1.0 if none is used. Waits for the GPU."""
+        """The current loss scale; 1.0 without one. Waits for the GPU."""
         return self.scaler.get_scale()
 
     @property
@@ -311,14 +311,14 @@ class MixedPrecision:
         return checkpoint.weights(self._core, self._masters)
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        """Load a checkpoint of this or another precision, and return a sentence saying what was loaded and converted.
+        """Load a checkpoint of this or another precision, and return a sentence on what was loaded and converted.
 
         Raises:
-            CheckpointError: the state is empty, of another kind or of another model. Nothing has been changed then.
+            CheckpointError: the state is empty, of another kind or of another model. This object is then unchanged.
         """
         state = checkpoint.require(state)
         checkpoint.require_fitting(state, self._core, self.optimizers, self._others())
-        # The scaler loads first: it validates its own state, and if that is invalid nothing has been changed yet.
+        # The scaler loads first and validates its own state, so an invalid state leaves everything unchanged.
         scale = self._load_scale(state["scaler"])
         self._core.load_state_dict(state["weights"])
         self._masters.load_state_dict({name: state["weights"][name] for name in self._masters.state_dict()})
@@ -343,7 +343,7 @@ class MixedPrecision:
 
         Raises:
             FileNotFoundError: the file does not exist.
-            CheckpointError: the file is truncated, of another program, or of another model. Nothing has been changed then.
+            CheckpointError: the file is truncated, or belongs to another program or model. This object is then unchanged.
         """
         return self.load_state_dict(checkpoint.load(path))
 
@@ -482,7 +482,7 @@ class MixedPrecision:
             self._auto.step_ended(skipped=not stepped)
 
     def _load_scale(self, saved: dict[str, Any]) -> str:
-        """Load the scaler's state if both sides use a scale, and return a clause saying what happened to the loss scale."""
+        """Load the scaler's state if both sides use a scale, and return a clause on the loss scale."""
         if not self.scaler.is_enabled():
             return "no loss scale is used" if not saved else "the loss scale was left out: this precision uses none"
         if not saved:
@@ -504,7 +504,7 @@ class MixedPrecision:
 
 
 def _weakly(method: Callable[[torch.optim.Optimizer], list[torch.Tensor]]) -> Callable[..., list[torch.Tensor]]:
-    """Return a callable for a bound method that does not keep the method's object alive."""
+    """Return a callable for a bound method that holds the method's object weakly."""
     alive = weakref.WeakMethod(method)
 
     def call(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

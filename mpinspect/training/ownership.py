@@ -1,4 +1,4 @@
-"""Checks that only one MixedPrecision steps an optimizer, through its own step(), and that it shares its LossScaler with none.
+"""Checks that a single MixedPrecision steps an optimizer, through its own step(), and that its LossScaler is its own.
 
 Without these checks the failures would be silent. An optimizer stepped directly uses scaled gradients, or masters without
 gradients; optimizers that share parameters unscale their gradients twice; a scaler shared by two networks changes its scale
@@ -27,7 +27,7 @@ def checked_optimizers(model: torch.nn.Module, given: object) -> list[torch.opti
 
     Raises:
         TypeError: model or optimizer is of the wrong type.
-        ValueError: an optimizer holds none of the model's parameters, or masters of another MixedPrecision; or two optimizers
+        ValueError: an optimizer has no parameter of the model, or masters of another MixedPrecision; or two optimizers
             share parameters.
     """
     if not isinstance(model, torch.nn.Module):
@@ -80,7 +80,7 @@ def take_scaler(owner: object, scaler: LossScaler) -> None:
 
 
 class StepGuard:
-    """Raises if ``optimizer.step()`` is called outside the owner's step; does nothing in a copy of the optimizer."""
+    """Raises if ``optimizer.step()`` is called outside the owner's step; inactive in a copy of the optimizer."""
 
     def __init__(self, owner: Any = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)

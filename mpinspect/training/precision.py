@@ -27,7 +27,7 @@ class Precision:
         compute: dtype of matrix products and convolutions, forward and backward.
         stored: dtype of the model's weights and of their gradients.
         masters: whether the optimizer updates FP32 copies of the weights, which are rounded into the model after each step.
-        autocast: whether forward and loss run under ``torch.autocast(..., compute)``, which keeps reductions in FP32.
+        autocast: whether forward and loss run under ``torch.autocast(..., compute)``, which runs reductions in FP32.
         scaled: whether the loss is scaled by default. BF16 has FP32's exponent range and needs no loss scale.
     """
 
@@ -67,7 +67,7 @@ def get_precision(name: str) -> Precision:
 def convert_model(
     model: nn.Module, precision: Precision, optimizers: Iterable[torch.optim.Optimizer] = ()
 ) -> nn.Module:
-    """Convert a model in place to a precision's stored dtype; do nothing if the precision stores FP32.
+    """Convert a model in place to a precision's stored dtype; leave it unchanged if the precision stores FP32.
 
     FP32, FP16 and BF16 parameters and buffers become ``precision.stored``, with three exceptions:
 
@@ -85,7 +85,7 @@ def convert_model(
         The model.
 
     Raises:
-        ValueError: the model can't be converted (see `check_convertible`); nothing has changed then.
+        ValueError: the model can't be converted (see `check_convertible`); it is then unchanged.
     """
     check_convertible(model, precision)
     if precision.stored == torch.float32:
@@ -105,7 +105,7 @@ def convert_model(
 
 
 def check_convertible(model: nn.Module, precision: Precision) -> None:
-    """Raise ValueError if `convert_model` can't convert this model; changes nothing. Waits for the GPU.
+    """Raise ValueError if `convert_model` can't convert this model; does not change it. Waits for the GPU.
 
     A model can't be converted if it has half parameters and the precision stores FP32, if it is wrapped for data parallelism
     and the precision stores half, or if it has uninitialised lazy parameters or values beyond the stored dtype's range.
@@ -125,7 +125,7 @@ def check_convertible(model: nn.Module, precision: Precision) -> None:
 
 
 def stored_dtypes(model: nn.Module, precision: Precision) -> dict[torch.Tensor, torch.dtype]:
-    """Return the dtype in which ``precision`` stores each FP32, FP16 or BF16 parameter, in the model's order.
+    """Return the dtype that ``precision`` stores for each FP32, FP16 or BF16 parameter, in the model's order.
 
     A parameter shared with a layer that stays FP32 stays FP32.
     """
@@ -143,7 +143,7 @@ def is_convertible(tensor: torch.Tensor) -> bool:
 
 
 def keeps_float32(module: nn.Module) -> bool:
-    """Return whether a layer's own parameters and buffers stay in FP32, as those of any BatchNorm or InstanceNorm do."""
+    """Return whether a layer's own parameters and buffers stay in FP32, like any BatchNorm's or InstanceNorm's."""
     return isinstance(module, _NormBase)
 
 
@@ -205,7 +205,7 @@ def _check_made(model: nn.Module) -> None:
 def _cast(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(new) if value.dtype == old else value
-    if isinstance(value, list):  # LBFGS keeps its history in lists
+    if isinstance(value, list):  # LBFGS stores its history in lists
         return [_cast(item, old, new) for item in value]
     return value
 

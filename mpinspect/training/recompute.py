@@ -1,6 +1,6 @@
 """Functions that save only their arguments for the backward, and recompute their FP32 intermediates there.
 
-Used for norms, and for the cross-entropy of half logits, of which autocast would keep an FP32 copy.
+Used for norms, and for the cross-entropy of half logits, since autocast would save an FP32 copy of these.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class HalfRMSNorm(nn.RMSNorm):
 
 
 class _UnitWeight(nn.modules.instancenorm._InstanceNorm):
-    """InstanceNorm that passes ATen an FP32 weight of ones if it has none; otherwise the statistics would be half."""
+    """InstanceNorm that passes ATen an FP32 weight of ones in place of a missing one, so that the statistics are FP32."""
 
     def _apply_instance_norm(self, input: torch.Tensor) -> torch.Tensor:
         weight = self.weight

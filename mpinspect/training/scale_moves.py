@@ -16,7 +16,7 @@ from mpinspect.training.scaled_losses import Cause, ScaledLosses, find_cause, le
 from mpinspect.training.skip_log import BACK_OFF, HOLD, SkipLog
 from mpinspect.training.skipped_steps import FORWARD, Explainer, LossScaleCollapsedError, SkippedStep
 
-#: Number of unread device tensors (outcomes and losses of fused optimizers' steps) at which all of them are read.
+#: Number of unread device tensors (outcomes and losses of fused optimizers' steps) that triggers reading them all.
 _MOST_UNREAD = 2048
 
 
@@ -61,11 +61,11 @@ class MovingScale(CheckedSteps):
         #: Iterations ended by update(), including those with skipped steps.
         self.steps = 0
 
-    # -- what is known ----------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------
 
     @property
     def rules(self) -> ScaleRules:
-        """The rules by which the scale changes, including floor and ceiling."""
+        """The rules for changes of the scale, including floor and ceiling."""
         torchs = (self._growth_factor, self._backoff_factor, self._growth_interval)
         if torchs != self._rules.torchs:
             # GradScaler's own attributes were assigned from outside.
@@ -79,7 +79,7 @@ class MovingScale(CheckedSteps):
 
     @property
     def forward_nonfinite(self) -> str:
-        """What happens to the scale when the forward's loss is non-finite: "back_off" or "hold"."""
+        """The reaction of the scale to a non-finite loss of the forward: "back_off" or "hold"."""
         return self._log.forward_nonfinite
 
     @property
@@ -102,7 +102,7 @@ class MovingScale(CheckedSteps):
         Raises:
             RuntimeError: no step() or unscale_() since the last update().
             LossScaleCollapsedError: a step overflowed although the scale was at its floor. The iteration has still ended.
-            ValueError, TypeError: an invalid new scale, or one outside [floor, ceiling]. Nothing has changed then.
+            ValueError, TypeError: an invalid new scale, or one outside [floor, ceiling]. The scaler is then unchanged.
         """
         if not self._enabled:
             return
@@ -190,7 +190,7 @@ class MovingScale(CheckedSteps):
         return failed
 
     def _end_iteration(self, *, counts: bool) -> Cause | None:
-        """Begin the next iteration, and return why a step of the ended one was skipped (None if none was)."""
+        """Begin the next iteration, and return why a step of the ended one was skipped (None if all steps ran)."""
         cause = self._iteration.cause
         self._iteration = Iteration()
         self._per_optimizer_states.clear()

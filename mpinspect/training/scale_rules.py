@@ -40,13 +40,13 @@ class ScaleState:
     skips_since_move: int = 0
 
     def at(self, scale: float) -> ScaleState:
-        """Return the state with another scale and no steps since the move; torch's growth tracker is kept."""
+        """Return the state with another scale and no steps since the move; torch's growth tracker stays."""
         return replace(self, scale=scale, steps_since_move=0, skips_since_move=0)
 
 
 @dataclass(frozen=True)
 class ScaleRules:
-    """The rules by which a loss scale changes.
+    """The rules for changes of a loss scale.
 
     Args:
         growth_factor: 1 or more; the scale is multiplied by it after ``growth_interval`` clean steps in a row, unless the
@@ -54,7 +54,7 @@ class ScaleRules:
         backoff_factor: above 0, at most 1; the scale is multiplied by it when a back-off is due.
         growth_interval: steps, 1 or more.
         floor: the smallest allowed scale; None for no floor.
-        ceiling: the largest allowed scale; None for no limit but FP32's range.
+        ceiling: the largest allowed scale; None: only FP32's range limits it.
         hysteresis: a back-off is due at this many skipped steps in a row, and at each further one in that row; a clean step
             resets the count (as in apex; Megatron resets it only when the scale grows).
         tolerance: a back-off is due only if at least this share of steps since the scale last moved was skipped (as in
@@ -111,7 +111,7 @@ class ScaleRules:
         return scale if self.ceiling is None else min(scale, self.ceiling)
 
     def check(self) -> None:
-        """Raise ValueError or TypeError if a rule is invalid; the message says which values are allowed."""
+        """Raise ValueError or TypeError if a rule is invalid; the message lists the allowed values."""
         _check_number(
             "growth_factor", self.growth_factor, 1.0 <= self.growth_factor < math.inf, "1 or more, such as 2.0"
         )

@@ -17,9 +17,9 @@ from mpinspect.training.skipped_steps import BACKWARD, FORWARD, Explainer, NonFi
 
 _log = logging.getLogger("mpinspect.training")
 
-#: The largest number of losses kept separately; more (from many micro-batches) are reduced to one number per device.
+#: The most losses that are stored separately; more (from many micro-batches) are reduced to one number per device.
 _MOST_KEPT = 256
-#: A 0-d loss is kept itself only if its storage is at most this large (bytes; CUDA's allocation granularity).
+#: Largest storage (bytes; CUDA's allocation granularity) of a 0-d loss that is stored as it is.
 _LARGEST_STORAGE = 512
 #: The smallest scale that is infinite in FP16; the gradient of an FP16 loss is the scale itself.
 _HALF_OVERFLOWS_AT = 65520.0
@@ -27,7 +27,7 @@ _HALF_OVERFLOWS_AT = 65520.0
 
 @dataclass
 class ScaledLosses:
-    """Keeps detached losses, never a graph. Methods wait for the GPU only where their docstrings say so."""
+    """Stores detached losses, never a graph. Methods wait for the GPU only if their docstrings mention it."""
 
     _kept: list[torch.Tensor] = field(default_factory=list)
     #: The number of scaled losses.
@@ -38,7 +38,7 @@ class ScaledLosses:
     differentiated: bool = False
 
     def __len__(self) -> int:
-        """Return how many tensors are kept."""
+        """Return the number of stored tensors."""
         return len(self._kept)
 
     def note(self, outputs: Any) -> None:

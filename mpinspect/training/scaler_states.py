@@ -21,7 +21,7 @@ class Saved:
     """Everything in a scaler's checkpoint.
 
     Args:
-        rules: the rules by which the scale changes.
+        rules: the rules for changes of the scale.
         state: the current scale and its counters.
         steps: number of steps, including skipped ones.
         skipped_steps: number of skipped steps.
@@ -73,7 +73,7 @@ def read(state_dict: Any, current: Saved, loss_id: int) -> Saved:
 
     Raises:
         RuntimeError: the state dict is empty.
-        ValueError: the state dict is of no known kind, or invalid; the message says what it looks like.
+        ValueError: the state dict is invalid or of an unknown kind; the message guesses its kind.
     """
     if isinstance(state_dict, Mapping) and not state_dict:
         raise RuntimeError(
@@ -163,7 +163,7 @@ def _count(entries: Mapping[str, Any], name: str) -> int:
 
 
 def _looks_like(found: Any) -> str:
-    """Return a clause saying what an invalid state dict looks like."""
+    """Return a clause with a guess at the kind of an invalid state dict."""
     if not isinstance(found, Mapping):
         return f"it is {type(found).__name__}, not a dict"
     names = {str(key) for key in found}

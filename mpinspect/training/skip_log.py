@@ -14,14 +14,14 @@ from mpinspect.training.skipped_steps import FORWARD, LossScaleWarning, SkippedS
 
 _log = logging.getLogger("mpinspect.training")
 
-#: What happens to the scale if the unscaled loss is non-finite.
+#: Reactions of the scale to a non-finite unscaled loss.
 BACK_OFF, HOLD = "back_off", "hold"
 
 #: FP16's smallest magnitude. No gradient of a working model needs a loss scale below it.
 _SUSPICIOUSLY_SMALL = 2.0**-24
 #: Skipped steps in a row after which to warn that training with this static scale never starts.
 _NEVER_STARTS = 10
-#: The largest number of skipped steps kept in the record.
+#: Most skipped steps in the record.
 _MOST_KEPT = 100
 
 
@@ -29,7 +29,7 @@ class SkipLog:
     """The record of skipped steps.
 
     Args:
-        forward_nonfinite: what happens to the scale if the unscaled loss is non-finite: BACK_OFF or HOLD.
+        forward_nonfinite: reaction of the scale to a non-finite unscaled loss: BACK_OFF or HOLD.
 
     Raises:
         ValueError: another value.

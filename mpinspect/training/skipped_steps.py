@@ -37,7 +37,7 @@ class Explainer(Protocol):
         """Return the first non-finite gradient in the order of the backward."""
 
     def forward(self) -> NonFinite | None:
-        """Return what made the forward non-finite, as far as it is known so far."""
+        """Return the cause of the non-finite forward, as far as it is known."""
 
     def step_ended(self, *, forward_finite: bool) -> None:
         """End a step whose outcome is known on the host, so that data about the step may be discarded.

@@ -36,7 +36,7 @@ class Seen:
 
 
 def suggestions(seen: Seen) -> list[str]:
-    """Return sentences with the code to write; an empty list if there is nothing to gain, or no CUDA GPU."""
+    """Return sentences with the code to write; empty if no setting would help, or without a CUDA GPU."""
     found: list[str] = []
     if seen.device != "cuda":
         return found

@@ -1,1 +1,1 @@
-"""Counting on a CPU with numba (the extra mpinspect[cpu]). Whoever wants the compiled loops asks ``available``."""
+"""Counting on a CPU with numba (the extra mpinspect[cpu]). Callers get the compiled loops from ``available``."""

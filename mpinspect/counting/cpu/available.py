@@ -1,7 +1,7 @@
-"""Whether the compiled loops can be used: read from numba's cache when first asked for, and never compiled beside a training.
+"""Loads the compiled loops from numba's cache at first use; a training process never compiles them.
 
-What the cache lacks a process of its own compiles (``compiler``); until that is done, and where numba is missing or fails, torch
-counts. Nothing here raises what numba raises. Importing this module does not import numba.
+``compiler`` starts another process that compiles missing loops. Until it has finished, and if numba is missing or fails, torch
+counts. Numba's exceptions are caught here. Importing this module does not import numba.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _STARTED = (
     "until then torch counts"
 )
 _SLOWER = "counting on the CPU takes several times longer"
-#: Seconds between two looks whether the process is done: a look takes microseconds.
+#: Seconds between two checks whether the process has finished; a check takes microseconds.
 _LOOK_EVERY_S = 1.0
 
 
 class Loops(NamedTuple):
-    """The modules ``counter``, ``largest`` and ``lost``, all of whose loops are loaded."""
+    """The modules ``counter``, ``largest`` and ``lost``, with all their loops loaded."""
 
     counter: Any
     largest: Any
@@ -34,24 +34,24 @@ class Loops(NamedTuple):
 
 
 class Available:
-    """What this process knows of the compiled loops."""
+    """The state of the compiled loops in this process."""
 
     def __init__(self) -> None:
-        #: A sentence on why they are not used though they should be; "" where nothing is known against them.
+        #: A sentence on why the loops are not used although numba is installed; "" if no problem is known.
         self.trouble = ""
         self._loops: Loops | None = None
-        #: When to look next, by the monotonic clock.
+        #: When to check next, by the monotonic clock.
         self._next_look_s = -math.inf
         #: The cache that a process was started to fill.
         self._filled: Path | None = None
         self._looking = threading.Lock()
 
     def loops(self) -> Loops | None:
-        """The loops; None as long as torch is to count. The first call, and the one that finds them, may take a second."""
+        """Return the loops; None while torch must count. The first call and the one that loads them may take a second."""
         if (
             self._loops is None
             and time.monotonic() >= self._next_look_s
-            # Whoever comes while another thread looks does not wait for it.
+            # Other threads do not wait for the one that checks.
             and self._looking.acquire(blocking=False)
         ):
             try:
@@ -61,7 +61,7 @@ class Available:
         return self._loops
 
     def compile_here(self) -> Loops | None:
-        """Compile in this process what is not on disk: for tests and benchmarks, which measure the compiled loops."""
+        """Compile missing loops in this process: for tests and benchmarks, which measure the compiled loops."""
         with self._looking:
             if self._loops is None:
                 apart(lambda: self._try(_from_disk))
@@ -76,7 +76,7 @@ class Available:
             self._try(self._read)
 
     def _read(self) -> Loops | None:
-        """The loops from numba's cache, or a process is started that fills it."""
+        """Return the loops from numba's cache; if some are missing, start a process that compiles them and return None."""
         found = _from_disk()
         if found is not None:
             return found
@@ -98,18 +98,18 @@ class Available:
         except _NoLoopsError as error:
             self.trouble = f"{error}: {_SLOWER}"
         except Exception as error:
-            # Whatever a compiler may raise.
+            # Compilers may raise anything.
             if not (isinstance(error, ModuleNotFoundError) and error.name == "numba"):
                 why = " ".join(str(error).split())[:200]
                 self.trouble = f"numba is installed and does not work here ({why}): {_SLOWER}"
 
 
 class _NoLoopsError(Exception):
-    """A sentence on why there are no compiled loops, numba itself being well."""
+    """No compiled loops are available although numba works; the message is a sentence."""
 
 
 def _from_disk() -> Loops | None:
-    """None where numba's cache lacks one of them."""
+    """Return the loops; None if numba's cache lacks one of them."""
     from mpinspect.counting.cpu import compiling
 
     _cache_folder()
@@ -121,7 +121,7 @@ def _from_disk() -> Loops | None:
 
 
 def compile_all() -> Loops:
-    """Compile what numba's cache does not hold, and put it there. Takes a minute of one processor."""
+    """Compile all loops that numba's cache lacks, and store them there. Takes a minute of one processor."""
     from mpinspect.counting.cpu import compiling
 
     folder = _cache_folder()
@@ -131,7 +131,7 @@ def compile_all() -> Loops:
 
 
 def _compile_alone() -> Loops:
-    """The same, while no other process does it."""
+    """Like ``compile_all``, once no other process is compiling."""
     with compiler.exclusively(_cache_folder()):
         return compile_all()
 

@@ -1,10 +1,10 @@
-"""The process that compiles the loops, so that no training waits for it: numba's cache is what it leaves behind.
+"""Starts the process that compiles the loops into numba's cache, so that no training waits for the compiler.
 
-It is a fresh interpreter, no fork of the caller's threads, in a session of its own and with the lowest priority, unless it
-would starve. It holds neither the caller's streams nor its working directory. It is no child either: a child's end would reach
-the caller as a signal, and ``os.wait`` would find it. Whether it is still at work is therefore asked of a lock on the cache's
-folder, which the caller takes and the process inherits: the lock is gone when the process is, however that ended, and several
-ranks start one process.
+The process is a fresh interpreter, not a fork of the caller's threads. It has its own session, the lowest priority unless it
+would starve, and none of the caller's streams. It is no child of the caller: a child's exit would send the caller SIGCHLD, and
+``os.wait`` would find it. The caller therefore detects a running process by a lock on the cache's folder. The caller takes
+this lock and the process inherits it, so that the system releases it however the process ends, and several ranks start
+only one process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pathlib import Path
 
 from mpinspect.runtime.appending import lock_of
 
-#: Seconds of a processor after which the process ends itself; compiling takes about one minute.
+#: Seconds of processor time after which the process is killed; compiling takes about one minute.
 _MOST_CPU_S = 600
 
-#: The priority at first, and after so many seconds in which the process got less than this share of one processor.
+#: The first priority; the second, used if the process gets less than this share of one processor in so many seconds.
 _NICE, _NICE_IF_STARVED, _PATIENCE_S, _LEAST_SHARE = 19, 5, 30.0, 0.25
-#: The exit status of a child that got too little time.
+#: Exit status of a child that got too little processor time.
 _STARVED = 75
 
-#: What it runs: the process that was started ends at once, its child has the work done.
+#: The program of the process: it exits at once, and its child does the work.
 _CODE = """
 import os, sys
 if hasattr(os, "fork"):
@@ -44,18 +44,18 @@ _WORK = "from mpinspect.counting.cpu import available; available.compile_all()"
 
 
 class CanNotStartError(Exception):
-    """There is no interpreter to start."""
+    """No interpreter can be started; the message is a sentence."""
 
 
 def start(folder: Path) -> None:
-    """Start the process, unless one is at work already.
+    """Start the process, unless one is running.
 
     Args:
-        folder: of numba's cache; it exists.
+        folder: numba's cache folder, which must exist.
 
     Raises:
-        CanNotStartError: this is no plain Python interpreter.
-        OSError, subprocess.SubprocessError: the system does not start it.
+        CanNotStartError: this process is no plain Python interpreter.
+        OSError, subprocess.SubprocessError: the system could not start the process.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         raise CanNotStartError("this process is no plain Python interpreter, of which a second could be started")
@@ -65,7 +65,7 @@ def start(folder: Path) -> None:
         return
     code = _CODE.format(path=[str(Path(entry).absolute()) for entry in sys.path if isinstance(entry, str)], work=_WORK)
     try:
-        # -W: what the user makes an error is none in there.
+        # -W: the user's settings may turn warnings into errors.
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", code],
             stdin=subprocess.DEVNULL,
@@ -84,7 +84,7 @@ def start(folder: Path) -> None:
 
 
 def at_work(folder: Path) -> bool:
-    """Whether a process compiles into this folder now; True as well where locks can't tell."""
+    """Return whether a process is compiling into this folder; True if the system has no locks."""
     try:
         lock = lock_of(folder)
     except BlockingIOError:
@@ -97,7 +97,7 @@ def at_work(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def exclusively(folder: Path) -> Iterator[None]:
-    """Inside, this process is the one that compiles into the folder; waits for another one."""
+    """Hold the folder's lock, so that no other process compiles into it; waits until the lock is free."""
     lock = lock_of(folder, wait_s=math.inf)
     try:
         yield
@@ -107,12 +107,12 @@ def exclusively(folder: Path) -> Iterator[None]:
 
 
 def give_way() -> None:
-    """Continue in a child process that competes with nobody for processors or memory, and comes to an end.
+    """Continue in a child process that yields processors and memory to all others and has a limited running time.
 
-    It first has the lowest priority. Where the machine is so busy that the child gets hardly any time, another child takes over
-    with a higher priority: numba's cache keeps what the first one compiled. The caller becomes the parent, which only waits.
+    Its first priority is the lowest. If the machine is so busy that the child gets hardly any time, a second child with a
+    higher priority continues from numba's cache, which holds the first one's results. The caller, as parent, only waits.
     """
-    # Where memory is short this process is the first to be ended.
+    # The system kills this process first when memory runs out.
     _tell_kernel("oom_score_adj", 1000)
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
@@ -133,7 +133,7 @@ def give_way() -> None:
 
 
 def _be_nice(nice: int) -> None:
-    # Linux may share processors among sessions first, so that a process's priority holds within its session only.
+    # Linux may divide processors among sessions first; priorities then apply only within a session.
     _tell_kernel("autogroup", nice)
     os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
 
@@ -150,7 +150,7 @@ def _tell_kernel(setting: str, value: int) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The caller's, with numba's folder as a path that does not depend on the working directory."""
+    """Return the caller's environment, with numba's folder as an absolute path."""
     import numba
 
     folder: str = numba.config.CACHE_DIR  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""How loops are compiled: into numba's cache on disk, and read from there by every other process.
+"""Compiles loops into numba's cache on disk, from which every other process loads them.
 
-numba finds a function in its cache by its name, its types, its processor and the text of its own file; it does not ask whether
-what the function calls has changed since. So every name ends with a digest of all files that a loop is made of.
+numba finds a function in its cache by its name, its types, its processor and the text of its own file; changes of the
+functions that it calls go undetected. So every name ends with a digest of all files that contribute to a loop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numba
 import numba.core.event
 
-#: The files of this folder that loops are made of; beside them they know the constants of ``layout``.
+#: The files of this folder that contribute to loops; ``layout`` contributes too, by its constants.
 _MADE_OF = ("compiling", "kernels", "lost", "memory", "planes", "shares", "vectors")
 #: Suffixes of numba's index and data files.
 _SUFFIXES = (".nbi", ".nbc")
@@ -31,28 +31,28 @@ _DIGEST = _digest()
 
 
 def _named(function: Any) -> Any:
-    # Once: after an import that found a loop missing on disk, the next one may come by again.
+    # Only once: after a failed import because of a missing loop, a second import calls this again.
     if not function.__qualname__.endswith(_DIGEST):
         function.__qualname__ += f"_{_DIGEST}"
     return function
 
 
 def compiled(function: Any) -> Any:
-    """Compiled at its first call, once for each types of arguments. Holds no interpreter lock."""
+    """Compile the function at its first call with each combination of argument types. It runs without the GIL."""
     return numba.njit(nogil=True, cache=True)(_named(function))
 
 
 def compiled_for(signature: str) -> Callable[[Any], Any]:
-    """Compiled now, for arguments of these types."""
+    """Return a decorator that compiles a function at once, for these argument types."""
     return lambda function: numba.njit(signature, nogil=True, cache=True)(_named(function))
 
 
-#: What an address belongs to must not be collected.
+#: References that protect C functions with a known address from the garbage collector.
 _kept: list[Any] = []
 
 
 def function_of_c(function: Any) -> int:
-    """The address of a C function of one int64 that returns nothing, compiled now."""
+    """Compile a C function of one int64 without a result, and return its address."""
     types: Any = numba.types
     cfunc: Any = numba.cfunc
     made = cfunc(types.void(types.int64), cache=True)(_named(function))
@@ -62,10 +62,10 @@ def function_of_c(function: Any) -> int:
 
 
 def cache_folder() -> Path:
-    """Where numba keeps the loops: in ``NUMBA_CACHE_DIR``, beside this file, or in the user's cache folder.
+    """Return numba's cache folder: ``NUMBA_CACHE_DIR``, this file's folder, or one in the user's cache folder.
 
     Raises:
-        RuntimeError: none of these can be written to.
+        RuntimeError: numba can write to none of these.
     """
 
     def nothing() -> None:
@@ -77,7 +77,7 @@ def cache_folder() -> Path:
 
 
 class NotOnDiskError(Exception):
-    """A loop is not in the cache, so that numba would have to compile it."""
+    """A loop is missing from the cache, so numba would have to compile it."""
 
 
 class _Refusal(numba.core.event.Listener):
@@ -91,13 +91,13 @@ class _Refusal(numba.core.event.Listener):
 
 @contextlib.contextmanager
 def only_from_disk() -> Iterator[None]:
-    """Inside, none of our loops is compiled: numba reads them from its cache or raises NotOnDiskError."""
+    """Within this context numba loads our loops from its cache, or raises NotOnDiskError instead of compiling one."""
     with numba.core.event.install_listener("numba:run_pass", _Refusal()):
         yield
 
 
 def remove_others(folder: Path) -> None:
-    """Remove from the cache what was compiled of other sources than today's."""
+    """Remove cached loops that were compiled from other versions of the sources."""
     for path in folder.iterdir():
         if path.suffix in _SUFFIXES and _DIGEST not in path.name:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""From a CPU tensor to its row of counts with the compiled loops of ``kernels``, on a few threads where that pays.
+"""Counts CPU tensors into rows with the compiled loops of ``kernels``, on several threads for large tensors.
 
 Importing compiles the loops, or reads them from numba's cache.
 """
@@ -17,23 +17,23 @@ from mpinspect.counting.layout import HEADER, MIN_BITS, NARROW
 from mpinspect.counting.pieces import fills_its_memory, flat_bits
 from mpinspect.runtime.workers import NO_TEAM, POOL, TEAM
 
-#: From here on sharing pays: torch's threads mostly are awake, ours have to be woken.
+#: Values from which several threads are faster: torch's threads, mostly awake; our own, which must be woken.
 _TEAM_FROM, _POOL_FROM = 1 << 16, 1 << 19
 #: Values that one of our threads takes at a time: at least some 20 us of work.
 _LEAST_CHUNK, _MOST_CHUNK = 1 << 15, 1 << 18
-#: Chunks for each thread to aim for: one whose core is busy with something else takes fewer.
+#: Chunks per thread; a thread whose core is busy takes fewer.
 _CHUNKS_OF_A_THREAD = 4
 
 
 @dataclass(frozen=True)
 class _Way:
-    """How one dtype is counted: the work of a thread, and the encoding whose row it fills."""
+    """How one dtype is counted: by the work of a thread, into a row of the encoding."""
 
     work: str
     encoding: Encoding
 
     def row(self, values: torch.Tensor, threads: int = 1, team: tuple[int, int] = NO_TEAM) -> torch.Tensor:
-        """The row of a tensor whose elements lie in memory without gap."""
+        """Return the row of a tensor whose elements fill its memory without gaps."""
         row = torch.empty(self.encoding.layout.length, dtype=torch.int64, device="cpu")
         length = values.numel()
         work = shares.address_of(self.work)
@@ -41,7 +41,7 @@ class _Way:
         return row
 
     def row_of_pieces(self, pieces: Iterable[torch.Tensor]) -> torch.Tensor:
-        """The row of all values in some tensors, counted by this thread."""
+        """Return the row of all values in some tensors, counted by this thread."""
         return merge_rows(
             [self.row(piece.contiguous()) for piece in pieces] or [empty_row(self.encoding, torch.device("cpu"))]
         )
@@ -54,13 +54,13 @@ _WAYS = {
     torch.bfloat16: _Way("count bfloat16", BINARY32),
 }
 
-#: By dtype, the address of what a thread does. Values of 8 bits have no loop: torch counts their few codes as fast.
+#: The address of a thread's work, by dtype. 8-bit dtypes have no loop: torch counts their few codes as fast.
 WORK = {dtype: shares.address_of(way.work) for dtype, way in _WAYS.items()}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def takes(tensor: torch.Tensor) -> bool:
-    """Whether ``fill`` and ``fill_many`` can count this tensor as it is, into a row of the layout NARROW."""
+    """Return whether ``fill`` and ``fill_many`` can count this tensor as it is, into a row of the layout NARROW."""
     return (
         tensor.dtype in WORK
         and tensor.dtype is not torch.float64
@@ -72,30 +72,30 @@ def takes(tensor: torch.Tensor) -> bool:
 
 
 def fill(tensor: torch.Tensor, row: int) -> None:
-    """Count a tensor that this module ``takes`` into the row at an address."""
+    """Count a tensor that ``takes`` accepts into the row at an address."""
     length = tensor.numel()
     threads, team = _threads_for(length)
     shares.fill_row(WORK[tensor.dtype], _address(tensor, length), length, row, NARROW.length, threads, team)
 
 
 def fill_many(pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
-    """The same for many tensors and their rows, one after the other, in one compiled call."""
+    """Count many tensors that ``takes`` accepts into the rows at their addresses, in one compiled call."""
     entries = [(WORK[tensor.dtype], _address(tensor, length := tensor.numel()), length, row) for tensor, row in pairs]
     shares.fill_rows(np.array(entries, np.int64), NARROW.length, *_threads_for(_TEAM_FROM), _TEAM_FROM)
 
 
 def _threads_for(length: int) -> tuple[int, tuple[int, int]]:
-    """How many threads count so many values, and the team that they are."""
+    """Return the number of threads for this many values, and the addresses of their team."""
     if length >= _TEAM_FROM and TEAM.there and (threads := torch.get_num_threads()) > 1:
         return threads, TEAM.addresses
     return 1, NO_TEAM
 
 
 def _address(tensor: torch.Tensor, length: int) -> int:
-    """Of the first of a tensor's so many values.
+    """Return the address of a tensor's first value.
 
     Raises:
-        ValueError: there are values, and no memory.
+        ValueError: the tensor has values but no memory.
     """
     address = tensor.data_ptr()
     if not address and length:
@@ -106,7 +106,7 @@ def _address(tensor: torch.Tensor, length: int) -> int:
 
 
 def count(values: torch.Tensor) -> torch.Tensor:
-    """The row of a strided CPU tensor of a dtype in WORK, any shape and strides."""
+    """Return the row of a strided CPU tensor of a dtype in WORK, any shape and strides."""
     if values._is_zerotensor():
         # It has no memory.
         values = torch.zeros_like(values)

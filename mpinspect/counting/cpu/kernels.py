@@ -1,16 +1,16 @@
 """The loops that count, compiled by numba: one pass over the bits, block by block in the first-level cache.
 
-Adding to one of some hundred counters for every value takes five cycles a value, for neighbours mostly want the same
-counter and wait for each other. So nothing is scattered here. A block of float32 words is added to the ``planes``, which is of
-use if its exponents lie close enough together, as gradients' do. In any other each exponent field that occurs is counted by
-comparing the whole block with it, many values to an instruction; its extremes tell which to look for.
+Adding to one of hundreds of counters takes five cycles a value, since neighbouring values often share a counter and so wait
+for each other. These loops therefore avoid scattered additions. Blocks of float32 words whose exponents lie close together,
+as gradients' usually do, are added to the ``planes``. In other blocks each exponent field between the block's extremes is
+counted by comparing the whole block with it, many values to an instruction.
 
-What is rare is looked for in groups of values: the largest mantissa of a group, turned so that powers of two sort above
-values near the top of their exponent, tells whether one of its values needs a look of its own.
+Rare values are searched in groups. Each mantissa is shifted to the top and decremented, so that powers of two sort above values
+near the top of their exponent. Only groups whose largest result reaches that range are examined value by value.
 
 numba widens integers unless each result is cast back, and does not vectorise a loop whose index might be negative:
-hence the casts, and slices instead of offsets. Functions refer to each other as globals, never as closures: only so does
-numba find them again in its cache on disk. All arithmetic is on integers, so that neither rounding nor a flush-denormals
+hence the casts, and slices instead of offsets. Functions refer to each other as globals, never as closures, so that numba
+finds them again in its cache on disk. All arithmetic is on integers, so that neither rounding nor a flush-denormals
 mode of the thread can change a count.
 """
 
@@ -31,18 +31,18 @@ carray: Any = numba.carray  # type: ignore[attr-defined]
 
 # Value i of a block belongs to group i modulo _GROUPS, except in the planes.
 _BLOCK, _GROUPS = planes.BLOCK, planes.COLUMNS
-#: Exponents of one block that are counted by comparison; values beyond them are added up one by one.
+#: Exponents of one block that are counted by comparison; values of lower exponents are added one by one.
 _MOST_COMPARED = 64
-#: Groups of one block whose values are looked at one by one; where there are more, comparing all of them costs less.
+#: Most groups of one block that are examined value by value; beyond this, comparing the whole block costs less.
 _MOST_GROUPS = 32
 
 
 class _Format(NamedTuple):
-    """An IEEE encoding. Where nothing else is said, words: unsigned integers as wide as a value.
+    """An IEEE encoding. Fields are unsigned integers as wide as a value, except the last three, which are int64.
 
-    ``turn`` shifts sign and field out at the top, ``suspicious`` is the least turned mantissa minus one to look into.
-    int64s: ``first`` and ``first_of_integers`` are where in a row the counters of field 0 would stand, of plain values and of
-    subnormals that are written as the integers they are multiples of; ``highest_field`` is that of infinities.
+    ``turn`` shifts sign and field out at the top. A turned mantissa minus one of at least ``suspicious`` needs examination.
+    ``first`` is the place of field 0's counters in a row, for plain values; ``first_of_integers`` for subnormals that were
+    converted to integers. ``highest_field`` belongs to infinities and NaNs.
     """
 
     zero: Any
@@ -80,7 +80,7 @@ def _format(word: Any, mantissa_bits: int, bias: int) -> _Format:
 
 
 class _Scratch(NamedTuple):
-    """Arrays of a block's length, but for ``groups``. ``integers`` holds floats, ``of_integers`` is the same memory as words."""
+    """Arrays of a block's length, except ``groups``. ``of_integers`` views the floats in ``integers`` as words."""
 
     fields: Any
     groups: Any
@@ -89,10 +89,10 @@ class _Scratch(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """Blocks in the planes.
+    """The planes, and the blocks that they hold.
 
-    ``state``, int64: the lowest and the highest exponent field in them; how many blocks; which of the two ``lower`` holds the
-    lower planes. ``masks``: a block's sixteen masks, four to a word. ``padded``: a block.
+    ``state``, int64: the lowest and the highest exponent field of the blocks; their number; the index in ``lower`` of the
+    current lower planes. ``masks``: a block's sixteen masks, four to a word. ``padded``: a block.
     """
 
     planes: Any
@@ -111,7 +111,7 @@ _FORMAT32, _FORMAT64 = _format(np.uint32, 23, 127), _format(np.uint64, 52, 1023)
 
 @compiled
 def _survey(bits: Any, f: Any, fields: Any, groups: Any) -> Any:
-    """The fields and the groups' maxima of a block; returns its least magnitude minus one, and its largest magnitude."""
+    """Compute a block's fields and groups' maxima; return its least magnitude minus one, and its largest magnitude."""
     low, high = as_type(f.zero - f.one, f.one), f.zero
     groups[:] = f.zero
     for start in range(0, len(bits), _GROUPS):
@@ -137,7 +137,7 @@ def _occurrences(fields: Any, field: Any) -> Any:
 
 @compiled
 def _add_fields(fields: Any, f: Any, first: Any, lowest: Any, highest: Any, row: Any) -> None:
-    """Count a block's fields; but for zeros none lies outside ``lowest`` .. ``highest``."""
+    """Count a block's fields, which lie within ``lowest`` .. ``highest`` except for zeros."""
     left = np.int64(len(fields))
     least_compared = max(lowest, highest - _MOST_COMPARED + 1, 1)
     for field in range(highest, least_compared - 1, -1):
@@ -157,7 +157,7 @@ def _add_fields(fields: Any, f: Any, first: Any, lowest: Any, highest: Any, row:
 
 @compiled
 def _move_to_edges(bits: Any, f: Any, first: Any, groups: Any, row: Any) -> None:
-    """Powers of two and values near the top, counted among the others so far, to their own counters."""
+    """Move powers of two and values near the top from the counters of other values to their own."""
     for j in range(min(len(groups), len(bits))):
         if groups[j] >= f.suspicious:
             for index in range(j, len(bits), _GROUPS):
@@ -170,7 +170,7 @@ def _move_to_edges(bits: Any, f: Any, first: Any, groups: Any, row: Any) -> None
 
 @compiled
 def _move_many_to_edges(bits: Any, f: Any, first: Any, lowest: Any, highest: Any, fields: Any, row: Any) -> None:
-    """The same, for blocks that hold many such values. Overwrites ``fields``."""
+    """Do the same for blocks with many such values. Overwrites ``fields``."""
     for which in (0, 2):
         for j in range(len(bits)):
             magnitude = as_type(bits[j] & f.mask, f.one)
@@ -185,7 +185,7 @@ def _move_many_to_edges(bits: Any, f: Any, first: Any, lowest: Any, highest: Any
 
 @compiled
 def _find_edges(block: Any, f: Any, first: Any, lowest: Any, highest: Any, scratch: Any, row: Any) -> None:
-    """Move what the groups' maxima tell of to the edge counters. Overwrites ``scratch.fields``."""
+    """Move the values that the groups' maxima reveal to the edge counters. Overwrites ``scratch.fields``."""
     suspicious = 0
     for j in range(len(scratch.groups)):
         suspicious += scratch.groups[j] >= f.suspicious
@@ -197,10 +197,10 @@ def _find_edges(block: Any, f: Any, first: Any, lowest: Any, highest: Any, scrat
 
 @compiled
 def _add_values(block: Any, f: Any, first: Any, scratch: Any, row: Any) -> Any:
-    """Count a block, subnormals as zeros and infinities as NaNs. Returns what ``_survey`` does.
+    """Count a block, subnormals as zeros and infinities as NaNs. Returns the result of ``_survey``.
 
     Args:
-        first: where the counters of field 0 would stand.
+        first: the place of field 0's counters.
     """
     fields = scratch.fields[: len(block)]
     low, high = _survey(block, f, fields, scratch.groups)
@@ -212,22 +212,22 @@ def _add_values(block: Any, f: Any, first: Any, scratch: Any, row: Any) -> Any:
 
 @compiled
 def _move_subnormals(bits: Any, f: Any, scratch: Any, row: Any) -> None:
-    """Subnormals, counted as zeros so far, to their exponents, edges included.
+    """Move subnormals, which were counted as zeros, to their exponents, edges included.
 
-    A subnormal is an integer times a power of two: that integer, as a float, is a normal number with the same significand.
+    A subnormal is an integer times a power of two. That integer, as a float, is a normal number with the same significand.
     """
     integers = scratch.integers[: len(bits)]
     for j in range(len(bits)):
         magnitude = as_type(bits[j] & f.mask, f.one)
         integers[j] = np.int64(f.zero if magnitude > f.mantissa else magnitude)
-    # All of the block is counted a second time, what is no subnormal as zero.
+    # The whole block is counted again, with all other values as zeros.
     row[ZEROS] -= len(bits)
     _add_values(scratch.of_integers[: len(bits)], f, f.first_of_integers, scratch, row)
 
 
 @compiled
 def _move_infinities(bits: Any, f: Any, row: Any) -> Any:
-    """Infinities, counted as NaNs so far, to their counter; returns the largest finite magnitude."""
+    """Move infinities, which were counted as NaNs, to their counter; return the largest finite magnitude."""
     high = f.zero
     infinities = 0
     for j in range(len(bits)):
@@ -241,7 +241,7 @@ def _move_infinities(bits: Any, f: Any, row: Any) -> Any:
 
 @compiled
 def _add_block(block: Any, f: Any, scratch: Any, row: Any, ends: Any) -> Any:
-    """Count a block. Returns what ``_survey`` does, infinities and NaNs included."""
+    """Count a block. Returns the result of ``_survey``, infinities and NaNs included."""
     low, high = _add_values(block, f, f.first, scratch, row)
     if low < f.mantissa:
         _move_subnormals(block, f, scratch, row)
@@ -252,7 +252,7 @@ def _add_block(block: Any, f: Any, scratch: Any, row: Any, ends: Any) -> Any:
 
 @compiled
 def _fields(low: Any, high: Any) -> Any:
-    """The exponent fields of float32 extremes as ``_survey`` has them."""
+    """Return the exponent fields of float32 extremes in the form that ``_survey`` returns."""
     f = _FORMAT32
     return np.int64(as_type(low + f.one, f.one) >> f.mantissa_bits), np.int64(high >> f.mantissa_bits)
 
@@ -264,7 +264,7 @@ def _fits_a_window(lowest: Any, highest: Any) -> Any:
 
 @compiled
 def _empty_planes(window: Any, row: Any) -> None:
-    """Add what the planes hold to the row."""
+    """Add the counts in the planes to the row, and clear the planes."""
     lowest, highest, blocks = window.state[_LOWEST], window.state[_HIGHEST], window.state[_BLOCKS]
     if not blocks:
         return
@@ -283,7 +283,7 @@ def _empty_planes(window: Any, row: Any) -> None:
 
 @compiled
 def _move_columns_to_edges(bits: Any, masks: Any, row: Any) -> None:
-    """Powers of two and values near the top, counted among the others so far, to their own counters: of a block in the planes."""
+    """Move powers of two and values near the top of a block in the planes to their own counters."""
     f = _FORMAT32
     for word in range(len(masks)):
         mask = masks[word]
@@ -303,7 +303,7 @@ def _move_columns_to_edges(bits: Any, masks: Any, row: Any) -> None:
 
 @compiled
 def _find_edges_in_planes(block: Any, masks: Any, lowest: Any, highest: Any, scratch: Any, row: Any) -> None:
-    """Move what the masks of a block tell of to the edge counters."""
+    """Move the values that a block's masks reveal to the edge counters."""
     suspicious = 0
     for mask in masks:
         suspicious += ones(mask)
@@ -315,13 +315,13 @@ def _find_edges_in_planes(block: Any, masks: Any, lowest: Any, highest: Any, scr
 
 @compiled
 def _without_owner(array: Any) -> Any:
-    """The array's memory as an array that keeps nothing alive: free to be handed on, where others are counted in and out."""
+    """Return a view of the array's memory without a reference to its owner, which saves reference counting in loops."""
     return carray(pointer(array.ctypes.data, array.dtype.type(0)), array.shape)
 
 
 @compiled
 def _add_fitting_blocks(bits: Any, counting: Any) -> Any:
-    """Add whole blocks of float32 words to the planes, up to one that fits no window; returns how many values that are."""
+    """Add whole blocks of float32 words to the planes, up to one that fits no window; return the number of values added."""
     f, window, state = _FORMAT32, counting.window, counting.window.state
     all_planes, lower, masks = _without_owner(window.planes), _without_owner(window.lower), _without_owner(window.masks)
     row, size = _without_owner(counting.row), 4 * (planes.LOWER + 1) * planes.COLUMNS
@@ -337,7 +337,7 @@ def _add_fitting_blocks(bits: Any, counting: Any) -> Any:
             row[ZEROS] += _BLOCK
             start += _BLOCK
             continue
-        # Both are doubled.
+        # Both extremes are doubled.
         first, last = np.int64(low >> np.uint32(24)), np.int64(high >> np.uint32(24))
         if not _fits_a_window(first, last):
             break
@@ -347,7 +347,7 @@ def _add_fitting_blocks(bits: Any, counting: Any) -> Any:
             state[_LOWEST], state[_HIGHEST], state[_BLOCKS], state[_SIDE] = lowest, highest, blocks, side
             _empty_planes(window, counting.row)
             blocks = 0
-            # Once more, to planes that are empty now.
+            # Add the same block again, now to empty planes.
             continue
         side = 1 - side
         planes.add_carries(all_planes, lower[side, planes.LOWER], blocks)
@@ -369,7 +369,7 @@ def _add_words(bits: Any, counting: Any) -> None:
     while start < len(bits):
         if start + _BLOCK <= len(bits):
             start += _add_fitting_blocks(bits[start:], counting)
-            # After one that did not fit the next one is likely not to fit either.
+            # After a block that did not fit, the next one is unlikely to fit.
             while start + _BLOCK <= len(bits):
                 low, high = _add_block(
                     bits[start : start + _BLOCK], _FORMAT32, counting.scratch, counting.row, counting.ends
@@ -384,7 +384,7 @@ def _add_words(bits: Any, counting: Any) -> None:
 
 @compiled
 def _add_part_of_a_block(bits: Any, counting: Any) -> None:
-    """The same for less than a block, which zeros make one."""
+    """Count less than a block of float32 words, padded with zeros to a block."""
     padded = counting.window.padded
     padded[: len(bits)] = bits
     padded[len(bits) :] = np.uint32(0)
@@ -413,13 +413,13 @@ def _new_scratch() -> Any:
 
 
 class _Counting(NamedTuple):
-    """One thread's way from values to a row.
+    """The state of one thread that counts values into a row.
 
     Args:
-        row: int64, shape (NARROW.length,) or (WIDE.length,), zeros to begin with.
-        ends: unsigned integers as wide as a value, shape (2,): the least non-zero magnitude minus one and the largest finite one
-            so far; to begin with all bits and none. The row gets them in the end.
-        wide: uint32, shape (_BLOCK,): where narrower values are written as float32 words.
+        row: int64, shape (NARROW.length,) or (WIDE.length,), initially zeros.
+        ends: unsigned integers as wide as a value, shape (2,): the least non-zero magnitude minus one, initially all bits,
+            and the largest finite magnitude, initially 0. ``finish`` writes them to the row.
+        wide: uint32, shape (_BLOCK,): scratch for narrower values as float32 words.
     """
 
     row: Any
@@ -431,7 +431,7 @@ class _Counting(NamedTuple):
 
 @compiled
 def counting32(row: Any) -> Any:
-    """To count float32, float16 or bfloat16 values into a NARROW row."""
+    """Return the state for counting float32, float16 or bfloat16 values into a NARROW row."""
     ends = np.zeros(2, np.uint32)
     ends[0] = np.uint32(2**32 - 1)
     return _Counting(row, ends, _new_scratch(), _new_window(), np.empty(_BLOCK, np.uint32))
@@ -439,7 +439,7 @@ def counting32(row: Any) -> Any:
 
 @compiled
 def counting64(row: Any) -> Any:
-    """To count float64 values into a WIDE row."""
+    """Return the state for counting float64 values into a WIDE row."""
     ends = np.zeros(2, np.uint64)
     ends[0] = np.uint64(2**64 - 1)
     integers = np.empty(_BLOCK, np.float64)
@@ -449,13 +449,13 @@ def counting64(row: Any) -> Any:
 
 @compiled
 def add_float32(counting: Any, address: Any, length: Any) -> None:
-    """Count so many float32 values from an address on."""
+    """Count ``length`` float32 values at an address."""
     _add_words(carray(pointer(address, np.uint32(0)), (length,)), counting)
 
 
 @compiled
 def add_float64(counting: Any, address: Any, length: Any) -> None:
-    """The same for float64 values."""
+    """Count ``length`` float64 values at an address."""
     bits = carray(pointer(address, np.uint64(0)), (length,))
     for start in range(0, length, _BLOCK):
         _add_block(bits[start : start + _BLOCK], _FORMAT64, counting.scratch, counting.row, counting.ends)
@@ -463,12 +463,12 @@ def add_float64(counting: Any, address: Any, length: Any) -> None:
 
 @compiled
 def add_float16(counting: Any, address: Any, length: Any) -> None:
-    """The same for float16 values."""
+    """Count ``length`` float16 values at an address."""
     bits = carray(pointer(address, np.uint16(0)), (length,))
     scratch, wide = counting.scratch, counting.wide
     for start in range(0, length, _BLOCK):
         narrow = bits[start : start + _BLOCK]
-        # A subnormal is its mantissa, an integer, times 2^-24. No subnormal float32 occurs on the way.
+        # A subnormal is its mantissa, an integer, times 2^-24. No intermediate result is a subnormal float32.
         for j in range(len(narrow)):
             scratch.integers[j] = np.float32(narrow[j] & np.uint16(0x3FF))
         for j in range(len(narrow)):
@@ -482,7 +482,7 @@ def add_float16(counting: Any, address: Any, length: Any) -> None:
 
 @compiled
 def add_bfloat16(counting: Any, address: Any, length: Any) -> None:
-    """The same for bfloat16 values."""
+    """Count ``length`` bfloat16 values at an address."""
     bits = carray(pointer(address, np.uint16(0)), (length,))
     wide = counting.wide
     for start in range(0, length, _BLOCK):
@@ -494,7 +494,7 @@ def add_bfloat16(counting: Any, address: Any, length: Any) -> None:
 
 @compiled
 def finish32(counting: Any) -> None:
-    """All values are in: complete the row."""
+    """Complete the row after the last value."""
     f, row, ends = _FORMAT32, counting.row, counting.ends
     _empty_planes(counting.window, row)
     least = np.uint32(ends[0] + f.one)
@@ -504,7 +504,7 @@ def finish32(counting: Any) -> None:
 
 @compiled
 def finish64(counting: Any) -> None:
-    """All values are in: complete the row."""
+    """Complete the row after the last value."""
     f, row, ends = _FORMAT64, counting.row, counting.ends
     row[MIN_BITS] = np.int64(ends[0]) + 1 if ends[0] < np.uint64(f.infinity - f.one) else NO_MINIMUM
     row[MAX_BITS] = np.int64(ends[1])
@@ -512,7 +512,7 @@ def finish64(counting: Any) -> None:
 
 @compiled
 def _as_float64(magnitude: Any) -> Any:
-    """float64 bits of the value with these float32 magnitude bits, finite, by integers."""
+    """Return the float64 bits of the finite value with these float32 magnitude bits, by integer arithmetic."""
     if magnitude > _FORMAT32.mantissa:
         return (np.int64(magnitude) << 29) + ((1023 - 127) << 52)
     return bits_of_float64(np.float64(magnitude) * 2.0**-149)
@@ -520,7 +520,7 @@ def _as_float64(magnitude: Any) -> Any:
 
 @compiled
 def merge(rows: Any, row: Any) -> None:
-    """One row for several: counts add, extremes are kept."""
+    """Merge several rows into one: add counts, and take the minimum and maximum of the extremes."""
     row[:] = rows[0]
     for k in range(1, len(rows)):
         low, high = min(row[MIN_BITS], rows[k, MIN_BITS]), max(row[MAX_BITS], rows[k, MAX_BITS])

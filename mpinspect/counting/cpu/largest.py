@@ -1,8 +1,8 @@
-"""The largest magnitude among values in memory, by numba's loops: read once, as fast as memory allows.
+"""Finds the largest magnitude of values in memory with numba's loops: one read, at memory speed.
 
-Without its sign the bits of an IEEE value order as its magnitude does, infinity above all finite values and NaN above
-infinity: one unsigned maximum tells the three apart, where ``torch.aminmax`` compares floats twice and looks out for NaN.
-Importing compiles, or reads from numba's cache.
+Without the sign, an IEEE value's bits sort by magnitude, infinity above all finite values and NaN above infinity. So one
+unsigned maximum distinguishes the three; ``torch.aminmax`` compares floats twice and handles NaN separately. Importing
+compiles the loops or reads them from numba's cache.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mpinspect.runtime.workers import NO_TEAM
 
 @dataclass(frozen=True)
 class Largest:
-    """How one dtype's largest magnitude is found. Holds no interpreter lock.
+    """How one dtype's largest magnitude is found. Runs without the GIL.
 
     Args:
-        work: address of what a thread does.
+        work: address of the C function that a thread runs.
         mantissa_bits, bias: of the encoding.
     """
 
@@ -29,10 +29,10 @@ class Largest:
     bias: int
 
     def of(self, address: int, length: int, threads: int = 1, team: tuple[int, int] = NO_TEAM) -> float:
-        """The largest magnitude of so many values, 1 or more, from an address on; NaN if one is.
+        """Return the largest magnitude of ``length`` values, 1 or more, at an address; NaN if one is NaN.
 
         Args:
-            threads, team: to share the work among; more than one only with the addresses of ``TEAM``.
+            threads, team: the threads that share the work; more than one only with the addresses of ``TEAM``.
         """
         found: float = shares.largest(self.work, address, length, self.mantissa_bits, self.bias, threads, team)
         return found

@@ -1,7 +1,7 @@
-"""Updates that rounding would lose if FP32 weights were stored in FP16 or BF16, counted in one read of weights and updates.
+"""Counts updates that rounding would lose if FP32 weights were stored in FP16 or BF16, in one read of both tensors.
 
-The same question as ``capture.updates.lost_updates`` answers with torch's operations, which take a dozen passes for each format;
-here in integers, on the bits, sixteen elements at a time. Importing compiles, or reads from numba's cache.
+``capture.updates.lost_updates`` computes the same with torch's operations, a dozen passes for each format. This module works
+on the bits, sixteen elements at a time. Importing compiles the loops or reads them from numba's cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ types: Any = numba.types
 _Floats: Any = ir.VectorType(ir.FloatType(), LANES)
 
 _MAGNITUDE, _INFINITY, _MANTISSA_BITS = 0x7FFFFFFF, 0x7F800000, 23
-#: From so many elements on sharing pays.
+#: Elements from which several threads are faster.
 _TEAM_FROM = 1 << 14
 
 
@@ -35,9 +35,9 @@ class _Stored:
     """A format that weights may be stored in.
 
     Args:
-        dropped: bits of an FP32 mantissa that it lacks.
-        end: bits of the power of two that is its first infinity.
-        least_field: FP32's exponent field of its smallest normal.
+        dropped: bits of an FP32 mantissa that the format lacks.
+        end: bits of the smallest power of two that becomes infinity.
+        least_field: FP32's exponent field of the format's smallest normal.
     """
 
     dropped: int
@@ -46,31 +46,31 @@ class _Stored:
 
     @property
     def half_a_step(self) -> int:
-        """Powers of two from a power of two down to half the distance to the next larger value."""
+        """Powers of two between a power of two and half the distance to the next larger value."""
         return _MANTISSA_BITS - self.dropped + 1
 
 
 _FLOAT16, _BFLOAT16 = _Stored(13, (127 + 16) << _MANTISSA_BITS, 127 - 14), _Stored(16, _INFINITY, 1)
-#: One half: on adding it all bits below 2^-24, FP16's step among its subnormals, are rounded off.
+#: One half: adding it rounds off all bits below 2^-24, the step of FP16's subnormals.
 _HALF = 0x3F000000
 
 
 class _Judge:
-    """Writes the instructions that judge sixteen weights and their updates."""
+    """Generates the instructions that judge sixteen weights and their updates."""
 
     def __init__(self, builder: Any, weight: Any, update: Any) -> None:
         self._builder = builder
         self._weight = builder.and_(weight, constant(Words, _MAGNITUDE))
         self._size = builder.and_(update, constant(Words, _MAGNITUDE))
-        #: 1 where the update is towards zero.
+        #: 1 for updates towards zero.
         self._inward = builder.lshr(builder.xor(weight, update), constant(Words, 31))
         self._moving = builder.and_(self._is(">", self._size, 0), self._is("<", self._size, _INFINITY))
 
     def lost_and_counted(self, stored: _Stored) -> list[Any]:
-        """1 for each update that is lost, and 1 for each that is counted."""
+        """Return vectors with 1 for each lost update, and with 1 for each counted update."""
         builder = self._builder
         last = builder.and_(builder.lshr(self._weight, constant(Words, stored.dropped)), constant(Words, 1))
-        # To nearest, ties to even; what follows the mantissa up is the exponent, as it should be.
+        # Round to nearest, ties to even; a carry out of the mantissa correctly increments the exponent.
         nudged = builder.add(self._weight, builder.add(last, constant(Words, (1 << stored.dropped - 1) - 1)))
         value = builder.and_(nudged, constant(Words, _MAGNITUDE << stored.dropped & 0xFFFFFFFF))
         half = self._half_a_step(stored, value)
@@ -83,11 +83,11 @@ class _Judge:
         return self._builder.icmp_unsigned(how, words, constant(Words, value))
 
     def _half_a_step(self, stored: _Stored, value: Any) -> Any:
-        """The bits of half the distance to the neighbour in the direction of the update."""
+        """Return the bits of half the distance to the neighbour in the direction of the update."""
         builder, code = self._builder, Code(self._builder)
         field = builder.lshr(value, constant(Words, _MANTISSA_BITS))
         field = code.operation("umax", field, constant(Words, stored.least_field))
-        # Below a power of two the step is half as long, but not below the smallest normal, where subnormals go on.
+        # Below a power of two the step is half as long, except at the smallest normal: subnormals have the same step.
         power = self._is("==", builder.and_(value, constant(Words, (1 << _MANTISSA_BITS) - 1)), 0)
         power = builder.and_(power, self._is(">", value, stored.least_field << _MANTISSA_BITS))
         shorter = builder.and_(builder.zext(power, Words), self._inward)
@@ -101,7 +101,7 @@ class _Judge:
         return builder.select(builder.icmp_signed(">", field, constant(Words, 0)), normal, subnormal)
 
     def _odd(self, stored: _Stored, value: Any) -> Any:
-        """The last bit of the stored weight's code."""
+        """Return the last bit of the stored weight's code."""
         builder = self._builder
         last = builder.lshr(value, constant(Words, stored.dropped))
         if stored is _FLOAT16:
@@ -114,7 +114,7 @@ class _Judge:
 
 
 def _judge(context: Any, weights: Any, updates: Any, turns: Any, found: Any) -> Any:
-    """Judge so many times sixteen elements (1 or more, fewer than 2^31) at two addresses; adds four int64s at the fourth."""
+    """Judge ``turns`` times sixteen elements (1 <= turns < 2^31 / 16) at two addresses; add to four int64s at ``found``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         code = Code(builder)
@@ -141,7 +141,7 @@ judge: Any = intrinsic(_judge)
 
 @compiled
 def _add(weights: Any, updates: Any, length: Any, found: Any) -> None:
-    """Judge so many elements, fewer than 2^31."""
+    """Judge ``length`` elements, fewer than 2^31."""
     whole = length // LANES
     if whole:
         judge(weights, updates, whole, found)
@@ -175,7 +175,7 @@ _WORK = function_of_c(_work)
 
 
 def takes(weight: torch.Tensor, update: torch.Tensor) -> bool:
-    """Whether ``lost_updates`` can read these: FP32 on the CPU, element beside element in the same order."""
+    """Return whether ``lost_updates`` can read these: FP32 on the CPU, dense, with equal shapes and strides."""
     return (
         all(map(_is_readable, (weight, update))) and weight.shape == update.shape and weight.stride() == update.stride()
     )
@@ -193,10 +193,10 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def lost_updates(weight: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """How many updates are lost if the weight is stored in FP16, and in BF16.
+    """Return the number of updates that are lost if the weight is stored in FP16, and in BF16.
 
     Args:
-        weight, update: which this module ``takes``.
+        weight, update: tensors that ``takes`` accepts.
 
     Returns:
         int64, shape (2, 2): lost and non-zero in FP16, lost and non-zero in BF16.

@@ -1,6 +1,4 @@
-"""What numba lacks: integers of a given width and their bits, memory by its address, C functions by theirs, and a counter that
-several threads draw from.
-"""
+"""Operations that numba lacks: integers of a given width, bit casts, memory and C functions at addresses, atomic addition."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ _BYTE_POINTER: Any = ir.IntType(8).as_pointer()
 
 
 def _as_type(context: Any, value: Any, like: Any) -> Any:
-    """``value`` as an integer of the type of ``like``."""
+    """Cast ``value`` to an integer of the type of ``like``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return context.cast(builder, arguments[0], value, like)
@@ -25,7 +23,7 @@ def _as_type(context: Any, value: Any, like: Any) -> Any:
 
 
 def _pointer(context: Any, address: Any, like: Any) -> Any:
-    """The address (int64) as a pointer to numbers of the type of ``like``."""
+    """Return the address (int64) as a pointer to numbers of the type of ``like``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -34,7 +32,7 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
 
 
 def _fetch_and_add(context: Any, address: Any, amount: Any) -> Any:
-    """Add to the int64 at this address, in one indivisible step; what it was before."""
+    """Atomically add to the int64 at this address; return its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         where = builder.inttoptr(arguments[0], context.get_value_type(types.CPointer(types.int64)))
@@ -44,7 +42,7 @@ def _fetch_and_add(context: Any, address: Any, amount: Any) -> Any:
 
 
 def _ones(context: Any, word: Any) -> Any:
-    """How many bits of a uint64 are set."""
+    """Return the number of set bits of a uint64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -53,7 +51,7 @@ def _ones(context: Any, word: Any) -> Any:
 
 
 def _lowest_one(context: Any, word: Any) -> Any:
-    """The number of the lowest bit that is set in a uint64; one is."""
+    """Return the number of the lowest set bit of a non-zero uint64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -62,7 +60,7 @@ def _lowest_one(context: Any, word: Any) -> Any:
 
 
 def _bits_of_float64(context: Any, value: Any) -> Any:
-    """The bits of a float64, as an int64."""
+    """Return the bits of a float64 as an int64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(64))
@@ -71,7 +69,7 @@ def _bits_of_float64(context: Any, value: Any) -> Any:
 
 
 def _float64_of_bits(context: Any, bits: Any) -> Any:
-    """The float64 with these bits, an int64."""
+    """Return the float64 with the bits of an int64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.DoubleType())
@@ -80,7 +78,7 @@ def _float64_of_bits(context: Any, bits: Any) -> Any:
 
 
 def _call(context: Any, function: Any, argument: Any) -> Any:
-    """Call the C function at an address with an int64; it returns nothing."""
+    """Call the C function at an address with an int64; it has no result."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         c_type = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
@@ -91,7 +89,7 @@ def _call(context: Any, function: Any, argument: Any) -> Any:
 
 
 def _call_for_int(context: Any, function: Any) -> Any:
-    """What the C function at an address, which takes nothing, returns: an int."""
+    """Call the C function at an address without arguments, and return its int."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         c_type = ir.FunctionType(ir.IntType(32), [])
@@ -102,7 +100,7 @@ def _call_for_int(context: Any, function: Any) -> Any:
 
 
 def _call_parallel(context: Any, parallel: Any, function: Any, argument: Any, threads: Any) -> Any:
-    """Call ``GOMP_parallel``, which is at the first address, with a C function, its argument and a number of threads."""
+    """Call ``GOMP_parallel``, at the first address, with a C function, its argument and a number of threads."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         unsigned = ir.IntType(32)

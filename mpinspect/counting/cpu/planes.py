@@ -1,12 +1,12 @@
-"""32 counters side by side, in the bits of words: the fastest way to count what falls into a window of 32 exponents.
+"""32 counters in the bits of words: the fastest way to count the exponents of a window of 32.
 
-A value becomes one bit of a 32-bit word, that of its exponent field modulo 32; zero becomes none. Words are added up bit by bit:
-plane k holds bit k of 32 counters, for each of 256 columns. A full adder of three words is a few logical operations for
-all of the counters, and in a tree of them a value costs one (carry-save addition, as in Harley and Seal's population count).
-Nothing is scattered, so that no addition waits for another.
+A value becomes a 32-bit word with one bit set, the exponent field modulo 32; zero becomes a zero word. Words are added bitwise:
+plane k holds bit k of 32 counters, for each of 256 columns. A full adder of three words takes a few logical operations for
+all counters, and a tree of adders needs one adder per value (carry-save addition, as in Harley and Seal's population
+count). No addition scatters, so none waits for another.
 
-Whether a block fits into the window is known once it has been read. So it is added to copies of the lower planes while it is
-read, and they replace the planes if it did fit.
+Whether a block fits into the window is known only after it has been read. It is therefore added to copies of the lower
+planes, which replace the planes if the block fits.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ types: Any = numba.types
 
 #: Exponents in a window.
 WINDOW = 32
-#: Values in a block, and columns: sixteen values, sixteen apart, belong to one.
+#: Values in a block, and columns; a column has sixteen values of a block, sixteen apart.
 BLOCK, COLUMNS = 4096, 256
-#: Blocks that fit into the planes: a column's sums have ten bits then, and those of all columns eighteen.
+#: Most blocks that the planes hold: a column's sums then have ten bits, and the sum over all columns eighteen.
 MOST_BLOCKS = 63
 #: Planes that are copied; a row of carries follows them.
 LOWER = 4
-#: Rows of the other planes: one for each bit, then the carries that wait for another of their weight, from 16 on.
+#: Rows of the other planes: one for each bit, then from row 18 on the carries that wait for another of the same weight.
 ROWS = 18 + 6
 
 _WAITING = 18
-# Columns that are left when the counters are read off.
+# Number of columns that are left when the counters are read.
 _LAST_COLUMNS = 2
 
 _Word = np.uint32
 
 _ROW_BYTES = 4 * COLUMNS
-#: The mantissa begins with the ninth bit of a word that is rotated by as many as sign and exponent have.
+#: Left rotation of a word that moves the mantissa to the top, below it sign and exponent (nine bits).
 _TURN = 9
-#: Turned mantissas less than 2^-11 below the next power of two are within this of the end; what is below the mantissa.
+#: Rotated mantissas less than 2^-11 below the next power of two are within _NEAR_TOP of the end; _BELOW masks the other bits.
 _NEAR_TOP, _BELOW = 1 << (32 - 11), (1 << _TURN) - 1
-#: How far ahead memory is asked for: a block.
+#: Prefetch distance in bytes: a block.
 _AHEAD = 4 * BLOCK
 
 
 class _Sums:
-    """Words on their way into the planes: at most two of each weight, a third makes one of them and one of the next weight."""
+    """Words to add to the planes: at most two of each weight, since a third combines them into a sum and a carry."""
 
     def __init__(self, code: Code) -> None:
         self._code = code
@@ -64,14 +64,14 @@ class _Sums:
             self.add(carry, plane + 1)
 
     def total(self, plane: int) -> Any:
-        """The words of this weight as one."""
+        """Return the sum of the words of this weight."""
         waiting = self._waiting[plane]
         if len(waiting) == 2:
             self.add(constant(Words, 0), plane)
         return waiting[0]
 
     def carries(self) -> Any:
-        """The carries out of the planes: sixteen values and fifteen already counted make one at most."""
+        """Return the carries out of the planes: sixteen values plus fifteen counted ones cause at most one."""
         first, *others = self._waiting[LOWER]
         for other in others:
             first = self._code.builder.or_(first, other)
@@ -79,17 +79,17 @@ class _Sums:
 
 
 def _add_block(context: Any, bits: Any, before: Any, after: Any, masks: Any) -> Any:
-    """Add a block to copies of the lower planes, and say what it holds.
+    """Add a block to copies of the lower planes, and return its extremes.
 
     Args:
         bits: address of BLOCK float32 values.
-        before: of the lower planes, uint32, LOWER rows of COLUMNS.
-        after: of where they are to be written with the block added, and the carries out of them, LOWER + 1 rows of COLUMNS.
-        masks: of 16 uint16, filled: bit i of mask k tells that among the sixteen values from 256 k + i on, sixteen apart,
+        before: address of the lower planes, uint32, LOWER rows of COLUMNS.
+        after: address for the planes with the block added, then the carries out of them, LOWER + 1 rows of COLUMNS.
+        masks: address for 16 uint16: bit i of mask k is set if, among the sixteen values from 256 k + i on, sixteen apart,
             one is a power of two or has a significand of at least 2 - 2^-11.
 
     Returns:
-        (uint32, uint32): twice the least non-zero magnitude (2^32 - 1 if there is none), twice the largest one.
+        (uint32, uint32): twice the least non-zero magnitude (2^32 - 1 without one), twice the largest magnitude.
     """
     int64, word = types.int64, types.uint32
     return types.UniTuple(word, 2)(int64, int64, int64, int64), _generate_add_block
@@ -100,7 +100,7 @@ def _generate_add_block(context: Any, builder: Any, signature: Any, arguments: A
     code = Code(builder)
 
     def body(turn: Any, ends: list[Any]) -> list[Any]:
-        """Sixteen columns: their 256 values lie side by side."""
+        """Process sixteen columns, whose 256 values are contiguous."""
         values = builder.add(bits, builder.mul(turn, constant(I64, LANES * VECTOR_BYTES)))
         offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
         old, new = builder.add(before, offset), builder.add(after, offset)
@@ -116,7 +116,7 @@ def _generate_add_block(context: Any, builder: Any, signature: Any, arguments: A
             sums.add(builder.select(nonzero, bit, constant(Words, 0)), 0)
             least = builder.select(nonzero, code.operation("umin", least, magnitude), least)
             largest = code.operation("umax", largest, magnitude)
-            # Mantissas near the top come to lie below zero, the mantissa of a power of two, which moves up as much.
+            # The addition wraps mantissas near the top to small values, and moves 0 (a power of two) to _NEAR_TOP.
             moved = builder.add(turned, constant(Words, _NEAR_TOP))
             nearest = builder.select(nonzero, code.operation("umin", nearest, moved), nearest)
         for plane in range(LOWER):
@@ -140,14 +140,14 @@ add_block: Any = intrinsic(_add_block)
 
 @compiled
 def add_carries(planes: Any, carries: Any, blocks: Any) -> None:
-    """Take the carries out of the lower planes into the others.
+    """Add the carries out of the lower planes to the others.
 
-    Each waits for a second of its weight: so every other block adds to plane 4, every fourth to plane 5, and so on.
+    A carry waits for a second of its weight: every other block adds to plane 4, every fourth to plane 5, and so on.
 
     Args:
-        planes: uint32, shape (ROWS, COLUMNS), zeros to begin with.
+        planes: uint32, shape (ROWS, COLUMNS), initially zeros.
         carries: uint32, shape (COLUMNS,); overwritten.
-        blocks: how many the planes hold already, below MOST_BLOCKS.
+        blocks: number of blocks in the planes, below MOST_BLOCKS.
     """
     level, rows = 0, planes.ctypes.data
     while blocks & 1:
@@ -160,14 +160,14 @@ def add_carries(planes: Any, carries: Any, blocks: Any) -> None:
 
 @compiled
 def _add_words(a: Any, b: Any, c: Any) -> Any:
-    """A full adder for each bit of three words: the sum, the carry."""
+    """Add three words with a full adder for each bit; return the sum and the carry."""
     both = _Word(a ^ b)
     return _Word(both ^ c), _Word(_Word(a & b) | _Word(c & both))
 
 
 @compiled
 def _add_waiting(planes: Any, blocks: Any, used: Any) -> None:
-    """Add the carries that still wait to the planes, of which so many are used."""
+    """Add pending carries to the first ``used`` planes."""
     for level in range(used - LOWER):
         if blocks >> level & 1:
             carries = planes[_WAITING + level]
@@ -181,14 +181,14 @@ def _add_waiting(planes: Any, blocks: Any, used: Any) -> None:
 
 @compiled
 def take(planes: Any, blocks: Any, totals: Any) -> None:
-    """Read the 32 counters off, and empty the planes.
+    """Read the 32 counters, and clear the planes.
 
     Args:
-        planes: uint32, shape (ROWS, COLUMNS), the lower ones among them by now.
-        blocks: how many they hold.
+        planes: uint32, shape (ROWS, COLUMNS), with the lower planes copied in.
+        blocks: number of blocks in the planes.
         totals: uint32, shape (32,), filled.
     """
-    # As many as the largest sum of a column has bits.
+    # The number of bits in the largest sum of a column.
     used = LOWER
     while blocks * BLOCK // COLUMNS >> used:
         used += 1
@@ -209,5 +209,5 @@ def take(planes: Any, blocks: Any, totals: Any) -> None:
             word = planes[k, j]
             for bit in range(32):
                 totals[bit] = _Word(totals[bit] + _Word(_Word(_Word(word >> _Word(bit)) & _Word(1)) << _Word(k)))
-    # What waits is written before it is read.
+    # Rows of pending carries need no clearing, since they are written before they are read.
     planes[:used] = _Word(0)

@@ -1,11 +1,11 @@
-"""Work on a tensor for the threads of an OpenMP team: which values each takes, and the C functions that they run.
+"""Divides a tensor among the threads of an OpenMP team, and defines the C functions that they run.
 
-Every thread begins with its own part of the tensor, as torch's operations split tensors: what this thread's core wrote a
-moment ago may still be in its cache. Having finished it, a thread helps the others: one whose core is busy with something
-else takes fewer values.
+Every thread begins with its own part of the tensor, as torch's operations split tensors: its core wrote that part recently, so
+the values may still be in its cache. A thread that has finished its part helps the others, so a thread on a busy core
+takes fewer values.
 
-All functions get the same job: an array of int64 that says where the values lie and where the results go. There is one function
-for each kind of work and dtype, all alike: numba keeps nothing on disk of a function that is handed a compiled one.
+All functions get a job: an array of int64 with the addresses of values and results. Each kind of work and dtype has its own
+function, all nearly alike, because numba can't cache on disk a function that takes a compiled function as argument.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from mpinspect.counting.cpu.vectors import largest_doubled
 #: The fields of a job: address and number of the values; address and width (int64s) of a thread's results; threads and the values
 #: of a thread's part; address of ``omp_get_thread_num``, or 0; results given out; values given out, part by part.
 VALUES, _LENGTH, _RESULTS, _WIDTH, _THREADS, _PART, _THREAD_NUMBER, _GIVEN, _TAKEN = range(9)
-#: Values to take at a time, and what parts are multiples of: whole blocks, a few microseconds of work.
+#: Values taken at a time; parts are multiples of _WHOLE, so of whole blocks. Both are a few microseconds of work.
 _CHUNK, _WHOLE = 1 << 15, 1 << 12
-#: Bytes that ``largest_doubled`` takes at a time.
+#: Bytes that ``largest_doubled`` reads per turn.
 _VECTORS = 256
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
@@ -43,13 +43,13 @@ carray: Any = numba.carray  # type: ignore[attr-defined]
 
 @compiled
 def job_at(address: Any) -> Any:
-    """The fields of the job at an address."""
+    """Return the fields of the job at an address."""
     return carray(pointer(address, np.int64(0)), (_TAKEN,))
 
 
 @compiled
 def result_of(address: Any) -> Any:
-    """Where this thread's results go: int64, zeros."""
+    """Return this thread's array of results: int64, zeros."""
     job = job_at(address)
     number = fetch_and_add(address + 8 * _GIVEN, 1)
     return carray(pointer(job[_RESULTS] + 8 * number * job[_WIDTH], np.int64(0)), (job[_WIDTH],))
@@ -57,14 +57,14 @@ def result_of(address: Any) -> Any:
 
 @compiled
 def own_part(address: Any) -> Any:
-    """The number of the part that this thread begins with."""
+    """Return the number of the part that this thread begins with."""
     thread_number = job_at(address)[_THREAD_NUMBER]
     return call_for_int(thread_number) if thread_number else np.int64(0)
 
 
 @compiled
 def next_values(address: Any, own: Any, turn: Any) -> Any:
-    """The next values of the part that is ``turn`` parts after one's own: number of the first, how many (0: none left), turn."""
+    """Return the next values of the part ``turn`` parts after one's own: first index, count (0: all taken), turn."""
     job = job_at(address)
     while turn < job[_THREADS]:
         part = (own + turn) % job[_THREADS]
@@ -119,7 +119,7 @@ def _count_bfloat16(address: Any) -> None:
 
 @compiled
 def _largest_bits(address: Any, length: Any, one: Any, size: Any) -> Any:
-    """The largest magnitude's bits; ``one``: 1 as an unsigned integer as wide as a value, ``size`` bytes."""
+    """Return the largest magnitude's bits; ``one`` is 1 as an unsigned integer as wide as a value, ``size`` bytes."""
     whole = length * size // _VECTORS
     high = largest_doubled(address, whole, one) if whole else as_type(one - one, one)
     bits = carray(pointer(address, one), (length,))
@@ -155,7 +155,7 @@ def _largest_of_64_bits(address: Any) -> None:
 
 @compiled
 def run(work: Any, values: Any, length: Any, results: Any, team: Any) -> Any:
-    """Run a share on as many threads as there are results (int64, shape (threads, width), zeros), or fewer; says on how many."""
+    """Run the work on at most as many threads as ``results`` has rows (int64, zeros); return the number of rows used."""
     threads, width = results.shape
     job = np.zeros(_TAKEN + threads, np.int64)
     job[VALUES], job[_LENGTH], job[_RESULTS], job[_WIDTH] = values, length, results.ctypes.data, width
@@ -174,9 +174,9 @@ def fill_row(work: Any, values: Any, length: Any, row: Any, row_length: Any, thr
 
     Args:
         work: ``address_of("count float32")``, or of another encoding.
-        values, length: their address, and how many they are.
-        row, row_length: address of int64s to overwrite, and how many.
-        threads: to share the work among; more than one only if there is a team.
+        values, length: their address and number.
+        row, row_length: address of int64s to overwrite, and their number.
+        threads: number of threads that share the work; more than one requires a team.
         team: addresses of ``GOMP_parallel`` and ``omp_get_thread_num``, or zeros.
     """
     rows = np.zeros((threads, row_length), np.int64)
@@ -186,11 +186,11 @@ def fill_row(work: Any, values: Any, length: Any, row: Any, row_length: Any, thr
 
 @compiled_for("void(int64[:, ::1], int64, int64, UniTuple(int64, 2), int64)")
 def fill_rows(table: Any, row_length: Any, threads: Any, team: Any, shared_from: Any) -> None:
-    """The same for many tensors, one after the other.
+    """Count many tensors, one after the other, each into its row.
 
     Args:
         table: shape (tensors, 4): work, values, length and row of each.
-        shared_from: the least length whose work is shared.
+        shared_from: the least length that is shared among threads.
     """
     for k in range(len(table)):
         work, values, length, row = table[k]
@@ -199,17 +199,17 @@ def fill_rows(table: Any, row_length: Any, threads: Any, team: Any, shared_from:
 
 @compiled_for("float64(int64, int64, int64, int64, int64, int64, UniTuple(int64, 2))")
 def largest(work: Any, values: Any, length: Any, mantissa_bits: Any, bias: Any, threads: Any, team: Any) -> Any:
-    """The largest magnitude among values, 1 or more; infinity if one is infinite, NaN if one is.
+    """Return the largest magnitude of 1 or more values; infinity if one is infinite, NaN if one is NaN.
 
     Args:
-        mantissa_bits, bias: of their encoding; the others as for ``fill_row``.
+        mantissa_bits, bias: of the values' encoding. The other arguments are the same as in ``fill_row``.
     """
     results = np.zeros((threads, 1), np.int64)
     used = run(work, values, length, results, team)
     bits = results[:used].max()
     if mantissa_bits == 52:
         return float64_of_bits(bits)
-    # As a float64 every other value is a normal one: no flush-denormals mode touches it.
+    # Converted to float64, every other value is normal, so a flush-denormals mode has no effect.
     field, mantissa = bits >> mantissa_bits, bits & ((1 << mantissa_bits) - 1)
     if field > 2 * bias:
         return np.nan if mantissa else np.inf
@@ -231,5 +231,5 @@ _WORK: dict[str, Callable[[Any], None]] = {
 
 @cache
 def address_of(work: str) -> int:
-    """The C function, which takes a job's address; compiled, or found on disk, at the first call."""
+    """Return the address of the C function for this work, which takes a job's address; compiled or loaded at first use."""
     return function_of_c(_WORK[work])

@@ -1,7 +1,7 @@
-"""Loops written in LLVM's own instructions, on vectors of 64 bytes: LLVM makes of them what a processor has.
+"""Loops written in LLVM's own instructions, on vectors of 64 bytes; LLVM lowers them to the CPU's vector width.
 
-numba's vectors are half as long where a processor has both, it knows no rotations, and whether it makes vectors of a loop at all
-is a matter of how the loop is written. Here every instruction is one that was meant.
+numba prefers vectors of half that width on CPUs that have both, and it has no rotations. Whether it vectorises a loop at
+all is unpredictable.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Words: Any = ir.VectorType(I32, LANES)
 
 
 def constant(kind: Any, value: int) -> Any:
-    """An integer, or a vector of the same one, of this type."""
+    """Return a constant of this type: an integer, or a vector with this integer in every lane."""
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
 class Code:
-    """A builder of instructions, with what is needed here beside those that it knows."""
+    """A builder of instructions, extended by the operations that the loops need."""
 
     def __init__(self, builder: Any) -> None:
         self.builder = builder
 
     def operation(self, name: str, *operands: Any, result: Any = None) -> Any:
-        """One of LLVM's intrinsic operations, by its name without the type of the operands."""
+        """Return the result of an LLVM intrinsic, given by its name without the operands' type."""
         kind = operands[0].type
         width = (kind.element if isinstance(kind, ir.VectorType) else kind).width
         suffix = f"v{kind.count}i{width}" if isinstance(kind, ir.VectorType) else f"i{width}"
@@ -46,34 +46,34 @@ class Code:
         return self.builder.call(function, operands)
 
     def place(self, address: Any, offset: int, kind: Any) -> Any:
-        """So many bytes after an address, as a pointer."""
+        """Return the pointer ``offset`` bytes after an address."""
         return self.builder.inttoptr(self.builder.add(address, constant(I64, offset)), kind.as_pointer())
 
     def load(self, address: Any, offset: int, kind: Any = Words) -> Any:
-        # Values are aligned, vectors of them need not be.
+        # Values are aligned; vectors may be unaligned.
         return self.builder.load(self.place(address, offset, kind), align=1)
 
     def store(self, value: Any, address: Any, offset: int) -> None:
         self.builder.store(value, self.place(address, offset, value.type), align=1)
 
     def prefetch(self, address: Any, offset: int) -> None:
-        """Have a line brought into the first-level cache; the address need not be one of the process."""
+        """Prefetch a line into the first-level cache; any address is allowed."""
         place = self.place(address, offset, _I8)
         kinds = [place.type, I32, I32, I32]
         function = _cgutils.get_or_insert_function(
             self.builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0"
         )
-        # To read, to keep in every cache, data.
+        # 0: for reading; 3: into every cache level; 1: data.
         self.builder.call(function, [place, constant(I32, 0), constant(I32, 3), constant(I32, 1)])
 
     def full_adder(self, a: Any, b: Any, c: Any) -> tuple[Any, Any]:
-        """For each bit the sum and the carry. The carry is ``a``, or ``c`` where ``a`` and ``b`` differ."""
+        """Return the sum and the carry for each bit. The carry is ``a``, or ``c`` where ``a`` and ``b`` differ."""
         builder = self.builder
         differ = builder.xor(a, b)
         return builder.xor(differ, c), builder.xor(a, builder.and_(differ, builder.xor(a, c)))
 
     def loop(self, turns: Any, state: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-        """Run a body so many times (int64, 1 or more), from the number of the turn and a state to the next one."""
+        """Emit a loop of ``turns`` turns (int64, 1 or more), whose body maps the turn's number and a state to a new state."""
         builder = self.builder
         entry = builder.block
         start, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
@@ -91,7 +91,7 @@ class Code:
 
 
 def _largest_doubled(context: Any, address: Any, turns: Any, one: Any) -> Any:
-    """The largest of so many times 256 bytes (int64, 1 or more) as unsigned integers without their highest bits, doubled.
+    """Return the largest of the unsigned integers in ``turns`` times 256 bytes, without their highest bits and doubled.
 
     Args:
         one: 1 as an unsigned integer as wide as a value.
@@ -118,10 +118,10 @@ def _largest_doubled(context: Any, address: Any, turns: Any, one: Any) -> Any:
 
 
 def _add_rows(context: Any, a: Any, b: Any, c: Any, words: Any) -> Any:
-    """Full adders of rows of 32-bit words at three addresses: the sums to the first row, the carries to the third.
+    """Add rows of 32-bit words at three addresses with full adders: sums go to the first row, carries to the third.
 
     Args:
-        words: how many, a multiple of LANES.
+        words: length of a row, a multiple of LANES.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -1,6 +1,6 @@
 """Decides whether the kernels can be used on CUDA tensors; after a failure in this process, never tries again.
 
-Their exceptions are not propagated, except out-of-memory errors.
+Their exceptions are caught, except out-of-memory errors.
 """
 
 from __future__ import annotations

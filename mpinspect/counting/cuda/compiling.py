@@ -1,4 +1,4 @@
-"""Compiles ``kernels.cu`` with NVRTC, the CUDA compiler as a library, which torch's packages for CUDA bring."""
+"""Compiles ``kernels.cu`` with NVRTC, the CUDA compiler as a library, which torch's CUDA packages include."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _candidates() -> Iterator[str]:
-    """Yield libraries to try: those of torch's CUDA version first, and by name alone before paths, as one may be loaded."""
+    """Yield libraries to try, torch's CUDA version first, and names before paths, since a named one may be loaded already."""
     major = int((torch.version.cuda or "0").split(".")[0])
     if sys.platform != "win32":
         yield from (f"libnvrtc.so.{version}" for version in ("11.2" if major == 11 else str(major),))

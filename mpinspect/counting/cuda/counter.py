@@ -1,4 +1,4 @@
-"""Counts CUDA tensors into rows, and finds their largest magnitudes, with ``kernels.cu``. Nothing here waits for the GPU."""
+"""Counts CUDA tensors into rows, and finds their largest magnitudes, with ``kernels.cu``. No function waits for the GPU."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mpinspect.counting.pieces import COUNTABLE, fills_its_memory, flat_bits
 
 #: The real dtypes that the kernels support.
 DTYPES = COUNTABLE
-#: The usual dtypes of gradients, for which ``warm_up`` compiles the kernels.
+#: The usual dtypes of gradients; ``warm_up`` compiles their kernels.
 _USUAL = (torch.float32, torch.float16, torch.bfloat16)
 #: Bytes in a tile: TILE vectors of 16 bytes in ``kernels.cu``.
 _TILE_BYTES = 256 * 4 * 16
-#: The most values in an entry, for which no 32-bit counter overflows.
+#: The most values in an entry; with more, 32-bit counters could overflow.
 _MOST_IN_AN_ENTRY = 1 << 30
 
 
 class Counted(NamedTuple):
-    """Values to count, and the row to which their counts are added.
+    """Values to count, and the row that receives their counts.
 
     Args:
         values: a tensor of one of DTYPES, dense in any order of its dimensions (``pieces.fills_its_memory``).
@@ -39,7 +39,7 @@ class Counted(NamedTuple):
     row: torch.Tensor
 
 
-#: The address and number of a tensor's values, and the address of its row or slot: a plain tuple, as there are hundreds a step.
+#: The address and number of a tensor's values, and the address of its row or slot; a plain tuple, since a step has hundreds.
 _Entry = tuple[int, int, int]
 
 
@@ -104,7 +104,7 @@ def largest_many(
         tensors: dense tensors of any of DTYPES on the device of ``broken``; an empty one leaves its slot as it is.
         slots: for each tensor the address of 8 bytes on the device, 0 at first; read with ``largest_of_slots``.
         broken: int64 with one element; becomes 1 if any value is infinite or NaN.
-        only_if_broken: do nothing, as the device decides, where ``broken`` is 0.
+        only_if_broken: do nothing if ``broken`` is 0; the device decides.
     """
     by_dtype: defaultdict[torch.dtype, list[_Entry]] = defaultdict(list)
     for tensor, slot in zip(tensors, slots, strict=True):
@@ -182,7 +182,7 @@ def _launch(
 
 
 def _parts(entry: _Entry, size: int) -> list[_Entry]:
-    """Split an entry of too many values."""
+    """Split an entry with too many values."""
     values, numel, target = entry
     return [
         (values + begin * size, min(_MOST_IN_AN_ENTRY, numel - begin), target)

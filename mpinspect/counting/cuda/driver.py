@@ -1,4 +1,4 @@
-"""Loads the compiled kernels onto a GPU and launches them through libcuda, without a wait and without memory of torch's."""
+"""Loads compiled kernels onto a GPU and launches them through libcuda, without waiting or allocating torch memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COUNTERS = {
     "float64": (6144, 1 / 8, 3 * 52),
     "codes": (256, 1.0, 0),
 }
-#: Shared memory for the extremes of a block's warps, for the magnitudes of the 256 codes, and what CUDA keeps of it for a block.
+#: Shared memory for the extremes of a block's warps, for the magnitudes of the 256 codes, and CUDA's own part for a block.
 _SCRATCH, _MAGNITUDES, _RESERVED = 128, 512, 1024
 # Values of libcuda's enumerations.
 _MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _SHARED_OF_MULTIPROCESSOR = 16, 75, 76, 81
@@ -72,7 +72,7 @@ class Gpu:
         device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self._check(self._cuda.cuInit(0))
         self._check(self._cuda.cuDeviceGet(ctypes.byref(device), index))
-        # The context in which torch allocates; retained for good.
+        # The context in which torch allocates; it is never released.
         self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device))
         self._multiprocessors = self._attribute(_MULTIPROCESSORS, device)
         self._capability = 10 * self._attribute(_CAPABILITY_MAJOR, device) + self._attribute(_CAPABILITY_MINOR, device)
@@ -96,7 +96,7 @@ class Gpu:
             OSError, RuntimeError: the kernel could not be compiled, loaded or launched.
         """
         stream = torch.cuda.current_stream(self._index).cuda_stream
-        # A thread may have no current context, or that of another device.
+        # A thread may have no current context, or another device's.
         self._check(self._cuda.cuCtxPushCurrent_v2(self._context))
         try:
             kernel = self._kernels.get((way, kind)) or self._load(way, kind)

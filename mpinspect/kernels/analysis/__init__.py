@@ -1,4 +1,4 @@
-"""Analyse traces: what ran on Tensor Cores, what did not and why, and the cost. Pure functions, without torch or a GPU."""
+"""Analyse traces: the use of Tensor Cores, reasons against it, and its cost. Pure functions, without torch or a GPU."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = ["KERNEL_FINDING_IDS", "KernelReport", "analyse_kernels"]
 def analyse_kernels(
     traces: Sequence[KernelTrace], gpu: Gpu | None = None, shapes: ShapeReport | None = None
 ) -> KernelReport:
-    """Report what ran on Tensor Cores in one trace, or in the traces of several ranks.
+    """Report the kernels on and off Tensor Cores in one trace, or in the traces of several ranks.
 
     Args:
-        traces: one trace per rank. An empty list, or traces without kernels, give a report that says so.
+        traces: one trace per rank. For an empty list, or traces without kernels, the report states that it is empty.
         gpu: the GPU to judge for, instead of the GPUs named in the traces.
         shapes: a shape lint of the same model; its causes are added to the causes of kernels of the same module.
     """

@@ -22,7 +22,7 @@ _MUCH_COMMUNICATION = 0.1
 _MUCH_IDLE = 0.1
 #: Share from which idle time is a warning: no change to a kernel can gain as much.
 _MOSTLY_IDLE = 0.5
-#: If the operator is known for a smaller share of the kernel time, tables by operator and module say little.
+#: If the operator is known for a smaller share of the kernel time, tables by operator and module are unreliable.
 _LOW_ATTRIBUTION = 0.5
 #: Ranks differ if their shares of Tensor Core time differ by at least this much (0..1).
 _FAR_APART = 0.05
@@ -49,7 +49,7 @@ def findings(report: KernelReport, differences: Sequence[str]) -> tuple[Finding,
 
 
 def _cost(finding: Finding) -> float:
-    """Return the time in us that a finding's cause costs. Warnings without a time question the figures, so they come first."""
+    """Return the time in us that a finding's cause costs. Warnings without a time question the figures, so they rank first."""
     idle, saved = finding.evidence.get("idle_us"), finding.evidence.get("saved_us")
     if isinstance(saved, dict) and saved:
         return float(max(saved.values()))
@@ -120,7 +120,7 @@ def _idle(report: KernelReport) -> Iterator[Finding]:
 
 
 def _cut_short(report: KernelReport) -> Iterator[Finding]:
-    """Yield a finding for each file that ends early. Kernels come last in a file, so they are the first to be lost."""
+    """Yield a finding for each file that ends early. Kernels are last in a file, so they are the first to be lost."""
     for rank in report.ranks:
         if not rank.cut_short:
             continue

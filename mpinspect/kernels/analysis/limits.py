@@ -16,7 +16,7 @@ from mpinspect.kernels.analysis.savings import can_gain, half_precision, ways
 
 @dataclass(frozen=True)
 class Limits:
-    """What limits the kernels, and the most that mixed precision and Tensor Cores can still save (Amdahl's law).
+    """The limits of the kernels, and the most that mixed precision and Tensor Cores can still save (Amdahl's law).
 
     Kernel times are summed: if two kernels run at once on two streams, both count.
 
@@ -30,9 +30,9 @@ class Limits:
             copy kernels are assumed to be memory-bound).
         unknown_us: time of matrix products whose FLOPs, or whose GPU's rates, are unknown.
         saved_at_most_us: upper bounds of the savings, by cause.
-        speedup_at_most: the bound span / (span - all savings); None if nothing ran or the savings reach the span.
+        speedup_at_most: the bound span / (span - all savings); None without kernels or if the savings reach the span.
         kernel_speedup_at_most: the same bound for kernel time alone, as if the GPU were never idle.
-        assumptions: clauses on which the bounds rely.
+        assumptions: clauses that the bounds assume.
     """
 
     span_us: float
@@ -70,7 +70,7 @@ def is_layout_conversion(name: str) -> bool:
 
 
 def is_wide(row: KernelRow) -> bool | None:
-    """Return whether a kernel uses FP32 or wider, by its name, else by its operator's dtypes; None if neither tells."""
+    """Return whether a kernel uses FP32 or wider, by its name, else by its operator's dtypes; None if unknown."""
     by_name = _wide_by_name(row.name)
     if by_name is not None:
         return by_name
@@ -116,7 +116,7 @@ _ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What limits a kernel, and what each of its runs can save at most for ``cause``; nothing if that is ""."""
+    """The limit of a kernel, and the most that each of its runs can save for ``cause``; 0 without a cause."""
 
     limited_by: str
     cause: str = ""
@@ -159,7 +159,7 @@ def outlooks(rows: Iterable[KernelRow]) -> Iterator[tuple[KernelRow, Outlook]]:
     """Yield each row with its outlook."""
     known: dict[tuple[object, ...], Outlook] = {}
     for row in rows:
-        # Keyed by identity, since hashing shapes takes longer than all the rest; the rows keep the objects alive.
+        # Keyed by identity, since hashing shapes takes longer than all the rest; the rows hold references to the objects.
         same = (row.name, row.verdict, id(row.gpu), id(row.matmul), id(row.kernel.op), row.flops, row.dtype, row.phase)
         if same not in known:
             known[same] = _outlook(row)

@@ -134,7 +134,7 @@ class LintedModules:
                 self._found.setdefault((matmul.module, matmul.role), (matmul.verdict, matmul.reason))
 
     def cause(self, row: KernelRow) -> str:
-        """Return the lint's sentence on the module's products in the row's role; "" if there is none."""
+        """Return the lint's sentence on the module's products in the row's role; "" without one."""
         roles = (row.matmul.role,) if row.matmul is not None else ("forward",) if row.phase == "forward" else ()
         if not row.module or not row.kernel.module_is_path:
             return ""

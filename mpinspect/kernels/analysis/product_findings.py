@@ -251,7 +251,7 @@ def _unknown(report: KernelReport) -> Iterator[Finding]:
 
 
 def _to_know_more(rows: Sequence[KernelRow], why: str) -> str:
-    """Return what a further recording must have: whatever these kernels lack in this one."""
+    """Return how to record again with the data that these kernels lack."""
     operators = [op for row in rows if (op := row.kernel.matmul_op or row.kernel.op) is not None]
     if any(op.shapes is None for op in operators):
         return f"Record with record_shapes=True, {why}."

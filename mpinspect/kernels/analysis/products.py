@@ -34,7 +34,7 @@ _DTYPES = {
     "bool": "bool",
 }
 #: torch counts elements in 64 bits, and no machine computes a product with more operations than this (30,000 years at an
-#: exaflop/s). Larger numbers come from damaged traces, so results that would follow from them count as unknown.
+#: exaflop/s). Larger numbers indicate damaged traces, so results derived from them count as unknown.
 _LONGEST, _MOST_OPERATIONS = 2**63 - 1, 10**30
 _COMPLEX = {"double": "complex128", "float": "complex64"}
 
@@ -66,7 +66,7 @@ def operands_of(op: TraceOp) -> tuple[Operand | None, ...]:
 
 
 def products_of(op: TraceOp) -> tuple[Matmul, ...]:
-    """Return the matrix products that an operator computes; () if it computes none, or the trace lacks its shapes."""
+    """Return the matrix products that an operator computes; () without products, or if the trace lacks its shapes."""
     operands = operands_of(op)
     if not operands:
         return ()
@@ -75,7 +75,7 @@ def products_of(op: TraceOp) -> tuple[Matmul, ...]:
     try:
         found = matmuls_of(op.name, operands, scalars=op.scalars or ())
     except (ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, OverflowError):
-        # Traces come from many versions and may be edited: an unreadable operator loses its FLOPs, but the report continues.
+        # Traces may be old, new or edited: an unreadable operator loses its FLOPs, but the report continues.
         return ()
     return () if any(max(product.flops, product.bytes) > _MOST_OPERATIONS for product in found) else found
 
@@ -106,7 +106,7 @@ def dtype_of(op: TraceOp | None) -> str:
     return next((name for name in names if name), "")
 
 
-#: The shape rule's verdicts by the identities of product and GPU, which ``Products`` and the rows keep alive.
+#: The shape rule's verdicts by the ids of product and GPU; ``Products`` and the rows hold references to both.
 _ShapeVerdicts = dict[tuple[int, int], ShapeVerdict]
 
 #: Patterns of kernel names that distinguish the gradients of a convolution (cuDNN, CUTLASS; also mangled: Conv2dDgrad).
@@ -117,7 +117,7 @@ def with_products(rows: Sequence[KernelRow]) -> list[KernelRow]:
     """Return the rows in the same order, with their product, its FLOPs and the shape rule's verdict if these are known.
 
     Among the kernels of one call, only those that compute products get FLOPs; helper kernels (split-K reductions, layout
-    conversions) get none. If calls have no numbers, several kernels of one operator get no FLOPs either, since they may belong
+    conversions) have no FLOPs. If calls are not numbered, several kernels of one operator have none either: they may belong
     to one call or to many.
     """
     calls: dict[tuple[int, bool, int], list[int]] = defaultdict(list)

@@ -23,7 +23,7 @@ class DeviceTime:
 
     @property
     def idle_fraction(self) -> float | None:
-        """Return the idle share of the span; None if nothing ran."""
+        """Return the idle share of the span; None if the span is empty."""
         return max(0.0, 1 - self.busy_us / self.span_us) if self.span_us > 0 else None
 
 
@@ -87,7 +87,7 @@ def labels(traces: Sequence[KernelTrace]) -> list[str]:
 
 
 def differences(traces: Sequence[KernelTrace]) -> list[str]:
-    """Return clauses that say why the traces are not ranks of one job; [] if no reason is found."""
+    """Return clauses on why the traces are not ranks of one job; [] without a reason."""
     found = []
     jobs = sorted({trace.job for trace in traces if trace.job})
     if len(jobs) > 1:

@@ -33,8 +33,8 @@ FEWEST_SIBLINGS = 3
 #: A product is degraded by rate if it is slower than the median sibling by more than a nearly empty last wave (2x) and a
 #: throttled clock (1.5x) together explain ...
 FAR_UNDER_SIBLINGS = 1 / 4
-#: ... or slower than the roofline by more than this, at a size at which healthy kernels reach 40% of it and more. On an H100
-#: an align1 kernel reaches 51 of 989 TFLOP/s beside siblings at 520.
+#: ... or slower than the roofline by more than this, at a size for which healthy kernels reach at least 40% of it. On an H100
+#: an align1 kernel reaches 51 of 989 TFLOP/s where its siblings reach 520.
 FAR_UNDER_ROOFLINE = 1 / 12
 
 

@@ -42,14 +42,14 @@ KERNEL_FINDING_IDS = (
 
 @dataclass(frozen=True, repr=False)
 class KernelReport(RendersItself):
-    """What ran on Tensor Cores. The report renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
+    """The use of Tensor Cores. The report renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
     Args:
         kernels: a row for each run of a kernel, by trace and start time.
         gpus: the GPUs that kernels were judged for, in order of appearance (only one if the caller named it).
         shares: times and shares over all traces together, such as ``tensor_core_fraction``.
         coverage: share of kernel time whose operator and module are known.
-        phrase: the count of Tensor Core kernels, like that of ``grep 884``: "884 kernels: 12 of 12 GEMMs"; "" without products.
+        phrase: the count of Tensor Core kernels, as from ``grep 884``: "884 kernels: 12 of 12 GEMMs"; "" without products.
         by_name, by_module: kernel time by name and by module, most time first.
         losses: products eligible for Tensor Cores but not on them, and degraded products, most time first.
         limits: math-limited, memory-limited and idle time, and the resulting bound of the speedup.

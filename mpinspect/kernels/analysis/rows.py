@@ -30,8 +30,8 @@ class KernelRow:
         trace: index of the kernel's trace (``report.ranks``).
         verdict: one of VERDICTS: the name's verdict, unless the operator or the rate gives another.
         reason: a sentence on the verdict.
-        basis: the source of the verdict: "name", "operator" (the call that launched the kernel, if the name says nothing or
-            cannot be right), or "rate" (an estimate: FLOPs from shapes over measured time).
+        basis: the source of the verdict: "name", "operator" (the call that launched the kernel, if the name is inconclusive
+            or wrong), or "rate" (an estimate: FLOPs from shapes over measured time).
         dtype: dtype of the product's operands ("bfloat16") by the operator's arguments, else by the name; "" if unknown.
         matmul: the operator's product; None if there is no product or the trace lacks shapes.
         flops: operations of this run; None if unknown (one call has several products that no name distinguishes).

@@ -19,7 +19,7 @@ class Saving:
         saved_us: saved time over all runs, at least 0.
         basis: "sibling kernels" (the median rate of native products of the same trace, kind and dtype and of similar size) or
             "roofline" (an upper bound, since no kernel is faster).
-        limited_by: what limits the product after the change: "math" or "memory".
+        limited_by: the limit of the product after the change: "math" or "memory".
     """
 
     way: str
@@ -28,7 +28,7 @@ class Saving:
     limited_by: str
 
 
-#: Causes of the shape rule whose products gain nothing on Tensor Cores, regardless of dtype and alignment.
+#: Causes of the shape rule whose products are as fast without Tensor Cores, regardless of dtype and alignment.
 _NOTHING_TO_GAIN = ("matrix-vector", "depthwise", "empty", "raises")
 
 #: Duration of the shortest kernels in real traces (A100, H100), regardless of their work.
@@ -55,7 +55,7 @@ def can_gain(row: KernelRow) -> bool:
 def ways(row: KernelRow) -> Iterator[tuple[str, str]]:
     """Yield the changes that would bring a product to Tensor Cores at full speed, each with its resulting dtype."""
     if row.verdict == "degraded":
-        # The name or the shape rule says what slowed the kernel down; a rate only shows that it was slow.
+        # The name or the shape rule gives the reason for a slow kernel; a rate only shows that it was slow.
         is_known = row.basis == "name" or (row.shape is not None and row.shape.verdict == "degraded")
         yield "aligned" if is_known else "at full speed", row.dtype
     elif row.dtype == "float32":
@@ -71,7 +71,7 @@ def ways(row: KernelRow) -> Iterator[tuple[str, str]]:
 
 
 def half_precision(gpu: Gpu) -> tuple[str, str] | None:
-    """Return the 16-bit dtypes that a GPU's Tensor Cores multiply, in words and as one dtype; None if none or unknown."""
+    """Return the 16-bit dtypes that a GPU's Tensor Cores multiply, in words and as one dtype; None without any, or if unknown."""
     if gpu.multiplies("bfloat16"):
         return "FP16 or BF16", "bfloat16"
     return ("FP16", "float16") if gpu.multiplies("float16") else None

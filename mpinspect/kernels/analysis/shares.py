@@ -66,7 +66,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Shares of kernel time by what is known about the kernels; None if the denominator is 0.
+    """Shares of kernel time by the known properties of the kernels; None if the denominator is 0.
 
     Args:
         attributed_fraction: time of kernels whose operator is known.
@@ -139,7 +139,7 @@ class NameRow:
         ops: names of the operators that launched the kernel.
         calls, time_us: number of runs, and their total time.
         fraction: their share of all kernel time.
-        tflops: achieved rate over the runs whose FLOPs are known; None if there are none.
+        tflops: achieved rate over the runs whose FLOPs are known; None without such runs.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Judge kernels by their names, or by the operators that launched them if a name says nothing or cannot be right."""
+"""Judge kernels by their names, or by the operators that launched them if a name is inconclusive or cannot be right."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _gpus(trace: KernelTrace) -> dict[int, Gpu]:
 def _cached() -> Callable[[Kernel, Gpu, int], KernelRow]:
     """Return a judge that caches its verdict on each name, dtype and GPU: a trace has many kernels but few names."""
     known: dict[tuple[str, str, int], tuple[KernelVerdict, str]] = {}
-    # Keyed by identity: hashing an operator's shapes takes longer than all the rest. Traces and rows keep the operators alive.
+    # Keyed by identity: hashing an operator's shapes takes longer than all the rest. Traces and rows reference the operators.
     dtypes: dict[int, str] = {}
 
     def judge(kernel: Kernel, gpu: Gpu, trace: int) -> KernelRow:
@@ -76,8 +76,8 @@ _remembered = lru_cache(maxsize=1 << 12)
 def judged_by_operator(rows: Sequence[KernelRow]) -> list[KernelRow]:
     """Return the rows in the same order, with the verdicts that follow from their operators' calls.
 
-    At least one of the kernels that a product's call launched must compute the product. If none of them is a product by name,
-    the longest one becomes "unknown"; kernels of known families keep their verdicts. If one is a product by name, shorter
+    At least one of the kernels that a product's call launched must compute the product. If no kernel is a product by name,
+    the longest one becomes "unknown"; kernels of known families retain their verdicts. If one is a product by name, shorter
     kernels with unfamiliar names become helpers. A kernel with an unfamiliar name becomes "other" if its operator computes no
     product.
     """

@@ -1,4 +1,4 @@
-"""Record one step of a running script with torch.profiler: start between two steps, then keep the second step.
+"""Record one step of a running script with torch.profiler: start between two steps, then write the second step.
 
 Each module's forward gets a range, as in profiling.py, but with hooks on the single modules: a compiled model warns about
 torch's global hooks.
@@ -30,7 +30,7 @@ def obstacle() -> str:
 
 
 class LiveProfile:
-    """Profile two steps and keep the second one: the first contains the profiler's own start-up.
+    """Profile two steps and write the second one: the first contains the profiler's own start-up.
 
     Args:
         models: the models by name; if there are several, module paths begin with the model's name.
@@ -66,7 +66,7 @@ class LiveProfile:
         self._unwatch = _watch_for_profilers(self._yield_profiler)
 
     def next_step(self) -> bool:
-        """End a step; return whether it was the step to keep. Waits for the GPU."""
+        """End a step; return whether it was the step to record. Waits for the GPU."""
         self._steps += 1
         if self._profiler is None or self._steps == 2:
             return True

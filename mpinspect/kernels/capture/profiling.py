@@ -1,8 +1,8 @@
 """Record one iteration with torch.profiler as an ordinary trace, with named ranges around module forwards.
 
 torch.profiler writes only class names ("nn.Module: Linear_3"), and only with Python stacks, which cost more time than the
-model. Here every module call gets a range "mpinspect::module::<dotted path>" from torch's global module hooks, so nothing is
-added to the user's model, and nothing remains afterwards.
+model. Here torch's global module hooks open a range "mpinspect::module::<dotted path>" around every module call, so the
+user's model is unchanged, and no hook remains afterwards.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def record_trace(
     """Run ``step`` ``warmup + 2`` times and record the last run to ``path`` (JSON). Waits for the GPU before and after it.
 
     Returns:
-        Notes: sentences on what is missing from the trace.
+        Notes: sentences on missing parts of the trace.
 
     Raises:
         RuntimeError: another torch profiler is running.
@@ -165,7 +165,7 @@ def _record(step: Callable[[], object], path: Path, ranges: ModuleRanges) -> Non
 
 
 def two_step_profiler(on_trace_ready: Callable[[profile], Any] | None = None) -> profile:
-    """Return a profiler that keeps the second of two steps: the first contains the start-up of the profiler (CUPTI)."""
+    """Return a profiler that records the second of two steps: the first contains the start-up of the profiler (CUPTI)."""
     activities = [ProfilerActivity.CPU]
     if ProfilerActivity.CUDA in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
         activities.append(ProfilerActivity.CUDA)

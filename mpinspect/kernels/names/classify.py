@@ -11,7 +11,7 @@ from mpinspect.runtime import gpus
 from mpinspect.runtime.gpus import ARCHITECTURES, Gpu
 from mpinspect.shapes.records import ITEM_SIZES
 
-#: Alignment in bytes at which Tensor Core kernels load operands at full speed (NVIDIA's matrix multiplication guide).
+#: Alignment in bytes that lets Tensor Core kernels load operands at full speed (NVIDIA's matrix multiplication guide).
 FULL_ALIGNMENT = 16
 
 
@@ -21,13 +21,13 @@ class KernelVerdict:
 
     Args:
         verdict: "native" (Tensor Cores at full alignment), "degraded" (on Tensor Cores, but slowed down), "off" (a product
-            on CUDA cores), "helper" (work that accompanies a product), "unknown" (a product whose name does not say, or an
+            on CUDA cores), "helper" (work that accompanies a product), "unknown" (a product on an unknown unit, or an
             unfamiliar name, which may be a product's), "other" (not a product).
-        architecture: the architecture that the kernel was built for, not the GPU's; "any" if the name does not say.
+        architecture: the architecture that the kernel was built for, not the GPU's; "any" if the name lacks one.
         reason: the verdict's reason in one sentence.
-        dtypes: the operands' dtypes in the name ("tfloat32" for TF32); () if the name has none.
+        dtypes: the operands' dtypes in the name ("tfloat32" for TF32); () if the name has no dtype.
         kind: "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or "".
-        alignment: the operands' alignment in elements by the name; None if the name does not say.
+        alignment: the operands' alignment in elements by the name; None if the name lacks one.
         rule: id of the rule that matched.
     """
 
@@ -51,7 +51,7 @@ def classify_kernel(name: str, gpu: str | Gpu | None = None, dtype: str | None =
     Args:
         name: the name as a profiler wrote it, mangled or not.
         gpu: the GPU that the kernel ran on ("hopper", "H100 PCIe", or a Gpu); None: judge by the name alone.
-        dtype: the operator's dtype ("bfloat16"), used if the name has none; None if unknown.
+        dtype: the operator's dtype ("bfloat16"), used for names without a dtype; None if unknown.
 
     Returns:
         The verdict. By name, a kernel is *degraded* only if its alignment is below 16 bytes (align4 is full alignment for TF32

@@ -12,7 +12,7 @@ _SM = re.compile(r"sm_?(\d{2,3})[af]?(?!\d)")
 _CUTLASS = re.compile(r"cutlass_(\d{2})(?!\d)")
 _WORDS = ("volta", "turing", "ampere", "hopper", "blackwell")
 
-#: Architectures by the digits of the mma instruction, if the name has nothing else: m8n8k4 is Volta's, m16n8k8 Turing's.
+#: Architectures by the digits of the mma instruction, for names without other signs: m8n8k4 is Volta's, m16n8k8 Turing's.
 _INSTRUCTIONS = {"884": "volta", "1688": "turing", "8816": "turing", "8832": "turing"}
 
 #: Spellings of dtypes; the first one found in a name counts. FP32 is excluded because it is often the accumulator's dtype.
@@ -70,7 +70,7 @@ _KINDS = (
 
 
 def architecture(lowered: str, digits: str) -> str:
-    """Return the architecture a kernel was built for, "any" if unknown. ``digits``: those of the mma instruction, or ""."""
+    """Return the architecture a kernel was built for, "any" if unknown. ``digits``: the mma instruction's, or ""."""
     for word in _WORDS:
         if f"{word}_" in lowered:
             return word
@@ -98,7 +98,7 @@ def _compute_capability(lowered: str) -> int | None:
 
 
 def instruction(lowered: str) -> tuple[str, str]:
-    """Return a name's mma instruction: the accumulator's letter ("m" if the name says mma) and the digits, or ("", "")."""
+    """Return a name's mma instruction: the accumulator's letter ("m" for names with mma) and the digits, or ("", "")."""
     for each in _DIGITS:
         if each in lowered:
             found = _MMA.search(lowered)
@@ -107,7 +107,7 @@ def instruction(lowered: str) -> tuple[str, str]:
 
 
 def dtypes(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
-    """Return the operands' dtypes in a name, by torch's names or "tfloat32"; () if the name has none."""
+    """Return the operands' dtypes in a name, by torch's names or "tfloat32"; () without a dtype."""
     if "nvjet_" in lowered:
         jet = _NVJET.search(lowered)
         return _nvjet_dtypes(jet.group(1)) if jet else ()

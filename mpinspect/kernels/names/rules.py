@@ -1,9 +1,9 @@
 """Define the rules on kernel names and Tensor Cores as data: the first rule that matches decides.
 
-Families come first: libraries whose kernels are known by name. A name of no family is judged by its words: a word for
-products makes it a product on an unknown unit; a word for elementwise or similar work makes it not a product, and so do words
-that move data or find its place, if the name has no word that is unknown here. Any other name may be anything: its verdict
-is "unknown", never "other".
+Families have precedence: libraries whose kernels are known by name. A name outside all families is judged by its words. A word
+for products makes it a product on an unknown unit. A word for elementwise or similar work makes it not a product. Words that
+move data or find its place do so too, if every word of the name is known here. The verdict on all other names is "unknown",
+never "other".
 To support a new kind of kernel, add a rule here, with its source and an example that no earlier rule matches.
 Sources: "traces": names in public torch.profiler traces (tests/data/traces, TraceLens, HolisticTraceAnalysis); "labelled":
 tests/data/kernel_names.tsv; else the library whose source or documentation has the name.
@@ -30,7 +30,7 @@ class Rule:
         id: id of the rule in reports.
         verdict: any of VERDICTS except "degraded", which needs more evidence than a name's family.
         kind: "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or "" (not a product, or any kind).
-        any_of: substrings, separated by spaces, at least one of which must be in the name: a cheap check before the pattern;
+        any_of: substrings, separated by spaces; the name must have at least one: a cheap check before the pattern;
             "" allows any name.
         meaning: the end of the sentence "this is ...".
         source: where the name was seen or is defined.
@@ -38,8 +38,8 @@ class Rule:
         pattern: a regular expression that the name must match too, or "".
         none_of: substrings that must not be in the name.
         own: whether to match only the function with its namespaces, and not the template arguments.
-        any_architecture: whether the name's prefix says nothing about the GPU (cuBLAS runs volta_sgemm on a Turing card).
-        since: the first architecture on which the kernel uses Tensor Cores, if it also runs on older ones.
+        any_architecture: whether the name's prefix is independent of the GPU (cuBLAS runs volta_sgemm on a Turing card).
+        since: the first architecture whose Tensor Cores the kernel uses, if it also runs on older ones.
     """
 
     id: str
@@ -133,7 +133,7 @@ _MOVES_ONLY = (
 
 #: Words for products of few rows, which CUDA cores compute as dot products.
 _FEW_ROWS = r"gemv|skinny|decode|dot_?prod"
-#: Words for what prepares, plans or inspects a product, in the names of classes.
+#: Words, in the names of classes, for work that prepares, plans or inspects a product.
 _PLANS = r"(?<![a-z])(?:prepare|schedule|plan|build|inspect|reset|gather|scatter|routes?|sparsity|convert|sum|combine)(?![a-z])"
 
 #: Words for elementwise kernels, reductions, normalisations, sorting, copies, random numbers, optimizers, losses, bookkeeping.
@@ -227,7 +227,7 @@ FAMILIES = (
         r"|miopen\w*conv|gridwise_\w*(?:conv|gemm)|naive_conv_|gemm_\w*_gfx\d|ll4mi_qkv|wvsplitk",
         none_of=("generic_reduce",),
     ),
-    # -- beside products --------------------------------------------------------------------------------------------
+    # -- helpers of products ----------------------------------------------------------------------------------------
     Rule(
         "split-k-reduce",
         "helper",
@@ -426,7 +426,7 @@ FAMILIES = (
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0",
         r"cudnn.*sdpa|cudnn_mha|sdpa_sm\d+",
     ),
-    # -- Tensor Cores, said by the name -----------------------------------------------------------------------------
+    # -- Tensor Cores, by the name ----------------------------------------------------------------------------------
     Rule(
         "mma-digits",
         "native",
@@ -568,8 +568,8 @@ FAMILIES = (
         "a product that the CuTe DSL built for Tensor Cores",
         "CUTLASS, examples/python/CuTeDSL; FlashInfer; flash-attention",
         "kernel_cutlass_kernel_flashinfergemmkernelsSm100BlockScaledPersistentDenseGemmKernel_object_at__TiledMMA_ThrLayoutVMNK",
-        # An mma instruction in the name decides. A product's word does so if no other word says more: a preparation, a reduction,
-        # or a product of few rows, which may be dot products on CUDA cores.
+        # An mma instruction in the name decides. A word for products decides too, unless another word means a preparation, a
+        # reduction, or a product of few rows, which may be dot products on CUDA cores.
         rf"(?<!ga)mma(?!r)|^(?!.*(?:{HELPER_WORDS}|{_FEW_ROWS}|{_PLANS}))"
         r".*(?:gemm|attention|mla|conv(?:2d|3d|olution|_)|block_?scaled|fmha|fc\d|delta_?(?:rule|net))",
         own=True,
@@ -657,7 +657,7 @@ FAMILIES = (
         "traces; cuDNN",
         "void wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int)",
     ),
-    # -- what no name can tell --------------------------------------------------------------------------------------
+    # -- undecided by the name --------------------------------------------------------------------------------------
     Rule(
         "triton-template",
         "unknown",
@@ -679,7 +679,7 @@ FAMILIES = (
     ),
 )
 
-#: Rules for names of no family, by the words of the function, or of its template arguments if the function has none.
+#: Rules for names outside all families, by the words of the function, or of its template arguments without a function.
 WORDS = (
     Rule(
         "tensorrt-myelin",

@@ -12,7 +12,7 @@ _MANGLED = re.compile(r"L[a-z]n?\d*E|DF\d+[b_x]?|[ST][0-9A-Z]*_|(\d+)(?=[A-Za-z_
 
 #: The CuTe DSL writes this between a Python function's name and the types of its arguments.
 _ARGUMENTS_OF_PYTHON = re.compile(r"_object_at_|(?<=kernel)_tensorptr")
-#: Before that stand a method, its module's path without dots, and its class. The path says only where the file lies.
+#: Before that: a method, its module's path without dots, and its class. The path gives only the file's location.
 _METHOD_OF_CLASS = re.compile(
     r"kernel_cutlass_(\w+?(?=___main__)|(?:[a-z0-9_]*?_)??kernel(?:_impl)?|)[a-z0-9_]*?_*([A-Z]\w*?)_object_at_"
 )
@@ -20,7 +20,7 @@ _METHOD_OF_CLASS = re.compile(
 _WORD = re.compile(r"(?<=[a-z0-9])(?!(?<=Mo)E)(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _OPEN = "<({["
 
-#: Maximum number of letters read. A name's start says what the kernel is, and some patterns take quadratic time in the length.
+#: Maximum number of letters read. A name's start identifies the kernel, and some patterns take quadratic time in the length.
 _MOST_READ = 4096
 
 
@@ -30,7 +30,7 @@ class Spelling:
 
     Args:
         function: the function with its namespaces; the whole name if it is not a C++ name.
-        arguments: the template arguments; "" if there are none.
+        arguments: the template arguments; "" without any.
         whole: both, followed by the mangled name if the name was mangled.
     """
 
@@ -50,7 +50,7 @@ class Spelling:
         readable = (_demangled(name) if is_mangled else name).lower().replace("(anonymous namespace)::", "")
         function, arguments = _function_and_arguments(readable)
         whole = f"{function}<{arguments}" if function else readable
-        # Traces truncate names, so an identifier may have fewer letters than its number says.
+        # Traces truncate names, so an identifier may have fewer letters than its number states.
         return cls(function or readable, arguments, f"{whole} {name.lower()}" if is_mangled else whole)
 
 

@@ -51,7 +51,7 @@ _MEANINGS = {
 
 
 def document(report: KernelReport) -> Document:
-    """Return the report as a document. Recommended actions come before the figures behind them."""
+    """Return the report as a document. Recommended actions precede the figures behind them."""
     return Document(title(report), (*lines(_totals(report)), *_blocks(report)))
 
 
@@ -120,7 +120,7 @@ def figures(shares: Shares) -> Iterator[tuple[str, str]]:
     if shares.calls == 0:
         return
     unknown = shares.of_products("unknown")
-    # If no product's verdict is known, the share is unknown: 0% would say that none ran on Tensor Cores.
+    # If every product's verdict is unknown, the share is unknown too: 0% would claim that all ran off Tensor Cores.
     all_unknown = unknown == 1.0
     more = "" if not unknown else ": all unknown" if all_unknown else f"; of {percent(unknown)} more it is unknown"
     products = f"of the matrix products' time ({duration(shares.product_time_us)}){more}"

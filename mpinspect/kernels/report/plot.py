@@ -50,7 +50,7 @@ class Bar:
     Args:
         label: the name.
         times: times in us by part (keys of COLOURS).
-        regained_us: upper bound of what mixed precision and Tensor Cores can save of them.
+        regained_us: upper bound of the savings by mixed precision and Tensor Cores.
     """
 
     label: str
@@ -85,7 +85,7 @@ def bars(report: KernelReport) -> tuple[Bar, ...]:
 
 
 def _everything(report: KernelReport) -> list[Bar]:
-    """Return a bar for every module or kernel; communication, which no precision shortens, is in none."""
+    """Return a bar for every module or kernel, without communication, which no precision shortens."""
     by_module = has_modules(report)
     times: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(COLOURS, 0.0))
     regained: dict[str, float] = defaultdict(float)
@@ -169,7 +169,7 @@ def _lower(axes: Axes, found: tuple[Bar, ...], report: KernelReport) -> None:
         axes.annotate(words.duration(bar.total) + regained, (bar.total / total, place), **beside)
     axes.set_yticks(range(len(found)), [bar.label for bar in found], fontsize=8, parse_math=False)
     axes.set_ylim(len(found) - 0.4, -0.6)
-    # Room for the words beside the longest bar.
+    # Room for the words at the end of the longest bar.
     axes.set_xlim(0, 1.5 * max((bar.total for bar in found), default=1.0) / total)
     percent_axis(axes.xaxis)
     axes.spines[["top", "right"]].set_visible(False)

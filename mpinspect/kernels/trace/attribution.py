@@ -78,7 +78,7 @@ def _sharing(recording: Recording, of_kernel: NDArray[np.int64]) -> NDArray[np.b
 
 
 def _choose(recording: Recording, candidates: dict[int, NDArray[np.intp]], of_kernel: NDArray[np.int64]) -> int:
-    """Choose among several launches with one correlation; return the number of kernels for which no choice is possible.
+    """Choose among several launches with one correlation; return the number of kernels without a possible choice.
 
     A launch must start before its kernel; of several such launches in one process, the last one counts. The process with launches
     for most of a GPU's kernels is assumed to be that GPU's own. Other kernels are decided by elimination: a launch starts only
@@ -117,7 +117,7 @@ def _only(launches: dict[object, int]) -> int:
 
 
 def _clear_winner(votes: Counter[object]) -> object:
-    """Return the entry with most votes; on a tie, return a new object, which equals nothing."""
+    """Return the entry with most votes; on a tie, return a new object, which differs from every entry."""
     best = votes.most_common(2)
     return best[0][0] if best and (len(best) == 1 or best[0][1] > best[1][1]) else object()
 

@@ -89,7 +89,7 @@ def word(value: Any) -> str:
     return str(value) if isinstance(value, (str, int)) else ""
 
 
-#: Microseconds by which a child may outlast its parent: traces in whole microseconds round start and duration down separately,
+#: Microseconds that a child may outlast its parent: traces in whole microseconds round start and duration down separately,
 #: and a float64 resolves the time since 1970 only to a quarter of a microsecond.
 _ROUNDING = 1.0
 
@@ -102,7 +102,7 @@ class Nesting:
             the outer one.
         threads: a number for each interval, used instead of the column "thread".
         proper: whether intervals of a thread either enclose each other or are disjoint (operators, stack frames), so that
-            overlap comes from clock rounding. Ranges opened and closed by hooks may overlap.
+            overlap is caused by clock rounding. Ranges opened and closed by hooks may overlap.
     """
 
     def __init__(self, intervals: Columns, threads: Ints | None = None, *, proper: bool = True) -> None:

@@ -19,7 +19,7 @@ _PRODUCTS = PRODUCT_OPS | {"aten::linear", "aten::matmul", "aten::einsum"}
 _NO_PRODUCTS = ("aten::", "autograd::", "prims::", "profiler::", "c10d::")
 
 
-#: The range in which autograd's engine runs a node, and the pattern of node names (torch/csrc/autograd/engine.cpp, function.h).
+#: The range of a node's run in autograd's engine, and the pattern of node names (torch/csrc/autograd/engine.cpp, function.h).
 _ENGINE = "autograd::engine::evaluate_function"
 _NODE = re.compile(r"(?:^|::)\w*Backward\d*$")
 
@@ -51,7 +51,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class _Around:
-    """What launches of one innermost operator share: product, autograd node, and the forward operator that made the node."""
+    """The common facts of one innermost operator's launches: product, autograd node, and the operator that made the node."""
 
     product: int = -1
     node: int = -1

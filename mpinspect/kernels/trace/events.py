@@ -51,7 +51,7 @@ not_needed = _NOT_NEEDED.match
 
 #: Number of a file's first characters that are searched for marks of other profilers.
 _FIRST = 4096
-#: Maximum number of characters of top-level values that are kept: enough for the process groups of ten thousand ranks.
+#: Maximum number of characters of stored top-level values: enough for the process groups of ten thousand ranks.
 _LARGEST_TOP_LEVEL = 4 << 20
 _SEPARATOR = re.compile(r"[ \t\r\n,]*")
 #: The text from the end of an event to the first key of the next.
@@ -70,12 +70,12 @@ class EventStream:
         chunks: the trace's text.
 
     Attributes:
-        top_level: the values beside "traceEvents" by key, at most 4 million characters in total; complete after the last batch.
+        top_level: the other top-level values by key, at most 4 million characters in total; complete after the last batch.
         events: number of events read, including events that are not needed.
         damaged: number of events left out because they are invalid JSON.
         problem: sentence on where the text is cut off or damaged; "" if it is complete.
         is_cut: whether events are missing at the end.
-        header_problem: sentence on damage before the events, which could be read nevertheless; "" if there is none.
+        header_problem: sentence on damage before the events, which were readable nevertheless; "" without damage.
     """
 
     def __init__(self, chunks: TextChunks) -> None:
@@ -154,7 +154,7 @@ class EventStream:
         text.at += 1
 
     def _keep(self, key: str) -> None:
-        """Read a top-level value, and keep it unless the total size of the values is too large."""
+        """Read a top-level value, and store it unless the total size of the values is too large."""
         before = self._text.position
         value = self._text.value()
         self._kept += self._text.position - before

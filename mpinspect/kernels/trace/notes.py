@@ -85,7 +85,7 @@ _NOT_THAT_FAR = (
 def notes(
     stream: EventStream, recording: Recording, launches: Launches, devices: tuple[Device, ...], wrong_ids: bool
 ) -> tuple[str, ...]:
-    """Return sentences on what a trace lacks and the consequences, the most important first."""
+    """Return sentences on missing parts of a trace and the consequences, the most important first."""
     return (*_of_the_file(stream, recording), *_of_kernels(stream, recording, launches, devices, wrong_ids))
 
 

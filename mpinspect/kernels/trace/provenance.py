@@ -1,4 +1,4 @@
-"""Determine where a trace comes from (rank, job, GPUs) and how long each GPU was busy."""
+"""Determine the origin of a trace (rank, job, GPUs) and the busy time of each GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rank_and_size(top_level: dict[str, Any]) -> tuple[int | None, int | None]:
 
 
 def job(top_level: dict[str, Any]) -> str:
-    """Return a name that all ranks of a run share and other runs do not; "" if the trace has none."""
+    """Return a name that all ranks of a run share and other runs do not; "" if missing from the trace."""
     for key in _JOB_KEYS:
         if name := word(top_level.get(key) or ""):
             attempts = [word(top_level[attempt]) for attempt in _ATTEMPT_KEYS if top_level.get(attempt)]

@@ -25,7 +25,7 @@ def read_trace_file(path: str | PathLike[str]) -> KernelTrace:
     """Read a trace that torch.profiler exported: JSON, gzipped or not, regardless of the file's name.
 
     Takes about 100 bytes of memory per event. For a truncated or damaged file, returns the readable part; ``notes`` of the result
-    says what is missing.
+    names the missing parts.
 
     Args:
         path: path of the file.
@@ -75,7 +75,7 @@ def _read(path: Path) -> KernelTrace:
 
 
 def _window(recording: Recording) -> tuple[float, float]:
-    """Return the time from the first event or profiler mark to the last; (0, 0) if there are none."""
+    """Return the time from the first event or profiler mark to the last; (0, 0) without any."""
     columns = (recording.operators, recording.launches, recording.kernels, recording.copies, recording.modules)
     starts = [recording.window[0], *(float(column.start.min()) for column in columns if len(column))]
     ends = [recording.window[1], *(float(column.end.max()) for column in columns if len(column))]
@@ -137,7 +137,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _with_duplicates_noted(traces: list[KernelTrace]) -> list[KernelTrace]:
-    """Add a note to traces with the same rank: they come from several runs, or from several windows of one run."""
+    """Add a note to traces with the same rank: they are from several runs, or from several windows of one run."""
     counted = Counter(trace.rank for trace in traces if trace.rank is not None)
     return [_noted(trace, counted[trace.rank]) if trace.rank is not None else trace for trace in traces]
 

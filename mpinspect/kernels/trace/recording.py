@@ -1,4 +1,4 @@
-"""Sort the events of a trace by category, and keep the data of each event that attribution needs."""
+"""Sort the events of a trace by category, and store the data of each event that attribution needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MARSHAL = 2
 _USUAL = itemgetter("ts", "dur", "name", "pid", "tid", "args", "ph")
 _ARGUMENTS = ("Input Dims", "Input Strides", "Input type", "Concrete Inputs")
 
-#: Number of marks of the producer that are kept; other profilers leave theirs in a trace's first events.
+#: Maximum number of stored marks of the producer; other profilers leave theirs in a trace's first events.
 _MOST_MARKS = 1 << 12
 
 _Handler = Callable[[dict[str, Any]], None]
@@ -64,7 +64,7 @@ class Recording:
         frames: nn.Module frames of the Python stack.
         steps, optimizers: torch's annotations.
         flow_starts, flow_ends: arrows from forward to backward: id (number in ``flows``), thread.
-        window: the profiler's own marks of start and end; infinities if there are none.
+        window: the profiler's own marks of start and end; infinities without marks.
         unreadable, without_duration, pairs, without_phase: numbers of events that were left out or repaired.
     """
 
@@ -239,7 +239,7 @@ class Recording:
             self._marks.update(_marks(event))
 
     def producer(self) -> Producer | None:
-        """Return the other profiler or accelerator that the events come from; None for torch.profiler on a GPU or CPU."""
+        """Return the other profiler or accelerator behind the events; None for torch.profiler on a GPU or CPU."""
         ignored = (word(category) for category, handler in self._handlers.items() if handler is _ignore)
         return producer([*sorted(self._marks), *ignored])
 
@@ -264,7 +264,7 @@ class Recording:
 
 
 def _marks(event: dict[str, Any]) -> Iterator[str]:
-    """Yield the names by which an event without a category shows its profiler: its own, its arguments', a process's."""
+    """Yield the names that identify an event's profiler if the event has no category: its own, its arguments', a process's."""
     args = event.get("args")
     yield word(event.get("name"))
     if isinstance(args, dict):

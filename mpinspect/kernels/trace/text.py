@@ -18,7 +18,7 @@ from mpinspect.runtime.decoding import check_is_file
 
 
 class TraceError(ValueError):
-    """Raised if a file cannot be read as a trace. The message says what is wrong and what to do."""
+    """Raised if a file cannot be read as a trace. The message gives the reason and a remedy."""
 
 
 #: Bytes read at a time. The decoded events of a piece fit a core's cache, which is twice as fast as using pieces of a megabyte.
@@ -39,7 +39,7 @@ class TextChunks:
 
     Attributes:
         bytes_read: bytes of text read so far, uncompressed.
-        problem: clause on where the data are cut off or damaged; "" if they are not.
+        problem: clause on the position of truncated or damaged data; "" for intact data.
 
     Raises:
         TraceError: the file cannot be opened or read; raised while iterating.

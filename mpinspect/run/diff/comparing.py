@@ -40,7 +40,7 @@ def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffRe
             narrower one.
 
     Raises:
-        SessionError: a run can't be read, nothing was counted in it, or the two have no layer in common.
+        SessionError: a run can't be read, has no counts, or shares no layer with the other.
         ValueError: ``format`` is the name of no known format.
         OSError: a directory can't be listed.
     """
@@ -66,13 +66,13 @@ def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffRe
 
 
 def _both(first: Kept | None, second: Kept | None, compare: Callable[[Kept, Kept], Found]) -> Found | None:
-    """Return the comparison; None if either run has nothing to compare."""
+    """Return the comparison; None if either argument is None."""
     return None if first is None or second is None else compare(first, second)
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A run as read; ``shapes`` and ``kernels`` are None if it has none, ``command`` is "" without a script."""
+    """A run as read from disk; ``shapes`` and ``kernels`` are None if missing, ``command`` is "" without a script."""
 
     path: str
     parts: tuple[ModelPart, ...]

@@ -88,7 +88,7 @@ def _alone(report: DiffReport) -> Iterator[Item]:
 
 def _notes(report: DiffReport) -> Iterator[str]:
     for name, side, other in (("A", report.first, report.second), ("B", report.second, report.first)):
-        # A note of both runs, equal apart from the name of their directory, is no difference.
+        # Notes of both runs that differ only in the directory's name are omitted.
         known = {note.replace(f"{other.path}/", f"{side.path}/") for note in other.notes}
         yield from (f"{name}: {note}" for note in side.notes if note not in known)
 

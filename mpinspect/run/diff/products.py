@@ -58,7 +58,7 @@ class ProductChange:
 
     @property
     def aspects(self) -> tuple[str, ...]:
-        """The keys of ``_ASPECTS`` in which the two runs differ; where only their pairing differs, all of them."""
+        """The keys of ``_ASPECTS`` that differ between the runs; all keys if only the combination of aspects differs."""
         differ = (name for name, of in _ASPECTS.items() if sorted(map(of, self.first)) != sorted(map(of, self.second)))
         return tuple(differ) or tuple(_ASPECTS)
 
@@ -81,7 +81,7 @@ class ShapesDiff:
 
     @property
     def aspects(self) -> str:
-        """The aspects in which any product differs, in words: "dtype, verdict"."""
+        """The aspects that differ in any product, in words: "dtype, verdict"."""
         differ = {aspect for change in self.changes for aspect in change.aspects}
         return ", ".join(aspect for aspect in _ASPECTS if aspect in differ)
 
@@ -111,7 +111,7 @@ class KernelsDiff:
         time_us: time of all kernels.
         tensor_core_fraction: share of the matrix products' time on Tensor Cores; None without products.
         changes: the modules whose kernels changed, the largest change of time first.
-        new, gone: findings that only the second, or only the first, run has.
+        new, gone: findings of the second run alone, and of the first run alone.
     """
 
     time_us: tuple[float, float]

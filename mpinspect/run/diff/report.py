@@ -29,7 +29,7 @@ class Side:
     Args:
         path: its directory or file; "" for a session in memory.
         words: a summary: the model, its steps and its precision.
-        notes: sentences on parts that can't be read, and on whether the run is still going on.
+        notes: sentences on unreadable parts, and on a run that is still running.
     """
 
     path: str
@@ -47,8 +47,8 @@ class DiffReport(RendersItself):
         first, second: the runs.
         models: one difference for each model of both runs, in the second's order.
         only_first, only_second: names of the models of one run alone.
-        shapes: differences in the shapes of one step's matrix products; None where a run has none.
-        kernels: differences in the kernels of one profiled step; None where a run has none.
+        shapes: differences in the shapes of one step's matrix products; None if a run has no shapes.
+        kernels: differences in the kernels of one profiled step; None if a run has no kernels.
     """
 
     kind: ClassVar[str] = "diff"
@@ -63,7 +63,7 @@ class DiffReport(RendersItself):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The differences, and findings that only B has, the gravest first; empty if nothing differs."""
+        """The differences, and findings of B alone, the gravest first; empty if nothing differs."""
         found = [finding for model in self.models for finding in model.ranges.findings]
         for products in (self.shapes, self.kernels):
             found += () if products is None else products.findings

@@ -25,8 +25,8 @@ from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.hooks import ModelHook
 from mpinspect.runtime.wrappers import unwrapped
 
-#: This many searches for modules are made, of some 0.03 s each, and one more for each _STEPS_A_SEARCH optimizer steps. A limit
-#: in seconds would make the report depend on the machine's load.
+#: Most searches for modules, some 0.03 s each, plus one for each _STEPS_A_SEARCH optimizer steps. A limit in seconds would
+#: make the report depend on the machine's load.
 _MOST_SEARCHES, _STEPS_A_SEARCH = 64, 256
 
 
@@ -47,7 +47,7 @@ class PendingOptimizer:
         #: Whether any module holds its parameters.
         self.has_modules = False
         self.held: list[weakref.ref[torch.nn.Module]] = []
-        #: The modules to inspect, by the id of the module called first. The key None holds those to inspect if none is called.
+        #: The modules to inspect, by the id of the module called first; the entry None holds for any other call or none.
         self.targets: dict[int | None, list[weakref.ref[torch.nn.Module]]] = {}
         #: Labels of the targets, and the script's variables, by id.
         self.labels: dict[int, Label] = {}
@@ -61,7 +61,7 @@ class PendingOptimizer:
         return self._optimizer()
 
     def models(self, called: int | None) -> list[torch.nn.Module]:
-        """Return the living modules to inspect if the module with id ``called`` is called first, or none is (None)."""
+        """Return the living modules to inspect when the module with id ``called`` is called first; None means no call."""
         references = self.targets.get(called, self.targets.get(None, []))
         return [module for reference in references if (module := reference()) is not None]
 
@@ -123,7 +123,7 @@ class Attacher(Guarded):
 
     @guarded
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find the modules of a new optimizer, and keep hooks on them until one is called."""
+        """Find the modules of a new optimizer and hook them until one is called."""
         parameters = optimizer_parameters(optimizer)
         with self._lock.held():
             self.pending = [each for each in self.pending if not each.done and each.optimizer is not None]
@@ -166,7 +166,7 @@ class Attacher(Guarded):
                 self._attached()
 
     def attach_without_call(self, waiting: PendingOptimizer) -> None:
-        """Inspect the models of an optimizer whose parameters a backward reaches, though no hook on its modules ran."""
+        """Inspect the models of an optimizer when a backward reaches its parameters without any of our hooks having run."""
         called = next((id(root) for root in self._compiled.roots() if id(root) in waiting.targets), None)
         self.attach(waiting, waiting.models(called) or [waiting.own_parameters()])
 
@@ -177,7 +177,7 @@ class Attacher(Guarded):
             waiting.unhook(self._compiled.among(modules))
 
     def give_up(self) -> None:
-        """Remove all remaining hooks and attach to nothing any more."""
+        """Remove all remaining hooks and stop attaching."""
         self.active = False
         for each in self.pending:
             each.settle()

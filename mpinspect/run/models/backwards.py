@@ -1,4 +1,4 @@
-"""Attaches to models that no module call has revealed, by searching the graph of a backward as it begins.
+"""Attaches to models whose calls were not seen, by searching the graph of a backward as it begins.
 
 These are models whose hooks never run (compiled ones, functional calls), parameters that belong to no module, FP32
 master copies of weights, and models trained without a torch optimizer.
@@ -24,7 +24,7 @@ from mpinspect.runtime.wrappers import class_of, unwrapped
 
 #: Most nodes read of one graph; reading them takes some 0.2 s and is enough for thousands of layers.
 _MOST_NODES = 300_000
-#: Most searches of graphs; after them backwards are only counted, until another optimizer is made.
+#: Most searches of graphs. After these, backwards are only counted until another optimizer is made.
 _MOST_SEARCHES = 16
 #: A leaf of no module and no optimizer counts as a parameter, not an input, if this many backwards in a row reach it.
 _LASTS = 3
@@ -91,7 +91,7 @@ class BackwardSearch(Guarded):
             self._attach_without_owner(leaves, waiting)
 
     def _attach_to_copies(self, leaves: Mapping[int, torch.Tensor], waiting: Sequence[PendingOptimizer]) -> None:
-        """Attach to the model whose masters are a module that optimizers step and that the script has not called."""
+        """Attach to the model whose masters are the parameters of a module that optimizers step but no backward reaches."""
         if not any(leaf.is_floating_point() and leaf.element_size() <= _HALF for leaf in leaves.values()):
             return
         holders = Holders(leaves, living_modules())
@@ -140,7 +140,7 @@ class BackwardSearch(Guarded):
             self._attaching.inspect_without_optimizer(Parameters(lasting), Label())
 
     def _tell(self, inspector: LaunchedInspector, tensors: Any) -> None:
-        """Tell an inspector that was attached by this backward about its losses, and the scaler that scaled them."""
+        """Pass this backward's losses, and their scaler if any, to an inspector that this backward attached."""
         inspector.backward_called(tensors)
         starts = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         for reference, scaler in self._scaled:
@@ -150,7 +150,7 @@ class BackwardSearch(Guarded):
 
 
 def _copies(owner: torch.nn.Module, holders: Holders) -> list[torch.nn.Module]:
-    """Return the modules, without wrappers, whose masters a module may hold."""
+    """Return the modules, without wrappers, whose masters ``owner`` may hold."""
     return list({id(unwrapped(each)): unwrapped(each) for each in holders.modules if are_masters(owner, each)}.values())
 
 

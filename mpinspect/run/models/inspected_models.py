@@ -25,7 +25,7 @@ from mpinspect.runtime.wrappers import submodules
 
 #: Most models that are recorded: if a script trains hundreds (a sweep, federated clients), the first ones suffice.
 MOST_MODELS = 16
-#: Most models without an optimizer attached at once: attaching keeps them alive after the script has dropped them.
+#: Most models without an optimizer attached at once: an attached model stays alive after the script drops it.
 _MOST_WITHOUT_OPTIMIZERS = 4
 
 
@@ -40,7 +40,7 @@ class InspectedModel:
         self.had_optimizers = False
 
     def join(self, optimizer: torch.optim.Optimizer, gone: Callable[[object], None]) -> None:
-        """Keep a weak reference to an optimizer that steps the model; ``gone`` is called when it is freed."""
+        """Add a weak reference to an optimizer that steps the model; ``gone`` is called when it is freed."""
         self.had_optimizers = True
         if all(known() is not optimizer for known in self.optimizers):
             self.optimizers.append(weakref.ref(optimizer, gone))
@@ -74,7 +74,7 @@ class InspectedModels:
     Args:
         options: the options of the launch.
         directory: each model gets a directory below it.
-        say: prints a line to stderr.
+        say: callable that prints a line to stderr.
         seen: the counts to update.
         lock: held while attaching and detaching.
         compiled: knows the modules that must not be hooked.
@@ -147,7 +147,7 @@ class InspectedModels:
     def _optimizer_gone(self, _: object) -> None:
         # Weakref callbacks can run inside any code: waiting for the lock could deadlock with the thread that holds it.
         with self._lock.held_if_free() as is_held:
-            # The frame above this one is that of until_finalized.
+            # The frame above this one belongs to the wrapper of until_finalized.
             if not is_held or is_unsafe_to_detach(sys._getframe(1).f_back):
                 self._pause_is_due = True
                 return
@@ -180,15 +180,15 @@ class InspectedModels:
         return any(each.inspector.forward_broke for each in self.all)
 
     def record(self, names: Sequence[str], record: Record, steps: Mapping[str, int] | None = None) -> None:
-        """Hand a record, made among several models, to its model.
+        """Pass a record, whose measurement spans several models, to the model that it belongs to.
 
         Args:
             names: the models' names; if there are several, the record's name begins with its model's.
-            steps: the step of which it is, by model; None: the current one.
+            steps: the record's step, by model; None for the current step.
         """
         path = record.name
         if not path and len(self.attached()) > len(names):
-            # It may belong to a model that was attached in the middle of the recorded step.
+            # The record may belong to a model that was attached in the middle of the recorded step.
             return
         owner = next((name for name in names if path == name or is_below(path, name)), names[0])
         if len(names) > 1:
@@ -227,7 +227,7 @@ class InspectedModels:
                 each.inspector.broke_off(error)
 
     def bring_tracker_up_to_date(self) -> None:
-        """Log to the tracker what every model has counted so far. Waits for the GPU."""
+        """Log each model's counts so far to the tracker. Waits for the GPU."""
         for each in self.all:
             each.inspector.bring_tracker_up_to_date()
 
@@ -263,7 +263,7 @@ class InspectedModels:
             model, self._options, optimizers, self._directory / name, say, unhookable, tracker, self._written
         )
         made = InspectedModel(name, label, inspector)
-        # Listed before attaching, which may fail: the name and the directory are in use from here on.
+        # Listed before attaching, which may fail, because the name and the directory are already in use.
         self.all.append(made)
         self._seen.models += 1
         inspector.attach()

@@ -30,8 +30,8 @@ from mpinspect.run.options import LaunchOptions, Rank
 _inherited: list[Sink] = []
 
 
-#: The inspection of a tiny model can take longer than its training. Then it gets a budget: half of the training's time, and
-#: some seconds more, during which a short run, or the beginning of a long one, is inspected at any cost.
+#: Inspecting a tiny model can take longer than training it. It then gets a budget: half of the training's time plus 20 s.
+#: A short run, or the beginning of a long one, is therefore inspected at any cost.
 _LIMIT = Limit(0.5, 20.0, "--max-overhead sets another limit; --max-overhead none watches every step.")
 
 
@@ -43,7 +43,7 @@ class LaunchedInspector(Inspector):
         options: the options of the launch.
         optimizers: optimizers known to step the model.
         log_dir: directory of its session file and TensorBoard log.
-        say: prints a line to stderr.
+        say: callable that prints a line to stderr.
         unhookable: ids of modules that must not be hooked, since they are compiled.
         tracker: gets the model's scalars; the launch gives it the page.
         written: called after each write of its record, on the thread that writes; must not raise.
@@ -111,7 +111,7 @@ class LaunchedInspector(Inspector):
         return self._capture.clock.backwards
 
     def note(self, sentence: str) -> None:
-        """Keep a sentence for the report."""
+        """Add a sentence to the report."""
         self._recording.note(sentence)
 
     @property
@@ -120,14 +120,14 @@ class LaunchedInspector(Inspector):
         return any(event.forward_finite is False for event in self._recording.events)
 
     def record(self, record: Record, step: int | None = None) -> None:
-        """Store a record as one of a step; None: of the current one."""
+        """Store a record under a step; None means the current step."""
         self._recording.record(replace(record, step=self.steps if step is None else step))
 
     def pause(self) -> None:
-        """Remove every hook and release the model, but keep the record open. Waits for the GPU."""
+        """Remove every hook and release the model; the record stays open. Waits for the GPU."""
         if self._capture.attached:
             self._capture.detach()
-            # Kept for ``end``: another optimizer may train the model further and change its weights.
+            # Stored for ``end``: another optimizer may train the model further and change its weights.
             self._left = self._capture.weights_left(self._broken_before)
             self._recording.write()
         clock = self._capture.clock
@@ -156,7 +156,7 @@ class LaunchedInspector(Inspector):
             self._capture.listener.loss_scaled(scaler, (), scaled)
 
     def backward_called(self, losses: Any) -> None:
-        """Record the losses of the backward that is about to run, by which the inspector was attached."""
+        """Record the losses of the backward that is about to run and that caused this attachment."""
         if self._capture.listener is not None:
             self._capture.listener.backward_called(losses)
 
@@ -166,7 +166,7 @@ class LaunchedInspector(Inspector):
             self._capture.rest(resting)
 
     def end(self) -> None:
-        """Detach, if not paused, and close the files; a second call does nothing."""
+        """Detach, if attached, and close the files; a second call does nothing."""
         self._end()
 
     def abandon(self) -> None:
@@ -198,7 +198,7 @@ class LaunchedInspector(Inspector):
         """Do nothing instead of warning: the script may turn warnings into errors, and the report contains the note."""
 
     def _hand_over(self, tracking: Tracking) -> None:
-        """Do nothing: the launch hands over one page of all its models."""
+        """Do nothing: the launch passes one page of all its models to the tracker."""
 
     def _announce(self, event: Event) -> None:
         """Print the event if it is the first that no loss scaler caught."""

@@ -33,8 +33,8 @@ class Label:
     """The candidates for a model's name.
 
     Args:
-        parent: class of the outermost enclosing module and the path from it, as "ActorCritic.actor"; "" if none.
-        variable: name of the script's variable that holds the model; "" if there is none.
+        parent: class of the outermost enclosing module and the path from it, as "ActorCritic.actor"; "" without one.
+        variable: name of the script's variable that holds the model; "" without one.
     """
 
     parent: str = ""
@@ -95,7 +95,7 @@ def _is_of_torch(model: nn.Module) -> bool:
 
 
 def _path(top: nn.Module, model: nn.Module) -> tuple[str, ...]:
-    """Return the shortest path from ``top`` to ``model``, without wrappers; () if there is none."""
+    """Return the shortest path from ``top`` to ``model``, without wrappers; () if no path exists."""
     seen = {id(top)}
     waiting: list[tuple[nn.Module, tuple[str, ...]]] = [(top, ())]
     for each, path in waiting:
@@ -115,8 +115,8 @@ def _path(top: nn.Module, model: nn.Module) -> tuple[str, ...]:
 def names_of(wanted: Collection[int], kin: tuple[type, ...]) -> dict[int, str]:
     """Return the script's names for objects, by id; if several frames name an object, use the outermost frame.
 
-    Name an entry of a list, tuple or dictionary like "nets.0", unless every entry has its own variable: if only some
-    have one, it may be a loop variable.
+    An entry of a list, tuple or dictionary is named like "nets.0", unless every entry has its own variable. If only some
+    entries have one, it may be a loop variable.
 
     Args:
         wanted: ids of the objects.
@@ -144,7 +144,7 @@ def names_of(wanted: Collection[int], kin: tuple[type, ...]) -> dict[int, str]:
 def _scopes() -> Iterator[Mapping[str, Any]]:
     """Yield each frame's attributes of ``self`` and its locals, outermost frame first, then the global namespaces.
 
-    Attributes precede the locals, among which from Python 3.12 on are the variables of comprehensions.
+    Attributes precede the locals, which from Python 3.12 on include the variables of comprehensions.
     """
     frames = list(_script_frames(sys._getframe(1)))
     seen: set[int] = set()
@@ -173,7 +173,7 @@ def _script_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _locals(frame: FrameType) -> dict[str, Any]:
-    """Return a frame's variables by name, those that may be a comprehension's last, or left out where they can be told."""
+    """Return a frame's variables by name; variables that may belong to a comprehension come last or are omitted."""
     code = frame.f_code
     if not code.co_flags & inspect.CO_OPTIMIZED:
         # The fast locals of a module or class are the variables of its comprehensions, from Python 3.12 on.
@@ -182,10 +182,10 @@ def _locals(frame: FrameType) -> dict[str, Any]:
     if is_cached and (sys.gettrace() is not None or not _READ_LOCALS.isdisjoint(code.co_names)):
         return {}
     kept = frame.f_locals
-    # Those that a closure shares are no fast locals.
+    # Variables shared with a closure are no fast locals, and so no comprehension variables.
     names = dict(sorted(kept.items(), key=lambda item: item[0] in code.co_varnames))
     if is_cached:
-        # Before Python 3.13 the frame caches this dictionary, which would keep the models alive.
+        # Before Python 3.13 the frame caches this dictionary, which would extend the models' lifetime.
         kept.clear()
     return names
 

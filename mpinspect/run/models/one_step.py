@@ -63,7 +63,7 @@ class OneStep(Guarded):
         #: The thread whose step is recorded: dispatch modes and profiles are per thread.
         self._thread: int | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        #: Threads inside ``scaler.step()`` on which no optimizer has stepped yet.
+        #: Threads inside ``scaler.step()`` whose optimizer has not stepped yet.
         self._unstepped: set[int] = set()
         #: Number of steps of each optimizer, by id, before one is chosen.
         self._steps: Counter[int] = Counter()

@@ -1,8 +1,8 @@
 """Finds the modules that hold an optimizer's parameters, and which of them is the user's model.
 
-A script passes tensors, not the model, to its optimizer, so the search goes through all objects that the garbage
-collector tracks. It reads only the types of these objects, since reading an attribute could load a lazy proxy; of
-modules it reads only what torch.nn.Module itself stores in their ``__dict__``.
+A script passes tensors, not the model, to its optimizer, so the search reads all objects that the garbage collector
+tracks. It reads only their types, since reading an attribute could load a lazy proxy. Of modules it reads only the entries
+that torch.nn.Module itself stores in ``__dict__``.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Holders:
         return self.found() <= self.held(module)
 
     def outermost(self, module: nn.Module) -> list[nn.Module]:
-        """Return the outermost modules that contain this one; the module itself, if no other contains it."""
+        """Return the outermost modules that contain this one, or the module itself if it is outermost."""
         around = [self._modules[key] for key in self._upwards([id(module)]) if key in self._modules]
         return [each for each in around if self.is_top(each)]
 
@@ -102,7 +102,7 @@ class Holders:
         """Return the modules to inspect, without their wrappers.
 
         Args:
-            called: the outermost module that the script called, one of ``modules``; None if it called none.
+            called: the outermost module that the script called, one of ``modules``; None if there was no call.
         """
         if called is not None and self.holds_all(called):
             return [unwrapped(self._climbed(called))]
@@ -152,9 +152,9 @@ class Holders:
 
 
 def are_masters(owner: nn.Module, model: nn.Module) -> bool:
-    """Return whether a module's parameters are masters of another's: the same but for the dtype, which is wider, and the memory.
+    """Return whether a module's parameters are masters of another's: equal values in other memory, in a wider dtype.
 
-    Reads a few values of each, which waits for the device, if all names and shapes agree.
+    Reads a few values of each, which waits for the device, but only if all names and shapes agree.
     """
     masters, weights = dict(_named_parameters(owner)), dict(_named_parameters(model))
     if not masters or masters.keys() != weights.keys():
@@ -172,7 +172,7 @@ def are_masters(owner: nn.Module, model: nn.Module) -> bool:
 
 
 def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a module and its submodules, each of which once, by their names without wrappers."""
+    """Yield the parameters of a module and its submodules, each once, by their names without wrappers."""
     seen = {id(module)}
     waiting = [("", module)]
     while waiting:

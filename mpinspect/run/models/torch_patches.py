@@ -1,6 +1,6 @@
 """Temporarily wraps a few of torch's functions, to call a listener when an optimizer is made or a backward begins.
 
-Optimizers' steps are reported by ``ranges/capture/optimizer_steps.py``, as they are to an inspector.
+Optimizers' steps are reported by ``ranges/capture/optimizer_steps.py``, as for an inspector.
 
 The wrappers' frames appear in the tracebacks of errors raised through them; ``run/script.py`` removes these frames from
 printed tracebacks.
@@ -83,7 +83,7 @@ class TorchPatches:
         def compile(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             given = args[0] if args else kwargs.get("model")
-            # torch.compile returns its argument if it compiles nothing: by ``disable=True`` or TORCHDYNAMO_DISABLE.
+            # torch.compile returns its argument unchanged with ``disable=True`` or TORCHDYNAMO_DISABLE.
             if given is not None and result is not given:
                 self._listener.module_compiled(given)
             return result
@@ -106,7 +106,7 @@ def _remembered_modules(original: Callable[[], None]) -> Callable[[], None]:
 
 
 def _without_our_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap one of ``_TRACERS`` so that the module it is given has none of our hooks while it runs."""
+    """Wrap one of ``_TRACERS`` so that our hooks are off the given module while it runs."""
 
     @functools.wraps(original)
     def trace(*args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.run.report.report import RunReport
 
-#: Worst first.
+#: Verdicts on shapes, worst first.
 VERDICTS = ("off", "degraded", "unknown", "native")
 
 
@@ -29,8 +29,8 @@ class ModuleRow:
         log2_scale_needed: log2 of the smallest loss scale that suffices for its gradients, or of the largest if they overflow at
             scale 1; None if unknown.
         kernel_time_us: time of its kernels in the profiled step; None without --kernels or without a GPU.
-        kernel_time_fraction: that time as a share of all kernel time, 0..1; None if that is None.
-        tensor_core_fraction: share of kernel_time_us on Tensor Cores, native or degraded, 0..1; None if that is None.
+        kernel_time_fraction: that time as a share of all kernel time, 0..1; None without ``kernel_time_us``.
+        tensor_core_fraction: share of kernel_time_us on Tensor Cores, native or degraded, 0..1; None without that time.
     """
 
     module: str
@@ -74,10 +74,10 @@ def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:
         lead = "" if len(report.parts) == 1 else part.name
         advice = part.ranges.loss_scale
         for layer in part.ranges.layers:
-            # Where no scale can be advised, the run's being unknown or its training diverged, none serves a module.
+            # Without advice (the run's scale is unknown, or its training diverged) a module's scale is left unknown, too.
             if layer.kind not in GRADIENT_KINDS or layer.histogram is None or not advice.available:
                 continue
-            # What overflows at scale 1 may have overflowed in the run, too, where only its finite elements were counted.
+            # A gradient that overflows at scale 1 may have overflowed in the run, where only finite elements were counted.
             if advice.highest and layer.max_log2_scale is not None and layer.max_log2_scale < 0:
                 layer = replace(layer, max_log2_scale=min(layer.max_log2_scale, floor_log2(advice.highest)))
             found.setdefault(".".join(filter(None, (lead, layer.module))), []).append(layer)
@@ -108,7 +108,7 @@ def _times(report: RunReport) -> dict[str, tuple[float | None, float | None, flo
 
 
 def _worst_share(layers: Iterable[LayerReport]) -> Interval | None:
-    """Return the largest share; None if that of any gradient is unknown, as it may be the largest."""
+    """Return the largest share; None if any gradient's share is unknown, since it may be the largest."""
     shares = [_share(layer) for layer in layers if not layer.rounding_noise]
     known = [share for share in shares if share is not None]
     largest = max(known, key=lambda share: (share.high, share.estimate), default=None)
@@ -116,7 +116,7 @@ def _worst_share(layers: Iterable[LayerReport]) -> Interval | None:
 
 
 def _needed(layers: Iterable[LayerReport]) -> int | None:
-    """Return the exponent of the scale that serves all, also by not overflowing; None if one gradient's is unknown.
+    """Return the exponent of the scale that serves all gradients without overflow; None if one of them is unknown.
 
     A gradient that may have lost too much before it was counted needs an unknown scale.
     """

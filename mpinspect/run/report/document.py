@@ -36,15 +36,15 @@ from mpinspect.run.report.report import ModelPart, RunReport
 from mpinspect.shapes.analysis.analysing import runs_in_fp32, suiting_in_16_bits
 from mpinspect.shapes.analysis.report import ShapeReport, ShapeRow
 
-#: How many modules are shown, those with most FLOPs; JSON has all.
+#: Most modules that are shown, sorted by FLOPs; JSON has all.
 MODULES = Limit(8, 25)
-#: What was not seen, in the lines that a run prints when it ends.
+#: Most notes in the lines that a run prints when it ends.
 NOTES = Limit(3, 3, "more in the report")
-#: The sentence on what was seen of a script whose models were inspected.
+#: Matches the routine sentence on a script whose models were inspected.
 _ROUTINE = re.compile(r"(no|\d+) optimizers? (was|were) made; \d+ models? (was|were) inspected")
 #: Most models shown in full in a terminal; further models have one line each, and report.md has all in full.
 MAX_MODELS = 4
-#: Kinds of product that cuDNN computes, in TF32 unless it is told otherwise.
+#: Kinds of product that cuDNN computes, in TF32 by default.
 _OF_CUDNN = ("convolution", "recurrent")
 
 
@@ -65,7 +65,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
 
 
 def in_brief(report: RunReport) -> Document:
-    """Return the lines that a run prints when it ends: what broke, the verdict with its change, and what was not seen.
+    """Return the lines that a run prints when it ends: the first break, the verdict with its change, and the notes.
 
     Everything else is in the files of the run.
     """
@@ -82,7 +82,7 @@ def in_brief(report: RunReport) -> Document:
 
 
 def _verdict(report: RunReport) -> tuple[Block, ...]:
-    """Return a single model's verdict; of several models a line each, worst first, and the change to make in the worst.
+    """Return the verdict of a single model; for several models a line each, worst first, and the worst model's change.
 
     Only the models with the most severe findings have a line.
     """
@@ -138,7 +138,7 @@ def _models(report: RunReport, everything: bool) -> Parts:
 
 
 def _maps(report: RunReport) -> Iterator[Widget]:
-    """Yield one map with a switch between the models, if there are several: a single model's stands in its own report."""
+    """Yield one map with a switch between models, if there are several; a single model's map is in its own report."""
     if len(report.parts) > 1:
         notes = module_notes(report)
         yield from widget(*(Mapped(part.name, part.ranges, notes[part.name]) for part in report.parts))
@@ -184,7 +184,7 @@ def _brief(report: RunReport) -> Iterator[Item]:
 
 
 def _on_speed(report: RunReport) -> Iterator[tuple[str, str]]:
-    """Yield a label and a sentence for the shapes and for the kernels, where they were asked for."""
+    """Yield a label and a sentence for the shapes (if the report counts them as requested) and for the kernels."""
     if report.shapes_asked is not None:
         yield "shapes", _shapes(report)
     if report.kernels is not None:
@@ -192,7 +192,7 @@ def _on_speed(report: RunReport) -> Iterator[tuple[str, str]]:
 
 
 def _grave_on_shapes(report: RunReport) -> list[Finding]:
-    """Return the findings above "info" on shapes that a terminal does not show, and ``report.findings`` leaves out."""
+    """Return the findings on shapes above "info" that ``report.findings`` and a terminal leave out."""
     found = () if report.shapes_asked is None or not report.is_shape_detail else report.shapes_asked.findings
     return [finding for finding in found if finding.severity != SEVERITIES[0]]
 

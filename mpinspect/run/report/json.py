@@ -10,7 +10,7 @@ from mpinspect.reporting.json_text import Layout, fields, headed, plain
 from mpinspect.reporting.rendering import RendersItself
 from mpinspect.run.report import ModuleRow, RunReport, by_module
 
-#: Depth to which each member has its own line: five levels reach each finding of each part.
+#: Depth to which each member has its own line; at depth five each finding of each part has one.
 LAYOUT = Layout(5)
 
 

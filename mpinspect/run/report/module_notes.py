@@ -1,4 +1,4 @@
-"""Makes the notes on shapes and kernels that the map of a model shows beside the layers of each module."""
+"""Makes the notes on shapes and kernels that the map of a model shows in each module's rows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _COLUMNS = (
     ("on Tensor Cores", "share of its own kernel time"),
 )
 _TONES: dict[str, Tone] = {"off": "error", "degraded": "warning", "unknown": "unknown", "native": "good"}
-#: Most kernel names of a module that are named, those with most time.
+#: Most kernel names that are listed for a module, those with most time.
 _MOST_KERNELS = 4
 
 
 def module_notes(report: RunReport) -> dict[str, ModuleNotes]:
-    """Return each model's notes, by the model's name; none where the run has neither shapes nor kernels."""
+    """Return each model's notes, by the model's name; they are empty in a run without shapes and kernels."""
     rows = {row.module: row for row in by_module(report)}
     lines: defaultdict[str, list[str]] = defaultdict(list)
     for module, line in (*_shapes(report), *_kernels(report)):
@@ -88,7 +88,7 @@ def _shapes(report: RunReport) -> Iterator[tuple[str, str]]:
 
 
 def _findings_of(row: ShapeRow, shapes: ShapeReport) -> list[Finding]:
-    """Return the findings about a product. If several have its id, each about other sizes, only those about its parameter."""
+    """Return the findings about a product; if several share its finding's id, only those that name its parameter."""
     found = [finding for finding in shapes.findings if finding.id == row.finding]
     return found if len(found) < 2 else [each for each in found if row.parameter in _parameters(each)]
 

@@ -12,7 +12,7 @@ def save(report: RunReport, path: str | Path) -> Path:
     """Write the plot of the run's only model as a PNG, and return its path.
 
     Raises:
-        ValueError: the run has several models, or none.
+        ValueError: the run does not have exactly one model.
         OSError: the file can't be written.
     """
     if len(report.parts) != 1:

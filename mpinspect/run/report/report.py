@@ -38,14 +38,14 @@ class RunReport(RendersItself):
     Args:
         command: the script and its arguments, quoted for a shell.
         outcome: how the script ended, in words: "ended", "exit status 3", "RuntimeError: ...", "stopped by Ctrl-C".
-        parts: one per model, in the order in which the models were found.
+        parts: one per model, in the order of discovery.
         shapes: shapes of one step's matrix products; None if not recorded.
         kernels: kernels of one profiled step; None if not recorded.
-        saw: sentences on what was seen of the script and what was not.
-        log_dir: the run directory; "" if nothing is written.
+        saw: sentences on the observed and unobserved parts of the script.
+        log_dir: the run directory; "" if no files are written.
         is_shape_detail: whether the shapes were recorded without --lint; a terminal then shows them only in brief.
         broke_elsewhere: first line of the report of another process that broke before this one, or that died before any
-            model was seen; "" if none did.
+            model was seen; "" without such a process.
         by_error: whether an uncaught exception ended the script.
         unreadable: a sentence on each model whose session can't be read; ``saw`` holds them too.
     """
@@ -65,7 +65,7 @@ class RunReport(RendersItself):
     unreadable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """What was recorded before the script ended is not called healthy if the script failed, or was stopped at once."""
+        """Withhold the verdict "healthy" if the script failed or was stopped within a few steps."""
         failed = self.by_error or self.outcome.startswith("exit status")
         stopped = self.outcome.startswith("stopped")
         judged = [
@@ -80,9 +80,9 @@ class RunReport(RendersItself):
 
     @property
     def ended(self) -> str:
-        """The exception that ended the script, with its step and phase if a model was in training; "" if none did."""
+        """The exception that ended the script, with its step and phase if a model was in training; else ""."""
         told = [part.ranges for part in self.parts if part.ranges.verdict.ended]
-        # The model in whose forward it was raised has most to say.
+        # Prefer the model in whose forward the exception was raised: its sentence is the most specific.
         told.sort(key=lambda ranges: ranges.session.ended_by is None or not ranges.session.ended_by.name)
         of_ranks = any(finding.id == "rank-ended-early" for finding in self.findings)
         if told:
@@ -91,7 +91,7 @@ class RunReport(RendersItself):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings of all parts, the most severe first; without those of the shapes if ``is_shape_detail``."""
+        """The findings of all parts, the most severe first; if ``is_shape_detail``, without findings on shapes."""
         of_ranges = (finding for part in self.parts for finding in part.ranges.findings)
         return tuple(gravest_first([*of_ranges, *self.speed_findings]))
 
@@ -108,13 +108,13 @@ class RunReport(RendersItself):
 
     @property
     def shapes_asked(self) -> ShapeReport | None:
-        """The shapes; None if they were recorded without --lint and judged for a GPU that nobody named and that is not there."""
+        """The shapes; None if they were recorded without --lint and judged for an assumed GPU."""
         is_asked = self.shapes is not None and not (self.is_shape_detail and self.shapes.is_gpu_assumed)
         return self.shapes if is_asked else None
 
     @property
     def first_line(self) -> str:
-        """The first non-finite event that no loss scaler caught, in one line; "" if there was none."""
+        """The first non-finite event that no loss scaler caught, in one line; "" without such an event."""
         if self.broke_elsewhere:
             return self.broke_elsewhere
         broken = [(event, part.name) for part in self.parts if (event := what_broke(part.ranges)) is not None]

@@ -3,7 +3,7 @@
 Like CUDA's autocast, this module works in torch's dispatcher: it registers kernels for the dispatch key of the CPU's
 autocast, under the names of CUDA's lists (``ATen/autocast_mode.h``; "Autocast Op Reference" in torch's documentation).
 As on CUDA, the kernels also handle calls through aliases and from composite functions. They are registered once, at the
-first use, until the process ends; outside ``half_arithmetic()`` they do what torch would have done without them.
+first use, until the process ends; outside ``half_arithmetic()`` they behave like torch's own kernels.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ _LISTS: list[tuple[str, Policy]] = [
 
 @cache
 def _register() -> torch.library.Library:
-    """Register the kernels, once per process, and return their library, which the cache keeps alive."""
+    """Register the kernels, once per process, and return their library; the cache holds a reference to it."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         # torch warns about replaced kernels, but replacing them is intended.
@@ -151,7 +151,7 @@ def _wanted() -> Iterator[tuple[str, Policy]]:
             elif names is RECURRENT:
                 wanted = True
             else:
-                # Keep torch's own CPU kernel if both cast to the same dtype.
+                # torch's own CPU kernel suffices if both cast to the same dtype.
                 wanted = name in cuda and not (policy in (_lower, _float32) and _has_kernel(name))
             if wanted:
                 yield name, policy

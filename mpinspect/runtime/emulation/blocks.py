@@ -1,8 +1,8 @@
 """Multiplies 16-bit matrices in FP32, in parts that fit a core's cache.
 
 An FP32 copy of a whole large operand or result would be written to memory and read back only once. A part's copy never
-leaves the cache, so time and memory are close to those of the 16-bit tensors. As in counting, each thread processes
-parts of its own: splitting every operation on a part over all threads would cost more than it saves.
+leaves the cache, so time and memory are close to the 16-bit tensors' own. As in counting, each thread processes
+separate parts: splitting every operation on a part over all threads would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpinspect.runtime.workers import POOL, single_threaded
 
 #: FP32 values in a part, 1 MiB: it and its 16-bit twin stay in a core's second-level cache.
 PART = 2**18
-#: With more threads than this, torch splits each part among its threads: the GIL would hold back threads of our own.
+#: With more threads than this, torch splits each part among its threads: the GIL would slow threads of our own.
 MOST_THREADS = 8
 
 Item = TypeVar("Item")

@@ -14,7 +14,7 @@ from mpinspect.runtime.emulation import blocks
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 
-#: Products as dispatched below autograd, including those of ``linear``, ``matmul``, ``einsum`` and their gradients.
+#: Products as dispatched below autograd, including products inside ``linear``, ``matmul``, ``einsum`` and their gradients.
 _PRODUCTS = [
     "mm",
     "addmm",
@@ -92,7 +92,7 @@ def _in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype:
 
 
 def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
-    """Compute attention, keeping each row's log-sum-exp in FP32, as the 16-bit kernels do for their backward."""
+    """Compute attention; return each row's log-sum-exp in FP32, which the 16-bit kernels too save for their backward."""
     out, log_sum = func(*map(_to_float32, args), **{name: _to_float32(value) for name, value in kwargs.items()})
     return out.to(dtype), log_sum
 
@@ -111,7 +111,7 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: t
     return args[0].copy_(total)
 
 
-# -- which operation goes which way ---------------------------------------------------------------------------------------
+# -- the way for each operation -------------------------------------------------------------------------------------------
 
 
 def _overloads(names: Iterable[str], *variants: str) -> Iterator[Any]:
@@ -136,7 +136,7 @@ _OPENED = frozenset(_overloads(_COMPOSED, "default"))
 def is_composite(func: Any) -> bool:
     """Return whether torch only composes the operation of others; a mode sees such operations in inference mode alone.
 
-    Of a few (the backwards of SiLU and Mish) torch has a kernel too, whose last bits differ from those of the composition.
+    A few operations (the backwards of SiLU and Mish) have a kernel too, whose last bits differ from the composition's.
     """
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return bool(has(func.name(), "CompositeImplicitAutograd")) and not has(func.name(), "CPU")

@@ -1,7 +1,7 @@
 """Work out how an operand lies in memory: its row stride in bytes and the alignment of its addresses.
 
 A Tensor Core kernel loads 16 bytes at a time, which needs a base pointer, a row stride (the leading dimension of BLAS) and a
-batch stride in multiples of 16 bytes. Else a variant with smaller loads runs, whose name says how many *elements* each load
+batch stride in multiples of 16 bytes. Else a variant with smaller loads runs, whose name gives the *elements* that a load
 takes (``_align4``, ``_align2``, ``_align1``). Sources: NVIDIA's Matrix Multiplication Background guide; CUTLASS' alignment
 constraints; the kernels' names in traces.
 """
@@ -30,7 +30,7 @@ class Layout:
         row_size: elements in a row; differs from ``row_stride`` in a view.
         stride_bytes: ``row_stride`` in bytes.
         alignment_bytes: the power of two, up to 128, that divides all its addresses.
-        offset_bytes: offset of the base pointer; None if unknown, in which case it is assumed to be aligned.
+        offset_bytes: offset of the base pointer; None if unknown, and then assumed to be aligned.
         is_copied: whether torch copies the operand first because neither of its last two strides is 1; the other fields then
             describe the copy.
         is_assumed: whether the strides are unknown; the other fields then describe a contiguous tensor.

@@ -60,7 +60,7 @@ def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", not
 
 
 def _of_device(recording: MatmulRecording) -> Iterator[str]:
-    """Yield a sentence on what is judged of a recording that was made on a CPU."""
+    """Yield a sentence on the dtypes that a recording from a CPU is judged in."""
     if recording.device == "cpu" and recording.matmuls:
         fused = any(matmul.kind == "attention" for matmul in recording.matmuls)
         attention = ", and scaled_dot_product_attention by the kernel that CUDA would choose" if fused else ""
@@ -73,7 +73,7 @@ def runs_in_fp32(row: ShapeRow) -> bool:
 
 
 def suiting_in_16_bits(report: ShapeReport) -> float:
-    """Return the share of the FLOPs, 0..1, that would suit Tensor Cores if what runs in FP32 ran in 16 bits."""
+    """Return the share of the FLOPs, 0..1, that would suit Tensor Cores if products in FP32 ran in 16 bits."""
     suiting = 0
     for row in report.matmuls:
         verdict = row.verdict
@@ -109,7 +109,7 @@ def _total_us(rows: Sequence[ShapeRow]) -> float | None:
 
 
 def _with_findings(rows: Sequence[ShapeRow], groups: Sequence[tuple[str, tuple[int, ...]]]) -> tuple[ShapeRow, ...]:
-    """Return the rows, each with the id of the first finding that covers it; root causes come first."""
+    """Return the rows, each with the id of the first finding that covers it; root causes precede others."""
     by_row: dict[int, str] = {}
     for finding, indices in sorted(groups, key=lambda group: FINDING_IDS.index(group[0])):
         for index in indices:
@@ -205,7 +205,7 @@ def _partial_fraction(rows: Sequence[ShapeRow], gpu: Gpu, total_us: float | None
 
 def _rank(finding: Finding) -> tuple[float, ...]:
     """Return the sort key: severity, the estimated time lost (the share of the FLOPs where no time is known), root causes
-    first; findings that change nothing last."""
+    first; findings without a measurable effect last."""
     evidence = finding.evidence
     share = evidence.get("flops_fraction", 1.0 if finding.severity == "error" else 0.0)
     lost = 0.0 if CHANGES_NOTHING in evidence else evidence.get("estimated_saved_fraction_high", share)

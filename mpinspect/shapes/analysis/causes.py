@@ -1,4 +1,4 @@
-"""Find the symptoms that keep a product from full speed; ``rules`` turns each symptom into a cause.
+"""Find the symptoms that prevent a product's full speed; ``rules`` turns each symptom into a cause.
 
 A cause is a finding's id and, if a size of the model is to blame, that size. Grouping by cause turns hundreds of flagged
 calls into a handful of findings. One product can have several causes.
@@ -14,7 +14,7 @@ from mpinspect.shapes.analysis.report import ShapeRow
 from mpinspect.shapes.analysis.todays_rule import is_nchw, is_stem
 from mpinspect.shapes.records import ITEM_SIZES, Matmul, MatmulRecording, Operand
 
-#: Causes of an "off" verdict that come from the dtype: the shapes may limit the product once the dtype is fixed.
+#: Causes of an "off" verdict by dtype: the shapes may limit the product once the dtype is fixed.
 DTYPE_CAUSES = ("tf32-off", "float32")
 #: Causes that apply to torch's unfused attention too; a fused kernel would fix all other causes.
 _EVEN_UNFUSED = ("raises", "gpu-without", "gpu-unknown")
@@ -45,7 +45,7 @@ class Symptom:
             Cores, with and without another cause).
         row: the product.
         recording: the recording that contains the product.
-        size: the size that causes the symptom; None if there is none.
+        size: the size that causes the symptom; None without such a size.
         is_unfused: whether the product is part of attention computed as separate products.
     """
 
@@ -163,7 +163,7 @@ def _is_odd(elements: int, layout: Layout) -> bool:
 
 
 def is_latent(row: ShapeRow) -> bool:
-    """Return whether only its dtype keeps a product off Tensor Cores, so that its sizes matter once the dtype is fixed."""
+    """Return whether only a product's dtype excludes it from Tensor Cores, so that its sizes matter once the dtype is fixed."""
     return row.judged.cause in DTYPE_CAUSES
 
 
@@ -190,8 +190,8 @@ def _halved(operand: Operand | None) -> Operand | None:
     return None if operand is None else replace(operand, dtype="float16")
 
 
-#: Scores that are fewer than the queries' and keys' elements by this factor cost little, kept on chip or not: they are written
-#: and read some eight times, forward and backward.
+#: Scores that are fewer than the queries' and keys' elements by this factor cost little even if they leave the chip: they are
+#: written and read some eight times, forward and backward.
 _FEW_SCORES = 8
 
 

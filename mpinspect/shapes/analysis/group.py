@@ -130,7 +130,7 @@ class Group:
 
     @property
     def talk_words(self) -> str:
-        """Return a clause that says whether the talk's rule flags these products."""
+        """Return a clause on the talk's rule: whether it flags these products."""
         broken = sum(row.calls for row in self.rows if row.multiples_of_8 is False)
         if not broken:
             return "the rule of multiples of 8 has nothing against them"
@@ -174,7 +174,7 @@ class Group:
 
     @property
     def block(self) -> int:
-        """Return the largest number of values that share a scale in these products; 0 if none do."""
+        """Return the largest number of values that share a scale in these products; 0 without shared scales."""
         return max((row.matmul.block for row in self.rows), default=0)
 
     @property
@@ -265,7 +265,7 @@ class Group:
 
     @property
     def each_part(self) -> str:
-        """Return how to pad the equal parts of a layer's output: all alike, so that the split still fits."""
+        """Return how to pad the equal parts of a layer's output, by the same amount, so that the split still fits."""
         padding, parts = self.to_pad, self.parts
         least = self.next_multiple_of_8
         if parts.heads:
@@ -278,7 +278,7 @@ class Group:
 
     @property
     def binds(self) -> str:
-        """Return what both rules say about misaligned rows, and the estimated gain of the fix."""
+        """Return a sentence on misaligned rows by both rules, and the estimated gain of the fix."""
         latent = sum(row.calls for row in self.rows if is_latent(row))
         them = "all" if latent == self.calls else f"{latent:,}"
         when = f", {them} of them once they are on Tensor Cores" if latent else ""
@@ -293,6 +293,6 @@ class Group:
 
 
 def plus_one(tokens: int) -> str:
-    """Return " (196 patches and a class token)" for 197 tokens, likewise for any square plus one; else ""."""
+    """Return " (196 patches and a class token)" for 197 tokens, and so for any square plus one; else ""."""
     root = math.isqrt(max(tokens - 1, 0))
     return f" ({tokens - 1} patches and a class token)" if root > 1 and root * root == tokens - 1 else ""

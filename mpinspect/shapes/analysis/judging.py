@@ -26,13 +26,13 @@ _TF32_BY_DEFAULT = {"gemm": False, "attention": False, "convolution": True, "rec
 
 
 def judge(matmul: Matmul, gpu: Gpu, *, tf32: bool | None = None) -> ShapeVerdict:
-    """Judge whether a product's shapes and dtype suit a GPU's Tensor Cores and keep the talk's rule.
+    """Judge whether a product's shapes and dtype suit a GPU's Tensor Cores and obey the talk's rule.
 
     Args:
         tf32: whether torch allows TF32 for FP32 products of this kind. None assumes torch's defaults (no for matrix
-            products, yes for convolutions and recurrent networks), and the verdict says so.
+            products, yes for convolutions and recurrent networks), and a remark in the verdict mentions this.
 
-    Unknown strides are assumed to be contiguous, and the verdict says so. No product raises an exception.
+    Unknown strides are assumed to be contiguous, also with a remark. No product raises an exception.
     """
     reading = _reading(matmul, gpu, tf32)
     remarks = list(reading.remarks)
@@ -179,7 +179,7 @@ def _float32(matmul: Matmul, multiplies: bool, name: str, tf32: bool | None) -> 
     if not multiplies:
         return Reading("off", f"FP32, and {name} has no TF32", "float32")
     if matmul.attention is not None and matmul.attention.backend != "math":
-        # torch's memory-efficient kernels compute FP32 attention as 3xTF32 from Ampere on, whatever the TF32 switch says.
+        # torch's memory-efficient kernels compute FP32 attention as 3xTF32 from Ampere on, whatever the TF32 switch.
         return None
     allowed = _TF32_BY_DEFAULT.get(matmul.kind, False) if tf32 is None else tf32
     if allowed:

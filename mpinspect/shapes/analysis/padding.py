@@ -1,4 +1,4 @@
-"""Work out which sizes to pad, to what, what the model calls each size, and which sizes must be padded together.
+"""Determine the sizes to pad, their targets, their names in the model, and the sizes that must be padded together.
 
 A fused projection has 3 times the hidden size as outputs (2 or 4 times in the gates of a recurrent layer and in a
 transformer's feed-forward), and a head's size is a fraction of the hidden size. Padding each size separately would give
@@ -48,7 +48,7 @@ class Parts:
 def padding_of(
     cause: Cause, rows: Sequence[ShapeRow], gpu: Gpu, recording: MatmulRecording, parts: int = 1
 ) -> Padding | None:
-    """Return how to pad a cause's size, with all its equal ``parts`` alike; None if padding does not help.
+    """Return how to pad a cause's size, with all its equal ``parts`` padded equally; None if padding does not help.
 
     Only padding of a first layer's input counts as not worth it: the gain of others is not estimated yet.
     """
@@ -139,7 +139,7 @@ def consequences_of(causes: Iterable[Cause], rows: Sequence[ShapeRow]) -> dict[C
 
 
 def parts_in(cause: Cause, following: Sequence[Cause], rows: Sequence[ShapeRow], recording: MatmulRecording) -> Parts:
-    """Return the parts of an odd size that must be padded alike: its heads, or the parts of the layer's output."""
+    """Return the parts of an odd size that must be padded equally: its heads, or the parts of the layer's output."""
     if cause.what != "size" or cause.size is None:
         return Parts()
     for one in following:
@@ -162,7 +162,7 @@ def _heads_in(size: int, head: int, rows: Sequence[ShapeRow], keys: bool = False
 
 
 def _parts_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -> tuple[int, bool]:
-    """Return the number of equal parts of a layer's output (1: none, or unknown), and whether the recording shows them."""
+    """Return the number of equal parts of a layer's output (1: unsplit or unknown), and whether the recording shows them."""
     for row in rows:
         for layout in row.judged.layouts:
             if layout.row_stride == size and 1 < layout.row_size < size and size % layout.row_size == 0:

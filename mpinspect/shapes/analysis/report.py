@@ -12,7 +12,7 @@ from mpinspect.runtime.gpus import ASSUMED, Gpu
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
 from mpinspect.shapes.records import Matmul, Size
 
-#: The evidence of a finding whose fix changes nothing measurable: a report counts such findings and does not list them.
+#: The evidence of a finding whose fix has no measurable effect: a report counts such findings and does not list them.
 CHANGES_NOTHING = "changes_nothing"
 
 
@@ -23,7 +23,7 @@ class CallTime:
     Args:
         best_us: the roofline of the call on Tensor Cores, once the call is fixed.
         low_us, high_us: the bounds of the call's current time.
-        bound: "math" or "memory": what limits the call at ``best_us``.
+        bound: "math" or "memory": the limit of the call at ``best_us``.
         fixed_us: the slowest estimate of the call once it is fixed, if it is above ``best_us``.
     """
 
@@ -43,7 +43,7 @@ class ShapeRow:
         judged: the verdicts of both rules.
         share: share of all recorded FLOPs, all its calls together; 0..1.
         time: estimates for one call; None where the GPU's rates are not known.
-        finding: id of the first finding that covers the product; "" if there is none.
+        finding: id of the first finding that covers the product; "" without one.
     """
 
     matmul: Matmul
@@ -112,7 +112,7 @@ class ShapeRow:
 
     @property
     def multiples_of_8(self) -> bool | None:
-        """Return whether the product keeps the talk's rule; None if the rule does not apply."""
+        """Return whether the product obeys the talk's rule; None if the rule does not apply."""
         return self.judged.multiples_of_8
 
     @property
@@ -172,14 +172,14 @@ class Padding:
 
 @dataclass(frozen=True, repr=False)
 class ShapeReport(RendersItself):
-    """What the shapes of a model's matrix products mean on a GPU.
+    """The judgement of the shapes of a model's matrix products on a GPU.
 
     Renders itself: ``str()``, ``_repr_html_()``, ``to_json()``, ``save(path)``.
 
     Args:
         model: the model's class; "" if unknown.
         gpu: the GPU that the shapes are judged for.
-        dtype: the dtype of most FLOPs; "" if nothing was recorded.
+        dtype: the dtype of most FLOPs; "" for an empty recording.
         autocast_dtype: dtype of the autocast around the model, or None.
         device: where the model ran: "meta", "cpu", "cuda".
         backward: whether a backward was recorded.
@@ -189,12 +189,12 @@ class ShapeReport(RendersItself):
         flops: floating-point operations of everything recorded.
         flops_by_verdict: "native", "degraded", "off", "unknown" -> FLOPs.
         calls: number of products.
-        calls_by_talk: how many products keep the talk's rule (True), break it (False), or are outside its scope (None).
+        calls_by_talk: how many products obey the talk's rule (True), break it (False), or are outside its scope (None).
         estimated_us: lower bound of all products' current time on the GPU; None if the GPU's rates are not known.
         estimated_partial_tiles_fraction: time that output tiles and waves of tiles which are not full add to
             ``estimated_us``, as a share of it; None if unknown.
         layout_copy_bytes, dtype_copy_bytes: bytes moved by copies that only change layout or dtype.
-        notes: sentences on what could not be recorded and what was assumed.
+        notes: sentences on unrecorded parts and on assumptions.
         complete: whether the model ran to its end, so that the figures cover the whole model.
     """
 
@@ -222,12 +222,12 @@ class ShapeReport(RendersItself):
 
     @property
     def is_gpu_assumed(self) -> bool:
-        """Whether no GPU was named and none was there, so that the shapes are judged for an A100."""
+        """Whether the user named no GPU and the machine has none, so that the shapes are judged for an A100."""
         return any(note.startswith(ASSUMED) for note in self.notes)
 
     @property
     def unchanging(self) -> tuple[Finding, ...]:
-        """Return the findings whose fix changes nothing measurable."""
+        """Return the findings whose fix has no measurable effect."""
         return tuple(finding for finding in self.findings if finding.evidence.get(CHANGES_NOTHING) is True)
 
     @property

@@ -137,7 +137,7 @@ def size_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | Non
 
 
 def fused_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime:
-    """Return the times of separate products; a fused kernel keeps the scores (tokens x tokens, the largest matrix) on chip."""
+    """Return the times of separate products; a fused kernel leaves the scores (tokens x tokens, the largest matrix) on chip."""
     largest = sorted((row.m, row.n, row.k))[1:]
     scores = row.batch * largest[0] * largest[1]
     elements = row.batch * (row.m * row.n + row.n * row.k + row.m * row.k)
@@ -161,7 +161,7 @@ class Gain:
     Args:
         speedup_low, speedup_high: how many times faster the calls become; 1.0 is no change.
         saved_fraction_high: the largest share of all products' time that the fix saves, 0..1.
-        bound: "math" or "memory": what limits most of the calls' time after the fix.
+        bound: "math" or "memory": the limit of most of the calls' time after the fix.
     """
 
     speedup_low: float
@@ -206,7 +206,7 @@ def promises_nothing(gain: Gain) -> bool:
 
 
 def gain_words(gain: Gain | None, *, by_padding: bool) -> str:
-    """Return a fix's gain in words that say it is estimated: a range, or that no change is expected."""
+    """Return a fix's gain in words, marked as an estimate: a range, or that no change is expected."""
     if gain is None:
         return "gain unknown: no rates of this GPU are known"
     if promises_nothing(gain):

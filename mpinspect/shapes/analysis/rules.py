@@ -45,7 +45,7 @@ class Rule:
         time: returns a call's current time and its time once fixed; by default the roofline's estimates.
         evidence: figures in addition to those that every group has.
         least_share: the share of the FLOPs, 0..1, below which there is no finding.
-        changes_nothing: whether the fix changes nothing measurable; None: by the estimated gain, if there is one.
+        changes_nothing: whether the fix has no measurable effect; None: by the estimated gain, if known.
     """
 
     id: str
@@ -190,7 +190,7 @@ def _has_attention(group: Group) -> bool:
 
 
 def _not_cast(group: Group) -> list[str]:
-    """Return the products' operators if autocast casts none of them, wherever it is on; else []."""
+    """Return the products' operators if autocast casts none of them, even where it is enabled; else []."""
     names = dict.fromkeys(row.op.partition("::")[2] for row in group.rows)
     return list(names) if all(name.lstrip("_").startswith(NOT_AUTOCAST) for name in names) else []
 
@@ -207,7 +207,7 @@ def _beside_autocast(group: Group) -> str:
 
 
 def _lower(group: Group) -> str:
-    """Return how products in FP32 beside autocast get to 16 bits; torch's math attention does not by autocast."""
+    """Return how FP32 products next to autocast can run in 16 bits; autocast alone leaves torch's math attention in FP32."""
     if _not_cast(group):
         ways = [f"cast the operands, weights included, to {group.autocast}"]
     else:
@@ -362,7 +362,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         when=lambda symptom: symptom.recording.autocast_dtype is not None,
         message=_beside_autocast,
         fix=_lower,
-        # Products outside of every module that use none of its weights are of the script: its data, its loss, a teacher.
+        # Products outside every module and without its weights belong to the script: its data, its loss, a teacher.
         severity=lambda group: "" if any(row.module or row.parameter for row in group.rows) else "info",
         time=lowered_time,
     ),

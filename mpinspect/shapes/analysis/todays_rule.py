@@ -19,7 +19,7 @@ from mpinspect.shapes.analysis.verdict import Reading
 from mpinspect.shapes.analysis.wording import count
 from mpinspect.shapes.records import ITEM_SIZES, Attention, Convolution, Matmul, Operand
 
-#: Maximum number of input channels for which cuDNN has special first-layer kernels.
+#: Maximum number of input channels of cuDNN's special first-layer kernels.
 STEM_CHANNELS = 4
 MAX_FLASH_HEAD_DIM = 256
 #: torch's flash attention is built for sm80 and later (check_sm_version in sdp_utils.cpp).

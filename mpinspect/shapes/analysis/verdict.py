@@ -1,6 +1,6 @@
 """Hold the two verdicts on one product as data, and apply the rule of the GTC 2018 talk: multiples of 8 (16 for INT8).
 
-Before cuBLAS 11 and cuDNN 7.6.3, the libraries used Tensor Cores only if a product kept this rule, on every GPU (NVIDIA's
+Before cuBLAS 11 and cuDNN 7.6.3, the libraries used Tensor Cores only for products that obey this rule, on every GPU (NVIDIA's
 Matrix Multiplication Background guide, table 1). Later versions can always use Tensor Cores; their speed depends on strides.
 """
 
@@ -13,9 +13,9 @@ from mpinspect.runtime.decoding import OneOf
 from mpinspect.shapes.analysis.alignment import Layout
 from mpinspect.shapes.records import Matmul
 
-#: native: full speed as far as shapes tell; degraded: on Tensor Cores, but slower; off: not on them; unknown: not known.
+#: native: full speed as far as shapes determine it; degraded: on Tensor Cores, but slower; off: not on them; unknown: unknown.
 VERDICTS = ("native", "degraded", "off", "unknown")
-#: The talk's multiple for each dtype; FP32's is that of FP16, which mixed precision would use.
+#: The talk's multiple for each dtype; FP32 has the same as FP16, which mixed precision would use.
 MULTIPLES = {"float16": 8, "bfloat16": 8, "float32": 8, "int8": 16, "uint8": 16}
 
 
@@ -26,11 +26,11 @@ class ShapeVerdict:
     Args:
         verdict: one of VERDICTS, by today's rule (strides, dtypes) on the GPU being judged for.
         reason: the verdict's reason in one sentence.
-        multiples_of_8: whether the product keeps the talk's rule (16 for INT8); None if the rule does not apply.
+        multiples_of_8: whether the product obeys the talk's rule (16 for INT8); None if the rule does not apply.
         stride_bytes: row stride of each operand ("A", "B", "output"); None for a vector. Empty for convolutions.
         alignment_bytes: the largest power of two, up to 128, that divides every base pointer and stride; None if no operand
             has any.
-        cause: a word for what limits the product ("alignment", "tf32-off", ...); "" if nothing limits it.
+        cause: a word for the limit of the product ("alignment", "tf32-off", ...); "" without a limit.
         remarks: further sentences on the product.
         layouts: the layouts of the operands in ``stride_bytes``.
     """
@@ -58,7 +58,7 @@ class Reading:
 
 
 def multiples_of_8(matmul: Matmul) -> bool | None:
-    """Return whether a product keeps the talk's rule; None if the rule does not apply (FP64, FP8, depthwise)."""
+    """Return whether a product obeys the talk's rule; None if the rule does not apply (FP64, FP8, depthwise)."""
     multiple = MULTIPLES.get(matmul.dtype)
     sizes = talk_sizes(matmul)
     if multiple is None or not sizes:
@@ -67,7 +67,7 @@ def multiples_of_8(matmul: Matmul) -> bool | None:
 
 
 def talk_sizes(matmul: Matmul) -> dict[str, int]:
-    """Return the sizes that the talk's rule names: M, N, K, or batch and channels per group; none for depthwise convolutions."""
+    """Return the sizes that the talk's rule names: M, N, K, or batch and channels per group; {} for depthwise convolutions."""
     convolution, attention = matmul.convolution, matmul.attention
     if convolution is not None:
         if convolution.is_depthwise:

@@ -1,4 +1,4 @@
-"""Report findings about a whole recording: it stopped early, it has nothing to judge, or copies take much of the time.
+"""Report findings about a whole recording: it stopped early, it has no product to judge, or copies take much of the time.
 
 Products missing from a recording have not been judged, so the first two findings are errors: without them, the report would
 look healthy.
@@ -18,7 +18,7 @@ from mpinspect.shapes.analysis.todays_rule import is_nchw
 from mpinspect.shapes.analysis.wording import count, some_modules
 from mpinspect.shapes.records import LayoutCopy, MatmulRecording
 
-#: Least share of the products' estimated time at which copies are mentioned, and at which they are a warning.
+#: Least share of the products' estimated time from which copies are mentioned, and from which they are a warning.
 _WORTH_MENTIONING, _WORTH_MENDING = 0.05, 0.2
 #: Least share of FLOPs in NCHW convolutions to advise channels_last, and least share of the copied bytes to advise any fix.
 _OF_CONVOLUTIONS, _OF_BYTES = 0.2, 0.2
@@ -42,7 +42,7 @@ def recording_incomplete(recording: MatmulRecording, rows: Sequence[ShapeRow], *
 
 
 def nothing_recorded(recording: MatmulRecording, rows: Sequence[ShapeRow], *_: object) -> Finding | None:
-    """Return a finding if the model ran to its end and multiplied nothing, else None."""
+    """Return a finding if the model ran to its end without any FLOP, else None."""
     if recording.stopped or any(row.flops for row in rows):
         return None
     if rows:

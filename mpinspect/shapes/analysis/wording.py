@@ -21,7 +21,7 @@ def dtype_name(dtype: str) -> str:
 
 
 def grouped(names: Iterable[str]) -> list[str]:
-    """Merge dotted paths that differ only in layer numbers: "encoder.layer.{0..11}.query". Keeps the order of first mention."""
+    """Merge dotted paths that differ only in layer numbers: "encoder.layer.{0..11}.query". The order of first mention stays."""
     return list(members(names))
 
 
@@ -56,12 +56,12 @@ def _span(values: list[int]) -> str:
     return f"{{{shown},...}}" if len(values) > 4 else f"{{{shown}}}"
 
 
-#: What products that no submodule computed and that use no weight are said to be in.
+#: Words for the place of products outside every submodule and without a weight.
 OUTSIDE = "code outside of submodules (the model's own, or the script's)"
 
 
 def some_modules(names: Iterable[str], limit: int = 3) -> str:
-    """Name the first groups of modules and say how many more there are."""
+    """Name the first groups of modules, and the number of the others."""
     found = [name or "the model itself" for name in grouped(names)]
     return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
 

@@ -48,7 +48,7 @@ _GEMMS: dict[str, _Family] = {
 }
 
 #: The maximum number of an operator's arguments, ``out`` included. TorchScript's interpreter (torch/csrc/jit) passes its
-#: whole stack to the profiler instead, and the operands do not come first on that stack.
+#: whole stack to the profiler instead, and the operands are not first on that stack.
 _MOST_ARGUMENTS = {
     "mm": 3,
     "_int_mm": 3,

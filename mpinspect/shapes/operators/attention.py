@@ -122,7 +122,7 @@ def _geometry(call: Call, layout: _Layout, query: Operand, key: Operand, value: 
     bias = None if layout.bias is None else call.optional(layout.bias)
     causal = layout.is_causal is not None and call.flag(layout.is_causal)
     if call.op.endswith("_efficient_attention_forward"):
-        causal = call.value(9, 0) != 0  # custom_mask_type: 0 none, 1 and 2 causal from either corner
+        causal = call.value(9, 0) != 0  # custom_mask_type: 0 without a mask, 1 and 2 causal from either corner
     elif call.op.endswith("_efficient_attention_backward"):
         causal = call.value(14, 0) != 0
     heads, length = (-2, -3) if layout.heads_last else (-3, -2)

@@ -2,7 +2,7 @@
 weights, and at each step one product of the hidden state with the hidden weights.
 
 "Optimizing Performance of Recurrent Neural Networks on GPUs" (arXiv 1604.01946, section 3) is the source of that order. For
-a backward, only the requested gradients are counted, not those of an input or initial state that requires none.
+a backward, only the requested gradients are counted: an input or initial state may require no gradient.
 """
 
 from __future__ import annotations

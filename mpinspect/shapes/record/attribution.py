@@ -53,7 +53,7 @@ class ModuleCalls:
         """Register hooks on every module within the block, around the user's own hooks."""
         handles = []
         for module in self._modules.values():
-            # The module inside torch.compile's wrapper has hooks too; TorchScript's modules accept none.
+            # The module inside torch.compile's wrapper has hooks too, which suffice. TorchScript's modules accept no hooks.
             if hasattr(module, "_orig_mod") or isinstance(module, torch.jit.ScriptModule):
                 continue
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
@@ -66,7 +66,7 @@ class ModuleCalls:
 
     @property
     def current(self) -> int:
-        """Return the id of the innermost running module; the model's id if none is running."""
+        """Return the id of the innermost running module; the model's id between calls."""
         return self._running[-1] if self._running else self._root
 
     @property
@@ -125,7 +125,7 @@ class Parameters:
         self._owned: dict[tuple[int, int], str] = {}
         self._local: dict[tuple[int, str], str] = {}
         self._storages: dict[int, int] = {}
-        #: Weak references that keep the storages' addresses, which serve as keys, from being reused.
+        #: Weak references that prevent the reuse of the storages' addresses, which serve as keys.
         self._held: list[StorageWeakRef] = []
         by_id = {id(tensor): tensor for tensor in stand_ins.values()}
         for path, module in model.named_modules(remove_duplicate=True):
@@ -139,7 +139,7 @@ class Parameters:
                 self._hold(parameter, id(parameter))
 
     def name(self, tensor: Any, module: int) -> str:
-        """Return the name of the parameter that shares a tensor's memory (for a tied one, its name in ``module``); "" if none."""
+        """Return the name of the parameter that shares a tensor's memory (for a tied one, its name in ``module``), or ""."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return ""
         key = self._storages.get(tensor.untyped_storage()._cdata)
@@ -163,7 +163,7 @@ class Parameters:
         if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()
-        # A weak reference keeps the address reserved without keeping the memory.
+        # A weak reference reserves the address, but not the memory.
         self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         self._storages[storage._cdata] = key
 
@@ -220,7 +220,7 @@ def role_and_parameter(forward: Forward | None, record: Matmul, weight: str) -> 
     Args:
         forward: the corresponding product of the forward; None if not known.
         record: the product of the backward.
-        weight: the parameter among the product's operands; "" if there is none.
+        weight: the parameter among the product's operands, or "".
     """
     if forward is None:
         return "dgrad", weight

@@ -97,7 +97,7 @@ def autocast_around(dtype: torch.dtype | None, *others: str) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before_cache)
 
 
-# -- what the policies do ------------------------------------------------------------------------------------------------
+# -- the policies --------------------------------------------------------------------------------------------------------
 
 
 class _Region(threading.local):
@@ -158,7 +158,7 @@ def _is_eligible(value: Any) -> bool:
 
 @cache
 def _register() -> tuple[torch.library.Library, torch.library.Library]:
-    """Register the kernels once in a process, at the first call. The cache keeps the libraries alive."""
+    """Register the kernels once in a process, at the first call. The cache holds references to the libraries."""
     rest, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     rest.fallback(torch.library.fallthrough_kernel, _KEY.name)  # type: ignore[no-untyped-call]
     for name, policy in _policies().items():

@@ -41,7 +41,7 @@ _CAUSES = (
 
 
 class RecordingError(ValueError):
-    """Raised if nothing could be recorded, most often because of wrong arguments, and never because of missing values."""
+    """Raised if the recording is empty, usually because of wrong arguments, and never because of missing values."""
 
 
 def meta_cause(error: BaseException, operator: str = "") -> str:

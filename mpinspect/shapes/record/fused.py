@@ -2,7 +2,7 @@
 
 The choice of CUDA's attention kernel follows ``_fused_sdp_choice_cuda`` in ``ATen/native/transformers/cuda/sdp_utils.cpp``:
 flash before memory-efficient before math, each if its conditions hold and its flag in ``torch.backends.cuda`` is set, as
-``torch.nn.attention.sdpa_kernel`` sets it. The conditions here are those of Ampere and later.
+``torch.nn.attention.sdpa_kernel`` sets it. The conditions here hold for Ampere and later.
 
 A CPU chooses by other conditions (with dropout it takes the math path, for example). There the call runs unchanged, and the
 recorder replaces its products by the operator that CUDA would choose.
@@ -243,7 +243,7 @@ def observe_attention(wanted: bool) -> None:
 
 @cache
 def _register() -> tuple[torch.library.Library, ...]:
-    """Register the kernel once in a process, at the first call. The cache keeps the libraries alive."""
+    """Register the kernel once in a process, at the first call. The cache holds references to the libraries."""
     rest, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     rest.fallback(torch.library.fallthrough_kernel, _KEY.name)  # type: ignore[no-untyped-call]
     library.impl("scaled_dot_product_attention", _observed, _KEY.name, with_keyset=True)  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ _ON_THE_WAY = (
     "torch._compile",
     "torch._dynamo",
 )
-#: What wants to see an operator's calls: called with its arguments, its result, and a function that returns the running
+#: An observer of an operator's calls: called with its arguments, its result, and a function that returns the running
 #: module's dotted path (None if mpinspect itself calls the operator).
 Watcher = Callable[[tuple[Any, ...], dict[str, Any], Any, Callable[[], str | None]], None]
 
@@ -84,7 +84,7 @@ class LiveMatmuls:
 
     Args:
         models: the models by name; if there are several, each module's path begins with its model's name.
-        watchers: called after each call of an operator in a forward, by operator (an OpOverloadPacket). They must change nothing.
+        watchers: by operator (an OpOverloadPacket), called after each of its calls in a forward; they must not modify tensors.
     """
 
     def __init__(self, models: Mapping[str, torch.nn.Module], watchers: Mapping[Any, Watcher] | None = None) -> None:
@@ -177,7 +177,7 @@ class LiveMatmuls:
 
 
 class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
-    """Pass every operator on; an error in the recording ends the recording and nothing else."""
+    """Pass every operator on; an error in the recording ends only the recording."""
 
     #: If False, torch refuses higher-order operators while the mode is active.
     supports_higher_order_operators = True
@@ -204,7 +204,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
 
     @property
     def in_backward(self) -> bool:
-        """Return whether a backward is running Python code, in which case a forward within it is a recomputation.
+        """Return whether a backward is running Python code: a forward within it is then a recomputation.
 
         Calls made by the autograd engine itself do not count, even with gradients enabled (create_graph).
         """
@@ -239,7 +239,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         return result
 
     def _begin_second(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Prepare an operator's second computation; None if it has none, or is none of the step's."""
+        """Prepare an operator's second computation; None for operators without one, and for operators outside the step."""
         if self.second is None or is_composite(func) or self._is_beside_the_step() or _called_by_us(sys._getframe(1)):
             return None
         try:
@@ -324,7 +324,7 @@ class _LiveCalls(ModuleCalls):
         self._handles = HandleList()
         self._device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         self._dtypes: Counter[torch.dtype | None] = Counter()
-        #: Depth of the module at which an evaluation's forward began; 0 while no evaluation is running.
+        #: Depth of the module whose forward began an evaluation; 0 while no evaluation is running.
         self._evaluates_from = 0
 
     @property

@@ -41,8 +41,8 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parameters: gives the parameter that owns a storage.
         autocast: whether the model runs under autocast.
         lowers: returns whether autocast applies to the running operator.
-        meta: whether the model runs on meta tensors, in which case tensors on other devices are replaced by meta tensors.
-        values: the values kept beside meta tensors; None if no values are kept.
+        meta: whether the model runs on meta tensors; tensors on other devices are then replaced by meta tensors.
+        values: the values attached to meta tensors; None without values.
     """
 
     def __init__(

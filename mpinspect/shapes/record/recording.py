@@ -57,15 +57,15 @@ def record_matmuls(
         dtype: the dtype of a ``torch.autocast("cuda", dtype)`` around the forward: float16 or bfloat16. With None or float32
             there is no autocast, and products have the dtypes of the model's tensors.
         backward: also run the backward, from the output's ``loss`` or else from all its tensors that require a gradient.
-        device: "meta": on meta tensors, which need neither memory nor a GPU, with values beside them if the model reads any;
+        device: "meta": on meta tensors, which need neither memory nor a GPU, with attached values if the model reads any;
             "real": on the tensors and devices as they are, for models whose shapes depend on computed values.
 
     Returns:
-        The recording. If the model stopped before its end, ``stopped`` says where and why, and the recording has the products
-        that ran before.
+        The recording. If the model stopped before its end, ``stopped`` gives place and reason, and the recording has the
+        products that ran before.
 
     Raises:
-        RecordingError: (a ValueError) nothing could be recorded, because the arguments do not fit the model, an option is
+        RecordingError: (a ValueError) the recording is empty, because the arguments do not fit the model, an option is
             unknown or the model is lazy and has no shapes yet.
     """
     lower = _autocast_dtype(dtype)
@@ -102,7 +102,7 @@ def record_matmuls(
 def _attempted(run: _Run) -> _Attempt:
     """Return the run's attempt; of two, the one with more products.
 
-    Keeping values takes time, and few models read any: values are kept only if the first attempt lacked one.
+    Attaching values takes time, and few models read any: values are attached only if the first attempt lacked one.
     """
     try:
         attempt = run.attempt()
@@ -148,7 +148,7 @@ class _Run:
         """Run the model on stand-ins for its parameters, buffers and arguments.
 
         Args:
-            values: keeps values beside meta tensors; None keeps no values.
+            values: attaches values to meta tensors; None for a run without values.
         """
         calls = ModuleCalls(self.model)
 
@@ -260,7 +260,7 @@ def _odd(matmuls: Sequence[Matmul]) -> set[int]:
     return {size for size in found if size % 16}
 
 
-# -- what is given ---------------------------------------------------------------------------------------------------------
+# -- the arguments ---------------------------------------------------------------------------------------------------------
 
 
 def _autocast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -55,7 +55,7 @@ def named_sizes(model: torch.nn.Module, odd: Collection[int] = ()) -> dict[str, 
     follow, or the names of its parameters where no attribute has the size.
 
     Args:
-        odd: the sizes for which settings are searched, by building the model's class again; none are searched by default.
+        odd: the sizes whose settings are searched, by building the model's class again; empty by default.
     """
     places = dict(_places(model))
     names: dict[str, dict[int, list[str]]] = {}
@@ -101,7 +101,7 @@ def _name_heads(model: torch.nn.Module, names: dict[str, dict[int, list[str]]]) 
 
 
 def _weight(module: torch.nn.Module) -> torch.Tensor | None:
-    """Return a module's own weight; None if it has none. Reading the attribute would compute a parametrised weight."""
+    """Return a module's own weight, or None. Reading the attribute would compute a parametrised weight."""
     # TorchScript's mapping lacks get().
     weight = dict(module._parameters.items()).get("weight")
     return None if weight is None or is_lazy(weight) else weight
@@ -184,7 +184,7 @@ def _changed(config: Any, keys: tuple[str, ...], value: int) -> Any:
 
 
 def _integers(config: Any, path: str, keys: tuple[str, ...], depth: int) -> Iterator[tuple[str, tuple[str, ...], int]]:
-    """Yield a configuration's sizes, then those of nested configurations: the name, the keys that lead to it, the value."""
+    """Yield a configuration's sizes, then nested configurations' sizes: the name, the keys that lead to it, the value."""
     entries = config if isinstance(config, dict) else getattr(config, "__dict__", {})
     public = [(name, value) for name, value in entries.items() if isinstance(name, str) and not name.startswith("_")]
     for name, value in public:

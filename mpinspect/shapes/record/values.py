@@ -1,4 +1,4 @@
-"""Keep values beside meta tensors, for models whose forward reads a value of a tensor.
+"""Attach values to meta tensors, for models whose forward reads a value of a tensor.
 
 A meta tensor has a storage without memory. If a tensor's values follow from the inputs (arguments, buffers, ``ones``,
 ``arange``, ...), this module attaches real memory to the storage, so that all views share the values and see in-place
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 #: Size in bytes of the largest tensor with values: 2^21 elements of int64, 2^24 of bool, some 5 ms per pointwise operator.
 MOST_BYTES = 1 << 24
-#: Attribute of a meta tensor's storage with the values, or the reason why there are none. It lives as long as the storage.
+#: Attribute of a meta tensor's storage: the values, or the reason for their absence. It lives as long as the storage.
 _BESIDE = "_mpinspect_values"
 #: Operators that leave memory uninitialised; no model may read it, so zeros serve as values.
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
@@ -90,7 +90,7 @@ def buffer_without_values(name: str) -> Lack:
     )
 
 
-# -- what is kept --------------------------------------------------------------------------------------------------------
+# -- stored values -------------------------------------------------------------------------------------------------------
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -118,7 +118,7 @@ def forget(tensor: torch.Tensor, lack: Lack = COMPUTED) -> None:
 
 
 def stand_in(tensor: torch.Tensor, lack: Lack) -> torch.Tensor:
-    """Return a meta tensor with the values of ``tensor``, or with the reason why it has none."""
+    """Return a meta tensor with the values of ``tensor``, or with the reason for their absence."""
     made = on_meta(tensor)
     if made is tensor or not _is_plain(tensor):
         return made
@@ -304,7 +304,7 @@ def _write(
 def _keep_results(
     rule: _Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, lack: Lack | None
 ) -> None:
-    """Store the values of new tensors, or the reason why they have none."""
+    """Store the values of new tensors, or the reason for their absence."""
     if rule.name in _FILLED:
         lack = None
     if lack is COMPUTED:

@@ -62,7 +62,7 @@ def document(report: ShapeReport) -> Document:
 
 
 def _unchanging(report: ShapeReport) -> Iterator[Line]:
-    """Yield a sentence that counts the findings whose fix changes nothing."""
+    """Yield a sentence that counts the findings whose fix has no measurable effect."""
     ids = Counter(finding.id for finding in report.unchanging)
     if ids:
         more = " more" if report.listed else ""
@@ -72,7 +72,7 @@ def _unchanging(report: ShapeReport) -> Iterator[Line]:
 
 
 def padding_document(report: ShapeReport) -> Document:
-    """Return the table of sizes that are worth padding on its own, or a sentence if there are none."""
+    """Return the table of sizes that are worth padding on its own, or a sentence if it is empty."""
     table = _padding(report.padding)
     return Document("", lines(["No size needs padding."]) if is_empty(table) else (table,))
 
@@ -131,7 +131,7 @@ def _clean(report: ShapeReport) -> Iterator[Line]:
 
 
 def clean_sentence(report: ShapeReport) -> str:
-    """Return the sentence for a report without findings above "info"; "" if there are any, or nothing was recorded."""
+    """Return the sentence for a report without findings above "info"; "" with such findings or without any FLOP."""
     if not report.flops or any(finding.severity != "info" for finding in report.findings):
         return ""
     if report.gpu.has_tensor_cores is not True:

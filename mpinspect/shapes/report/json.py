@@ -101,12 +101,12 @@ def _padding(padding: Padding) -> dict[str, Any]:
 
 
 def from_plain(value: Any) -> ShapeReport:
-    """Return the report of which ``value``, decoded from JSON, is the ``to_plain``; its forms are those of the report.
+    """Return the report from its ``to_plain``, decoded from JSON; it renders like the original report.
 
     The operands' layouts and the GPU's rates, which no form shows, are missing.
 
     Raises:
-        DecodingError: a field is missing or is not what it should be.
+        DecodingError: a field is missing or has an unexpected value.
     """
     stored = typed(_Stored, value)
     if stored.schema_version > _VERSION:
@@ -183,7 +183,7 @@ def _rows(values: list[_Object]) -> tuple[ShapeRow, ...]:
     )
 
 
-#: A padding's fields that have other names in JSON, where "to" is what is advised.
+#: A padding's fields that have other names in JSON, where "to" is the advised size.
 _PADDING_NAMES = {"size": "from", "to": "to_least", "share": "flops_fraction", "is_worth_it": "worth_it"}
 
 
