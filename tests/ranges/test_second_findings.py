@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from agreeing_reports import analyse
 from analysis_sessions import session_of, spread, weight
@@ -113,7 +115,8 @@ def mixed(text, *names):
     [
         (mixed("accumulated", "0.weight", "0.bias"), "in '0.weight', '0.bias': the loss of one", "other_loss"),
         (mixed("gradient"), "(train.py:7) a value that is not multiplied", "scaler.unscale_(optimizer)"),
-        (mixed("optimizer"), "to the power 1", "scaler.step(optimizer)"),
+        (mixed("optimizer"), "is still multiplied by the loss scale", "scaler.step(optimizer)"),
+        (replace(mixed("optimizer"), first=0.0, second=-1.0), "too small by the loss scale", "other_loss"),
         (mixed("number"), "a number is added to a value", "create_graph=True"),
         (mixed("values"), "are added to values", "loss + other_loss"),
     ],
@@ -147,6 +150,16 @@ def test_moments_in_16_bits_beside_fp32_weights_are_the_optimizers_own(weights, 
     optimizer = OptimizerRecord("Adam16", {"beta2": 0.999}, {weights: 10}, {"exp_avg_sq": "bfloat16"})
     finding = findings(precision=Precision({weights: 10}, optimizers=(optimizer,)))["moments-cannot-decay"]
     assert fix in finding.fix
+
+
+@pytest.mark.parametrize(("phase", "is_told"), [("forward", True), ("backward", False)])
+def test_an_epsilon_of_ones_own_optimizer_is_inferred_from_the_broken_update(phase, is_told):
+    event = Event(1, 0, phase, "0", "activation", "0", "nan", 1.0, (), False, False)
+    optimizer = OptimizerRecord("SimpleAdam", {"eps": 1e-8}, {"float16": 10}, {"m": "float16", "v": "float16"})
+    found = findings(precision=Precision({"float16": 10}, optimizers=(optimizer,)), events=(event,))
+    assert ("epsilon-zero" in found) is is_told
+    if is_told:
+        assert (found["epsilon-zero"].certainty, found["epsilon-zero"].severity) == ("inferred", "error")
 
 
 @pytest.mark.parametrize(("largest", "is_told"), [(200.0, True), (30_000.0, False)])

@@ -31,9 +31,13 @@ class _Mixed(Sentences):
         "In step {step} ({line}) a value that is not multiplied by the loss scale is added to the gradient of {parameters:some}, "
         "which is still multiplied by it. After the scaler's division the value counts {loss_scale:factor} times too little."
     )
-    OPTIMIZER = (
-        "In step {step} the optimizer adds to {parameters:some} a gradient that carries the loss scale of {loss_scale:scale} to "
-        "the power {power:g}."
+    TOO_LARGE = (
+        "In step {step} the optimizer takes a gradient of {parameters:some} that is still multiplied by the loss scale of "
+        "{loss_scale:scale}: the scaler divided it less often than its loss was multiplied."
+    )
+    TOO_SMALL = (
+        "In step {step} the optimizer takes a gradient of {parameters:some} that is too small by the loss scale of "
+        "{loss_scale:scale}: the scaler divided it, and had not multiplied its loss."
     )
     NUMBER = (
         "In step {step}, in {place}, a number is added to a value that is still multiplied by the loss scale of "
@@ -62,7 +66,7 @@ class _Mixed(Sentences):
 _VARIANTS = {
     "accumulated": (_Mixed.ACCUMULATED, _Mixed.SCALE_EACH, _Mixed.BOTH_LOSSES),
     "gradient": (_Mixed.GRADIENT, _Mixed.UNSCALE_FIRST, _Mixed.THEN_ADD),
-    "optimizer": (_Mixed.OPTIMIZER, _Mixed.ONCE, _Mixed.STEP),
+    "optimizer": (_Mixed.TOO_LARGE, _Mixed.ONCE, _Mixed.STEP),
     "number": (_Mixed.NUMBER, _Mixed.DIVIDE, _Mixed.PENALTY),
     "values": (_Mixed.VALUES, _Mixed.SCALE_WHOLE, _Mixed.SUM),
 }
@@ -80,6 +84,8 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
             continue
         operator, line, *parameters = mixed.names
         says, fix, code = _VARIANTS[mixed.text]
+        if mixed.text == "optimizer" and (mixed.second or mixed.first) < 0:
+            says, fix, code = _Mixed.TOO_SMALL, _Mixed.SCALE_EACH, _Mixed.BOTH_LOSSES
         module = module_named(mixed.name) if mixed.name else ""
         yield Found(
             says,
@@ -87,7 +93,6 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
             {
                 "place": f"{module} ({line})" if module and line else module or line or "code outside of modules",
                 "parameters": parameters or [mixed.name],
-                "power": mixed.second or mixed.first,
             },
             fix,
             code,

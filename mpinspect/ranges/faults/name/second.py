@@ -25,6 +25,8 @@ from mpinspect.reporting.sentences import Sentences
 
 #: An error of the gradients from which on rounding matters: BF16 alone makes some 1%.
 _MATTERS = 0.1
+#: From here on a number is FP32's largest, up to rounding.
+_LARGEST_OF_FP32 = 3.4e38
 #: The part of a sum that is not lost by rounding alone, whatever the gradients are.
 _MOST_OF_IT = 0.25
 #: The share of a sum's elements that do not change, from which on an addition does nothing.
@@ -94,6 +96,11 @@ class _Born(Sentences):
     BOUND_EXP = "Bound the exponent, or compute the exponential and what it is multiplied with in FP32."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
+    MASK_OF_THE_DTYPE = (
+        "The value is FP32's largest, as of a mask: take it from the dtype of the scores, so that a row that is masked whole "
+        "stays finite."
+    )
+    FINFO = "mask = torch.zeros(shape, dtype=scores.dtype).masked_fill(~allowed, torch.finfo(scores.dtype).min)"
 
 
 _SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "mul", "linalg_vector_norm", "norm", "pow")
@@ -114,7 +121,13 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
             # There a loss scale may be too high.
             continue
         operator = born.names[0]
-        fix = _Born.SUM_IN_FP32 if operator.rstrip("_") in _SUMS else _Born.OPERATOR_IN_FP32
+        fix, code = _Born.OPERATOR_IN_FP32, _Born.CAST
+        if operator.rstrip("_") in _SUMS:
+            fix = _Born.SUM_IN_FP32
+        elif operator.startswith("exp"):
+            fix = _Born.BOUND_EXP
+        elif born.largest >= _LARGEST_OF_FP32:
+            fix, code = _Born.MASK_OF_THE_DTYPE, _Born.FINFO
         first = _first_event(case)
         is_later = first is not None and first.step < born.step
         yield Found(
@@ -129,8 +142,8 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
                 "measured": born.step,
                 "first_module": module_named(first.module) if first else "",
             },
-            _Born.BOUND_EXP if operator.startswith("exp") else fix,
-            _Born.CAST,
+            fix,
+            code,
             layer=first.module if first is not None and is_later else born.name,
             severity="warning" if first is None else "error",
             step=first.step if first is not None and is_later else born.step,

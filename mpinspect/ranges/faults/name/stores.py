@@ -291,6 +291,14 @@ def _epsilon_zero(case: Case) -> Iterator[Found]:
     for optimizer in case.precision.optimizers:
         epsilon = optimizer.settings.get("eps", 0.0)
         dtypes = {optimizer.states.get(state, "") for state in SQUARES} & set(SIGNIFICAND_BITS)
+        is_known = bool(dtypes)
+        if (
+            broke is not None
+            and not set(SQUARES) & set(optimizer.states)
+            and _what_broke(broke) is _Epsilon.UPDATE_BROKE
+        ):
+            # An optimizer of the user's own has other names for its states.
+            dtypes = set(optimizer.states.values()) & set(SIGNIFICAND_BITS)
         for dtype in sorted(dtypes):
             edge = FORMATS[dtype].flush_edge
             if not 0 < epsilon <= edge:
@@ -302,7 +310,7 @@ def _epsilon_zero(case: Case) -> Iterator[Found]:
                 _Epsilon.FP32_STATES,
                 FP32Weights.of(dtype),
                 severity="error" if broke else "warning",
-                certainty=MEASURED if broke else INFERRED,
+                certainty=MEASURED if broke and is_known else INFERRED,
                 step=None if broke is None else broke.step,
             )
 
