@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FORMATS, FloatFormat, floor_log2
-from mpinspect.ranges.analyse import judged_in
 from mpinspect.ranges.analysis.evidence import own_scale
-from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
+from mpinspect.ranges.report.opening import blocks_of, opening
 from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima
-from mpinspect.ranges.session import Event, ScaleChange, Window, coarsen
+from mpinspect.ranges.session import Event, ScaleChange, Window
 from mpinspect.reporting.document import Tone, Widget
 from mpinspect.reporting.streams import printable
 from mpinspect.reporting.words import format_name
@@ -99,7 +99,9 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
     ``name`` distinguishes the model from others on its page; "" stands for its class.
     """
     layers = _shown(report)
-    windows = coarsen(report.session.windows, max(1, min(_MOST_BLOCKS, _MOST_HISTOGRAMS // len(layers))))
+    limit = max(1, min(_MOST_BLOCKS, _MOST_HISTOGRAMS // len(layers)))
+    windows = blocks_of(report.session, what_broke(report), limit)
+    first = opening(report, layers, windows)
     groups, group_of = [], {}
     for place, group in enumerate(repeated(layers)):
         groups.append({"name": printable(group.name), "size": len(group.members)})
@@ -108,7 +110,14 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
     own, has_collapsed = own_scale(report.session)
     return {
         "model": printable(name or report.session.info.model),
-        "format": _opens_in(report),
+        "format": first.format,
+        "opening": {
+            "scale": first.scale,
+            "kind": first.kind,
+            "block": first.block,
+            "marked": list(map(printable, first.marked)),
+            "words": printable(first.words),
+        },
         "suggested": _suggested(report),
         # A power of two, rounded down.
         "own": floor_log2(own) if own else 0,
@@ -134,18 +143,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
             for window in windows
         ],
         "groups": groups,
-        "tensors": [
-            {
-                "name": printable(layer.name),
-                "module": printable(layer.module),
-                "kind": layer.kind,
-                "group": group_of[layer.key],
-                "floor": layer.floor_exponent,
-                "noise": layer.rounding_noise,
-                "blocks": _blocks(layer, windows),
-            }
-            for layer in layers
-        ],
+        "tensors": [_tensor(layer, group_of[layer.key], windows) for layer in layers],
         "notes": {
             "columns": notes.columns,
             "cells": {printable(module): cells for module, cells in notes.cells.items()},
@@ -154,10 +152,16 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
     }
 
 
-def _opens_in(report: RangeReport) -> str:
-    """Return the format in which the run computes, which its verdict names; the judged one if that was asked for."""
-    computes = run_format(report.session)
-    return computes.name if computes and report.format == judged_in(report.session).name else report.format
+def _tensor(layer: LayerReport, group: int, windows: Sequence[Window]) -> dict[str, Any]:
+    return {
+        "name": printable(layer.name),
+        "module": printable(layer.module),
+        "kind": layer.kind,
+        "group": group,
+        "floor": layer.floor_exponent,
+        "noise": layer.rounding_noise,
+        "blocks": _blocks(layer, windows),
+    }
 
 
 def _suggested(report: RangeReport) -> tuple[str, int] | None:

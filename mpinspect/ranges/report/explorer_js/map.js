@@ -39,7 +39,7 @@ export class LayerMap {
     this.listen();
     this.observe();
     this.draw();
-    if (!before) this.table.scrollTo(view.chosen);
+    if (!before) this.table.scrollTo(view.chosen ?? view.layers.find((/** @type {any} */ layer) => layer.kind === view.state.kind && view.isMarked(layer)));
   }
 
   fillRoot() {
@@ -47,7 +47,8 @@ export class LayerMap {
     const controls = element("div", { className: "controls" }, label("Tensors", this.kind), label("Format", this.format), label("Search", this.search));
     const charts = element("div", { className: "charts" }, this.shares.element, this.timeline.element);
     const happened = eventList(this.view, (event) => this.chooseEvent(event));
-    this.root.replaceChildren(controls, this.said, charts, happened, this.table.element, this.table.legend, this.detail);
+    const { words } = this.view.data.opening;
+    this.root.replaceChildren(...(words ? [element("p", { className: "opening" }, element("bdi", {}, words))] : []), controls, this.said, charts, happened, this.table.element, this.table.legend, this.detail);
     this.root.classList.add("explorer");
   }
 

@@ -152,7 +152,8 @@ export class Table {
     const cells = [...figureCells(layer, found), ...this.lostCells(layer), ...this.noteCells(layer)];
     const { row } = kept;
     row.setAttribute("aria-rowindex", index + 1);
-    row.className = layer.name === view.state.layer ? "chosen" : "";
+    row.classList.toggle("chosen", layer.name === view.state.layer);
+    row.classList.toggle("marked", view.isMarked(layer));
     cells.forEach(([text, tone], column) => {
       const cell = kept.cells[column];
       if (cell.textContent !== text) cell.textContent = text;

@@ -34,20 +34,25 @@ export class View {
     this.suggested = { format: this.formatNamed(suggestedFormat), scale: suggestedScale };
     /** @type {any} */
     this.state = this.opening();
-    for (const layer of this.layers) if (layer.name === this.state.layer && this.isRepeated(layer)) this.state.open.add(layer.group);
     if (before) Object.assign(this.state, before.state, { format: this.sameFormat(before.state.format), block: before.blockNow(data.blocks) });
-    else if (!wanted(data, "kind") && !wanted(data, "layer")) this.state.kind = this.worstKind();
+    else if (!this.state.kind) this.state.kind = wanted(data, "layer") ? this.kinds[0]?.name : this.worstKind();
+    for (const layer of this.layers) {
+      if (this.isRepeated(layer) && (layer.name === this.state.layer || this.isMarked(layer))) this.state.open.add(layer.group);
+    }
   }
 
-  /** What is shown at first: what the page's address asks for, else the run's own format and scale. @returns {any} */
+  /** What is shown at first: what the page's address asks for, else what opening.py chose; without a kind where neither names one. @returns {any} */
   opening() {
     const { data } = this;
     const asked = (/** @type {string} */ name) => wanted(data, name);
+    const first = data.opening;
+    // An address names all that is shown, but for the block if that is the whole run.
+    const isAsked = ["kind", "format", "scale", "block", "layer"].some((name) => asked(name) !== null);
     return {
-      kind: this.kinds.some((/** @type {any} */ kind) => kind.name === asked("kind")) ? asked("kind") : this.kinds[0]?.name,
+      kind: [asked("kind"), ...(asked("layer") ? [] : [first.kind])].find((name) => this.kinds.some((/** @type {any} */ kind) => kind.name === name)),
       format: this.formatNamed(asked("format")) ?? this.formatNamed(data.format) ?? data.formats[0],
-      scale: clamp(Number(asked("scale") ?? data.own) || 0, ...SCALES),
-      block: clamp(Number(asked("block") ?? -1), -1, data.blocks.length - 1),
+      scale: clamp(Number(asked("scale") ?? first.scale) || 0, ...SCALES),
+      block: clamp(Number(asked("block") ?? (isAsked ? -1 : first.block)), -1, data.blocks.length - 1),
       /** The step of the chosen event. @type {number | null} */
       step: null,
       search: "",
@@ -65,6 +70,11 @@ export class View {
   /** The format of this model's data that equals one of other data. @param {any} other */
   sameFormat(other) {
     return this.formatNamed(other.name) ?? this.data.formats[0];
+  }
+
+  /** Whether a layer belongs to the culprit. @param {any} layer */
+  isMarked(layer) {
+    return layer.kind === this.data.opening.kind && this.data.opening.marked.includes(layer.name);
   }
 
   /** @param {any} layer */
