@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import made_kernels
 import pytest
@@ -394,10 +395,12 @@ def test_a_page_says_what_broke_once_below_its_top():
     (sentence, *_) = report.parts[0].ranges.verdict.sentences
     error = sentence.partition(": ")[2]
     assert render(report, ".txt", width=400).count(error) == 3
-    for page in (render(report, ".html"), render(report, ".md")):
+    # Without tags, and without the explanations of terms, which are read on hover.
+    shown = re.sub(r'<span class="meaning">.*?</span>|<[^>]*>', "", render(report, ".html"))
+    for page in (shown, render(report, ".md")):
         assert page.count("a loss scale of 65536") == 1, page
         assert page.count(report.first_line) == 1
-        assert page.count("Said above, with what to do.") == 1
+        assert "Said above" not in page
 
 
 def test_findings_of_all_parts_the_gravest_first():

@@ -10,7 +10,7 @@ import gzip
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
 from mpinspect.ranges.report.opening import blocks_of, opening
-from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima
+from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
 from mpinspect.ranges.session import Event, ScaleChange, Window
 from mpinspect.reporting.document import Tone, Widget
+from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.streams import printable
 from mpinspect.reporting.words import format_name
 
@@ -66,6 +67,21 @@ class Mapped(NamedTuple):
     name: str
     report: RangeReport
     notes: ModuleNotes = NO_NOTES
+
+
+def picture(*models: Mapped) -> Widget | None:
+    """Return the map for a page's front, which opens with the model that broke; None if no tensor was counted."""
+    found = next(widget(*models), None)
+    if found is None:
+        return None
+    shown = [model for model in models if _shown(model.report)]
+    broke = [place for place, model in enumerate(shown) if what_broke(model.report) is not None]
+    worst = max(range(len(shown)), key=lambda place: (place in broke, _gravity(shown[place].report), -place))
+    return replace(found, title="", first=worst)
+
+
+def _gravity(report: RangeReport) -> int:
+    return max((SEVERITIES.index(finding.severity) for finding in report.findings), default=-1)
 
 
 def widget(*models: Mapped, together: bool = False) -> Iterator[Widget]:
@@ -131,6 +147,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
         "skipped": progress.skipped_steps,
         "scales": [_scale(change) for change in report.session.scale_history()],
         "events": [_event(event) for event in report.session.events],
+        "places": list(_places(report.session.events)),
         "lost": _lost_updates(report, windows),
         "formats": [_format(format) for format in FORMATS.values()],
         "kinds": [
@@ -183,6 +200,14 @@ def _window(advice: LossScaleAdvice | None) -> tuple[int, int] | None:
 def _scale(change: ScaleChange) -> tuple[int, float | None]:
     is_known = change.scale is not None and 0 < change.scale < math.inf
     return change.step, math.log2(change.scale) if is_known and change.scale else None
+
+
+def _places(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    """Yield, for events that follow each other in the same place, words and the first one's index."""
+    first = 0
+    for group in in_same_places(events):
+        yield {"first": first, "words": printable(events_line(group))}
+        first += len(group)
 
 
 def _event(event: Event) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen, module_named
 from mpinspect.reporting.finding import SEVERITIES, Finding
-from mpinspect.reporting.words import steps_named, upper_first
+from mpinspect.reporting.words import format_name, steps_named, upper_first
 
 #: The whole run, in place of one of its blocks.
 WHOLE = -1
@@ -95,8 +95,10 @@ def _format(report: RangeReport, event: Event | None) -> tuple[str, bool]:
 
 
 def _what_if(report: RangeReport) -> str:
-    computes = "FP32" if run_format(report.session) == FLOAT32 else "another format"
-    return f"The run computes in {computes}. The map shows what FP16 would do to its values without a loss scale."
+    computes = run_format(report.session)
+    assert computes is not None
+    name = format_name(computes.name)
+    return f"The run computes in {name}. The map shows what FP16 would do to its values without a loss scale."
 
 
 def _own(session: Session) -> int:

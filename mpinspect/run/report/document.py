@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import PurePath
 
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.report.document import TERMS, change_blocks, title, verdict_blocks
-from mpinspect.ranges.report.explorer import Mapped, widget
+from mpinspect.ranges.report.explorer import Mapped, picture
+from mpinspect.ranges.report.front import NO_MAP, facts, listed, state_of, verdict_of
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
 from mpinspect.reporting import forms
 from mpinspect.reporting.document import (
     Block,
     Column,
     Document,
+    Front,
     Item,
     Items,
     Limit,
@@ -23,7 +26,7 @@ from mpinspect.reporting.document import (
     Part,
     Parts,
     Tables,
-    Widget,
+    Tone,
     bullets,
     section,
     table,
@@ -52,7 +55,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
     """Return the report as a document that contains each part's document; ``everything`` shows all layers."""
     return Document(
         f"mpinspect run {report.command}",
-        (*_maps(report), _models(report, everything), Parts(tuple(_wholes(report)))),
+        (_models(report, everything), Parts(tuple(_wholes(report)))),
         alarm=report.first_line,
         verdict=_verdict(report),
         summary=(
@@ -61,6 +64,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
             *section("What was seen, and what was not", bullets(report.saw[1:] and report.saw)),
         ),
         terms=TERMS,
+        front=_front(report),
     )
 
 
@@ -113,14 +117,11 @@ def _models(report: RunReport, everything: bool) -> Parts:
     left = len(parts) - MAX_MODELS
     rest = f"more {'model' if left == 1 else 'models'}: below in brief; in full in report.md"
     is_only = len(parts) == 1
-    notes = module_notes(report) if is_only else {}
     return Parts(
         tuple(
             Part(
                 f"ranges: {title(part.ranges) if is_only else part.name}",
-                forms.document(
-                    _without_end(part.ranges), everything=everything, verdict=not is_only, notes=notes.get(part.name)
-                ),
+                forms.document(_without_end(part.ranges), everything=everything, verdict=not is_only),
             )
             for part in parts
         ),
@@ -129,11 +130,40 @@ def _models(report: RunReport, everything: bool) -> Parts:
     )
 
 
-def _maps(report: RunReport) -> Iterator[Widget]:
-    """Yield one map with a switch between the models, if there are several: a single model's stands in its own report."""
-    if len(report.parts) > 1:
-        notes = module_notes(report)
-        yield from widget(*(Mapped(part.name, part.ranges, notes[part.name]) for part in report.parts))
+def _front(report: RunReport) -> Front:
+    """Return the first screen of the run's page: one map with a switch between the models, and the findings of all of them."""
+    notes = module_notes(report)
+    several = len(report.parts) > 1
+    gravest = max(report.parts, key=_gravity, default=None)
+    state, tone = _state(report, gravest)
+    found = [each for part in report.parts for each in listed(part.ranges, part.name if several else "")]
+    ended = report.outcome not in ("", "ended") and not report.ended
+    told = () if gravest is None else tuple(facts(gravest.ranges))
+    script, space, arguments = report.command.partition(" ")
+    return Front(
+        f"{PurePath(script).name}{space}{arguments}" or report.command,
+        state,
+        tone,
+        tuple(filter(None, (*told, report.outcome if ended else "", report.log_dir))),
+        _verdict(report) if several or gravest is None else tuple(_only_verdict(report, gravest.ranges)),
+        tuple(sorted(found, key=lambda each: -SEVERITIES.index(each.finding.severity))),
+        tuple(f"{label}: {words}" for label, words in _on_speed(report)),
+        picture(*(Mapped(part.name if several else "", part.ranges, notes[part.name]) for part in report.parts)),
+        NO_MAP if report.parts else "No model was inspected, so there is no map.",
+    )
+
+
+def _only_verdict(report: RunReport, ranges: RangeReport) -> Iterator[Block]:
+    yield from (Line(report.ended, "error"),) if report.ended else ()
+    yield from verdict_of(_without_end(ranges).verdict)
+
+
+def _state(report: RunReport, gravest: ModelPart | None) -> tuple[str, Tone]:
+    """Return the run's state in a word or two and its tone: that of the model with the gravest findings."""
+    if gravest is None:
+        return ("Ended by an error", "error") if report.by_error else ("Nothing inspected", "unknown")
+    state, tone = state_of(gravest.ranges)
+    return ("Ended by an error", "error") if report.ended and tone != "error" else (state, tone)
 
 
 def _gravity(part: ModelPart) -> tuple[int, bool]:

@@ -2,19 +2,37 @@
 // @ts-check
 
 import { element } from "./dom.js";
-import { number, percent } from "./words.js";
+import { number, percent, power, raised } from "./words.js";
 
-/** The elements on the chosen layer; none if nothing of it was counted. @param {import("./view.js").View} view @returns {HTMLElement[]} */
-export function layerDetail(view) {
-  const layer = view.chosen;
-  const found = layer && view.figures(layer);
-  if (!found) return [];
-  const notes = (view.data.notes.lines[layer.module] ?? []).map((/** @type {string} */ line) => element("li", {}, line));
-  return [
-    element("h4", {}, element("bdi", {}, layer.name || "(the model itself)")),
-    ...facts(view, layer, found).map((fact) => element("p", {}, fact)),
-    ...(notes.length ? [element("ul", {}, ...notes)] : []),
-  ];
+/** The own view of the chosen layer: over the panel on a wide page, below the map on others. */
+export class LayerView {
+  /** @param {import("./view.js").View} view @param {import("./painter.js").Painter} painter @param {(changed: any) => void} change */
+  constructor(view, painter, change) {
+    this.view = view;
+    this.painter = painter;
+    this.close = element("button", { type: "button", className: "close", "aria-label": "close (Escape)", title: "Escape" }, "✕");
+    this.close.addEventListener("click", () => change({ isOwn: false }));
+    this.element = element("section", { className: "detail", tabIndex: 0, "aria-label": "The chosen layer" });
+  }
+
+  draw() {
+    const layer = this.view.chosen;
+    const found = layer && this.view.state.isOwn && this.view.figures(layer);
+    this.element.hidden = !found;
+    this.element.replaceChildren(...(found ? this.parts(layer, found) : []));
+  }
+
+  /** @param {any} layer @param {any} found its figures @returns {HTMLElement[]} */
+  parts(layer, found) {
+    const { view } = this;
+    const notes = (view.data.notes.lines[layer.module] ?? []).map((/** @type {string} */ line) => element("li", {}, raised(line)));
+    return [
+      this.close,
+      element("h3", {}, element("bdi", {}, layer.name || "(the model itself)")),
+      ...facts(view, layer, found).map((fact) => element("p", {}, fact)),
+      ...(notes.length ? [element("ul", {}, ...notes)] : []),
+    ];
+  }
 }
 
 /** @param {import("./view.js").View} view @param {any} layer @param {any} found */
@@ -24,9 +42,9 @@ function facts(view, layer, { h, all, flushed, subnormal, low, high }) {
   const fate = all ? `${number(flushed)} flushed to zero, ${number(subnormal)} kept with fewer bits, ${over} overflowed` : "no finite non-zero element, so its losses are unknown";
   const said = [
     `${number(all)} finite non-zero elements were counted in ${view.stepsInWords}, ${number(h.zeros)} zeros, ${number(h.infs)} infinities, ${number(h.nans)} NaNs.`,
-    `${format.label}${view.isScaled() ? ` at a loss scale of 2^${scale}` : ""}: ${fate}.`,
+    `${format.label}${view.isScaled() ? ` at a loss scale of ${power(scale)}` : ""}: ${fate}.`,
   ];
-  if (layer.floor !== null && h.zeros > 0) said.push(`Magnitudes up to 2^${layer.floor} may have been flushed before they were counted: then they are among the zeros.`);
+  if (layer.floor !== null && h.zeros > 0) said.push(`Magnitudes up to ${power(layer.floor)} may have been flushed before they were counted: then they are among the zeros.`);
   if (layer.noise) said.push("In theory this gradient is zero: what was counted is rounding noise.");
   for (const storage of view.storages) {
     const lost = view.lostOf(storage, layer);

@@ -8,6 +8,11 @@ import { spanInWords } from "./words.js";
 /** The least and the largest loss scale, as powers of two. */
 export const SCALES = /** @type {[number, number]} */ ([-24, 40]);
 
+/** Layers that are not grouped, since all have room on a screen. */
+const FITTING = 24;
+/** Of larger loss scales the map shows no edge: its columns would become narrow. */
+const MOST_REACH = 24;
+
 /** The layers of a model with their histograms, block by block and over the run. @param {any} data */
 function unpacked(data) {
   const layers = data.tensors.map((/** @type {any} */ tensor, /** @type {number} */ place) => ({
@@ -37,7 +42,7 @@ export class View {
     if (before) Object.assign(this.state, before.state, { format: this.sameFormat(before.state.format), block: before.blockNow(data.blocks) });
     else if (!this.state.kind) this.state.kind = wanted(data, "layer") ? this.kinds[0]?.name : this.worstKind();
     for (const layer of this.layers) {
-      if (this.isRepeated(layer) && (layer.name === this.state.layer || this.isMarked(layer))) this.state.open.add(layer.group);
+      if (this.isRepeated(layer) && layer.name === this.state.layer) this.state.open.add(layer.group);
     }
   }
 
@@ -55,6 +60,8 @@ export class View {
       block: clamp(Number(asked("block") ?? (isAsked ? -1 : first.block)), -1, data.blocks.length - 1),
       /** The step of the chosen event. @type {number | null} */
       step: null,
+      /** Whether the chosen layer's own view is open. */
+      isOwn: asked("layer") !== null && asked("beside") === null,
       search: "",
       sort: "model",
       layer: asked("layer"),
@@ -70,6 +77,23 @@ export class View {
   /** The format of this model's data that equals one of other data. @param {any} other */
   sameFormat(other) {
     return this.formatNamed(other.name) ?? this.data.formats[0];
+  }
+
+  /** The first of the culprit's layers. */
+  get firstMarked() {
+    return this.layers.find((/** @type {any} */ layer) => layer.kind === this.state.kind && this.isMarked(layer));
+  }
+
+  /** Letters of the longest name. @returns {number} */
+  get longest() {
+    return Math.max(...[...this.layers, ...this.data.groups].map((/** @type {any} */ each) => each.name.length));
+  }
+
+  /** Whether what is shown is what the page opened with. */
+  get isOpening() {
+    const { state, data } = this;
+    const { kind, scale, block } = data.opening;
+    return (!kind || state.kind === kind) && state.format.name === data.format && state.scale === scale && state.block === block;
   }
 
   /** Whether a layer belongs to the culprit. @param {any} layer */
@@ -123,6 +147,16 @@ export class View {
     return all ? seen.reduce((sum, each) => sum + each[0], 0) / all : null;
   }
 
+  /** The largest share that is flushed in any layer, or in the chosen one, in each block; null where nothing was counted. @returns {(number | null)[]} */
+  flushedOverSteps() {
+    const [k, f] = [this.log2Scale, this.state.format];
+    const those = this.chosen ? [this.chosen] : this.ofKind.filter((/** @type {any} */ layer) => !layer.noise);
+    return this.data.blocks.map((/** @type {any} */ _, /** @type {number} */ block) => {
+      const counted = those.map((/** @type {any} */ layer) => layer.blocks[block]).filter((/** @type {any} */ h) => h && nonzero(h));
+      return counted.length ? Math.max(...counted.map((/** @type {any} */ h) => flushed(h, f, k) / nonzero(h))) : null;
+    });
+  }
+
   /** By what the rows are sorted; the largest is first. @param {any} layer @returns {number} */
   rank(layer) {
     const { sort } = this.state;
@@ -141,7 +175,7 @@ export class View {
   rows() {
     const words = this.state.search.toLowerCase();
     const found = this.ofKind.filter((/** @type {any} */ layer) => !words || layer.name.toLowerCase().includes(words));
-    if (this.state.sort === "model") return words ? found.map((/** @type {any} */ layer) => ({ layer })) : this.grouped(found);
+    if (this.state.sort === "model") return words || found.length <= FITTING ? found.map((/** @type {any} */ layer) => ({ layer })) : this.grouped(found);
     return found.map((/** @type {any} */ layer) => ({ layer, rank: this.rank(layer) }))
       .sort((/** @type {any} */ one, /** @type {any} */ other) => other.rank - one.rank || one.layer.place - other.layer.place);
   }
@@ -163,8 +197,9 @@ export class View {
       }
     }
     for (const row of groups.values()) row.layer = this.worst(row.members);
-    return made.flatMap((/** @type {any} */ row) => (row.members && this.state.open.has(row.group)
-      ? [row, ...row.members.map((/** @type {any} */ layer) => ({ layer, inside: true }))] : [row]));
+    // Of a closed group the culprit's members stand below it all the same.
+    return made.flatMap((/** @type {any} */ row) => [row, ...(row.members ?? []).filter((/** @type {any} */ layer) => this.state.open.has(row.group) || this.isMarked(layer))
+      .map((/** @type {any} */ layer) => ({ layer, inside: true }))]);
   }
 
   /** @param {any} layer */
@@ -189,8 +224,16 @@ export class View {
     const seen = this.ofKind.filter((/** @type {any} */ layer) => nonzero(layer.whole)).map((/** @type {any} */ layer) => layer.whole);
     const f = this.state.format;
     const ends = seen.flatMap((/** @type {any} */ h) => [h.min, h.min + h.counts.length]);
-    const isNarrowFormat = f.top - f.low < 64;
-    return [Math.min(...ends, isNarrowFormat ? f.low - 4 : 0) - 1, Math.max(...ends, isNarrowFormat ? f.top + 2 : 0) + 1];
+    if (f.top - f.low >= 64) return [Math.min(...ends, 0) - 1, Math.max(...ends, 0) + 1];
+    return [Math.min(...ends, f.low - 4, f.flush - this.reach() - 3) - 1, Math.max(...ends, f.top + 2) + 1];
+  }
+
+  /** The largest loss scale that the map has room for, beside the one chosen. */
+  reach() {
+    if (!this.isScaled()) return 0;
+    const { data, state, suggested } = this;
+    const window = data.windows[state.format.name] ?? [0, 0];
+    return clamp(Math.max(data.opening.scale, data.own, window[1], suggested.format === state.format ? suggested.scale : 0), 0, MOST_REACH);
   }
 
   /** The block that contains a step. @param {number} step */

@@ -1,0 +1,41 @@
+// What a format loses at every loss scale.
+// @ts-check
+
+import { flushed, lostMass, nonzero, overflowed } from "./histogram.js";
+import { SCALES } from "./view.js";
+
+/**
+ * Shares at every scale, of the chosen layer or of whichever is worst there.
+ * @typedef {object} Curves
+ * @property {string} of
+ * @property {number[]} low     flushed, of the elements
+ * @property {number[]} mass    flushed, of the sum of magnitudes
+ * @property {number[]} high    overflowed at most
+ * @property {boolean} hasValues
+ */
+
+/** The curves of each view that were computed last. @type {WeakMap<import("./view.js").View, Curves>} */
+const computed = new WeakMap();
+
+/** @param {import("./view.js").View} view @returns {Curves} */
+export function curvesOf(view) {
+  const { format, kind, block } = view.state;
+  const layer = view.chosen;
+  const of = JSON.stringify([kind, format.name, block, layer?.name]);
+  const known = computed.get(view);
+  if (known?.of === of) return known;
+  const those = (layer ? [layer] : view.ofKind.filter((/** @type {any} */ each) => !each.noise))
+    .map((/** @type {any} */ each) => view.counted(each)).filter((/** @type {any} */ h) => h && nonzero(h));
+  const scales = Array.from({ length: SCALES[1] - SCALES[0] + 1 }, (_, place) => SCALES[0] + place);
+  const worst = (/** @type {(h: any, k: number) => number} */ share) =>
+    scales.map((k) => those.reduce((/** @type {number} */ most, /** @type {any} */ h) => Math.max(most, share(h, k)), 0));
+  const made = {
+    of,
+    low: worst((h, k) => flushed(h, format, k) / nonzero(h)),
+    mass: worst((h, k) => lostMass(h, format, k)),
+    high: worst((h, k) => overflowed(h, format, k)[1] / nonzero(h)),
+    hasValues: those.length > 0,
+  };
+  computed.set(view, made);
+  return made;
+}
