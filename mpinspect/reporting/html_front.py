@@ -17,7 +17,7 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .bar h1{font-size:1.08em;margin:0;max-width:34em;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
 .mpinspect .state{border:1px solid currentColor;border-radius:3px;padding:0 .5em;font-weight:600;white-space:nowrap}
 .mpinspect .fact{color:var(--soft)}
-.mpinspect .screen{display:grid;grid-template-columns:minmax(0,1fr) clamp(21em,25vw,27em);position:relative}
+.mpinspect .screen{display:grid;grid-template-columns:minmax(0,1fr) clamp(20em,23.5vw,27em);position:relative}
 .mpinspect .panel{grid-column:2;grid-row:1;padding:.7em 1em 1em;border-left:1px solid var(--line);overflow:auto;min-width:0}
 .mpinspect .picture{grid-column:1;grid-row:1;padding:.4em 0 0 1em;min-width:0}
 .mpinspect .panel h2{font-size:1em;margin:1em 0 .3em}.mpinspect .panel>:first-child{margin-top:0}

@@ -406,7 +406,9 @@ def test_the_curves_and_what_happened(browser: Any, tmp_path: Path) -> None:
     top, bottom = min(map(float, drawn)), max(map(float, drawn))
     assert [(bottom - float(y)) / (bottom - top) for y in drawn] == pytest.approx(expected, abs=0.002)
     page.select_option(".explorer select >> nth=0", "weight")
-    assert page.is_hidden(".explorer figure.losses")
+    # No loss scale multiplies weights.
+    assert page.is_hidden(".explorer .scale")
+    assert page.locator(".explorer .losses .grip").count() == 0
     page.click(".explorer tbody tr")
     assert "Stored in BF16, 99.5% of its updates were lost" in page.text_content(".explorer .detail")
     assert page.troubles == []

@@ -230,8 +230,12 @@ def test_a_format_that_loses_nothing_has_a_sentence_in_place_of_an_empty_curve(b
     session = replace(SESSIONS["word_model"], precision=Precision({"float32": 100}, autocast=("bfloat16",)))
     report = RunReport("a.py", "ended", (ModelPart("Net", analysing.analyse(session)),))
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
-    assert "BF16 flushes only below 2⁻¹³⁴" in page.text_content(".explorer .losses .beyond")
-    assert page.locator(".explorer .losses svg:visible").count() == 0
+    assert "BF16 flushes only below 2⁻¹³⁴" in page.text_content(".explorer .losses .readout")
+    # The share of the elements below each power of two stands in the curve's place.
+    assert page.locator(".explorer .losses svg .flushes").count() == 0
+    heights = [float(each) for each in re.findall(r"[ML]-?[\d.]+ ([\d.]+)", page.get_attribute(".losses .under", "d"))]
+    assert heights == sorted(heights, reverse=True)
+    assert len(set(heights)) > 5
     page.click("text=what would FP16 do?")
     assert page.locator(".explorer .losses svg .flushes").is_visible()
 

@@ -4,7 +4,7 @@
 import { keep } from "./address.js";
 import { element } from "./dom.js";
 import { LayerView } from "./layer.js";
-import { heightOf, heights, widths } from "./layout.js";
+import { heights, widths } from "./layout.js";
 import { Painter } from "./painter.js";
 import { Shares } from "./shares.js";
 import { eventList, summary } from "./summary.js";
@@ -29,8 +29,8 @@ export class LayerMap {
     this.timeline = new Timeline(view, change, () => this.keep());
     this.own = new LayerView(view, this.painter, change);
     this.kind = element("select", {}, ...view.kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, each.title)));
-    this.format = element("select", {}, ...data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
-    this.search = element("input", { type: "search", placeholder: "part of a name", value: view.state.search });
+    this.format = element("select", { className: "narrow" }, ...data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
+    this.search = element("input", { type: "search", className: "narrow", placeholder: "part of a name", value: view.state.search });
     this.said = element("p", { className: "said", role: "status", "aria-live": "polite" });
     this.opening = element("p", { className: "opening" }, element("bdi", {}, raised(data.opening.words)));
     this.back = element("button", { type: "button" }, data.opening.marked.length ? "back to where it began" : "back to what was shown first");
@@ -111,8 +111,6 @@ export class LayerMap {
     const { row, curve } = heights(this.isPrinted ? 0 : this.free, rows);
     painter.begin(given.names + 1, given.strip, row);
     this.shares.draw(this.wide, curve);
-    // Without a curve its height is the rows'.
-    if (this.free && !this.shares.hasCurve) painter.begin(given.names + 1, given.strip, heightOf(this.free, rows));
     this.timeline.draw(this.wide);
     table.draw(given);
     this.own.draw();
@@ -120,8 +118,7 @@ export class LayerMap {
 
   /** Reads the page's size, unless it is known. */
   measure() {
-    const isHidden = !this.view.isScaled();
-    if (this.wide && this.shares.element.hidden === isHidden) return;
+    if (this.wide) return;
     this.wide = Math.max(this.timeline.element.clientWidth, 240);
     this.free = 0;
     if (!this.root.matches(FILLS) || this.isPrinted) return;

@@ -3,7 +3,7 @@
 // @ts-check
 
 import { dragged } from "./chart.js";
-import { curvesOf } from "./curves.js";
+import { curvesOf, sharesBelow } from "./curves.js";
 import { element, entry, key, svg } from "./dom.js";
 import { clamp } from "./histogram.js";
 import { SCALES } from "./view.js";
@@ -27,15 +27,15 @@ export class Shares {
     this.picture = element("div", { className: "drag" });
     this.legend = element("figcaption", { className: "legend" });
     this.readout = element("p", { className: "readout" });
-    this.beyondWords = element("span", {});
     this.otherwise = element("button", { type: "button" }, "what would FP16 do?");
-    this.beyond = element("p", { className: "beyond" }, this.beyondWords, this.otherwise);
-    this.element = element("figure", { className: "losses" }, this.scale, this.picture, this.legend, this.readout, this.beyond);
+    this.isMoved = false;
+    this.element = element("figure", { className: "losses" }, this.scale, this.picture, this.legend, this.readout);
     this.otherwise.addEventListener("click", () => change({ format: view.formatNamed("float16") }));
     this.scale.addEventListener("input", () => change({ scale: Number(this.scale.value) }, false));
     this.scale.addEventListener("change", keep);
     this.recommended.addEventListener("click", () => change({ format, scale }));
     dragged(this.picture, (event) => {
+      if (!this.isMoved) return;
       const left = this.picture.getBoundingClientRect().left + painter.left;
       const to = clamp(Math.round(view.state.format.flush - painter.exponentAt(event.clientX - left)), ...SCALES);
       if (to !== view.state.scale) change({ scale: to }, false);
@@ -45,54 +45,70 @@ export class Shares {
   /** @param {number} wide @param {number} height in pixels */
   draw(wide, height) {
     const { view } = this;
-    const { scale } = view.state;
+    const { scale, format } = view.state;
     const isScaled = view.isScaled();
-    this.element.hidden = this.controls.hidden = !isScaled;
+    this.controls.hidden = this.scale.disabled = !isScaled;
     this.scale.value = String(scale);
     this.scale.setAttribute("aria-valuetext", power(scale));
     this.words.textContent = scale ? power(scale) : "1 (2⁰)";
-    this.recommended.hidden = view.suggested.format === view.state.format && view.suggested.scale === scale;
-    if (!isScaled || !height) return;
-    const { format } = view.state;
-    const isOff = this.painter.place(format.flush - scale) < 0;
-    for (const part of [this.picture, this.legend, this.readout]) part.hidden = isOff;
-    this.beyond.hidden = !isOff;
-    if (isOff) {
-      this.beyondWords.textContent = `${format.label} flushes only below ${power(format.flush - scale)}, left of all that is shown: nothing is lost at any loss scale near this one. `;
-      this.otherwise.hidden = format.name === "float16";
-      return;
-    }
-    const curves = curvesOf(view);
+    this.recommended.hidden = view.suggested.format === format && view.suggested.scale === scale;
+    if (!height) return;
+    /** Whether the flush edge lies on the map, where it can be moved. */
+    this.isMoved = isScaled && this.painter.place(format.flush - scale) >= 0;
+    this.picture.classList.toggle("drag", this.isMoved);
+    const curves = this.isMoved ? curvesOf(view) : sharesBelow(view, this.painter.ends);
     const of = view.chosen ? "of the chosen layer" : "of the worst layer";
     this.picture.replaceChildren(this.chart(wide, height, of, curves));
     this.legend.replaceChildren(...this.legendOf(of, curves));
     this.legend.style.width = `${Math.max(this.painter.left - 40, 60)}px`;
-    const [lost, weight, over] = [curves.low, curves.mass, curves.high].map((shares) => percent(shares[scale - SCALES[0]]));
-    this.readout.replaceChildren(...(curves.hasValues ? [element("b", {}, `at ${power(scale)}`), ` ${lost} flushed (${weight} of the magnitudes), ${over} overflow`] : []));
+    this.readout.replaceChildren(...this.readoutOf(curves));
     this.readout.style.width = `${Math.max(wide - this.painter.left - this.painter.width - 24, 60)}px`;
   }
 
+  /** What is lost where the handle stands, or why there is none. @param {import("./curves.js").Curves} curves @returns {(Node | string)[]} */
+  readoutOf({ low, mass, high, hasValues }) {
+    const { format, scale } = this.view.state;
+    if (!hasValues) return [];
+    if (this.isMoved) {
+      const [lost, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
+      return [element("b", {}, `at ${power(scale)}`), `${lost} flushed (${weight} of the magnitudes), ${over} overflow`];
+    }
+    if (!this.view.isScaled()) return ["no loss scale multiplies these"];
+    return [`${format.label} flushes only below ${power(format.flush - scale)}, left of all that is shown: nothing is lost near this loss scale. `,
+      ...(format.name === "float16" ? [] : [this.otherwise])];
+  }
+
   /** @param {number} wide @param {number} height @param {string} of @param {import("./curves.js").Curves} curves */
-  chart(wide, height, of, { low, mass, high, hasValues }) {
-    const { view, painter } = this;
+  chart(wide, height, of, { places, low, mass, high, hasValues }) {
+    const { view, painter, isMoved } = this;
     const { scale, format } = view.state;
     const { left, width } = painter;
     const [top, bottom] = [ABOVE, height - BELOW];
-    const words = hasValues ? `At ${power(scale)} ${percent(low[scale - SCALES[0]])} of the elements are flushed, and ${percent(mass[scale - SCALES[0]])} of the sum of magnitudes` : `Unknown: ${this.unknown}`;
-    const picture = svg("svg", { width: wide, height, viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": `Shares flushed and overflowed, ${of}, against the loss scale. ${words}.` });
+    const words = !hasValues ? `Unknown: ${this.unknown}` : isMoved ? `At ${power(scale)} ${percent(low[scale - SCALES[0]])} of the elements are flushed, and ${percent(mass[scale - SCALES[0]])} of the sum of magnitudes`
+      : "Nothing is flushed at a loss scale that the map has room for";
+    const picture = svg("svg", { width: wide, height, viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": `Shares ${isMoved ? "flushed and overflowed" : "below each power of two"}, ${of}${isMoved ? ", against the loss scale" : ""}. ${words}.` });
     // What lies beyond the strips is clipped.
     const field = svg("svg", { x: left, y: 0, width, height, overflow: "hidden" });
-    const x = (/** @type {number} */ k) => painter.place(format.flush - k);
+    const x = (/** @type {number} */ place) => painter.place(isMoved ? format.flush - place : place);
     const y = (/** @type {number} */ share) => bottom - share * (bottom - top);
-    const path = (/** @type {number[]} */ values) => values.map((value, place) => `${place ? "L" : "M"}${x(SCALES[0] + place).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-    const upright = (/** @type {number} */ k, /** @type {string} */ name) => svg("line", { x1: x(k), x2: x(k), y1: top, y2: height, class: name });
-    const safe = view.data.windows[format.name]?.map((/** @type {number} */ end) => clamp(end, ...SCALES));
+    const path = (/** @type {number[]} */ values) => values.map((value, index) => `${index ? "L" : "M"}${x(places[index]).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+    const safe = isMoved && view.data.windows[format.name]?.map((/** @type {number} */ end) => clamp(end, ...SCALES));
     if (safe) field.append(svg("rect", { x: x(safe[1]), width: Math.max(x(safe[0]) - x(safe[1]), 2), y: top, height: bottom - top, class: "window" }));
     field.append(...[0, 0.5, 1].map((share) => svg("line", { x1: 0, x2: width, y1: y(share), y2: y(share), class: "grid" })));
-    if (hasValues) field.append(svg("path", { d: path(low), class: "curve flushes" }), svg("path", { d: path(mass), class: "curve weighs" }), svg("path", { d: path(high), class: "curve overflows" }));
-    field.append(upright(clamp(view.data.own, ...SCALES), "own"), upright(scale, "now"), ...this.zones(height));
-    picture.append(field, ...[0, 0.5, 1].map((share) => svg("text", { x: left - 5, y: y(share) + 4, "text-anchor": "end" }, `${100 * share}%`)), ...this.scaleTicks(x), ...this.handle(x(scale), top));
+    if (hasValues) field.append(svg("path", { d: path(low), class: `curve ${isMoved ? "flushes" : "under"}` }), svg("path", { d: path(mass), class: "curve weighs" }));
+    if (hasValues && isMoved) field.append(svg("path", { d: path(high), class: "curve overflows" }));
+    field.append(...(isMoved ? this.uprights(x, top, height) : []), ...this.zones(height));
+    picture.append(field, ...[0, 0.5, 1].map((share) => svg("text", { x: left - 5, y: y(share) + 4, "text-anchor": "end" }, `${100 * share}%`)));
+    if (isMoved) picture.append(...this.scaleTicks(x), ...this.handle(x(scale), top));
     return picture;
+  }
+
+  /** Lines at the run's own scale and at the one that is shown. @param {(k: number) => number} x @param {number} top @param {number} height */
+  uprights(x, top, height) {
+    const { data, state } = this.view;
+    /** @type {[number, string][]} */
+    const lines = [[clamp(data.own, ...SCALES), "own"], [state.scale, "now"]];
+    return lines.map(([k, name]) => svg("line", { x1: x(k), x2: x(k), y1: top, y2: height, class: name }));
   }
 
   /** The loss scales above the field, each where its flush edge lies. @param {(k: number) => number} x */
@@ -128,11 +144,6 @@ export class Shares {
     });
   }
 
-  /** Whether a curve is drawn, not a sentence in its place. */
-  get hasCurve() {
-    return !this.element.hidden && this.beyond.hidden;
-  }
-
   get unknown() {
     return `no finite non-zero element was counted in ${this.view.stepsInWords}`;
   }
@@ -141,6 +152,11 @@ export class Shares {
   legendOf(of, { hasValues }) {
     const { data, state } = this.view;
     const { format } = state;
+    if (!hasValues) return [entry(this.unknown)];
+    if (!this.isMoved) {
+      return [key("under", `elements below, ${of}`, "share of the non-zero elements below a power of two: what a format would flush that ended there"),
+        key("weighs", "magnitudes below", "share of the sum of their magnitudes, estimated")];
+    }
     const safe = data.windows[format.name];
     // Of FP32's exponents all are there.
     const none = format.top >= FLOAT32_TOP ? `${format.label} needs no loss scale` : `no safe window is known for ${format.label}`;
@@ -148,6 +164,6 @@ export class Shares {
       key("weighs", "flushed, by magnitude", "share of the sum of their magnitudes, estimated: small elements are many and weigh little"),
       key("overflows", "overflowed", "share of the non-zero elements beyond the format's largest value")];
     const window = safe && key("window", `safe window ${power(safe[0])} .. ${power(safe[1])}`, "loss scales at which nothing overflows, and at most 1% of the sum of magnitudes is flushed in every layer");
-    return [...(hasValues ? curves : [entry(this.unknown)]), window ?? entry(none), key("own", `the run's own scale${data.collapsed ? " before it collapsed" : ""}, ${power(data.own)}`)];
+    return [...curves, window ?? entry(none), key("own", `the run's own scale${data.collapsed ? " before it collapsed" : ""}, ${power(data.own)}`)];
   }
 }

@@ -90,7 +90,10 @@ export class Table {
   draw({ names, strip, isCompact }) {
     const { sort } = this.view.state;
     this.element.classList.toggle("compact", isCompact);
-    this.cols.forEach((col, place) => { col.style.width = `${[names, strip][place] ?? this.columns[place].width}px`; });
+    const each = this.columns.map((column, place) => (column.isWide && isCompact ? 0 : [names, strip][place] ?? column.width));
+    this.cols.forEach((col, place) => { col.style.width = `${each[place]}px`; });
+    // Of a wider table the browser would widen the columns, and the strips would leave the curve's axis.
+    /** @type {HTMLElement} */ (this.element.firstElementChild).style.width = `${each.reduce((sum, one) => sum + one, 0)}px`;
     this.element.style.setProperty("--row", `${this.painter.row}px`);
     this.heads.forEach((head, column) => {
       const order = sort === "model" ? "ascending" : "descending";
