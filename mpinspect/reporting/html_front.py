@@ -27,8 +27,6 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .panel .finding{border-left:3px solid currentColor;padding:.2em .6em;margin:.25em 0;background:var(--raised)}
 .mpinspect .panel .finding summary{cursor:pointer}.mpinspect .panel .finding .place{color:var(--soft);margin-left:.5em}
 .mpinspect .panel .finding .id{margin-left:.4em}
-.mpinspect .panel .copied{position:relative}.mpinspect .copy{position:absolute;top:.3em;right:.3em;font:inherit;font-size:.86em;
-color:var(--ink);background:var(--ground);border:1px solid var(--line);border-radius:3px;padding:0 .5em;cursor:pointer}
 .mpinspect a{color:var(--info)}
 .mpinspect .screen:not(:has(.explorer)){display:block}
 .mpinspect.front>.terms{padding:0 clamp(.8em,3vw,2.5em) 1em}
@@ -39,7 +37,7 @@ color:var(--ink);background:var(--ground);border:1px solid var(--line);border-ra
 @media (max-width:1000px){.mpinspect .screen{display:block}.mpinspect .panel{border-left:0}
 .mpinspect .picture{padding:.4em 1em 0}}
 @media print{.mpinspect .screen{display:block;height:auto!important}.mpinspect .panel{border:0;overflow:visible}
-.mpinspect .screen>*{height:auto!important}.mpinspect .copy{display:none}
+.mpinspect .screen>*{height:auto!important}
 .mpinspect .finding::details-content{content-visibility:visible;height:auto}}
 """
 

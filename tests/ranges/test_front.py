@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sessions
 from agreeing_reports import analyse
-from test_explorer import SESSIONS, axe, browser, opened  # noqa: F401
+from test_explorer import SESSIONS, axe, browser, in_node, opened  # noqa: F401
 from test_opening import broken
 
 from mpinspect.ranges import analyse as analysing
@@ -260,6 +260,54 @@ def test_everyone_can_read_a_runs_page(scheme: str, width: int, axe: str, browse
     page.evaluate(axe)
     found = page.evaluate("axe.run()")
     assert [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]] == []
+
+
+def test_a_layer_has_a_view_of_its_own(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    both = broken()
+    extra = {TensorKey("blocks.1.fc1", "activation"): sessions.bell(-2)}
+    with_outputs = sessions.session(extra).windows[0].tensors
+    windows = tuple(replace(window, tensors={**window.tensors, **with_outputs}) for window in both.windows)
+    infos = (*both.watched, TensorInfo("blocks.1.fc1", "activation", "blocks.1.fc1", "Linear"))
+    path = of_run(replace(both, windows=windows, watched=infos)).save(tmp_path / "a.html")
+    page = opened(browser, path, "#kind=activation_gradient&scale=3&block=2", viewport=SCREEN)
+    assert page.is_hidden(".explorer .detail")
+    page.click(".explorer tr[data-name='blocks.1.fc1']")
+    assert page.text_content(".detail h3") == "blocks.1.fc1"
+    # A bar for each power of two that was counted, and a line over the run.
+    (window,) = (each for key, each in both.windows[2].tensors.items() if key.name == "blocks.1.fc1")
+    bars = page.locator(".detail rect[class^=bar-]")
+    assert bars.count() == sum(count > 0 for count in window.histogram.counts)
+    assert page.locator(".detail .curve.largest").count() == 1
+    assert page.locator(".detail text.bad").count() == 5
+    # The module's other tensors are one click away.
+    page.click(".detail li button:has-text('activation')")
+    assert page.input_value(".explorer label:has-text('Tensors') select") == "activation"
+    again = opened(browser, path, page.evaluate("location.hash"), viewport=SCREEN)
+    assert again.text_content(".detail h3") == "blocks.1.fc1"
+    page.keyboard.press("Escape")
+    assert page.is_hidden(".explorer .detail")
+    assert page.is_visible(".panel")
+    assert page.troubles == again.troubles == []
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_the_code_that_keeps_a_layer_in_fp32_does_so(is_narrow: bool) -> None:
+    import torch
+
+    code = in_node(
+        "console.log(JSON.stringify(fp32Code(given.module, given.narrow)));", {"module": "0.1", "narrow": is_narrow}
+    )
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(4, 3)), torch.nn.Linear(3, 2))
+    if is_narrow:
+        model.bfloat16()
+    seen = []
+    exec(code, {"model": model, "torch": torch})
+    model[0][1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(torch.randn(5, 4))
+    assert seen == [torch.float32]
+    assert output.dtype == torch.bfloat16
+    assert in_node("console.log(JSON.stringify(fp32Code(given, false)));", "") == ""
 
 
 def test_documents_without_a_front_have_none():

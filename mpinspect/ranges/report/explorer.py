@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.formats import FORMATS, FloatFormat, floor_log2
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FORMATS, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.evidence import own_scale
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
 from mpinspect.ranges.faults.registry import what_broke
@@ -143,6 +143,8 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
             for format, advice in ((report.format, report.loss_scale), ("float16", report.in_float16))
             if (window := _window(advice)) is not None
         },
+        # Whether keeping a module in FP32 takes FP32 weights first.
+        "narrow_weights": bool({FLOAT16.name, BFLOAT16.name} & set(report.session.precision.weights)),
         "steps": progress.steps,
         "skipped": progress.skipped_steps,
         "scales": [_scale(change) for change in report.session.scale_history()],

@@ -9,6 +9,7 @@ import { copyButtons, findingsLead, fixed } from "./panel.js";
 
 export { decode, element } from "./dom.js";
 export { nonzero } from "./histogram.js";
+export { fp32Code } from "./layer.js";
 export { percent } from "./words.js";
 
 /** The map of each element that shows one. @type {WeakMap<HTMLElement, LayerMap>} */

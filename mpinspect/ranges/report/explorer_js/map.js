@@ -27,7 +27,7 @@ export class LayerMap {
     this.table = new Table(view, this.painter, { change, choose: (layer) => this.choose(layer) });
     this.shares = new Shares(view, this.painter, change, () => this.keep());
     this.timeline = new Timeline(view, change, () => this.keep());
-    this.own = new LayerView(view, this.painter, change);
+    this.own = new LayerView(view, change);
     this.kind = element("select", {}, ...view.kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, each.title)));
     this.format = element("select", { className: "narrow" }, ...data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
     this.search = element("input", { type: "search", className: "narrow", placeholder: "part of a name", value: view.state.search });
