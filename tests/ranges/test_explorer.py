@@ -493,7 +493,7 @@ def test_what_is_known_of_modules_stands_beside_their_layers(browser: Any, tmp_p
     path = tmp_path / "a.html"
     path.write_text(html.render(document(analyse(replace(session, watched=watched)), notes=notes)), "utf-8")
     page = opened(browser, path, "#kind=weight_gradient&layer=hidden.weight")
-    assert page.text_content(".explorer .detail ul") == f"Product: 3 x 5 x 7{hostile}"
+    assert page.text_content(".explorer .detail ul:not(.plain)") == f"Product: 3 x 5 x 7{hostile}"
     cells = ".explorer tr.chosen td >> nth="
     assert [page.text_content(f"{cells}{place}") for place in (-2, -1)] == ["off", "9%"]
     page.click(f".explorer thead button:text('{hostile}')")
