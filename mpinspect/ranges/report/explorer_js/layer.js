@@ -27,7 +27,8 @@ export class LayerView {
     const { state, chosen: layer } = view;
     const found = layer && state.isOwn && view.figures(layer);
     this.element.hidden = !found;
-    const wide = Math.max(this.element.clientWidth - 32, 0) || UNMEASURED;
+    // Reading it costs a layout of the page.
+    const wide = (found && Math.max(this.element.clientWidth - 32, 0)) || UNMEASURED;
     // What a reader copies from must not be replaced while nothing changes.
     const of = found ? JSON.stringify([layer.place, state.block, state.format.name, state.scale, wide]) : "";
     if (this.drawn === of) return;

@@ -82,10 +82,13 @@ export class Painter {
     if (h) {
       const all = nonzero(h);
       const [k, f] = [this.view.log2Scale, this.view.state.format];
+      let before = "";
       h.counts.forEach((/** @type {number} */ count, /** @type {number} */ index) => {
         if (!count) return;
         const exponent = h.min + index;
-        context.fillStyle = this.colour(exponent < f.flush - k ? "flushed" : exponent > f.top - k ? "overflow" : "fill");
+        const name = exponent < f.flush - k ? "flushed" : exponent > f.top - k ? "overflow" : "fill";
+        if (name !== before) context.fillStyle = this.colour(name);
+        before = name;
         context.globalAlpha = 0.15 + 0.85 * clamp(1 + Math.log10(count / all) / DECADES, 0, 1);
         const left = Math.round(this.place(h.min + index));
         context.fillRect(left, 1, Math.max(Math.round(this.place(h.min + index + 1)) - left, 1), height - 2);
@@ -93,7 +96,7 @@ export class Painter {
       context.globalAlpha = 1;
     }
     this.limits(context, height);
-    if (h) this.marks(context, h, height);
+    if (h && h.infs + h.nans) this.marks(context, h, height);
   }
 
   /** A cross for infinities and a ring for NaNs, at the right end. @param {CanvasRenderingContext2D} context @param {any} h @param {number} height */

@@ -55,10 +55,18 @@ export class Table {
     /** @type {any[]} */
     this.shown = [];
     this.isPrinted = false;
+    /** Pixels that are scrolled away and that are seen, 0 where not known: reading them costs a layout of the page. */
+    this.top = 0;
+    this.height = 0;
+    /** The widths that the columns have. */
+    this.laid = "";
     /** The rows that stand in the table, by what they are made of: creating a canvas takes longer than drawing on it. @type {Map<string, any>} */
     this.known = new Map();
     this.standing = { first: -1, of: -1, rows: /** @type {HTMLElement[]} */ ([]) };
-    this.element.addEventListener("scroll", () => this.drawRows());
+    this.element.addEventListener("scroll", () => {
+      this.top = this.element.scrollTop;
+      this.drawRows();
+    });
     this.element.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.pressed(event));
   }
 
@@ -89,32 +97,45 @@ export class Table {
   /** @param {import("./layout.js").Widths} widths */
   draw({ names, strip, isCompact }) {
     const { sort } = this.view.state;
-    this.element.classList.toggle("compact", isCompact);
     const each = this.columns.map((column, place) => (column.isWide && isCompact ? 0 : [names, strip][place] ?? column.width));
-    this.cols.forEach((col, place) => { col.style.width = `${each[place]}px`; });
-    // Of a wider table the browser would widen the columns, and the strips would leave the curve's axis.
-    /** @type {HTMLElement} */ (this.element.firstElementChild).style.width = `${each.reduce((sum, one) => sum + one, 0)}px`;
-    this.element.style.setProperty("--row", `${this.painter.row}px`);
+    const laid = [...each, this.painter.row, this.shown.length].join();
+    if (laid !== this.laid) this.lay(each, isCompact);
+    this.laid = laid;
     this.heads.forEach((head, column) => {
       const order = sort === "model" ? "ascending" : "descending";
       head.setAttribute("aria-sort", this.columns[column].name === sort ? order : "none");
     });
     this.painter.axis(this.axis);
     this.drawRows();
+    if (this.height) return;
+    this.height = this.element.clientHeight;
+    this.top = this.element.scrollTop;
+    if (this.height > UNSEEN) this.drawRows();
+  }
+
+  /** @param {number[]} each width of a column @param {boolean} isCompact */
+  lay(each, isCompact) {
+    this.element.classList.toggle("compact", isCompact);
+    this.cols.forEach((col, place) => { col.style.width = `${each[place]}px`; });
+    // Of a wider table the browser would widen the columns, and the strips would leave the curve's axis.
+    /** @type {HTMLElement} */ (this.element.firstElementChild).style.width = `${each.reduce((sum, one) => sum + one, 0)}px`;
+    this.element.style.setProperty("--row", `${this.painter.row}px`);
+    this.height = 0;
   }
 
   drawRows() {
     const { shown, isPrinted } = this;
     const { row: height } = this.painter;
-    const top = this.element.scrollTop / height;
-    const seen = Math.ceil((this.element.clientHeight || UNSEEN) / height);
+    const top = this.top / height;
+    // The rows that stand already may leave the table lower than it will be.
+    const seen = Math.ceil((this.height || UNSEEN) / height);
     const first = isPrinted ? 0 : clamp(Math.floor(top) - SPARE, 0, Math.max(0, shown.length - 1));
     const last = isPrinted ? Math.min(shown.length, PRINTED) : Math.min(shown.length, Math.floor(top) + seen + SPARE);
-    const before = this.known;
-    this.known = new Map();
+    // Rows that leave are kept for a while: sorted by a share, they come back.
+    if (this.known.size > PRINTED) this.known.clear();
     const { look } = this.painter;
     const made = shown.slice(first, last).map((row, offset) => {
-      const kept = before.get(this.nameOf(row)) ?? this.rowOf(row);
+      const kept = this.known.get(this.nameOf(row)) ?? this.rowOf(row);
       this.known.set(this.nameOf(row), kept);
       // Rows above and below what is seen are there to be scrolled to, and are drawn then.
       const isSeen = isPrinted || Math.abs(first + offset - top - seen / 2) <= seen / 2 + 1;
@@ -239,6 +260,7 @@ export class Table {
     // The header covers one row.
     const isSeen = index * row >= rows.scrollTop && (index + 2) * row <= rows.scrollTop + rows.clientHeight;
     if (index >= 0 && !isSeen) rows.scrollTop = index * row - rows.clientHeight / 2;
+    this.top = rows.scrollTop;
   }
 }
 

@@ -35,6 +35,9 @@ export class View {
     this.storages = Object.values(data.lost).sort((one, other) => Number(other.measured) - Number(one.measured));
     this.lastStep = Math.max(data.steps - 1, ...data.blocks.map((/** @type {any} */ each) => each.last), ...data.events.map((/** @type {any} */ each) => each.step));
     this.hasScrubber = data.blocks.length > 1;
+    /** Letters of the longest name. @type {number} */
+    this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, each.name.length), 0);
+    this.marked = new Set(data.opening.marked);
     const [suggestedFormat, suggestedScale] = data.suggested ?? ["", 0];
     this.suggested = { format: this.formatNamed(suggestedFormat), scale: suggestedScale };
     /** @type {any} */
@@ -84,11 +87,6 @@ export class View {
     return this.layers.find((/** @type {any} */ layer) => layer.kind === this.state.kind && this.isMarked(layer));
   }
 
-  /** Letters of the longest name. @returns {number} */
-  get longest() {
-    return Math.max(...[...this.layers, ...this.data.groups].map((/** @type {any} */ each) => each.name.length));
-  }
-
   /** Whether what is shown is what the page opened with. */
   get isOpening() {
     const { state, data } = this;
@@ -98,7 +96,7 @@ export class View {
 
   /** Whether a layer belongs to the culprit. @param {any} layer */
   isMarked(layer) {
-    return layer.kind === this.data.opening.kind && this.data.opening.marked.includes(layer.name);
+    return layer.kind === this.data.opening.kind && this.marked.has(layer.name);
   }
 
   /** @param {any} layer */
@@ -152,8 +150,13 @@ export class View {
     const [k, f] = [this.log2Scale, this.state.format];
     const those = this.chosen ? [this.chosen] : this.ofKind.filter((/** @type {any} */ layer) => !layer.noise);
     return this.data.blocks.map((/** @type {any} */ _, /** @type {number} */ block) => {
-      const counted = those.map((/** @type {any} */ layer) => layer.blocks[block]).filter((/** @type {any} */ h) => h && nonzero(h));
-      return counted.length ? Math.max(...counted.map((/** @type {any} */ h) => flushed(h, f, k) / nonzero(h))) : null;
+      let most = -1;
+      for (const { blocks } of those) {
+        const h = blocks[block];
+        const all = h ? nonzero(h) : 0;
+        if (all) most = Math.max(most, flushed(h, f, k) / all);
+      }
+      return most < 0 ? null : most;
     });
   }
 
