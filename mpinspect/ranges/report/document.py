@@ -317,6 +317,8 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
     blocks = repeated(
         (layer for layer in counted if layer.kind != UPDATE or loses_updates), None if limit is None else limit.terminal
     )
+    broken = _all_broken(blocks)
+    blocks = [block for block in blocks if block.worst.kind not in broken]
     seen = [block.worst for block in blocks]
     named = names_in(report.findings)
     bounding = _bounding(blocks)
@@ -347,8 +349,25 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
         headings = (Column("layer", is_name=True), *(column for column, _ in columns))
         tables.append(Table(headings, rows, title, tuple(ranks[place] for place in places)))
     yield Tables(tuple(tables), limit, len(seen), _LEGEND)
+    yield from map(Line, broken.values())
     if not loses_updates and any(layer.kind == UPDATE for layer in counted):
         yield Line("Updates have no table: no finite update that could be lost was counted.")
+
+
+def _all_broken(blocks: Sequence[Repeated]) -> dict[str, str]:
+    """Return the kinds of which every tensor holds infinities or NaNs alone, each with a sentence in place of its table."""
+    found = {}
+    for kind in KINDS:
+        layers = [layer for block in blocks if block.worst.kind == kind for layer in block.members]
+        counts = [layer.histogram for layer in layers if layer.histogram is not None]
+        if len(layers) < 2 or not all(map(has_no_values, layers)) or not all(each.nonfinite for each in counts):
+            continue
+        infs, nans = sum(each.infs for each in counts), sum(each.nans for each in counts)
+        tensors = number_of(len(layers), kind.replace("_", " "))
+        found[kind] = (
+            f"None of the {tensors} holds a finite non-zero value: together they hold {infs:,} inf and {nans:,} NaN."
+        )
+    return found
 
 
 def _bounding(blocks: Sequence[Repeated]) -> set[int | None]:
