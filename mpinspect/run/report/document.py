@@ -33,7 +33,7 @@ from mpinspect.reporting.document import (
 )
 from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, number_of, percent, share
-from mpinspect.run.report.by_module import ModuleRow, by_module
+from mpinspect.run.report.by_module import ModuleRow, by_module, folded
 from mpinspect.run.report.module_notes import module_notes
 from mpinspect.run.report.report import ModelPart, RunReport
 from mpinspect.shapes.analysis.analysing import runs_in_fp32, suiting_in_16_bits
@@ -273,8 +273,8 @@ def _kernels(report: RunReport) -> str:
 
 
 def _modules(report: RunReport) -> Tables:
-    """Return the table of modules; an optional column without values is left out."""
-    rows = by_module(report)
+    """Return the table of modules, repeated blocks in one row; an optional column without values is left out."""
+    rows = folded(by_module(report))
     formats = {part.ranges.format for part in report.parts}
     judged = f" in {formats.pop()}" if len(formats) == 1 else ""
     columns = (
