@@ -19,7 +19,7 @@ from mpinspect.runtime.version import __version__
 # Without typing, whose import takes as long as the rest: type checkers take the name alone for true.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from types import ModuleType
     from typing import NoReturn
 
@@ -66,6 +66,12 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
+    if not words:
+        _parser(None).print_help(sys.stderr)
+        sys.exit(UNUSABLE)
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        there_are = f": there are {', '.join(COMMANDS)}"
+        _parser(None).error(f"there is no command {words[0]!r}{_meant(words[0], COMMANDS) or there_are}")
     split = getattr(_module(words[0]), "split", None) if words and words[0] in COMMANDS else None
     if split is None:
         return _parsed(words, None)
@@ -78,8 +84,18 @@ def _parsed(words: Sequence[str], rest: list[str] | None) -> argparse.Namespace:
     options, unknown = _parser(called).parse_known_args(words, argparse.Namespace(rest=rest))
     if unknown:
         # The command's own parser prints the usage of that command.
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        names = options.parser._option_string_actions
+        meant = next(filter(None, (_meant(word.partition("=")[0], names) for word in unknown if word[:2] == "--")), "")
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     return options
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    """Return a question that names the known word most like this one; "" if none is like it."""
+    from difflib import get_close_matches
+
+    found = get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -177,11 +177,17 @@ class Tables:
 
 @dataclass(frozen=True)
 class Section:
-    """A title and the blocks below it. ``is_detail``: whether a terminal leaves the section out."""
+    """A title and the blocks below it.
+
+    Args:
+        is_detail: whether a terminal leaves the section out.
+        is_on_front: whether a page with a front leaves the section out, since the front says it.
+    """
 
     title: str
     blocks: tuple[Block, ...]
     is_detail: bool = False
+    is_on_front: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,12 +213,13 @@ class Widget:
     """An interactive element of a page; forms that run no scripts leave it out. Never part of a section.
 
     Args:
-        title: shown above the widget.
+        title: shown above the widget; "" for the picture of a page's front.
         package: the package with the widget's script, an ES module with ``start()``, and its style sheet.
         name: name of these two files, without suffix.
         data: for each thing that the widget shows, its name and a function that returns the script's input data, in base64.
         without: text shown instead if scripts do not run.
-        together: whether the widget opens with all of several things, not with the first.
+        together: whether the widget opens with all of several things, not with one.
+        first: index of the thing with which it opens.
     """
 
     title: str
@@ -221,9 +228,51 @@ class Widget:
     data: tuple[tuple[str, Callable[[], str]], ...]
     without: str
     together: bool = False
+    first: int = 0
 
 
 Block = Line | Code | Items | Findings | Tables | Section | Parts | Widget
+
+
+class Listed(NamedTuple):
+    """A finding on a page's front.
+
+    Args:
+        finding: the finding.
+        thing: name of the thing in the picture that the finding is about; "" if the picture shows only one.
+        link: address of the page that explains the finding; "" for none.
+    """
+
+    finding: Finding
+    thing: str = ""
+    link: str = ""
+
+
+@dataclass(frozen=True)
+class Front:
+    """The first screen of a page in a browser: a bar, the picture, and beside it the verdict, the change and the findings.
+
+    Args:
+        name: a short title for the bar; the document's title is its long form.
+        state: the verdict as a word or two, for the bar.
+        tone: of the state.
+        facts: short facts about the run, for the bar.
+        verdict: blocks with the verdict and the change.
+        findings: all findings, which lead to their rows in the picture.
+        notes: sentences below the findings.
+        picture: an interactive picture; None without one.
+        without: a sentence in place of the picture.
+    """
+
+    name: str
+    state: str
+    tone: Tone
+    facts: tuple[str, ...]
+    verdict: tuple[Block, ...]
+    findings: tuple[Listed, ...]
+    notes: tuple[str, ...] = ()
+    picture: Widget | None = None
+    without: str = ""
 
 
 class Term(NamedTuple):
@@ -246,6 +295,8 @@ class Document:
         summary: sections, the most important first. A page shows the first below the verdict and ends with the others;
             a terminal, whose last lines stay visible, ends with all of them in reverse order.
         terms: words that a page explains where they first occur.
+        front: the first screen of a page in a browser, which replaces the alarm, the verdict and the first section of the summary
+            there; None for a page without one.
     """
 
     title: str
@@ -254,6 +305,12 @@ class Document:
     verdict: tuple[Block, ...] = ()
     summary: tuple[Section, ...] = ()
     terms: tuple[Term, ...] = ()
+    front: Front | None = None
+
+    @property
+    def below(self) -> tuple[Block, ...]:
+        """The blocks below the front, in the order of a page."""
+        return (*self.blocks, *self.summary[1:])
 
     @property
     def page(self) -> tuple[Block, ...]:
@@ -261,10 +318,12 @@ class Document:
         return (*self.verdict, *self.summary[:1], *self.blocks, *self.summary[1:])
 
 
-def section(title: str, *blocks: Block | None, is_detail: bool = False) -> tuple[Section, ...]:
+def section(
+    title: str, *blocks: Block | None, is_detail: bool = False, is_on_front: bool = False
+) -> tuple[Section, ...]:
     """Return a one-element tuple with a section of the non-empty blocks, or () if all blocks are empty."""
     kept = tuple(block for block in blocks if block is not None and not is_empty(block))
-    return (Section(title, kept, is_detail),) if kept else ()
+    return (Section(title, kept, is_detail, is_on_front),) if kept else ()
 
 
 def is_empty(block: Block) -> bool:
@@ -318,8 +377,25 @@ def most(limit: Limit | None, number: int) -> int:
 
 
 def static(document: Document) -> Document:
-    """Return the document without widgets, also in nested documents."""
-    return replace(document, blocks=_static(document.blocks))
+    """Return the document without its front and without widgets, including those of documents inside it."""
+    return replace(document, blocks=_static(document.blocks), front=None)
+
+
+def without_front_sections(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    """Return the blocks without the sections that a front says, including those of documents inside them."""
+    return tuple(
+        replace(
+            block,
+            parts=tuple(
+                replace(part, document=replace(part.document, blocks=without_front_sections(part.document.blocks)))
+                for part in block.parts
+            ),
+        )
+        if isinstance(block, Parts)
+        else block
+        for block in blocks
+        if not (isinstance(block, Section) and block.is_on_front)
+    )
 
 
 def _static(blocks: tuple[Block, ...]) -> tuple[Block, ...]:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 from collections.abc import Iterable, Iterator
 from importlib import resources
 
@@ -32,12 +33,16 @@ from mpinspect.reporting.document import (
     shown_parts,
     shown_tables,
     static,
+    without_front_sections,
 )
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
-from mpinspect.reporting.page import for_page
+from mpinspect.reporting.html_front import STYLE as FRONT_STYLE
+from mpinspect.reporting.html_front import front
+from mpinspect.reporting.page import said_once
 from mpinspect.reporting.palette import css_variables
 from mpinspect.reporting.scripts import bundled
+from mpinspect.reporting.terms import explained
 
 STYLE = f"""
 .mpinspect{{color-scheme:light dark;{css_variables()}}}
@@ -84,6 +89,12 @@ white-space:normal;overflow-wrap:normal}
 @media (max-width:480px){.mpinspect .p1,.mpinspect .p2{display:none}
 .mpinspect td.name{min-width:7.5em}.mpinspect td.long{min-width:12em}
 .mpinspect th,.mpinspect td{padding:.28em .3em}}
+.mpinspect dfn{font-style:normal;border-bottom:1px dotted var(--soft);cursor:help;position:relative}
+.mpinspect dfn .meaning{position:absolute;clip-path:inset(50%);width:1px;height:1px;overflow:hidden}
+.mpinspect dfn:hover .meaning,.mpinspect dfn:focus .meaning{clip-path:none;width:max-content;max-width:min(24em,70vw);height:auto;
+left:0;top:1.5em;z-index:9;background:var(--ink);color:var(--ground);padding:.3em .6em;border-radius:3px;font-weight:400;
+white-space:normal}
+.mpinspect .terms dt{font-weight:600}.mpinspect .terms dd{margin:0 0 .4em 0;max-width:62em}
 @media print{.mpinspect .scroll{overflow:visible}.mpinspect .finding,.mpinspect tr,.mpinspect figure{break-inside:avoid}}
 """
 _PAGE = """<!DOCTYPE html>
@@ -113,9 +124,14 @@ _STRIP_LEGEND = (
 )
 
 
+#: A power of two, as every form writes it, and the digits that a page raises.
+_POWER = re.compile(r"\b2\^(-?\d+(?:\.\d+)?)")
+_RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
 def escape(text: str) -> str:
-    """Return text escaped for use between HTML tags."""
-    return html.escape(text, quote=False)
+    """Return text escaped for use between HTML tags, with powers of two as superscripts."""
+    return _POWER.sub(lambda match: f"2{match[1].translate(_RAISED)}", html.escape(text, quote=False))
 
 
 def render(document: Document) -> str:
@@ -123,14 +139,15 @@ def render(document: Document) -> str:
 
     Only the scripts of the document's widgets run: the page's security policy lists their hashes and allows no others.
     """
-    document = for_page(escaped(document))
+    document = said_once(escaped(document))
     body = _article(document)
-    kinds = {(widget.package, widget.name): widget for widget in _widgets(document.blocks)}
+    pictures = (document.front.picture,) if document.front is not None and document.front.picture is not None else ()
+    kinds = {(widget.package, widget.name): widget for widget in _widgets((*pictures, *document.blocks))}
     scripts = [bundled(*kind) + "\nstart();\n" for kind in kinds]
     hashes = [base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts]
     return _PAGE.format(
         title=escape(document.title),
-        style=STYLE + "".join(_sheet(*kind) for kind in kinds),
+        style=STYLE + (FRONT_STYLE if document.front else "") + "".join(_sheet(*kind) for kind in kinds),
         body=body,
         scripts_allowed="; script-src" + "".join(f" 'sha256-{hash}'" for hash in hashes) if hashes else "",
         scripts="".join(f'\n<script type="module">{script}</script>' for script in scripts),
@@ -139,7 +156,7 @@ def render(document: Document) -> str:
 
 def fragment(document: Document) -> str:
     """Return the document, without widgets, as an HTML element for a notebook cell; its style affects only itself."""
-    return f"<style>{STYLE}</style>\n{_article(static(for_page(escaped(document))))}\n"
+    return f"<style>{STYLE}</style>\n{_article(static(said_once(escaped(document))))}\n"
 
 
 def _sheet(package: str, name: str) -> str:
@@ -159,7 +176,12 @@ def _widgets(blocks: Iterable[Block]) -> Iterator[Widget]:
 
 def _article(document: Document) -> str:
     """Return the document, which must already be escaped, as an HTML element."""
-    return "\n".join(['<article class="mpinspect">', *_document(document, 1), "</article>"])
+    if document.front is None:
+        body = explained("\n".join(_document(document, 1)), document.terms)
+        return f'<article class="mpinspect">\n{body}\n</article>'
+    below = [text for block in without_front_sections(document.below) for text in _block(block, 1)]
+    parts = [*front(document, document.front, escape, _block), '<div class="below">', *below, "</div>"]
+    return f'<article class="mpinspect front">\n{explained(chr(10).join(parts), document.terms)}\n</article>'
 
 
 def _document(document: Document, level: int) -> Iterator[str]:
@@ -195,11 +217,13 @@ def _block(block: Block, level: int) -> Iterator[str]:
     elif isinstance(block, Tables):
         yield from _tables(block, level)
     elif isinstance(block, Widget):
-        yield _heading(block.title, level + 1)
+        if block.title:
+            yield _heading(block.title, level + 1)
         packed = " ".join(make() for _, make in block.data)
         names = html.escape(json.dumps([name for name, _ in block.data]))
-        together = " data-together" if block.together else ""
-        yield f'<div data-widget="{packed}" data-names="{names}"{together}>{_tagged("p", block.without, "dim")}</div>'
+        more = f"{' data-together' if block.together else ''}{f' data-first={block.first}' if block.first else ''}"
+        place = "" if block.title else ' class="picture"'
+        yield f'<div{place} data-widget="{packed}" data-names="{names}"{more}>{_tagged("p", block.without, "dim")}</div>'
     else:
         yield from _parts(block, level)
 
@@ -242,7 +266,7 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 
 def _code(code: str) -> str:
-    return f"<pre>{escape(code)}</pre>"
+    return f"<pre>{html.escape(code, quote=False)}</pre>"
 
 
 def _tables(block: Tables, level: int) -> Iterator[str]:

@@ -9,15 +9,29 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from mpinspect.reporting.document import Block, Document, Findings, Items, Line, Parts, Section, Tables, Term, is_empty
-from mpinspect.reporting.finding import Finding
-
-_ABOVE, _WITH_FIX = "Said above", ", with what to do"
+from mpinspect.reporting.document import (
+    Block,
+    Document,
+    Findings,
+    Front,
+    Items,
+    Line,
+    Parts,
+    Section,
+    Tables,
+    Term,
+    is_empty,
+)
 
 
 def for_page(document: Document) -> Document:
     """Return the document without repetitions of its verdicts and its alarm, with lines that explain its terms."""
-    return _explained(_said_once(document, ()), set())
+    return _explained(said_once(document), set())
+
+
+def said_once(document: Document) -> Document:
+    """Return the document without repetitions of its verdicts and its alarm."""
+    return _said_once(document, ())
 
 
 def _sections(blocks: Iterable[Block]) -> tuple[Section, ...]:
@@ -31,8 +45,22 @@ def _sections(blocks: Iterable[Block]) -> tuple[Section, ...]:
 def _said_once(document: Document, above: tuple[str, ...]) -> Document:
     said = (*above, document.alarm, *(block.text for block in document.verdict if isinstance(block, Line)))
     return replace(
-        document, blocks=_all_once(document.blocks, said), summary=_sections(_all_once(document.summary, said))
+        document,
+        blocks=_all_once(document.blocks, said),
+        summary=_sections(_all_once(document.summary, said)),
+        front=None if document.front is None else _front_once(document.front, said),
     )
+
+
+def _front_once(front: Front, said: tuple[str, ...]) -> Front:
+    """Return a front whose findings leave out the message, fix and code that the verdict beside them gives."""
+    listed = tuple(
+        each._replace(finding=replace(each.finding, message="", fix="", code=""))
+        if _is_said(each.finding.message, said)
+        else each
+        for each in front.findings
+    )
+    return replace(front, findings=listed)
 
 
 def _all_once(blocks: Iterable[Block], said: tuple[str, ...]) -> tuple[Block, ...]:
@@ -56,16 +84,12 @@ def _once(block: Block, said: tuple[str, ...]) -> Block:
         )
         return replace(block, items=tuple(items))
     if isinstance(block, Findings):
-        return Findings(tuple(_pointer(each) if _is_said(each.message, said) else each for each in block.findings))
+        return Findings(tuple(each for each in block.findings if not _is_said(each.message, said)))
     return block
 
 
 def _is_said(text: str, said: tuple[str, ...]) -> bool:
     return bool(text) and any(each.endswith(text) for each in said)
-
-
-def _pointer(finding: Finding) -> Finding:
-    return replace(finding, message=f"{_ABOVE}{_WITH_FIX if finding.fix or finding.code else ''}.", fix="", code="")
 
 
 # -- terms ------------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ PALETTE = {
 }
 #: The names of the colours of a page.
 _TEXT = ("ink", "soft", "good", "warning", "error", "unknown", "info")
-_OF_PAGE = ("ground", "raised", "line", *_TEXT, "fill", "flushed", "overflow")
+_OF_PAGE = ("ground", "raised", "line", *_TEXT, "fill", "flushed", "subnormal", "overflow")
 
 
 def light(name: str) -> str:

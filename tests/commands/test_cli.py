@@ -376,3 +376,33 @@ def test_ctrl_c_ends_any_command_in_one_word(monkeypatch, capsys):
     monkeypatch.setattr("mpinspect.ranges.store.read_session", interrupted)
     assert cli.main(["report", "runs/x"]) == 130
     assert capsys.readouterr().err == "mpinspect: stopped\n"
+
+
+def ends(words, capsys):
+    """The status with which wrong usage ends, and what it prints to stderr."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["run", "--evry", "5", "train.py"], "did you mean --every?"),
+        (["report", "--jsn", "x"], "did you mean --json?"),
+        (["diff", "--zzz=x", "a", "b"], ""),
+        (["repport"], "did you mean report?"),
+        (["zzz"], "there are report, diff, demo"),
+    ],
+)
+def test_a_misspelt_option_or_command_is_asked_back(words, meant, capsys):
+    status, said = ends(words, capsys)
+    assert status == 2
+    assert meant in said
+    assert ("did you mean" in said) == meant.startswith("did")
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    status, said = ends([], capsys)
+    assert status == 2
+    assert all(help.split(":")[0][:30] in " ".join(said.split()) for help in cli.COMMANDS.values())

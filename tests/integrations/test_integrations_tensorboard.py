@@ -339,7 +339,7 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     other = {key: counts.shifted(-6 if key.name == "hidden.weight" else 0) for key, counts in totals.items()}
     in_half = Precision({"float32": 100}, autocast=("float16",))
     written(tmp_path / "<b>ended", replace(sessions.session(other), precision=in_half))
-    session = replace(session, precision=Precision({"float32": 100}, autocast=("",)))
+    session = replace(session, precision=Precision({"float32": 100}, autocast=("bfloat16",)))
     early = replace(session, windows=session.windows[:1], progress=replace(session.progress, ended=False, steps=10))
     path = written(tmp_path / "going on", early)
     here = frame(page)
@@ -348,7 +348,7 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     assert "10 steps so far" in here.text_content(".part > p")
     assert "Healthy so far: " in here.text_content(".part")
     formats = here.locator(".explorer label:has-text('Format') select")
-    assert formats.first.input_value() == "float32"
+    assert formats.first.input_value() == "bfloat16"
     here.get_by_text("<b>ended").click()
     here.wait_for_selector(".part >> nth=1 >> .explorer tbody tr[data-name]")
     # They are compared in the narrower of their formats. What is chosen in one map is chosen in the other.
@@ -361,9 +361,9 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     here.click(".explorer tbody tr[data-name='hidden.weight'] >> nth=0")
     # A map that is out of sight follows once it is seen.
     here.locator(".explorer .legend").last.scroll_into_view_if_needed()
-    here.wait_for_selector(".explorer .detail h4 >> nth=1")
-    assert here.locator(".explorer .detail h4").all_text_contents() == ["hidden.weight"] * 2
-    assert "2^12" in here.locator(".explorer .said").nth(1).text_content()
+    here.wait_for_selector(".explorer .detail h3 >> nth=1")
+    assert here.locator(".explorer .detail h3").all_text_contents() == ["hidden.weight"] * 2
+    assert "2¹²" in here.locator(".explorer .said").nth(1).text_content()
     assert here.locator(".differences thead th").all_text_contents() == ["layer", "going on", "<b>ended"]
     assert here.locator(".differences tbody th").all_text_contents() == ["hidden.weight"]
     # The choice outlives what the run writes.
@@ -371,9 +371,9 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     written(tmp_path / "going on", session)
     here.wait_for_function("!document.querySelector('.part > p').textContent.includes('so far')")
     here.wait_for_function("document.querySelectorAll('.explorer input[type=range]').length > 2")
-    assert here.locator(".explorer .detail h4").all_text_contents() == ["hidden.weight"] * 2
+    assert here.locator(".explorer .detail h3").all_text_contents() == ["hidden.weight"] * 2
     assert here.locator(".explorer input[type=search]").first.input_value() == "hidden"
-    assert "2^12" in here.locator(".explorer .said").first.text_content()
+    assert "2¹²" in here.locator(".explorer .said").first.text_content()
     assert page.troubles == []
 
 

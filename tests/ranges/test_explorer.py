@@ -172,7 +172,8 @@ def test_the_page_of_a_failed_run_opens_at_the_scale_before_it_collapsed() -> No
 @pytest.mark.parametrize(
     ("computes", "judged", "opens"),
     [
-        ("float32", None, "float32"),
+        # FP32 loses nothing: its run opens with what FP16 would do to it.
+        ("float32", None, "float16"),
         ("bfloat16", None, "bfloat16"),
         ("float16", None, "float16"),
         ("float32", "float8_e4m3", "float8_e4m3"),
@@ -197,7 +198,8 @@ def test_a_page_allows_its_own_script_and_no_other() -> None:
     (script,) = re.findall(r'<script type="module">(.*?)</script>', page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'\"" in page
-    assert not re.search(r"""(src|href)=|@import|url\(|fetch\(""", page)
+    # A link that a reader may follow is no request; nothing else has an address.
+    assert not re.search(r"""src=|@import|url\(|fetch\(|<(?!a )[^>]*href=""", page)
     assert page.count("data-widget=") == 1
     # Where scripts do not run the tables say it.
     assert "needs JavaScript; the tables say the same" in page
@@ -295,6 +297,10 @@ def shown(page: Any) -> dict[str, list[int]]:
     return {name: counts for name, *counts in rows}
 
 
+def power(exponent: int) -> str:
+    return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
 def expected(session: Session, kind: str, name: str, format: str, scale: int) -> list[int]:
     histogram = next(
         window.histogram for key, window in session.totals().items() if (key.name, key.kind) == (name, kind)
@@ -340,15 +346,15 @@ def test_search_sort_keys_and_a_permalink(browser: Any, tmp_path: Path) -> None:
     address = page.evaluate("location.hash")
     again = opened(browser, path, address)
     assert again.get_attribute(".explorer tbody tr.chosen", "data-name") == chosen
-    assert again.text_content(".explorer .detail h4") == chosen
-    assert "at a loss scale of 2^12" in again.text_content(".explorer .detail")
+    assert again.text_content(".explorer .detail h3") == chosen
+    assert "at a loss scale of 2¹²" in again.text_content(".explorer .detail")
     assert page.troubles == again.troubles == []
 
 
 def test_the_scrubber_and_its_keys(browser: Any, tmp_path: Path) -> None:
     session = eventful()
     page = opened(browser, analyse(session).save(tmp_path / "a.html"), "#kind=activation_gradient&scale=3")
-    scrubber = page.locator(".explorer figure:nth-child(2) input[type=range]")
+    scrubber = page.locator(".explorer figure.steps input[type=range]")
     assert scrubber.get_attribute("aria-valuetext") == "the whole run"
     assert page.is_hidden("text=show the whole run")
     for window in session.windows:
@@ -375,32 +381,34 @@ def test_the_curves_and_what_happened(browser: Any, tmp_path: Path) -> None:
     report = analyse(session)
     page = opened(browser, report.save(tmp_path / "a.html"), "#kind=activation_gradient")
     low, high = (int(math.log2(end)) for end in (report.loss_scale.lowest, report.loss_scale.highest))
-    words = page.text_content(".explorer figure:nth-child(1) figcaption")
-    assert f"safe window 2^{low} .. 2^{high}:" in words
-    assert "the run's own scale, 2^14" in words
+    words = page.text_content(".explorer figure.losses figcaption")
+    assert f"safe window {power(low)} .. {power(high)}" in words
+    assert "the run's own scale, 2¹⁴" in words
     assert page.locator(".explorer svg .window").count() == 1
     page.select_option(".explorer select >> nth=1", "float8_e4m3")
-    assert "no safe window is known for" in page.text_content(".explorer figure:nth-child(1) figcaption")
+    assert "no safe window is known for" in page.text_content(".explorer figure.losses figcaption")
     assert page.locator(".explorer svg .window").count() == 0
     assert page.locator(".explorer svg .fall").count() == 3
     assert page.locator(".explorer svg .event").count() == len(session.events)
-    assert "3 steps were skipped" in page.text_content(".explorer figure:nth-child(2) figcaption")
+    assert "3 skipped steps" in page.text_content(".explorer figure.steps figcaption")
     # An event leads to its step and its layer, which lies in another kind's table.
     page.select_option(".explorer select >> nth=0", "weight_gradient")
-    page.click(".explorer summary")
-    page.click(".explorer details button >> nth=0")
+    page.click(".explorer .events summary")
+    page.click(".explorer .events button >> nth=0")
     assert page.get_attribute(".explorer tbody tr.chosen", "data-name") == "decoder.3.attn"
     assert "steps 375 to 499" in page.text_content(".explorer .said")
     # The share at each scale is that of the layer: the curve's path has a point for each of them.
     key = next(key for key in session.totals() if key.name == "decoder.3.attn" and key.kind == "activation_gradient")
     histogram = session.windows[3].tensors[key].histogram
     page.select_option(".explorer select >> nth=1", "float16")
-    drawn = re.findall(r"[ML][\d.]+ ([\d.]+)", page.get_attribute(".explorer svg .flushes", "d"))
+    drawn = re.findall(r"[ML]-?[\d.]+ ([\d.]+)", page.get_attribute(".explorer svg .flushes", "d"))
     expected = [histogram.shifted(k).flushed("float16") / histogram.nonzero for k in range(-24, 41)]
     top, bottom = min(map(float, drawn)), max(map(float, drawn))
     assert [(bottom - float(y)) / (bottom - top) for y in drawn] == pytest.approx(expected, abs=0.002)
     page.select_option(".explorer select >> nth=0", "weight")
-    assert page.is_hidden(".explorer figure:nth-child(1)")
+    # No loss scale multiplies weights.
+    assert page.is_hidden(".explorer .scale")
+    assert page.locator(".explorer .losses .grip").count() == 0
     page.click(".explorer tbody tr")
     assert "Stored in BF16, 99.5% of its updates were lost" in page.text_content(".explorer .detail")
     assert page.troubles == []
@@ -412,11 +420,13 @@ def test_an_event_whose_step_was_not_counted_says_so(browser: Any, tmp_path: Pat
         replace(window, last_step=window.first_step + 9, sampled_steps=10 if place else 4)
         for place, window in enumerate(session.windows)
     )
-    events = tuple(replace(session.events[0], step=step) for step in (5, 130, 300))
+    # Events in one place would share an entry.
+    events = tuple(
+        replace(session.events[0], step=step, value=value) for step, value in ((5, "inf"), (130, "nan"), (300, "inf"))
+    )
     path = analyse(replace(session, windows=sparse, events=events)).save(tmp_path / "a.html")
     page = opened(browser, path)
-    page.click(".explorer summary")
-    scrubber = page.locator(".explorer figure:nth-child(2) input[type=range]")
+    scrubber = page.locator(".explorer figure.steps input[type=range]")
     for place, (event, words) in enumerate(
         zip(
             events,
@@ -428,7 +438,10 @@ def test_an_event_whose_step_was_not_counted_says_so(browser: Any, tmp_path: Pat
             strict=True,
         )
     ):
-        page.click(f".explorer details button >> nth={place}")
+        page.click(".explorer .events summary")
+        page.click(f".explorer .events button >> nth={place}")
+        # The list closes, so that it does not cover the map.
+        assert page.get_attribute(".explorer .events", "open") is None
         assert scrubber.input_value() == str(event.step)
         said = page.text_content(".explorer .said")
         assert said.endswith(words or "1 holds infinities or NaNs.")
@@ -446,7 +459,7 @@ def test_where_nothing_finite_was_counted_losses_are_unknown(browser: Any, tmp_p
     page.click(".explorer tbody tr[data-name]")
     assert "so its losses are unknown" in page.text_content(".explorer .detail")
     assert page.locator(".explorer svg .curve.flushes").count() == 0
-    assert "no finite non-zero element was counted" in page.text_content(".explorer figure:nth-child(1) figcaption")
+    assert "no finite non-zero element was counted" in page.text_content(".explorer figure.losses figcaption")
     assert page.troubles == []
 
 
@@ -480,7 +493,7 @@ def test_what_is_known_of_modules_stands_beside_their_layers(browser: Any, tmp_p
     path = tmp_path / "a.html"
     path.write_text(html.render(document(analyse(replace(session, watched=watched)), notes=notes)), "utf-8")
     page = opened(browser, path, "#kind=weight_gradient&layer=hidden.weight")
-    assert page.text_content(".explorer .detail ul") == f"Product: 3 x 5 x 7{hostile}"
+    assert page.text_content(".explorer .detail ul:not(.plain)") == f"Product: 3 x 5 x 7{hostile}"
     cells = ".explorer tr.chosen td >> nth="
     assert [page.text_content(f"{cells}{place}") for place in (-2, -1)] == ["off", "9%"]
     page.click(f".explorer thead button:text('{hostile}')")
@@ -520,7 +533,7 @@ def test_the_maps_of_all_models_move_together(browser: Any, tmp_path: Path) -> N
     page.select_option("[data-widget] select >> nth=0", "all")
     page.wait_for_selector(".explorer .rows >> nth=1")
     page.locator(".explorer input[type=range]").first.fill("9")
-    page.wait_for_selector(".explorer output:text('2^9') >> nth=1")
+    page.wait_for_selector(".explorer output:text('2⁹') >> nth=1")
     page.locator(".explorer .rows").last.scroll_into_view_if_needed()
     page.wait_for_selector("tr[data-name='שכבה.1.weight']")
     rows = shown(page)
@@ -547,7 +560,7 @@ def test_everyone_can_read_it(scheme: str, width: int, axe: str, browser: Any, t
     path = analyse(eventful()).save(tmp_path / "a.html")
     viewport = {"width": width, "height": 800}
     page = opened(browser, path, "#layer=decoder.3.attn&block=1", color_scheme=scheme, viewport=viewport)
-    page.click(".explorer summary")
+    page.click(".explorer .events summary")
     page.evaluate(axe)
     found = page.evaluate("axe.run()")
     assert [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]] == []
@@ -588,10 +601,10 @@ def computing_in(dtype: str) -> Session:
 
 def test_maps_that_are_compared_open_in_the_narrowest_of_their_formats(browser: Any, tmp_path: Path) -> None:
     reports = [analysing.analyse(computing_in(dtype)) for dtype in ("", "bfloat16", "float16")]
-    for places, narrowest in (((0, 0), "float32"), ((0, 1), "bfloat16"), ((0, 1, 2), "float16")):
+    for places, narrowest in (((1, 1), "bfloat16"), ((1, 0), "float16"), ((1, 0, 2), "float16")):
         parts = tuple(ModelPart(str(number), reports[place]) for number, place in enumerate(places))
-        page = opened(browser, RunReport("a.py", "ended", parts).save(tmp_path / "a.html"))
-        assert page.input_value(".explorer .explorer select >> nth=1") == "float32"
+        page = opened(browser, RunReport("a.py", "ended", parts).save(tmp_path / "a.html"), "#model=0")
+        assert page.input_value(".explorer .explorer select >> nth=1") == "bfloat16"
         page.select_option("[data-widget] select >> nth=0", "all")
         page.wait_for_selector(f".explorer .rows >> nth={len(places) - 1}")
         shown = page.locator(".explorer .explorer").all()

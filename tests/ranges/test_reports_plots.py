@@ -28,6 +28,16 @@ def report():
     return sessions.report_by_hand(sessions.word_model())
 
 
+def test_the_figure_is_the_picture_that_is_saved(report, tmp_path):
+    figure = report.figure()
+    assert len(figure.subfigs) == 2
+    assert set(words(plots.range_offset(report))) <= set(words(figure))
+    figure.savefig(tmp_path / "figure.png", dpi=figure.dpi)
+    saved = imread(report.save(tmp_path / "saved.png"))
+    height, width = saved.shape[:2]
+    assert width / height == pytest.approx(figure.get_figwidth() / figure.get_figheight(), rel=0.02)
+
+
 def test_the_range_offset_picture_has_a_caption_and_labels(report):
     shown = words(plots.range_offset(report))
     assert "FP16 needs a loss scale of 8192 (2^13): in 'decoder' it flushes 87% without, 0.012% with it" in shown

@@ -9,7 +9,10 @@ import sys
 import pytest
 import sessions
 
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.report import dataframe
+from mpinspect.ranges.session import TensorKey
 from mpinspect.reporting import forms, markdown
 
 
@@ -61,3 +64,20 @@ def test_the_error_without_pandas_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r"pip install mpinspect\[pandas\]"):
         dataframe.render(sessions.report_by_hand(sessions.word_model()))
+
+
+def test_tables_of_nan_alone_are_a_sentence():
+    holds_nan = ExponentHistogram.from_counts([], 0, nans=3, infs=1)
+    made = sessions.session(
+        {TensorKey(f"{place}.weight", "weight_gradient"): holds_nan for place in range(3)}
+        | {TensorKey(f"{place}", "activation_gradient"): sessions.bell(-6) for place in range(2)}
+    )
+    report = analyse(made)
+    for suffix in (".txt", ".md", ".html"):
+        page = " ".join(forms.render(report, suffix).split())
+        assert (
+            "None of the 3 weight gradients holds a finite non-zero value: together they hold 12 inf and 36 NaN."
+            in page
+        )
+        assert "Weight gradients in" not in page
+        assert "Activation gradients in" in page

@@ -164,7 +164,12 @@ def test_a_page_explains_a_term_where_it_first_occurs():
     assert page.count("window: what fits.") == page.count("flushed: to zero.") == 1
     order = ("The windows move.", "window: what fits.", "It is flushed in this window.", "flushed: to zero.")
     assert sorted(order, key=page.index) == list(order)
-    assert '<p class="legend">window: what fits.</p>' in html.render(said)
+    # In a browser the word itself explains itself, and a list at the end explains all.
+    shown = html.render(said)
+    for word, meaning in (("window", "what fits"), ("flushed", "to zero")):
+        assert shown.count(f'<dfn tabindex="0">{word}<span class="meaning"> ({meaning})</span></dfn>') == 1
+        assert shown.count(f"<dt>{word}</dt><dd>{meaning}</dd>") == 1
+    assert shown.index("<dfn") < shown.index('<section class="terms">')
     assert "what fits" not in text.render(said, 80)
 
 

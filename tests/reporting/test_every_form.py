@@ -223,7 +223,7 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)
-        self.tags, self.attributes, self.words, self._open = set(), set(), [], []
+        self.tags, self.attributes, self.words, self.links, self._open = set(), set(), [], [], []
         self.feed(text)
         self.close()
         assert self._open == []
@@ -231,6 +231,7 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
         self.attributes.update(name for name, _ in attrs)
+        self.links += [value for name, value in attrs if name == "href"]
         if tag not in self.EMPTY:
             self._open.append(tag)
 
@@ -248,16 +249,32 @@ def test_html_is_well_formed_and_static_and_names_are_text_in_it(name, reports):
     assert_plain(text)
     page, fragment = Page(text), Page(reports[name]._repr_html_())
     has_map = "data-widget" in page.attributes
-    assert has_map == has_widget(document(reports[name]).blocks)
+    said = document(reports[name])
+    assert has_map == (has_widget(said.blocks) or (said.front is not None and said.front.picture is not None))
     assert not {"img", "link"} & page.tags
     assert ("script" in page.tags) == has_map
-    of_map = {"type", "data-widget", "data-names", "data-together"} if has_map else set()
-    assert (
-        page.attributes <= {"lang", "charset", "name", "content", "http-equiv", "class", "title", "tabindex"} | of_map
-    )
-    assert fragment.tags == page.tags - {"html", "head", "meta", "title", "body", "main", "script"} - (
-        {"div"} - fragment.tags
-    )
+    of_map = {"type", "data-widget", "data-names", "data-together", "data-first"} if has_map else set()
+    of_front = {"data-layer", "data-step", "data-thing", "href", "aria-label"} if said.front is not None else set()
+    plain = {"lang", "charset", "name", "content", "http-equiv", "class", "title", "tabindex"}
+    assert page.attributes <= plain | of_map | of_front
+    assert all(link.startswith("https://github.com/mpinspect/mpinspect/") for link in page.links)
+    of_page = {"html", "head", "meta", "title", "body", "main", "script"}
+    assert page.tags - fragment.tags <= of_page | {
+        "div",
+        "header",
+        "details",
+        "summary",
+        "a",
+        "pre",
+        "ul",
+        "li",
+        "span",
+        "section",
+        "h2",
+        "p",
+    }
+    if said.front is None:
+        assert fragment.tags == page.tags - of_page - ({"div"} - fragment.tags)
     assert document(reports[name]).title.split()[0].encode("unicode_escape").decode() in "".join(page.words)
     if "hostile" in name and "ranges" not in name:
         assert r"evil\n\x1b[31m\u202e</pre></style><script>alert(1)</script>" in "".join(fragment.words)
@@ -274,14 +291,25 @@ def test_json(name, reports):
 @pytest.mark.parametrize("name", REPORTS)
 def test_every_form_has_the_same_sections(name, reports):
     """A section that is written once appears everywhere."""
-    from mpinspect.reporting.document import Section
+    from mpinspect.reporting.document import Section, without_front_sections
     from mpinspect.reporting.markdown import escape
+    from mpinspect.reporting.page import said_once
 
     said = document(reports[name])
     titles = [block.title for block in said.page if isinstance(block, Section)]
     text, markdown = render(reports[name], ".txt", width=100), render(reports[name], ".md")
     page = render(reports[name], ".html")
+    below = [
+        block.title
+        for block in (said.page if said.front is None else without_front_sections(said.below))
+        if isinstance(block, Section)
+    ]
     for title in titles:
         assert f"\n{title}\n" in text
+    for title in [block.title for block in said_once(said).page if isinstance(block, Section)]:
         assert f"\n## {escape(title)}\n" in markdown
+    for title in below:
         assert f"<h2>{title}</h2>" in page
+    # The front stands for the other sections: it has every finding.
+    for listed in said.front.findings if said.front is not None else ():
+        assert f'<span class="id">{listed.finding.id}</span>' in page

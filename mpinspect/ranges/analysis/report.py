@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.ranges.session import Event, LostUpdates, Precision, Session, TensorKey
 from mpinspect.reporting.finding import Finding, Lines
 from mpinspect.reporting.rendering import RendersItself
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,12 @@ class RangeReport(RendersItself):
     def precision(self) -> Precision:
         """The precision ledger: the dtypes of the run's storage and computation."""
         return self.session.precision
+
+    def figure(self) -> Figure:
+        """Return the pictures of ``save("report.png")`` as a matplotlib figure, which a notebook shows."""
+        from mpinspect.ranges.report.plots import figure
+
+        return figure(self)
 
     def to_dataframe(self) -> Any:
         """Return a pandas DataFrame with one row per layer and kind.

@@ -16,7 +16,8 @@ from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
-from mpinspect.ranges.report.explorer import NO_NOTES, Mapped, ModuleNotes, widget
+from mpinspect.ranges.report.explorer import NO_NOTES, ModuleNotes
+from mpinspect.ranges.report.front import front
 from mpinspect.ranges.report.layers import (
     Repeated,
     badness,
@@ -34,6 +35,8 @@ from mpinspect.ranges.report.scale_line import (
     event_facts,
     event_line,
     event_maxima,
+    events_line,
+    in_same_places,
     reserve_line,
     scale_in_brief,
     scale_line,
@@ -106,14 +109,14 @@ def title(report: RangeReport) -> str:
 
 
 def document(
-    report: RangeReport, *, everything: bool = False, verdict: bool = True, notes: ModuleNotes | None = NO_NOTES
+    report: RangeReport, *, everything: bool = False, verdict: bool = True, notes: ModuleNotes = NO_NOTES
 ) -> Document:
     """Return the report as a document.
 
     Args:
         everything: whether every layer has its own row; if not, repeated blocks share one and the worst rows are shown.
-        verdict: whether the document begins with its title and the verdict.
-        notes: what else is known about the modules, shown in the interactive map; None to leave the map out.
+        verdict: whether the document begins with its title and the verdict; if not, it has no front.
+        notes: what else is known about the modules, shown in the interactive map.
     """
     session = report.session
     # For a healthy run, the verdict is all that most readers want to know.
@@ -121,8 +124,7 @@ def document(
     return Document(
         title(report) if verdict else "",
         (
-            *section("Findings", Findings(report.findings)),
-            *(() if notes is None else widget(Mapped("", report, notes))),
+            *section("Findings", Findings(report.findings), is_on_front=True),
             *section("Infinite or NaN", *_events(report.events)),
             *section(_scale_title(report), *_loss_scale(report), is_detail=is_healthy),
             *_layers(report, everything),
@@ -141,6 +143,7 @@ def document(
         ),
         verdict=verdict_blocks(report.verdict) if verdict else (),
         terms=TERMS,
+        front=front(report, title(report), notes) if verdict else None,
     )
 
 
@@ -180,14 +183,17 @@ def _events(events: Sequence[Event]) -> Iterator[Block]:
     """Yield the first event in full and some of the others in one line each."""
     if not events:
         return
-    first = events[0]
+    same, *others = in_same_places(events)
+    first = same[0]
     yield Line(f"first: {event_line(first)}", "error")
     yield Line("; ".join(event_facts(first)))
     if first.last_maxima:
         yield Line(event_maxima(first))
     if first.explanation:
         yield Line(first.explanation)
-    yield Items(tuple(Item(event_line(event)) for event in events[1:]), EVENTS)
+    if len(same) > 1:
+        yield Line(f"in the same place: {number_of(len(same) - 1, 'time')} more, up to step {same[-1].step}")
+    yield Items(tuple(Item(events_line(group)) for group in others), EVENTS)
 
 
 # -- the loss scale -------------------------------------------------------------------------------------------------
@@ -311,6 +317,8 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
     blocks = repeated(
         (layer for layer in counted if layer.kind != UPDATE or loses_updates), None if limit is None else limit.terminal
     )
+    broken = _all_broken(blocks)
+    blocks = [block for block in blocks if block.worst.kind not in broken]
     seen = [block.worst for block in blocks]
     named = names_in(report.findings)
     bounding = _bounding(blocks)
@@ -341,8 +349,25 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
         headings = (Column("layer", is_name=True), *(column for column, _ in columns))
         tables.append(Table(headings, rows, title, tuple(ranks[place] for place in places)))
     yield Tables(tuple(tables), limit, len(seen), _LEGEND)
+    yield from map(Line, broken.values())
     if not loses_updates and any(layer.kind == UPDATE for layer in counted):
         yield Line("Updates have no table: no finite update that could be lost was counted.")
+
+
+def _all_broken(blocks: Sequence[Repeated]) -> dict[str, str]:
+    """Return the kinds of which every tensor holds infinities or NaNs alone, each with a sentence in place of its table."""
+    found = {}
+    for kind in KINDS:
+        layers = [layer for block in blocks if block.worst.kind == kind for layer in block.members]
+        counts = [layer.histogram for layer in layers if layer.histogram is not None]
+        if len(layers) < 2 or not all(map(has_no_values, layers)) or not all(each.nonfinite for each in counts):
+            continue
+        infs, nans = sum(each.infs for each in counts), sum(each.nans for each in counts)
+        tensors = number_of(len(layers), kind.replace("_", " "))
+        found[kind] = (
+            f"None of the {tensors} holds a finite non-zero value: together they hold {infs:,} inf and {nans:,} NaN."
+        )
+    return found
 
 
 def _bounding(blocks: Sequence[Repeated]) -> set[int | None]:

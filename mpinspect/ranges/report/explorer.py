@@ -10,21 +10,22 @@ import gzip
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.formats import FORMATS, FloatFormat, floor_log2
-from mpinspect.ranges.analyse import judged_in
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FORMATS, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.evidence import own_scale
-from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
-from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima
-from mpinspect.ranges.session import Event, ScaleChange, Window, coarsen
+from mpinspect.ranges.report.opening import blocks_of, opening
+from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
+from mpinspect.ranges.session import Event, ScaleChange, Window
 from mpinspect.reporting.document import Tone, Widget
+from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.streams import printable
 from mpinspect.reporting.words import format_name
 
@@ -68,6 +69,21 @@ class Mapped(NamedTuple):
     notes: ModuleNotes = NO_NOTES
 
 
+def picture(*models: Mapped) -> Widget | None:
+    """Return the map for a page's front, which opens with the model that broke; None if no tensor was counted."""
+    found = next(widget(*models), None)
+    if found is None:
+        return None
+    shown = [model for model in models if _shown(model.report)]
+    broke = [place for place, model in enumerate(shown) if what_broke(model.report) is not None]
+    worst = max(range(len(shown)), key=lambda place: (place in broke, _gravity(shown[place].report), -place))
+    return replace(found, title="", first=worst)
+
+
+def _gravity(report: RangeReport) -> int:
+    return max((SEVERITIES.index(finding.severity) for finding in report.findings), default=-1)
+
+
 def widget(*models: Mapped, together: bool = False) -> Iterator[Widget]:
     """Yield the map of one or several models, of which a reader chooses one; nothing if no tensor was counted.
 
@@ -99,7 +115,9 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
     ``name`` distinguishes the model from others on its page; "" stands for its class.
     """
     layers = _shown(report)
-    windows = coarsen(report.session.windows, max(1, min(_MOST_BLOCKS, _MOST_HISTOGRAMS // len(layers))))
+    limit = max(1, min(_MOST_BLOCKS, _MOST_HISTOGRAMS // len(layers)))
+    windows = blocks_of(report.session, what_broke(report), limit)
+    first = opening(report, layers, windows)
     groups, group_of = [], {}
     for place, group in enumerate(repeated(layers)):
         groups.append({"name": printable(group.name), "size": len(group.members)})
@@ -108,7 +126,14 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
     own, has_collapsed = own_scale(report.session)
     return {
         "model": printable(name or report.session.info.model),
-        "format": _opens_in(report),
+        "format": first.format,
+        "opening": {
+            "scale": first.scale,
+            "kind": first.kind,
+            "block": first.block,
+            "marked": list(map(printable, first.marked)),
+            "words": printable(first.words),
+        },
         "suggested": _suggested(report),
         # A power of two, rounded down.
         "own": floor_log2(own) if own else 0,
@@ -118,10 +143,13 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
             for format, advice in ((report.format, report.loss_scale), ("float16", report.in_float16))
             if (window := _window(advice)) is not None
         },
+        # Whether keeping a module in FP32 takes FP32 weights first.
+        "narrow_weights": bool({FLOAT16.name, BFLOAT16.name} & set(report.session.precision.weights)),
         "steps": progress.steps,
         "skipped": progress.skipped_steps,
         "scales": [_scale(change) for change in report.session.scale_history()],
         "events": [_event(event) for event in report.session.events],
+        "places": list(_places(report.session.events)),
         "lost": _lost_updates(report, windows),
         "formats": [_format(format) for format in FORMATS.values()],
         "kinds": [
@@ -134,18 +162,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
             for window in windows
         ],
         "groups": groups,
-        "tensors": [
-            {
-                "name": printable(layer.name),
-                "module": printable(layer.module),
-                "kind": layer.kind,
-                "group": group_of[layer.key],
-                "floor": layer.floor_exponent,
-                "noise": layer.rounding_noise,
-                "blocks": _blocks(layer, windows),
-            }
-            for layer in layers
-        ],
+        "tensors": [_tensor(layer, group_of[layer.key], windows) for layer in layers],
         "notes": {
             "columns": notes.columns,
             "cells": {printable(module): cells for module, cells in notes.cells.items()},
@@ -154,10 +171,16 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
     }
 
 
-def _opens_in(report: RangeReport) -> str:
-    """Return the format in which the run computes, which its verdict names; the judged one if that was asked for."""
-    computes = run_format(report.session)
-    return computes.name if computes and report.format == judged_in(report.session).name else report.format
+def _tensor(layer: LayerReport, group: int, windows: Sequence[Window]) -> dict[str, Any]:
+    return {
+        "name": printable(layer.name),
+        "module": printable(layer.module),
+        "kind": layer.kind,
+        "group": group,
+        "floor": layer.floor_exponent,
+        "noise": layer.rounding_noise,
+        "blocks": _blocks(layer, windows),
+    }
 
 
 def _suggested(report: RangeReport) -> tuple[str, int] | None:
@@ -179,6 +202,14 @@ def _window(advice: LossScaleAdvice | None) -> tuple[int, int] | None:
 def _scale(change: ScaleChange) -> tuple[int, float | None]:
     is_known = change.scale is not None and 0 < change.scale < math.inf
     return change.step, math.log2(change.scale) if is_known and change.scale else None
+
+
+def _places(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
+    """Yield, for events that follow each other in the same place, words and the first one's index."""
+    first = 0
+    for group in in_same_places(events):
+        yield {"first": first, "words": printable(events_line(group))}
+        first += len(group)
 
 
 def _event(event: Event) -> dict[str, Any]:

@@ -29,6 +29,11 @@ def save(report: RangeReport, path: str | Path) -> Path:
     Raises:
         OSError: the file can't be written.
     """
+    return write(figure(report), path)
+
+
+def figure(report: RangeReport) -> Figure:
+    """Return both pictures, one above the other, as one figure."""
     report = escaped(report)
     heights = [plot_range_offset.height(report), plot_heat_map.height(report)]
 
@@ -37,4 +42,4 @@ def save(report: RangeReport, path: str | Path) -> Path:
         plot_range_offset.draw(parts[0], report)
         plot_heat_map.draw(parts[1], report)
 
-    return write(drawn(sum(heights), draw), path)
+    return drawn(sum(heights), draw)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.session import DROPPED, END, LOSSES, Event, Progress, module_named
-from mpinspect.reporting.words import UNKNOWN, as_power, format_name, lower_first, number_of, with_power
+from mpinspect.reporting.words import UNKNOWN, as_power, format_name, lower_first, number_of, steps_named, with_power
 
 
 def steps_and_samples(progress: Progress, state: str = "") -> str:
@@ -122,10 +123,31 @@ def event_facts(event: Event) -> Iterator[str]:
 
 def event_line(event: Event) -> str:
     """Return an event's rank, step, place, value and tensor in words."""
-    rank = "" if event.rank is None else f"rank {event.rank}, "
     batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
+    return f"{_rank(event)}step {event.step}{batch}, {_happened(event)}"
+
+
+def in_same_places(events: Sequence[Event]) -> list[tuple[Event, ...]]:
+    """Return the events in groups of neighbours with the same value in the same place."""
+    return [tuple(group) for _, group in groupby(events, lambda event: (_rank(event), _happened(event)))]
+
+
+def events_line(events: Sequence[Event]) -> str:
+    """Return one line for events in the same place: "steps 25-59, 35 times, forward, 'fc': nan in the activation of 'fc'"."""
+    first, last = events[0], events[-1]
+    if len(events) == 1 or first.step == last.step:
+        return event_line(first)
+    return f"{_rank(first)}{steps_named(first.step, last.step)}, {len(events):,} times, {_happened(first)}"
+
+
+def _rank(event: Event) -> str:
+    return "" if event.rank is None else f"rank {event.rank}, "
+
+
+def _happened(event: Event) -> str:
+    """Return the phase, place, value and tensor of an event in words."""
     tensor = f" of {event.tensor!r}" if event.tensor not in ("", event.module) else ""
     if event.of_input:
         tensor = f" of an input of {module_named(event.tensor)}"
     what = f"{'seen in ' if event.given else 'in '}the {event.what.replace('_', ' ')}"
-    return f"{rank}step {event.step}{batch}, {event.phase}, {event.place}: {event.value} {what}{tensor}"
+    return f"{event.phase}, {event.place}: {event.value} {what}{tensor}"

@@ -10,6 +10,7 @@ from mpinspect.numeric.formats import floor_log2
 from mpinspect.ranges.analysis.report import LayerReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.report.layers import common_name
 from mpinspect.run.report.report import RunReport
 
 #: Verdicts on shapes, worst first.
@@ -64,7 +65,52 @@ def by_module(report: RunReport) -> tuple[ModuleRow, ...]:
         )
         for module in dict.fromkeys([*flops, *times])
     ]
+    return _sorted(rows)
+
+
+def _sorted(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
     return tuple(sorted(rows, key=lambda row: (-(row.flops_fraction or 0.0), -(row.kernel_time_us or 0.0))))
+
+
+def folded(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
+    """Return the rows with those of repeated blocks as one: modules of one class and verdict whose paths differ in numbers.
+
+    A row has the sums of FLOPs and times, the worst loss, and the largest scale needed; the order is that of ``by_module``.
+    """
+    groups: dict[tuple[object, ...], list[ModuleRow]] = {}
+    for row in rows:
+        parts = row.module.split(".")
+        # The last number is no block's: layers of one Sequential are not repetitions.
+        pattern = tuple("" if part.isdigit() and place < len(parts) - 1 else part for place, part in enumerate(parts))
+        groups.setdefault((row.module_type, row.shape_verdict, pattern), []).append(row)
+    return _sorted(group[0] if len(group) == 1 else _as_one(group) for group in groups.values())
+
+
+def _as_one(group: list[ModuleRow]) -> ModuleRow:
+    shares = [row.lost_l1_share for row in group]
+    times = [(row.kernel_time_us or 0.0, row.tensor_core_fraction) for row in group]
+    known = [(time, fraction) for time, fraction in times if fraction is not None]
+    whole = sum(time for time, _ in known)
+    return replace(
+        group[0],
+        module=common_name([row.module for row in group]),
+        flops_fraction=_sum(row.flops_fraction for row in group),
+        lost_l1_share=None if None in shares else max((each for each in shares if each), key=lambda each: each.high),
+        log2_scale_needed=_largest([row.log2_scale_needed for row in group]),
+        kernel_time_us=_sum(row.kernel_time_us for row in group),
+        kernel_time_fraction=_sum(row.kernel_time_fraction for row in group),
+        tensor_core_fraction=sum(time * fraction for time, fraction in known) / whole if whole else None,
+    )
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _largest(values: list[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return max(known) if len(known) == len(values) else None
 
 
 def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:

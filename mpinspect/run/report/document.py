@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import PurePath
 
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.report.document import TERMS, change_blocks, title, verdict_blocks
-from mpinspect.ranges.report.explorer import Mapped, widget
+from mpinspect.ranges.report.explorer import Mapped, picture
+from mpinspect.ranges.report.front import NO_MAP, facts, listed, state_of, verdict_of
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
 from mpinspect.reporting import forms
 from mpinspect.reporting.document import (
     Block,
     Column,
     Document,
+    Front,
     Item,
     Items,
     Limit,
@@ -23,14 +26,14 @@ from mpinspect.reporting.document import (
     Part,
     Parts,
     Tables,
-    Widget,
+    Tone,
     bullets,
     section,
     table,
 )
 from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, number_of, percent, share
-from mpinspect.run.report.by_module import ModuleRow, by_module
+from mpinspect.run.report.by_module import ModuleRow, by_module, folded
 from mpinspect.run.report.module_notes import module_notes
 from mpinspect.run.report.report import ModelPart, RunReport
 from mpinspect.shapes.analysis.analysing import runs_in_fp32, suiting_in_16_bits
@@ -52,7 +55,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
     """Return the report as a document that contains each part's document; ``everything`` shows all layers."""
     return Document(
         f"mpinspect run {report.command}",
-        (*_maps(report), _models(report, everything), Parts(tuple(_wholes(report)))),
+        (_models(report, everything), Parts(tuple(_wholes(report)))),
         alarm=report.first_line,
         verdict=_verdict(report),
         summary=(
@@ -61,6 +64,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
             *section("What was seen, and what was not", bullets(report.saw[1:] and report.saw)),
         ),
         terms=TERMS,
+        front=_front(report),
     )
 
 
@@ -121,14 +125,11 @@ def _models(report: RunReport, everything: bool) -> Parts:
     left = len(parts) - MAX_MODELS
     rest = f"more {'model' if left == 1 else 'models'}: below in brief; in full in report.md"
     is_only = len(parts) == 1
-    notes = module_notes(report) if is_only else {}
     return Parts(
         tuple(
             Part(
                 f"ranges: {title(part.ranges) if is_only else part.name}",
-                forms.document(
-                    _without_end(part.ranges), everything=everything, verdict=not is_only, notes=notes.get(part.name)
-                ),
+                forms.document(_without_end(part.ranges), everything=everything, verdict=not is_only),
             )
             for part in parts
         ),
@@ -137,11 +138,40 @@ def _models(report: RunReport, everything: bool) -> Parts:
     )
 
 
-def _maps(report: RunReport) -> Iterator[Widget]:
-    """Yield one map with a switch between models, if there are several; a single model's map is in its own report."""
-    if len(report.parts) > 1:
-        notes = module_notes(report)
-        yield from widget(*(Mapped(part.name, part.ranges, notes[part.name]) for part in report.parts))
+def _front(report: RunReport) -> Front:
+    """Return the first screen of the run's page: one map with a switch between the models, and the findings of all of them."""
+    notes = module_notes(report)
+    several = len(report.parts) > 1
+    gravest = max(report.parts, key=_gravity, default=None)
+    state, tone = _state(report, gravest)
+    found = [each for part in report.parts for each in listed(part.ranges, part.name if several else "")]
+    ended = report.outcome not in ("", "ended") and not report.ended
+    told = () if gravest is None else tuple(facts(gravest.ranges))
+    script, space, arguments = report.command.partition(" ")
+    return Front(
+        f"{PurePath(script).name}{space}{arguments}" or report.command,
+        state,
+        tone,
+        tuple(filter(None, (*told, report.outcome if ended else "", report.log_dir))),
+        _verdict(report) if several or gravest is None else tuple(_only_verdict(report, gravest.ranges)),
+        tuple(sorted(found, key=lambda each: -SEVERITIES.index(each.finding.severity))),
+        tuple(f"{label}: {words}" for label, words in _on_speed(report)),
+        picture(*(Mapped(part.name if several else "", part.ranges, notes[part.name]) for part in report.parts)),
+        NO_MAP if report.parts else "No model was inspected, so there is no map.",
+    )
+
+
+def _only_verdict(report: RunReport, ranges: RangeReport) -> Iterator[Block]:
+    yield from (Line(report.ended, "error"),) if report.ended else ()
+    yield from verdict_of(_without_end(ranges).verdict)
+
+
+def _state(report: RunReport, gravest: ModelPart | None) -> tuple[str, Tone]:
+    """Return the run's state in a word or two and its tone: that of the model with the gravest findings."""
+    if gravest is None:
+        return ("Ended by an error", "error") if report.by_error else ("Nothing inspected", "unknown")
+    state, tone = state_of(gravest.ranges)
+    return ("Ended by an error", "error") if report.ended and tone != "error" else (state, tone)
 
 
 def _gravity(part: ModelPart) -> tuple[int, bool]:
@@ -251,8 +281,8 @@ def _kernels(report: RunReport) -> str:
 
 
 def _modules(report: RunReport) -> Tables:
-    """Return the table of modules; an optional column without values is left out."""
-    rows = by_module(report)
+    """Return the table of modules, repeated blocks in one row; an optional column without values is left out."""
+    rows = folded(by_module(report))
     formats = {part.ranges.format for part in report.parts}
     judged = f" in {formats.pop()}" if len(formats) == 1 else ""
     columns = (

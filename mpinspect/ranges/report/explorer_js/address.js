@@ -18,6 +18,7 @@ export function keep({ data, state }) {
   const kept = new URLSearchParams({ model: data.model, kind: state.kind ?? "", format: state.format.name, scale: String(state.scale) });
   if (state.block >= 0) kept.set("block", String(state.block));
   if (state.layer !== null) kept.set("layer", state.layer);
+  if (state.layer !== null && !state.isOwn) kept.set("beside", "");
   if (data.view) kept.set("view", data.view);
   try {
     history.replaceState(null, "", `#${kept}`);

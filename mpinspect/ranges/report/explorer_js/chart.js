@@ -8,11 +8,10 @@ import { svg } from "./dom.js";
  * @property {[number, number]} ends
  * @property {number[]} ticks
  * @property {(value: number) => string} words   what stands at a tick
- * @property {string} title
  */
 
 /** Pixels around a chart's field. */
-export const [LEFT, RIGHT, TOP, BOTTOM] = [54, 14, 12, 36];
+export const [LEFT, RIGHT, TOP, BOTTOM] = [54, 14, 12, 18];
 
 /**
  * A chart with labelled axes and nothing in its field, and where values lie in it.
@@ -31,8 +30,6 @@ export function chart(width, height, told, across, up) {
     ]),
     svg("path", { d: `M${LEFT} ${TOP}V${bottom}H${right}`, class: "axis" }),
     ...across.ticks.map((tick) => svg("text", { x: x(tick), y: bottom + 14, "text-anchor": x(tick) > right - 18 ? "end" : "middle" }, across.words(tick))),
-    svg("text", { x: (LEFT + right) / 2, y: height - 4, "text-anchor": "middle", class: "title" }, across.title),
-    svg("text", { transform: `translate(11 ${(TOP + bottom) / 2}) rotate(-90)`, "text-anchor": "middle", class: "title" }, up.title),
   );
   /** The value below a pointer. @param {MouseEvent} event */
   const under = (event) => {
@@ -55,4 +52,20 @@ export function ticks(from, to, most) {
 /** Lays a slider below a chart, on the same axis: its ends are half a thumb from its edges. @param {HTMLElement} slider @param {number} wide */
 export function align(slider, wide) {
   Object.assign(slider.style, { marginLeft: `${LEFT - 8}px`, width: `${wide - LEFT - RIGHT + 16}px` });
+}
+
+/**
+ * Follows a pointer that is pressed on an element: calls back with each event, and at the end. The element must outlive what is drawn in it.
+ * @param {HTMLElement} element @param {(event: PointerEvent) => void} move @param {() => void} end
+ */
+export function dragged(element, move, end) {
+  element.addEventListener("pointerdown", (event) => {
+    if (event.button) return;
+    element.setPointerCapture(event.pointerId);
+    move(event);
+  });
+  element.addEventListener("pointermove", (event) => {
+    if (element.hasPointerCapture(event.pointerId)) move(event);
+  });
+  element.addEventListener("pointerup", end);
 }

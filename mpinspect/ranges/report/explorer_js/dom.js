@@ -27,8 +27,8 @@ export function svg(tag, fields, ...children) {
   return /** @type {SVGElement} */ (made);
 }
 
-/** A sign of a legend, drawn as in the chart, and its words. @param {string} name @param {string} words */
-export const key = (name, words) => element("span", { className: "entry" }, element("i", { className: `key ${name}` }), words);
+/** A sign of a legend, drawn as in the chart, its words, and what they mean. @param {string} name @param {string} words */
+export const key = (name, words, meaning = "") => element("span", { className: "entry", title: meaning }, element("i", { className: `key ${name}` }), words);
 
 /** An entry of a legend without a sign. @param {string} words */
 export const entry = (words) => element("span", { className: "entry" }, words);

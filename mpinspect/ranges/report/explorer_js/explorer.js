@@ -5,9 +5,11 @@
 import { ALL, asked } from "./address.js";
 import { decode, element } from "./dom.js";
 import { LayerMap } from "./map.js";
+import { copyButtons, findingsLead, fixed } from "./panel.js";
 
 export { decode, element } from "./dom.js";
 export { nonzero } from "./histogram.js";
+export { fp32Code } from "./layer.js";
 export { percent } from "./words.js";
 
 /** The map of each element that shows one. @type {WeakMap<HTMLElement, LayerMap>} */
@@ -57,7 +59,7 @@ class Models {
     this.packed = packed;
     this.names = names;
     this.select = element("select", {}, ...names.map((name, place) => element("option", { value: place }, name)), element("option", { value: ALL }, "all, which move together"));
-    this.maps = element("div", {});
+    this.maps = element("div", { className: "maps" });
     /** Of each model decoded so far. @type {Promise<any>[]} */
     this.known = [];
     /** @type {HTMLElement[]} */
@@ -68,11 +70,12 @@ class Models {
     this.select.addEventListener("change", () => this.show().then(() => drawn.get(this.shown[0])?.keep()));
   }
 
-  /** The model that the address names, or the first; all where the page or the address asks for all. */
+  /** The model that the address names, or the one that the page opens with; all where the page or the address asks for all. */
   opens() {
     const found = asked();
     const isTogether = found.get("view") === ALL || (!found.has("model") && this.root.dataset.together !== undefined);
-    return isTogether ? ALL : String(Math.max(this.names.indexOf(found.get("model") ?? ""), 0));
+    const named = this.names.indexOf(found.get("model") ?? "");
+    return isTogether ? ALL : String(named < 0 ? Number(this.root.dataset.first ?? 0) : named);
   }
 
   async show() {
@@ -82,10 +85,19 @@ class Models {
     // Another was chosen meanwhile.
     if (this.select.value !== view) return;
     for (const map of this.shown) forget(map);
+    this.maps.classList.toggle("several", places.length > 1);
     if (!this.maps.isConnected) this.root.replaceChildren(element("div", { className: "controls" }, element("label", {}, element("span", {}, "Model"), this.select)), this.maps);
     this.shown = places.map(() => element("div", {}));
     this.maps.replaceChildren(...this.shown.flatMap((map, place) => (view === ALL ? [element("h3", {}, element("bdi", {}, this.names[places[place]])), map] : [map])));
     this.shown.forEach((map, place) => this.begin(map, view === ALL ? { ...data[place], view, format: comparedIn(data) } : data[place]));
+  }
+
+  /** Opens the map of one model, unless its map is there already. @param {string} name */
+  async open(name) {
+    const place = this.names.indexOf(name);
+    if (place < 0 || this.select.value === String(place)) return;
+    this.select.value = String(place);
+    await this.show();
   }
 
   /** @param {HTMLElement} map @param {any} data */
@@ -99,13 +111,25 @@ class Models {
   }
 }
 
+/** Shows a place in a root's map, in that of the named model if there are several. @param {HTMLElement} root @param {Models | null} models @param {import("./panel.js").Place} place */
+async function showIn(root, models, { thing, layer, step }) {
+  if (models && thing) await models.open(thing);
+  drawn.get(models ? models.shown[0] : root)?.showPlace(step, layer);
+}
+
 /** Draws every map of the page; where one can't be, what stands there stays and says why. */
 export async function start() {
+  copyButtons();
   for (const root of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[data-widget]"))) {
     try {
       const packed = (root.dataset.widget ?? "").split(" ");
-      if (packed.length === 1) render(root, await decode(packed[0]));
-      else await new Models(root, packed, JSON.parse(root.dataset.names ?? "[]")).show();
+      const models = packed.length === 1 ? null : new Models(root, packed, JSON.parse(root.dataset.names ?? "[]"));
+      if (models) await models.show();
+      else render(root, await decode(packed[0]));
+      if (root.classList.contains("picture")) {
+        fixed(root);
+        findingsLead((place) => showIn(root, models, place));
+      }
     } catch (error) {
       root.append(element("p", { className: "error" }, `The map could not be drawn: ${error}`));
     }

@@ -1,20 +1,83 @@
-// What is known of the chosen layer, in sentences.
+// A layer's own view: its histogram, its history, the module's other tensors, sentences, and the code that keeps it in FP32.
 // @ts-check
 
-import { element } from "./dom.js";
-import { number, percent } from "./words.js";
+import { element, key } from "./dom.js";
+import { nonzero, share } from "./histogram.js";
+import { histogramChart, historyChart } from "./own_charts.js";
+import { copied } from "./panel.js";
+import { number, percent, power, raised } from "./words.js";
 
-/** The elements on the chosen layer; none if nothing of it was counted. @param {import("./view.js").View} view @returns {HTMLElement[]} */
-export function layerDetail(view) {
-  const layer = view.chosen;
-  const found = layer && view.figures(layer);
-  if (!found) return [];
-  const notes = (view.data.notes.lines[layer.module] ?? []).map((/** @type {string} */ line) => element("li", {}, line));
-  return [
-    element("h4", {}, element("bdi", {}, layer.name || "(the model itself)")),
-    ...facts(view, layer, found).map((fact) => element("p", {}, fact)),
-    ...(notes.length ? [element("ul", {}, ...notes)] : []),
-  ];
+/** Pixels of a chart where the view has no width yet. */
+const UNMEASURED = 300;
+
+/** The own view of the chosen layer: over the panel on a wide page, below the map on others. */
+export class LayerView {
+  /** @param {import("./view.js").View} view @param {(changed: any) => void} change */
+  constructor(view, change) {
+    this.view = view;
+    this.change = change;
+    this.close = element("button", { type: "button", className: "close", "aria-label": "close (Escape)", title: "Escape" }, "✕");
+    this.close.addEventListener("click", () => change({ isOwn: false }));
+    this.element = element("section", { className: "detail", tabIndex: 0, "aria-label": "The chosen layer" });
+    this.drawn = "";
+  }
+
+  draw() {
+    const { view } = this;
+    const { state, chosen: layer } = view;
+    const found = layer && state.isOwn && view.figures(layer);
+    this.element.hidden = !found;
+    // Reading it costs a layout of the page.
+    const wide = (found && Math.max(this.element.clientWidth - 32, 0)) || UNMEASURED;
+    // What a reader copies from must not be replaced while nothing changes.
+    const of = found ? JSON.stringify([layer.place, state.block, state.format.name, state.scale, wide]) : "";
+    if (this.drawn === of) return;
+    this.drawn = of;
+    this.element.replaceChildren(...(found ? this.parts(layer, found, Math.min(wide, 560)) : []));
+  }
+
+  /** @param {any} layer @param {any} found its figures @param {number} wide in pixels @returns {Node[]} */
+  parts(layer, found, wide) {
+    const { view } = this;
+    const notes = (view.data.notes.lines[layer.module] ?? []).map((/** @type {string} */ line) => element("li", {}, raised(line)));
+    const title = view.kinds.find((/** @type {any} */ kind) => kind.name === layer.kind)?.title ?? "";
+    const code = fp32Code(layer.module, view.data.narrow_weights);
+    const hasHistory = view.hasScrubber && layer.blocks.some((/** @type {any} */ h) => h && nonzero(h));
+    return [
+      this.close,
+      element("h3", {}, element("bdi", {}, layer.name || "(the model itself)")),
+      element("p", { className: "dim" }, `${title}, ${view.stepsInWords}`),
+      ...(found.all ? [histogramChart(view, found, wide)] : []),
+      ...facts(view, layer, found).map((fact) => element("p", {}, fact)),
+      ...(hasHistory ? [element("h4", {}, "Over the run"), historyChart(view, layer, wide), element("p", { className: "legend" }, key("largest", "largest magnitude"), key("lost-share", "share flushed, 0 to 100%"))] : []),
+      ...this.beside(layer),
+      ...(notes.length ? [element("h4", {}, "Shapes and kernels"), element("ul", {}, ...notes)] : []),
+      ...(code ? [element("h4", {}, "To keep it in FP32"), copied(code)] : []),
+    ];
+  }
+
+  /** The other tensors of the module, each a button that shows it. @param {any} layer @returns {Node[]} */
+  beside(layer) {
+    const { view } = this;
+    const those = view.layers.filter((/** @type {any} */ each) => each.module === layer.module && each.module !== "" && each !== layer);
+    if (!those.length) return [];
+    const rows = those.map((/** @type {any} */ each) => {
+      const found = view.figures(each);
+      const button = element("button", { type: "button" }, element("bdi", {}, `${each.kind.replaceAll("_", " ")} ${each.name === each.module ? "" : each.name.slice(each.module.length + 1)}`));
+      button.addEventListener("click", () => this.change({ kind: each.kind, layer: each.name, isOwn: true }));
+      const words = !found ? "not counted in these steps" : !found.all ? "no finite non-zero element" : `${percent(share(found.flushed, found.all))} flushed, up to ${power(found.h.min + found.h.counts.length - 1)}`;
+      return element("li", {}, button, ` ${words}`);
+    });
+    return [element("h4", {}, "The module's other tensors"), element("ul", { className: "plain" }, ...rows)];
+  }
+}
+
+/** The code that computes a module in FP32; "" for the model itself. @param {string} module @param {boolean} isNarrow whether weights are stored in 16 bits */
+export function fp32Code(module, isNarrow) {
+  if (!module) return "";
+  const float = isNarrow ? "layer.float()\n" : "";
+  return `layer = model.get_submodule(${JSON.stringify(module)})\n${float}forward = layer.forward\n\n\ndef in_fp32(*inputs):\n`
+    + "    with torch.autocast(inputs[0].device.type, enabled=False):\n        return forward(*(x.float() for x in inputs))\n\n\nlayer.forward = in_fp32";
 }
 
 /** @param {import("./view.js").View} view @param {any} layer @param {any} found */
@@ -24,9 +87,9 @@ function facts(view, layer, { h, all, flushed, subnormal, low, high }) {
   const fate = all ? `${number(flushed)} flushed to zero, ${number(subnormal)} kept with fewer bits, ${over} overflowed` : "no finite non-zero element, so its losses are unknown";
   const said = [
     `${number(all)} finite non-zero elements were counted in ${view.stepsInWords}, ${number(h.zeros)} zeros, ${number(h.infs)} infinities, ${number(h.nans)} NaNs.`,
-    `${format.label}${view.isScaled() ? ` at a loss scale of 2^${scale}` : ""}: ${fate}.`,
+    `${format.label}${view.isScaled() ? ` at a loss scale of ${power(scale)}` : ""}: ${fate}.`,
   ];
-  if (layer.floor !== null && h.zeros > 0) said.push(`Magnitudes up to 2^${layer.floor} may have been flushed before they were counted: then they are among the zeros.`);
+  if (layer.floor !== null && h.zeros > 0) said.push(`Magnitudes up to ${power(layer.floor)} may have been flushed before they were counted: then they are among the zeros.`);
   if (layer.noise) said.push("In theory this gradient is zero: what was counted is rounding noise.");
   for (const storage of view.storages) {
     const lost = view.lostOf(storage, layer);

@@ -1,18 +1,20 @@
-// The map of one model: its controls, charts and table, drawn again whenever the reader chooses something.
+// The map of one model: its controls, curve, table and time strip, drawn again whenever the reader chooses something.
 // @ts-check
 
 import { keep } from "./address.js";
-import { element, isNarrow } from "./dom.js";
-import { layerDetail } from "./layer.js";
+import { element } from "./dom.js";
+import { LayerView } from "./layer.js";
+import { heights, widths } from "./layout.js";
 import { Painter } from "./painter.js";
 import { Shares } from "./shares.js";
 import { eventList, summary } from "./summary.js";
 import { Table } from "./table.js";
 import { Timeline } from "./timeline.js";
 import { View } from "./view.js";
+import { raised } from "./words.js";
 
-/** Pixels of the strips on a wide and on a narrow page, and of a column beyond the common seven. */
-const [WIDE, NARROW, COLUMN, COMMON] = [360, 180, 36, 7];
+/** Maps of this selector fill a screen; others are as high as what is in them. */
+const FILLS = ".picture.fixed, .picture.fixed *";
 
 export class LayerMap {
   /** @param {HTMLElement} root what is in it gives way @param {any} data as explorer.py makes it @param {View | undefined} before */
@@ -23,31 +25,36 @@ export class LayerMap {
     this.painter = new Painter(view, root);
     const change = (/** @type {any} */ changed, isFinal = true) => this.change(changed, isFinal);
     this.table = new Table(view, this.painter, { change, choose: (layer) => this.choose(layer) });
-    this.shares = new Shares(view, change, () => this.keep());
+    this.shares = new Shares(view, this.painter, change, () => this.keep());
     this.timeline = new Timeline(view, change, () => this.keep());
+    this.own = new LayerView(view, change);
     this.kind = element("select", {}, ...view.kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, each.title)));
-    this.format = element("select", {}, ...data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
-    this.search = element("input", { type: "search", placeholder: "part of a name", value: view.state.search });
+    this.format = element("select", { className: "narrow" }, ...data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
+    this.search = element("input", { type: "search", className: "narrow", placeholder: "part of a name", value: view.state.search });
     this.said = element("p", { className: "said", role: "status", "aria-live": "polite" });
-    this.detail = element("div", { className: "detail" });
+    this.opening = element("p", { className: "opening" }, element("bdi", {}, raised(data.opening.words)));
+    this.back = element("button", { type: "button" }, data.opening.marked.length ? "back to where it began" : "back to what was shown first");
     /** Pixels for a chart; 0 once the page's width, or what stands in it, has changed. Reading it costs a layout of the page. */
     this.wide = 0;
+    /** Pixels for the curve and the rows of a map that fills a screen; 0 for others. */
+    this.free = 0;
     /** Whether the map shows less than what is chosen: it follows another map at the next frame, or once it is seen. */
     this.isBehind = false;
     this.isInView = true;
+    this.isPrinted = false;
     this.fillRoot();
     this.listen();
     this.observe();
     this.draw();
-    if (!before) this.table.scrollTo(view.chosen);
+    if (!before) this.table.scrollTo(view.chosen ?? view.firstMarked);
   }
 
   fillRoot() {
     const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", {}, element("span", {}, words), control);
-    const controls = element("div", { className: "controls" }, label("Tensors", this.kind), label("Format", this.format), label("Search", this.search));
-    const charts = element("div", { className: "charts" }, this.shares.element, this.timeline.element);
+    const help = element("details", { className: "help" }, element("summary", { title: "how to read the map" }, "?"), this.table.legend);
     const happened = eventList(this.view, (event) => this.chooseEvent(event));
-    this.root.replaceChildren(controls, this.said, charts, happened, this.table.element, this.table.legend, this.detail);
+    this.head = element("div", { className: "controls" }, label("Tensors", this.kind), label("Format", this.format), this.shares.controls, label("Search", this.search), happened, help, this.back);
+    this.root.replaceChildren(this.head, this.opening, this.said, this.shares.element, this.table.element, this.timeline.element, this.own.element);
     this.root.classList.add("explorer");
   }
 
@@ -55,26 +62,32 @@ export class LayerMap {
     this.kind.addEventListener("change", () => this.change({ kind: this.kind.value }));
     this.format.addEventListener("change", () => this.change({ format: this.view.formatNamed(this.format.value) }));
     this.search.addEventListener("input", () => this.change({ search: this.search.value }));
+    this.back.addEventListener("click", () => this.goBack());
     const { signal } = this.gone;
+    addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.view.state.isOwn) this.change({ isOwn: false });
+    }, { signal });
     for (const moment of ["beforeprint", "afterprint"]) {
       addEventListener(moment, () => {
-        this.table.isPrinted = moment === "beforeprint";
+        this.isPrinted = this.table.isPrinted = moment === "beforeprint";
+        this.wide = 0;
         this.draw();
       }, { signal });
     }
     for (const query of ["(prefers-color-scheme: dark)", "(max-width: 760px)"]) matchMedia(query).addEventListener("change", () => this.draw(), { signal });
   }
 
-  /** Draws again when the page's width changes, and follows other maps only while it is seen. */
+  /** Draws again when the page's size changes, and follows other maps only while it is seen. */
   observe() {
     const viewed = new IntersectionObserver((entries) => {
       this.isInView = entries[entries.length - 1].isIntersecting;
       this.catchUp();
     });
-    let seenWidth = this.root.clientWidth;
+    const size = () => [this.root.clientWidth, this.root.matches(FILLS) && this.root.clientHeight].join();
+    let seen = size();
     const resized = new ResizeObserver(() => {
-      if (this.root.clientWidth === seenWidth) return;
-      seenWidth = this.root.clientWidth;
+      if (size() === seen) return;
+      seen = size();
       this.wide = 0;
       this.draw();
     });
@@ -85,24 +98,34 @@ export class LayerMap {
   }
 
   draw() {
-    const { view } = this;
+    const { view, painter, table } = this;
     this.isBehind = false;
     this.kind.value = view.state.kind ?? "";
     this.format.value = view.state.format.name;
     this.said.textContent = summary(view);
+    this.opening.hidden = !view.data.opening.words || !view.isOpening;
+    this.back.hidden = view.isOpening;
+    const rows = table.choose();
     this.measure();
-    this.shares.draw(this.wide);
+    const given = widths(this.wide, table.columns, view.longest);
+    const { row, curve } = heights(this.isPrinted ? 0 : this.free, rows);
+    painter.begin(given.names + 1, given.strip, row);
+    this.shares.draw(this.wide, curve);
     this.timeline.draw(this.wide);
-    this.painter.begin(isNarrow() ? NARROW : WIDE - COLUMN * (this.table.columns.length - COMMON));
-    this.table.draw();
-    this.detail.replaceChildren(...layerDetail(view));
+    table.draw(given);
+    this.own.draw();
   }
 
+  /** Reads the page's size, unless it is known. */
   measure() {
-    const isHidden = !this.view.isScaled();
-    if (this.wide && this.shares.element.hidden === isHidden) return;
-    this.shares.element.hidden = isHidden;
+    if (this.wide) return;
     this.wide = Math.max(this.timeline.element.clientWidth, 240);
+    this.free = 0;
+    if (!this.root.matches(FILLS) || this.isPrinted) return;
+    this.shares.draw(this.wide, 0);
+    this.timeline.draw(this.wide);
+    const others = [this.head, this.opening, this.said, this.timeline.element].reduce((sum, each) => sum + each.getBoundingClientRect().height + 4, 8);
+    this.free = Math.max(this.root.clientHeight - others, 200);
   }
 
   /** @param {any} changed part of the state @param {boolean} isFinal false while a slider is being moved */
@@ -119,26 +142,40 @@ export class LayerMap {
     keep(this.view);
   }
 
-  /** Chooses a layer wherever it is: of another kind, in a group that is closed, above or below what is seen. @param {any} layer */
-  choose(layer) {
+  /** Shows what the page opened with. */
+  goBack() {
+    const { kind, scale, block } = this.view.data.opening;
+    this.change({ kind: kind || this.view.state.kind, scale, block, format: this.view.formatNamed(this.view.data.format), layer: null, isOwn: false, search: "", sort: "model" });
+    this.search.value = "";
+    this.table.scrollTo(this.view.firstMarked);
+  }
+
+  /** Chooses a layer wherever it is: of another kind, in a group that is closed, above or below what is seen. @param {any} layer @param {boolean} isOwn whether its own view opens */
+  choose(layer, isOwn = true) {
     if (!layer) {
       this.change({});
       return;
     }
     if (this.view.isRepeated(layer)) this.view.state.open.add(layer.group);
-    this.change({ kind: layer.kind, layer: layer.name });
+    this.change({ kind: layer.kind, layer: layer.name, isOwn });
     this.table.scrollTo(layer);
   }
 
   /** Shows the step and the layer of an event. @param {any} event */
   chooseEvent(event) {
+    this.showPlace(event.step, event.module, event.tensor, event.kind);
+  }
+
+  /** Shows a module or tensor, at a step if one is given. @param {number | null} step @param {string} module @param {string} tensor @param {string} kind */
+  showPlace(step, module, tensor = module, kind = "") {
     const { view } = this;
-    if (view.hasScrubber) view.state.block = view.blockAt(event.step);
-    view.state.step = event.step;
-    const first = (/** @type {(layer: any) => boolean} */ is) => view.layers.find(is);
-    this.choose(first((each) => each.name === event.tensor && each.kind === event.kind)
-      ?? first((each) => each.module === event.module && each.kind === view.state.kind)
-      ?? first((each) => each.module === event.module));
+    if (step !== null) {
+      if (view.hasScrubber) view.state.block = view.blockAt(step);
+      view.state.step = step;
+    }
+    const first = (/** @type {(layer: any) => boolean} */ is) => view.layers.find((/** @type {any} */ each) => is(each) && each.kind === view.state.kind) ?? view.layers.find(is);
+    this.choose(view.layers.find((/** @type {any} */ each) => each.name === tensor && each.kind === kind) ?? first((each) => each.name === tensor)
+      ?? first((each) => each.module === module) ?? first((each) => module !== "" && each.module.startsWith(`${module}.`)), false);
   }
 
   /** Takes over what was chosen in another map, at the next frame. @param {any} choice */

@@ -3,12 +3,13 @@
 
 import { element } from "./dom.js";
 import { clamp, nonzero } from "./histogram.js";
+import { power } from "./words.js";
 
-/** Height of a row in pixels. */
-export const ROW = 22;
+/** Height of the axis in pixels. */
+const AXIS = 22;
 /** Shares from 10^-5 on differ in lightness. */
 const DECADES = 5;
-const COLOURS = ["fill", "soft", "flushed", "overflow"];
+const COLOURS = ["fill", "soft", "ink", "flushed", "subnormal", "overflow", "error"];
 
 export class Painter {
   /** @param {import("./view.js").View} view @param {HTMLElement} root whose colours are used */
@@ -16,6 +17,9 @@ export class Painter {
     this.view = view;
     this.root = root;
     this.width = 0;
+    /** Pixels left of the strips, and of a row's height. */
+    this.left = 0;
+    this.row = AXIS;
     /** Exponents at the ends. @type {[number, number]} */
     this.ends = [0, 1];
     /** @type {Map<string, string>} */
@@ -24,8 +28,10 @@ export class Painter {
     this.hatchings = new Map();
   }
 
-  /** Prepares for a drawing: the page's colours may have changed. @param {number} width */
-  begin(width) {
+  /** Prepares for a drawing: the page's colours may have changed. @param {number} left @param {number} width @param {number} row its height */
+  begin(left, width, row) {
+    this.left = left;
+    this.row = row;
     const style = getComputedStyle(this.root);
     this.colours = new Map(COLOURS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
     this.width = width;
@@ -40,7 +46,7 @@ export class Painter {
   /** What a strip shows besides its layer. */
   get look() {
     const { state, log2Scale } = this.view;
-    return [state.block, state.format.name, log2Scale, this.ends, this.width, window.devicePixelRatio, ...this.colours.values()].join();
+    return [state.block, state.format.name, log2Scale, this.ends, this.width, this.row, window.devicePixelRatio, ...this.colours.values()].join();
   }
 
   /** Pixels from the left. @param {number} exponent */
@@ -48,10 +54,15 @@ export class Painter {
     return ((exponent - this.ends[0]) / (this.ends[1] - this.ends[0])) * this.width;
   }
 
+  /** The exponent at a distance from the left. @param {number} pixels */
+  exponentAt(pixels) {
+    return this.ends[0] + (pixels / this.width) * (this.ends[1] - this.ends[0]);
+  }
+
   /** @param {HTMLCanvasElement} canvas @param {number} height */
   sharp(canvas, height) {
     const ratio = window.devicePixelRatio || 1;
-    if (canvas.width !== Math.round(this.width * ratio)) {
+    if (canvas.width !== Math.round(this.width * ratio) || canvas.height !== Math.round(height * ratio)) {
       canvas.width = Math.round(this.width * ratio);
       canvas.height = Math.round(height * ratio);
       canvas.style.width = `${this.width}px`;
@@ -63,22 +74,48 @@ export class Painter {
     return context;
   }
 
-  /** The strip of a layer: the darker, the larger the share. @param {HTMLCanvasElement} canvas @param {any} layer */
+  /** The strip of a layer: the darker, the larger the share; what the format flushes or overflows has its region's colour. @param {HTMLCanvasElement} canvas @param {any} layer */
   strip(canvas, layer) {
-    const context = this.sharp(canvas, ROW - 2);
+    const height = this.row - 2;
+    const context = this.sharp(canvas, height);
     const h = this.view.counted(layer);
     if (h) {
       const all = nonzero(h);
-      context.fillStyle = this.colour("fill");
+      const [k, f] = [this.view.log2Scale, this.view.state.format];
+      let before = "";
       h.counts.forEach((/** @type {number} */ count, /** @type {number} */ index) => {
         if (!count) return;
+        const exponent = h.min + index;
+        const name = exponent < f.flush - k ? "flushed" : exponent > f.top - k ? "overflow" : "fill";
+        if (name !== before) context.fillStyle = this.colour(name);
+        before = name;
         context.globalAlpha = 0.15 + 0.85 * clamp(1 + Math.log10(count / all) / DECADES, 0, 1);
         const left = Math.round(this.place(h.min + index));
-        context.fillRect(left, 1, Math.max(Math.round(this.place(h.min + index + 1)) - left, 1), ROW - 4);
+        context.fillRect(left, 1, Math.max(Math.round(this.place(h.min + index + 1)) - left, 1), height - 2);
       });
       context.globalAlpha = 1;
     }
-    this.limits(context, ROW - 2);
+    this.limits(context, height);
+    if (h && h.infs + h.nans) this.marks(context, h, height);
+  }
+
+  /** A cross for infinities and a ring for NaNs, at the right end. @param {CanvasRenderingContext2D} context @param {any} h @param {number} height */
+  marks(context, h, height) {
+    const [middle, size] = [height / 2, 4];
+    Object.assign(context, { strokeStyle: this.colour("error"), lineWidth: 2 });
+    context.beginPath();
+    if (h.infs) {
+      for (const slope of [-1, 1]) {
+        context.moveTo(this.width - 22 - size, middle - slope * size);
+        context.lineTo(this.width - 22 + size, middle + slope * size);
+      }
+    }
+    if (h.nans) {
+      context.moveTo(this.width - 8 + size, middle);
+      context.arc(this.width - 8, middle, size, 0, 2 * Math.PI);
+    }
+    context.stroke();
+    context.lineWidth = 1;
   }
 
   /** Where the format flushes, holds fewer bits, and overflows: hatched, with lines at the edges. @param {CanvasRenderingContext2D} context @param {number} height */
@@ -92,9 +129,13 @@ export class Painter {
       context.fillStyle = this.hatching(context, this.colour(name), slope);
       context.fillRect(left, 0, right - left, height);
     }
-    context.strokeStyle = this.colour("soft");
+    const [low, normal] = [this.place(f.flush - k), this.place(f.normal - k)];
+    Object.assign(context, { fillStyle: this.colour("subnormal"), globalAlpha: 0.16 });
+    if (normal > 0 && low < this.width) context.fillRect(Math.max(low, 0), 0, Math.min(normal, this.width) - Math.max(low, 0), height);
+    context.globalAlpha = 1;
     for (const exponent of [f.flush - k, f.normal - k, f.top + 1 - k]) {
       const x = Math.round(this.place(exponent)) + 0.5;
+      context.strokeStyle = this.colour(exponent === f.normal - k ? "soft" : "ink");
       context.setLineDash(exponent === f.normal - k ? [2, 2] : []);
       context.beginPath();
       context.moveTo(x, 0);
@@ -129,7 +170,7 @@ export class Painter {
 
   /** @param {HTMLCanvasElement} canvas */
   axis(canvas) {
-    const context = this.sharp(canvas, ROW);
+    const context = this.sharp(canvas, AXIS);
     context.fillStyle = this.colour("soft");
     context.font = "11px system-ui, sans-serif";
     context.textAlign = "center";
@@ -137,7 +178,7 @@ export class Painter {
     const step = [2, 4, 8, 16, 32, 64].find((each) => (high - low) / each < this.width / 44) ?? 64;
     for (let exponent = Math.ceil(low / step) * step; exponent <= high; exponent += step) {
       const x = this.place(exponent);
-      if (x > 14 && x < this.width - 14) context.fillText(`2^${exponent}`, x, ROW - 6);
+      if (x > 14 && x < this.width - 14) context.fillText(power(exponent), x, AXIS - 6);
     }
   }
 }

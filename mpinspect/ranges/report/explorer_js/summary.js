@@ -3,7 +3,7 @@
 
 import { element } from "./dom.js";
 import { share } from "./histogram.js";
-import { number, numberOf, spanInWords } from "./words.js";
+import { number, numberOf, power, spanInWords } from "./words.js";
 
 /** @param {number} count @param {string} one @param {string} several */
 const verb = (count, one, several) => (count === 1 ? one : several);
@@ -17,7 +17,7 @@ export function summary(view) {
   const broken = found.filter((/** @type {any} */ each) => each.h.infs + each.h.nans > 0).length;
   const without = valued.length && valued.length < own.length ? `, ${own.length - valued.length} without a finite non-zero element` : "";
   const nonFinite = broken ? `, ${broken} ${verb(broken, "holds", "hold")} infinities or NaNs` : "";
-  return `${format.label}${view.isScaled() ? ` at 2^${scale}` : ""}, ${view.stepsInWords}: ${losses(own, valued)}${without}${nonFinite}.${eventInWords(view)}`;
+  return `${format.label}${view.isScaled() ? ` at ${power(scale)}` : ""}, ${view.stepsInWords}: ${losses(own, valued)}${without}${nonFinite}.${eventInWords(view)}`;
 }
 
 /** @param {any[]} own @param {any[]} valued */
@@ -38,14 +38,19 @@ function eventInWords({ state, data }) {
   return ` The event is in step ${number(state.step)}; ${counted}.`;
 }
 
-/** The events, as a list of buttons; "" without any. @param {import("./view.js").View} view @param {(event: any) => void} choose */
+/** The events, as a list of buttons, one for those that follow each other in the same place; "" without any. @param {import("./view.js").View} view @param {(event: any) => void} choose */
 export function eventList({ data }, choose) {
   if (!data.events.length) return "";
-  const list = data.events.map((/** @type {any} */ event) => {
-    const button = element("button", { type: "button" }, element("bdi", {}, event.words));
+  const list = data.places.map((/** @type {any} */ { words, first }) => {
+    const event = data.events[first];
+    const button = element("button", { type: "button" }, element("bdi", {}, words));
     button.addEventListener("click", () => choose(event));
     const facts = [event.facts, event.maxima, event.explanation].filter(Boolean).join("; ");
     return element("li", {}, button, ` ${facts}`);
   });
-  return element("details", {}, element("summary", {}, `${numberOf(list.length, "event")}, the first: ${data.events[0].words}`), element("ol", {}, ...list));
+  const made = element("details", { className: "events" }, element("summary", {}, numberOf(data.events.length, "event")), element("ol", { tabIndex: 0 }, ...list));
+  made.addEventListener("click", (/** @type {Event} */ event) => {
+    if (event.target instanceof HTMLElement && event.target.closest("li button")) made.open = false;
+  });
+  return made;
 }

@@ -1,28 +1,37 @@
 // The table of layers: their names, strips and figures. Only the rows near those that are seen exist.
 // @ts-check
 
-import { element, isNarrow } from "./dom.js";
+import { element } from "./dom.js";
 import { clamp, share } from "./histogram.js";
-import { ROW } from "./painter.js";
-import { percent } from "./words.js";
+import { BESIDE, LETTER } from "./layout.js";
+import { percent, power } from "./words.js";
 
-/** Most rows of a printed table, and rows that are seen at once. */
-const [PRINTED, SHOWN] = [400, 18];
-/** Columns of every model: by what a click sorts, the heading, its meaning. */
+/**
+ * @typedef {object} ColumnOf
+ * @property {string} name        by what a click sorts
+ * @property {string} words       the heading
+ * @property {string} meaning
+ * @property {number} width       in pixels; 0 for those that share what is left
+ * @property {boolean} [isWide]   whether a wide page alone has room for it
+ */
+
+/** Most rows of a printed table, rows that are made beyond those that are seen, and pixels of a table that has no height yet. */
+const [PRINTED, SPARE, UNSEEN] = [400, 8, 420];
+/** Columns of every model. @type {ColumnOf[]} */
 const COLUMNS = [
-  ["model", "layer", ""],
-  ["", "map", ""],
-  ["flushed", "flushed", "share of the non-zero elements that round to zero in this format"],
-  ["subnormal", "subnormal", "survives with fewer bits"],
-  ["overflow", "overflow", "beyond the format's largest value"],
-  ["broken", "inf, NaN", "infinities and NaNs counted"],
-  ["largest", "largest", "magnitude, rounded down to a power of two"],
+  { name: "model", words: "layer", meaning: "", width: 0 },
+  { name: "", words: "map", meaning: "", width: 0 },
+  { name: "flushed", words: "flushed", meaning: "share of the non-zero elements that round to zero in this format", width: 68 },
+  { name: "subnormal", words: "subnormal", meaning: "survives with fewer bits", width: 90, isWide: true },
+  { name: "overflow", words: "overflow", meaning: "beyond the format's largest value", width: 74 },
+  { name: "broken", words: "inf, NaN", meaning: "infinities and NaNs counted", width: 92 },
+  { name: "largest", words: "largest", meaning: "magnitude, rounded down to a power of two", width: 66, isWide: true },
 ];
 
-/** @param {import("./view.js").View} view */
+/** @param {import("./view.js").View} view @returns {ColumnOf[]} */
 function columnsOf({ storages, data }) {
-  const lost = storages.slice(0, 1).map((each) => ["lost", `update lost in ${each.label}`, "share of the updates that rounding undoes where the weights are stored so"]);
-  const notes = data.notes.columns.map((/** @type {string[]} */ [words, meaning], /** @type {number} */ place) => [`note${place}`, words, meaning]);
+  const lost = storages.slice(0, 1).map((each) => ({ name: "lost", words: `lost in ${each.label}`, meaning: "share of the updates that rounding undoes where the weights are stored so", width: 106 }));
+  const notes = data.notes.columns.map((/** @type {string[]} */ [words, meaning], /** @type {number} */ place) => ({ name: `note${place}`, words, meaning, width: clamp(words.length * 7 + 16, 84, 108) }));
   return [...COLUMNS, ...lost, ...notes];
 }
 
@@ -39,61 +48,100 @@ export class Table {
     this.columns = columnsOf(view);
     this.axis = element("canvas", { "aria-hidden": "true" });
     this.heads = this.columns.map((column) => this.head(column));
+    this.cols = this.columns.map((column) => element("col", { className: column.isWide ? "wide" : "" }));
     this.body = element("tbody", {});
     this.element = element("div", { className: "rows", tabIndex: 0, role: "region", "aria-label": "Layers: arrow keys choose one" },
-      element("table", {}, element("thead", {}, element("tr", {}, ...this.heads)), this.body));
+      element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, ...this.heads)), this.body));
     /** @type {any[]} */
     this.shown = [];
     this.isPrinted = false;
+    /** Pixels that are scrolled away and that are seen, 0 where not known: reading them costs a layout of the page. */
+    this.top = 0;
+    this.height = 0;
+    /** The widths that the columns have. */
+    this.laid = "";
     /** The rows that stand in the table, by what they are made of: creating a canvas takes longer than drawing on it. @type {Map<string, any>} */
     this.known = new Map();
     this.standing = { first: -1, of: -1, rows: /** @type {HTMLElement[]} */ ([]) };
-    this.element.addEventListener("scroll", () => this.drawRows());
+    this.element.addEventListener("scroll", () => {
+      this.top = this.element.scrollTop;
+      this.drawRows();
+    });
     this.element.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.pressed(event));
   }
 
+  /** How to read the map, as a list. */
   get legend() {
-    const meanings = this.columns.filter(([, , meaning]) => meaning).map(([, words, meaning]) => `${words}: ${meaning}`);
-    return element("p", { className: "legend" }, "The darker, the larger the share of the non-zero elements, by power of two. "
-      + "Hatched on the left: flushed; from there to the dotted line: subnormal; hatched on the right: overflow. Shares are of what was counted in the sampled steps. ",
-      meanings.join("; "), ".");
+    const meanings = this.columns.filter(({ meaning }) => meaning).map(({ words, meaning }) => `${words}: ${meaning}.`);
+    const said = ["A row is a tensor, a column a power of two; the darker, the larger the share of the non-zero elements.",
+      "Hatched on the left: flushed to zero. From there to the dotted line: subnormal. Hatched on the right: overflow.",
+      "✕ holds infinities, ○ holds NaNs, ▶ belongs to the culprit.", ...meanings, "Shares are of what was counted in the sampled steps.",
+      "Drag the handle of the curve, or the steps below. In the table arrow keys choose a layer; a click opens its own view, Escape closes it."];
+    return element("ul", { tabIndex: 0 }, ...said.map((line) => element("li", {}, line)));
   }
 
-  /** @param {string[]} column */
-  head([name, words, meaning]) {
+  /** @param {ColumnOf} column */
+  head({ name, words, meaning, isWide }) {
     if (!name) return element("th", { scope: "col", className: "map" }, this.axis, element("span", { className: "unseen" }, words));
     const button = element("button", { type: "button", title: meaning }, words);
     button.addEventListener("click", () => this.actions.change({ sort: name }));
-    return element("th", { scope: "col", className: name === "model" ? "left" : "" }, button);
+    return element("th", { scope: "col", className: name === "model" ? "left" : isWide ? "wide" : "" }, button);
   }
 
-  draw() {
-    const { sort } = this.view.state;
+  /** Takes the rows to show; they are drawn once their size is known. */
+  choose() {
     this.shown = this.view.rows();
+    return this.shown.length;
+  }
+
+  /** @param {import("./layout.js").Widths} widths */
+  draw({ names, strip, isCompact }) {
+    const { sort } = this.view.state;
+    const each = this.columns.map((column, place) => (column.isWide && isCompact ? 0 : [names, strip][place] ?? column.width));
+    const laid = [...each, this.painter.row, this.shown.length].join();
+    if (laid !== this.laid) this.lay(each, isCompact);
+    this.laid = laid;
     this.heads.forEach((head, column) => {
       const order = sort === "model" ? "ascending" : "descending";
-      head.setAttribute("aria-sort", this.columns[column][0] === sort ? order : "none");
+      head.setAttribute("aria-sort", this.columns[column].name === sort ? order : "none");
     });
     this.painter.axis(this.axis);
     this.drawRows();
+    if (this.height) return;
+    this.height = this.element.clientHeight;
+    this.top = this.element.scrollTop;
+    if (this.height > UNSEEN) this.drawRows();
+  }
+
+  /** @param {number[]} each width of a column @param {boolean} isCompact */
+  lay(each, isCompact) {
+    this.element.classList.toggle("compact", isCompact);
+    this.cols.forEach((col, place) => { col.style.width = `${each[place]}px`; });
+    // Of a wider table the browser would widen the columns, and the strips would leave the curve's axis.
+    /** @type {HTMLElement} */ (this.element.firstElementChild).style.width = `${each.reduce((sum, one) => sum + one, 0)}px`;
+    this.element.style.setProperty("--row", `${this.painter.row}px`);
+    this.height = 0;
   }
 
   drawRows() {
     const { shown, isPrinted } = this;
-    const top = this.element.scrollTop / ROW;
-    const first = isPrinted ? 0 : clamp(Math.floor(top) - 4, 0, Math.max(0, shown.length - 1));
-    const last = isPrinted ? Math.min(shown.length, PRINTED) : Math.min(shown.length, first + SHOWN + 12);
-    const before = this.known;
-    this.known = new Map();
+    const { row: height } = this.painter;
+    const top = this.top / height;
+    // The rows that stand already may leave the table lower than it will be.
+    const seen = Math.ceil((this.height || UNSEEN) / height);
+    const first = isPrinted ? 0 : clamp(Math.floor(top) - SPARE, 0, Math.max(0, shown.length - 1));
+    const last = isPrinted ? Math.min(shown.length, PRINTED) : Math.min(shown.length, Math.floor(top) + seen + SPARE);
+    // Rows that leave are kept for a while: sorted by a share, they come back.
+    if (this.known.size > PRINTED) this.known.clear();
     const { look } = this.painter;
     const made = shown.slice(first, last).map((row, offset) => {
-      const kept = before.get(this.nameOf(row)) ?? this.rowOf(row);
+      const kept = this.known.get(this.nameOf(row)) ?? this.rowOf(row);
       this.known.set(this.nameOf(row), kept);
       // Rows above and below what is seen are there to be scrolled to, and are drawn then.
-      const isSeen = isPrinted || Math.abs(first + offset - top - SHOWN / 2) <= SHOWN / 2 + 1;
+      const isSeen = isPrinted || Math.abs(first + offset - top - seen / 2) <= seen / 2 + 1;
       if (isSeen && kept.look !== look) this.painter.strip(kept.canvas, row.layer);
       if (isSeen) kept.look = look;
-      this.fill(kept, row.layer, first + offset);
+      this.fill(kept, row, first + offset);
       return kept.row;
     });
     this.stand(first, last, made);
@@ -108,34 +156,40 @@ export class Table {
     this.standing = { first, of: shown.length, rows };
     if (isSame) return;
     const spacer = (/** @type {number} */ count) => element("tr", { "aria-hidden": "true" },
-      element("td", { colSpan: this.columns.length, style: `height:${count * ROW}px;padding:0;border:0` }));
+      element("td", { colSpan: this.columns.length, style: `height:${count * this.painter.row}px;padding:0;border:0` }));
     this.body.replaceChildren(...(first ? [spacer(first)] : []), ...rows, ...(last < shown.length ? [spacer(shown.length - last)] : []));
   }
 
   /** @param {any} row */
   nameOf(row) {
-    return [row.layer.place, row.inside ?? "", row.members ? this.view.state.open.has(row.group) : "", isNarrow()].join();
+    return [row.layer.place, row.inside ?? "", row.members ? this.view.state.open.has(row.group) : "", this.painter.left].join();
   }
 
   /** A row with its name and empty cells. @param {any} row */
   rowOf(row) {
     const { layer } = row;
-    const canvas = element("canvas", { width: 1, height: 1, "aria-hidden": "true", style: `width:${this.painter.width}px;height:${ROW - 2}px` });
+    const canvas = element("canvas", { width: 1, height: 1, "aria-hidden": "true", style: `width:${this.painter.width}px;height:${this.painter.row - 2}px` });
     const name = row.members ? row.name : layer.name || "(the model itself)";
     const title = row.members ? `${row.members.length} layers; the worst: ${layer.name}` : name;
     const head = element("th", { scope: "row", className: `left${row.inside ? " inside" : ""}`, title },
-      row.members ? this.switchOf(row, name) : element("bdi", {}, shortened(name)));
-    const cells = this.columns.slice(2).map(() => element("td", {}));
+      row.members ? this.switchOf(row, name) : element("bdi", {}, this.shortened(name, row.inside ? 2 : 0)));
+    const cells = this.columns.slice(2).map((column) => element("td", { className: column.isWide ? "wide" : "" }));
     const made = element("tr", {}, head, element("td", { className: "map" }, canvas), ...cells);
     made.addEventListener("click", () => this.actions.choose(layer));
     return { row: made, canvas, cells, look: "" };
+  }
+
+  /** The end of a long name, which distinguishes layers; the whole name is the title. @param {string} name @param {number} beside letters that stand before it */
+  shortened(name, beside) {
+    const most = Math.max(Math.floor((this.painter.left - BESIDE) / LETTER) - beside, 6);
+    return name.length > most ? `…${name.slice(1 - most)}` : name;
   }
 
   /** The button that opens and closes a group. @param {any} row @param {string} name */
   switchOf(row, name) {
     const { open } = this.view.state;
     const isOpen = open.has(row.group);
-    const button = element("button", { type: "button", "aria-expanded": String(isOpen) }, `${isOpen ? "▾" : "▸"} `, element("bdi", {}, shortened(name)));
+    const button = element("button", { type: "button", "aria-expanded": String(isOpen) }, `${isOpen ? "▾" : "▸"} `, element("bdi", {}, this.shortened(name, 2)));
     button.addEventListener("click", (/** @type {Event} */ event) => {
       event.stopPropagation();
       if (isOpen) open.delete(row.group);
@@ -145,18 +199,22 @@ export class Table {
     return button;
   }
 
-  /** Writes a layer's figures into its row. @param {any} kept @param {any} layer @param {number} index */
-  fill(kept, layer, index) {
+  /** Writes a layer's figures into its row. @param {any} kept @param {any} of the layer or group @param {number} index */
+  fill(kept, of, index) {
     const { view } = this;
+    const { layer } = of;
     const found = view.figures(layer);
     const cells = [...figureCells(layer, found), ...this.lostCells(layer), ...this.noteCells(layer)];
     const { row } = kept;
     row.setAttribute("aria-rowindex", index + 1);
-    row.className = layer.name === view.state.layer ? "chosen" : "";
+    row.classList.toggle("chosen", layer.name === view.state.layer);
+    // Below a group its marked members stand by themselves.
+    row.classList.toggle("marked", !of.members && view.isMarked(layer));
     cells.forEach(([text, tone], column) => {
       const cell = kept.cells[column];
       if (cell.textContent !== text) cell.textContent = text;
-      if (cell.className !== tone) cell.className = tone;
+      const named = this.columns[column + 2].isWide ? `wide ${tone}` : tone;
+      if (cell.className !== named) cell.className = named;
     });
     if (found) Object.assign(row.dataset, { name: layer.name, flushed: found.flushed, subnormal: found.subnormal, low: found.low, high: found.high, all: found.all });
     else for (const name of Object.keys(row.dataset)) delete row.dataset[name];
@@ -176,7 +234,7 @@ export class Table {
     return (cells[layer.module] ?? columns.map(() => ["-", ""])).map((/** @type {[string, string]} */ [text, tone]) => [text, tone]);
   }
 
-  /** Arrow keys choose another layer. @param {KeyboardEvent} event */
+  /** Arrow keys choose another layer, and open its own view. @param {KeyboardEvent} event */
   pressed(event) {
     const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10 };
     const move = moves[/** @type {keyof typeof moves} */ (event.key)];
@@ -186,7 +244,7 @@ export class Table {
     const stops = this.shown.filter((row) => !row.members || !state.open.has(row.group));
     const now = stops.findIndex((row) => row.layer.name === state.layer);
     const next = stops[clamp(now + move, 0, stops.length - 1)];
-    this.actions.change({ layer: next.layer.name });
+    this.actions.change({ layer: next.layer.name, isOwn: true });
     this.bringIntoView(this.shown.indexOf(next));
   }
 
@@ -198,15 +256,12 @@ export class Table {
   /** @param {number} index of a row */
   bringIntoView(index) {
     const { element: rows } = this;
-    const isSeen = index * ROW >= rows.scrollTop && (index + 2) * ROW <= rows.scrollTop + rows.clientHeight;
-    if (index >= 0 && !isSeen) rows.scrollTop = index * ROW - rows.clientHeight / 2;
+    const { row } = this.painter;
+    // The header covers one row.
+    const isSeen = index * row >= rows.scrollTop && (index + 2) * row <= rows.scrollTop + rows.clientHeight;
+    if (index >= 0 && !isSeen) rows.scrollTop = index * row - rows.clientHeight / 2;
+    this.top = rows.scrollTop;
   }
-}
-
-/** The end of a long name, which distinguishes layers. The whole name is the title, and stands below once the layer is chosen. @param {string} name */
-function shortened(name) {
-  const most = isNarrow() ? 12 : 42;
-  return name.length > most ? `…${name.slice(1 - most)}` : name;
 }
 
 /** The cells of what the format does to a layer, each with its tone. @param {any} layer @param {any} found @returns {[string, string][]} */
@@ -214,7 +269,7 @@ function figureCells(layer, found) {
   const unknown = /** @type {[string, string]} */ (["-", ""]);
   if (!found) return Array(5).fill(unknown);
   const { h, all, low, high } = found;
-  const broken = /** @type {[string, string]} */ ([[h.infs && "inf", h.nans && "NaN"].filter(Boolean).join(", ") || "none", h.infs || h.nans ? "error" : ""]);
+  const broken = /** @type {[string, string]} */ ([[h.infs && "✕ inf", h.nans && "○ NaN"].filter(Boolean).join(" ") || "none", h.infs || h.nans ? "error" : ""]);
   if (!all) return [unknown, unknown, unknown, broken, unknown];
   // Zeros of values that had passed through a narrow format may have been values: the share is that of the visible ones.
   const isPartial = layer.floor !== null && h.zeros > 0;
@@ -224,6 +279,6 @@ function figureCells(layer, found) {
     [percent(share(found.subnormal, all)), ""],
     [low === high ? percent(share(high, all)) : `${percent(share(low, all))}..${percent(share(high, all))}`, high ? "error" : ""],
     broken,
-    [`2^${h.min + h.counts.length - 1}`, ""],
+    [power(h.min + h.counts.length - 1), ""],
   ];
 }

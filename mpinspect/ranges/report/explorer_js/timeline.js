@@ -1,10 +1,13 @@
 // The loss scale over the steps, with what happened, and below it the lost updates; the scrubber lies below on the same axis.
 // @ts-check
 
-import { align, chart, ticks, TOP } from "./chart.js";
+import { align, chart, dragged, ticks, TOP } from "./chart.js";
 import { element, entry, key, svg } from "./dom.js";
 import { clamp } from "./histogram.js";
 import { number, numberOf, power } from "./words.js";
+
+/** Pixels of the height of the strip, and of that of the lost updates. */
+const [HEIGHT, LOST] = [74, 54];
 
 export class Timeline {
   /** @param {import("./view.js").View} view @param {(changed: any, isFinal?: boolean) => void} change @param {() => void} keep */
@@ -17,9 +20,18 @@ export class Timeline {
     this.pictures = element("div", {});
     this.legend = element("figcaption", { className: "legend" });
     const { hasScrubber } = view;
-    this.element = element("figure", {},
-      element("div", { className: "controls" }, element("b", {}, "Steps"), this.words, ...(hasScrubber ? [this.whole] : [])),
-      this.pictures, ...(hasScrubber ? [this.block] : []), this.legend);
+    this.element = element("figure", { className: "steps" },
+      element("div", { className: "controls" }, element("b", {}, "Steps"), this.words, ...(hasScrubber ? [this.whole] : []), this.legend),
+      this.pictures, ...(hasScrubber ? [this.block] : []));
+    /** The step below a pointer; none before the first drawing. @type {(event: MouseEvent) => number} */
+    this.under = () => 0;
+    if (hasScrubber) {
+      this.pictures.className = "drag";
+      dragged(this.pictures, (event) => {
+        const block = view.blockAt(this.under(event));
+        if (block !== view.state.block) change({ block }, false);
+      }, keep);
+    }
     this.whole.addEventListener("click", () => change({ block: -1 }));
     this.block.addEventListener("change", keep);
     this.block.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.pressed(event));
@@ -42,7 +54,7 @@ export class Timeline {
   /** @param {number} wide in pixels */
   draw(wide) {
     const { view } = this;
-    const { block, step, kind, layer } = view.state;
+    const { block, step, kind, layer, format, scale } = view.state;
     const [slider, isWhole] = [this.block, block < 0];
     if (isWhole) slider.value = String(view.lastStep);
     else if (step !== null) slider.value = String(step);
@@ -51,7 +63,7 @@ export class Timeline {
     slider.setAttribute("aria-valuetext", view.stepsInWords);
     this.whole.hidden = isWhole;
     this.words.textContent = view.stepsInWords;
-    const of = JSON.stringify([wide, block, kind, layer]);
+    const of = JSON.stringify([wide, block, kind, layer, format.name, scale]);
     if (this.pictures.dataset.of !== of) this.drawPictures(wide);
     this.pictures.dataset.of = of;
     align(slider, wide);
@@ -61,12 +73,12 @@ export class Timeline {
   drawPictures(wide) {
     const { view } = this;
     const end = Math.max(view.lastStep, 1);
-    const across = { ends: /** @type {[number, number]} */ ([0, end]), ticks: ticks(0, end, wide / 90), words: number, title: "step" };
+    const across = { ends: /** @type {[number, number]} */ ([0, end]), ticks: ticks(0, end, wide / 90), words: number };
     const drawn = this.scales(wide, across);
     this.pictures.replaceChildren(drawn.picture);
     this.legend.replaceChildren(...this.legendOf());
     if (view.storages.length) this.drawLost(wide, across);
-    if (view.hasScrubber) this.pictures.onclick = (/** @type {MouseEvent} */ event) => this.change({ block: view.blockAt(drawn.under(event)) });
+    this.under = drawn.under;
   }
 
   /** The known loss scales, as powers of two. @returns {number[]} */
@@ -85,18 +97,29 @@ export class Timeline {
     const { data } = this.view;
     const { known } = this;
     const ends = /** @type {[number, number]} */ (known.length ? [Math.floor(Math.min(...known)) - 1, Math.ceil(Math.max(...known)) + 1] : [0, 1]);
-    const drawn = chart(wide, 176, `The loss scale over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps.`,
-      across, { ends, ticks: known.length ? ticks(ends[0], ends[1], 5) : [], words: power, title: "loss scale" });
+    const drawn = chart(wide, HEIGHT, `The loss scale over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps.`,
+      across, { ends, ticks: known.length ? ticks(ends[0], ends[1], 2) : [], words: power });
     const { picture, x, y, bottom } = drawn;
     this.shade(drawn, bottom);
     const cross = (/** @type {number} */ at) => `M${at - 4} ${TOP - 2}l8 8m0 -8l-8 8`;
     const ring = (/** @type {number} */ at) => `M${at - 4} ${TOP + 2}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0`;
-    picture.append(svg("path", { d: this.path(drawn, across.ends[1]), class: "curve scales" }),
+    picture.append(svg("path", { d: this.lossPath(drawn), class: "curve lost-share" }), svg("path", { d: this.path(drawn, across.ends[1]), class: "curve scales" }),
       ...this.falls.map(([step, value]) => svg("path", { d: `M${x(step) - 4} ${y(value) + 4}h8l-4 7z`, class: "fall" }, svg("title", {}, `step ${number(step)}: the scale fell to ${power(value)}`))),
       ...data.events.map((/** @type {any} */ event) => svg("g", { class: "event" },
         svg("title", {}, event.words), svg("line", { x1: x(event.step), x2: x(event.step), y1: TOP + 6, y2: bottom }),
         svg("path", { d: (event.value === "nan" ? ring : cross)(x(event.step)) }))));
     return drawn;
+  }
+
+  /** The share flushed in each block, from 0 at the foot to all at the top. @param {any} drawn */
+  lossPath({ x, bottom }) {
+    const { data } = this.view;
+    return this.view.flushedOverSteps().map((share, block) => {
+      if (share === null) return "";
+      const { first, last } = data.blocks[block];
+      const at = (bottom - share * (bottom - TOP)).toFixed(1);
+      return `${block ? "L" : "M"}${x(first).toFixed(1)} ${at}H${x(last).toFixed(1)}`;
+    }).join("").replace(/^L/, "M");
   }
 
   /** The steps of the loss scale; a gap where it is not known. @param {any} drawn @param {number} end */
@@ -122,8 +145,9 @@ export class Timeline {
     const has = (/** @type {string} */ value) => data.events.some((/** @type {any} */ event) => event.value === value);
     return [
       this.known.length ? key("scales", "loss scale") : entry("the loss scale is not known"),
-      ...(this.falls.length ? [key("fall", "the scale fell, as after a skipped step")] : []),
-      ...(data.skipped ? [entry(`${numberOf(data.skipped, "step")} ${data.skipped === 1 ? "was" : "were"} skipped`)] : []),
+      key("lost-share", `flushed, ${this.view.chosen ? "of the chosen layer" : "of the worst layer"} (0 to 100%)`),
+      ...(this.falls.length ? [key("fall", "scale fell")] : []),
+      ...(data.skipped ? [entry(`${numberOf(data.skipped, "skipped step")}`)] : []),
       ...(has("inf") ? [key("inf", "first infinity of a step")] : []),
       ...(has("nan") ? [key("nan", "first NaN of a step")] : []),
       ...(state.block < 0 || !hasScrubber ? [] : [key("shown", `shown, ${stepsInWords}`)]),
@@ -135,8 +159,8 @@ export class Timeline {
     const { storages, data, chosen: layer } = this.view;
     const one = layer && storages.some((storage) => storage.tensors[layer.name]) ? layer : null;
     const of = one ? "of the chosen layer" : "of all parameters";
-    const drawn = chart(wide, 130, `Share of the updates lost, ${of}, over the steps.`, across,
-      { ends: [0, 1], ticks: [0, 0.5, 1], words: (part) => `${100 * part}%`, title: "updates" });
+    const drawn = chart(wide, LOST, `Share of the updates lost, ${of}, over the steps.`, across,
+      { ends: [0, 1], ticks: [0, 1], words: (part) => `${100 * part}%` });
     this.shade(drawn, drawn.bottom);
     storages.forEach((storage, place) => {
       let path = "";

@@ -8,6 +8,11 @@ import { spanInWords } from "./words.js";
 /** The least and the largest loss scale, as powers of two. */
 export const SCALES = /** @type {[number, number]} */ ([-24, 40]);
 
+/** Layers that are not grouped, since all have room on a screen. */
+const FITTING = 24;
+/** Of larger loss scales the map shows no edge: its columns would become narrow. */
+const MOST_REACH = 24;
+
 /** The layers of a model with their histograms, block by block and over the run. @param {any} data */
 function unpacked(data) {
   const layers = data.tensors.map((/** @type {any} */ tensor, /** @type {number} */ place) => ({
@@ -30,26 +35,36 @@ export class View {
     this.storages = Object.values(data.lost).sort((one, other) => Number(other.measured) - Number(one.measured));
     this.lastStep = Math.max(data.steps - 1, ...data.blocks.map((/** @type {any} */ each) => each.last), ...data.events.map((/** @type {any} */ each) => each.step));
     this.hasScrubber = data.blocks.length > 1;
+    /** Letters of the longest name. @type {number} */
+    this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, each.name.length), 0);
+    this.marked = new Set(data.opening.marked);
     const [suggestedFormat, suggestedScale] = data.suggested ?? ["", 0];
     this.suggested = { format: this.formatNamed(suggestedFormat), scale: suggestedScale };
     /** @type {any} */
     this.state = this.opening();
-    for (const layer of this.layers) if (layer.name === this.state.layer && this.isRepeated(layer)) this.state.open.add(layer.group);
     if (before) Object.assign(this.state, before.state, { format: this.sameFormat(before.state.format), block: before.blockNow(data.blocks) });
-    else if (!wanted(data, "kind") && !wanted(data, "layer")) this.state.kind = this.worstKind();
+    else if (!this.state.kind) this.state.kind = wanted(data, "layer") ? this.kinds[0]?.name : this.worstKind();
+    for (const layer of this.layers) {
+      if (this.isRepeated(layer) && layer.name === this.state.layer) this.state.open.add(layer.group);
+    }
   }
 
-  /** What is shown at first: what the page's address asks for, else the run's own format and scale. @returns {any} */
+  /** What is shown at first: what the page's address asks for, else what opening.py chose; without a kind where neither names one. @returns {any} */
   opening() {
     const { data } = this;
     const asked = (/** @type {string} */ name) => wanted(data, name);
+    const first = data.opening;
+    // An address names all that is shown, but for the block if that is the whole run.
+    const isAsked = ["kind", "format", "scale", "block", "layer"].some((name) => asked(name) !== null);
     return {
-      kind: this.kinds.some((/** @type {any} */ kind) => kind.name === asked("kind")) ? asked("kind") : this.kinds[0]?.name,
+      kind: [asked("kind"), ...(asked("layer") ? [] : [first.kind])].find((name) => this.kinds.some((/** @type {any} */ kind) => kind.name === name)),
       format: this.formatNamed(asked("format")) ?? this.formatNamed(data.format) ?? data.formats[0],
-      scale: clamp(Number(asked("scale") ?? data.own) || 0, ...SCALES),
-      block: clamp(Number(asked("block") ?? -1), -1, data.blocks.length - 1),
+      scale: clamp(Number(asked("scale") ?? first.scale) || 0, ...SCALES),
+      block: clamp(Number(asked("block") ?? (isAsked ? -1 : first.block)), -1, data.blocks.length - 1),
       /** The step of the chosen event. @type {number | null} */
       step: null,
+      /** Whether the chosen layer's own view is open. */
+      isOwn: asked("layer") !== null && asked("beside") === null,
       search: "",
       sort: "model",
       layer: asked("layer"),
@@ -65,6 +80,23 @@ export class View {
   /** The format of this model's data that equals one of other data. @param {any} other */
   sameFormat(other) {
     return this.formatNamed(other.name) ?? this.data.formats[0];
+  }
+
+  /** The first of the culprit's layers. */
+  get firstMarked() {
+    return this.layers.find((/** @type {any} */ layer) => layer.kind === this.state.kind && this.isMarked(layer));
+  }
+
+  /** Whether what is shown is what the page opened with. */
+  get isOpening() {
+    const { state, data } = this;
+    const { kind, scale, block } = data.opening;
+    return (!kind || state.kind === kind) && state.format.name === data.format && state.scale === scale && state.block === block;
+  }
+
+  /** Whether a layer belongs to the culprit. @param {any} layer */
+  isMarked(layer) {
+    return layer.kind === this.data.opening.kind && this.marked.has(layer.name);
   }
 
   /** @param {any} layer */
@@ -113,6 +145,21 @@ export class View {
     return all ? seen.reduce((sum, each) => sum + each[0], 0) / all : null;
   }
 
+  /** The largest share that is flushed in any layer, or in the chosen one, in each block; null where nothing was counted. @returns {(number | null)[]} */
+  flushedOverSteps() {
+    const [k, f] = [this.log2Scale, this.state.format];
+    const those = this.chosen ? [this.chosen] : this.ofKind.filter((/** @type {any} */ layer) => !layer.noise);
+    return this.data.blocks.map((/** @type {any} */ _, /** @type {number} */ block) => {
+      let most = -1;
+      for (const { blocks } of those) {
+        const h = blocks[block];
+        const all = h ? nonzero(h) : 0;
+        if (all) most = Math.max(most, flushed(h, f, k) / all);
+      }
+      return most < 0 ? null : most;
+    });
+  }
+
   /** By what the rows are sorted; the largest is first. @param {any} layer @returns {number} */
   rank(layer) {
     const { sort } = this.state;
@@ -131,7 +178,7 @@ export class View {
   rows() {
     const words = this.state.search.toLowerCase();
     const found = this.ofKind.filter((/** @type {any} */ layer) => !words || layer.name.toLowerCase().includes(words));
-    if (this.state.sort === "model") return words ? found.map((/** @type {any} */ layer) => ({ layer })) : this.grouped(found);
+    if (this.state.sort === "model") return words || found.length <= FITTING ? found.map((/** @type {any} */ layer) => ({ layer })) : this.grouped(found);
     return found.map((/** @type {any} */ layer) => ({ layer, rank: this.rank(layer) }))
       .sort((/** @type {any} */ one, /** @type {any} */ other) => other.rank - one.rank || one.layer.place - other.layer.place);
   }
@@ -153,8 +200,9 @@ export class View {
       }
     }
     for (const row of groups.values()) row.layer = this.worst(row.members);
-    return made.flatMap((/** @type {any} */ row) => (row.members && this.state.open.has(row.group)
-      ? [row, ...row.members.map((/** @type {any} */ layer) => ({ layer, inside: true }))] : [row]));
+    // Of a closed group the culprit's members stand below it all the same.
+    return made.flatMap((/** @type {any} */ row) => [row, ...(row.members ?? []).filter((/** @type {any} */ layer) => this.state.open.has(row.group) || this.isMarked(layer))
+      .map((/** @type {any} */ layer) => ({ layer, inside: true }))]);
   }
 
   /** @param {any} layer */
@@ -179,8 +227,16 @@ export class View {
     const seen = this.ofKind.filter((/** @type {any} */ layer) => nonzero(layer.whole)).map((/** @type {any} */ layer) => layer.whole);
     const f = this.state.format;
     const ends = seen.flatMap((/** @type {any} */ h) => [h.min, h.min + h.counts.length]);
-    const isNarrowFormat = f.top - f.low < 64;
-    return [Math.min(...ends, isNarrowFormat ? f.low - 4 : 0) - 1, Math.max(...ends, isNarrowFormat ? f.top + 2 : 0) + 1];
+    if (f.top - f.low >= 64) return [Math.min(...ends, 0) - 1, Math.max(...ends, 0) + 1];
+    return [Math.min(...ends, f.low - 4, f.flush - this.reach() - 3) - 1, Math.max(...ends, f.top + 2) + 1];
+  }
+
+  /** The largest loss scale that the map has room for, beside the one chosen. */
+  reach() {
+    if (!this.isScaled()) return 0;
+    const { data, state, suggested } = this;
+    const window = data.windows[state.format.name] ?? [0, 0];
+    return clamp(Math.max(data.opening.scale, data.own, window[1], suggested.format === state.format ? suggested.scale : 0), 0, MOST_REACH);
   }
 
   /** The block that contains a step. @param {number} step */

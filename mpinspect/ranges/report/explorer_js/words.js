@@ -11,8 +11,13 @@ export function percent(fraction) {
   return value < 99.995 ? `${Number(value.toPrecision(4))}%` : ">99.99%";
 }
 
+const RAISED = /** @type {Record<string, string>} */ ({ "-": "⁻", ".": "·", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" });
+
 /** A power of two. @param {number} exponent */
-export const power = (exponent) => `2^${Number(exponent.toFixed(1))}`;
+export const power = (exponent) => `2${[...String(Number(exponent.toFixed(1)))].map((digit) => RAISED[digit]).join("")}`;
+
+/** A text of Python's with its powers of two as this page writes them. @param {string} text */
+export const raised = (text) => text.replace(/\b2\^(-?\d+(?:\.\d+)?)/g, (_, exponent) => power(Number(exponent)));
 
 /** @param {number} count */
 export const number = (count) => count.toLocaleString("en");

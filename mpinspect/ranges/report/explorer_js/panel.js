@@ -1,0 +1,61 @@
+// The panel beside the map of a page: its findings lead to their rows, and its code can be copied.
+// @ts-check
+
+import { element } from "./dom.js";
+
+/**
+ * Where a finding leads.
+ * @typedef {object} Place
+ * @property {string} thing         name of the model; "" for the page's only one
+ * @property {string} layer         a tensor or a module
+ * @property {number | null} step
+ */
+
+/** Pages wider than this hold the map and the panel on one screen. */
+const WIDE = "(min-width: 1001px)";
+
+/** Lets a map fill the screen on wide pages. @param {HTMLElement} root */
+export function fixed(root) {
+  const wide = matchMedia(WIDE);
+  const follow = () => root.classList.toggle("fixed", wide.matches);
+  wide.addEventListener("change", follow);
+  follow();
+}
+
+/** Adds a button that copies to every piece of code in the panel. */
+export function copyButtons() {
+  for (const code of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".panel pre"))) {
+    code.replaceWith(copied(code.textContent ?? ""));
+  }
+}
+
+/** Code with a button that copies it. @param {string} text @returns {HTMLElement} */
+export function copied(text) {
+  const code = element("pre", {}, text);
+  const button = element("button", { type: "button", className: "copy" }, "copy");
+  button.addEventListener("click", async () => {
+    button.textContent = (await copy(code, text)) ? "copied" : "press Ctrl-C";
+  });
+  return element("div", { className: "copied" }, code, button);
+}
+
+/** Copies a text; selects it where the browser allows no more. @param {HTMLElement} code @param {string} text @returns {Promise<boolean>} whether it was copied */
+async function copy(code, text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    getSelection()?.selectAllChildren(code);
+    return document.execCommand("copy");
+  }
+}
+
+/** Shows the rows and the step of each finding that a reader opens. @param {(place: Place) => void} show */
+export function findingsLead(show) {
+  for (const finding of /** @type {NodeListOf<HTMLDetailsElement>} */ (document.querySelectorAll(".panel details"))) {
+    finding.addEventListener("toggle", () => {
+      const { thing = "", layer = "", step } = finding.dataset;
+      if (finding.open && (layer || step !== undefined)) show({ thing, layer, step: step === undefined ? null : Number(step) });
+    });
+  }
+}

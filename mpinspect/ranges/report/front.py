@@ -1,0 +1,80 @@
+"""Makes the front of a page on a run's ranges: the state in a word, facts, the verdict with its change, findings and the map."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import suppress
+
+from mpinspect.ranges.analysis.report import RangeReport, Verdict
+from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS
+from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
+from mpinspect.ranges.report.scale_line import steps_and_samples
+from mpinspect.reporting.document import Block, Code, Front, Line, Listed, Tone, is_empty
+from mpinspect.reporting.finding import SEVERITIES
+
+_DOCS = "https://github.com/mpinspect/mpinspect/blob/main/docs/"
+_DIAGNOSES = frozenset(diagnosis.id for diagnosis in DIAGNOSES)
+_FAULTS = frozenset(FAULTS)
+#: In place of a map.
+NO_MAP = "No tensor was counted, so there is no map."
+_NO_STATE = "Nothing to judge"
+
+
+def front(report: RangeReport, name: str, notes: ModuleNotes) -> Front:
+    """Return the front of the page on one model, with this name in its bar."""
+    state, tone = state_of(report)
+    return Front(
+        name,
+        state,
+        tone,
+        tuple(facts(report)),
+        tuple(verdict_of(report.verdict)),
+        tuple(listed(report)),
+        picture=picture(Mapped("", report, notes)),
+        without=NO_MAP,
+    )
+
+
+def state_of(report: RangeReport) -> tuple[str, Tone]:
+    """Return the verdict in a word or two, and its tone."""
+    verdict = report.verdict
+    if verdict.healthy is None:
+        return ("Ended by an error", "error") if verdict.ended else (_NO_STATE, "unknown")
+    if verdict.healthy:
+        return verdict.opening, "good"
+    is_error = any(finding.severity == SEVERITIES[-1] for finding in report.findings)
+    return verdict.opening, "error" if is_error else "warning"
+
+
+def facts(report: RangeReport) -> Iterator[str]:
+    """Yield short facts on a run: when it started, its steps, what it computes in, and versions."""
+    info = report.session.info
+    with suppress(ValueError):
+        yield f"{datetime.datetime.fromisoformat(info.started):%d %b %Y, %H:%M}"
+    yield steps_and_samples(report.session.progress)
+    if ranks := len(report.session.ranks):
+        yield f"{ranks} ranks"
+    yield from (f"{name} {info.versions[name]}" for name in ("torch", "mpinspect") if name in info.versions)
+
+
+def verdict_of(verdict: Verdict) -> Iterator[Block]:
+    """Yield a verdict and its change. The findings below it on a front stand for the verdict's pointer to them."""
+    first, *more = verdict.sentences or ("",)
+    tone: Tone = "strong" if verdict.healthy is None else "good" if verdict.healthy else "error"
+    blocks: tuple[Block, ...] = (
+        Line(verdict.ended, "error"),
+        Line(first, tone),
+        *map(Line, more),
+        Line(f"Change: {verdict.change}" if verdict.change else ""),
+        Code(verdict.code),
+        Line(verdict.precision, "dim"),
+    )
+    yield from (block for block in blocks if not is_empty(block))
+
+
+def listed(report: RangeReport, thing: str = "") -> Iterator[Listed]:
+    """Yield a report's findings for a front, each with the address of the page that explains it."""
+    for finding in report.findings:
+        page = "diagnoses.md" if finding.id in _DIAGNOSES else "sentences.md" if finding.id in _FAULTS else ""
+        yield Listed(finding, thing, f"{_DOCS}{page}#{finding.id}" if page else "")

@@ -1,0 +1,204 @@
+"""Chooses what a run's map shows at first: where it broke, what FP16 would do to an FP32 run, or the run as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mpinspect.numeric.formats import FLOAT16, FLOAT32, floor_log2
+from mpinspect.ranges.analyse import judged_in
+from mpinspect.ranges.analysis.evidence import own_scale
+from mpinspect.ranges.analysis.precision import run_format
+from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.faults.registry import what_broke
+from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
+from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen, module_named
+from mpinspect.reporting.finding import SEVERITIES, Finding
+from mpinspect.reporting.words import format_name, steps_named, upper_first
+
+#: The whole run, in place of one of its blocks.
+WHOLE = -1
+#: Kinds of tensor, the nearest to a module's output first.
+_NEAREST = (ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, WEIGHT)
+
+
+class Opening(NamedTuple):
+    """What a map shows at first.
+
+    Args:
+        format: name of the format.
+        scale: the loss scale, a power of two.
+        kind: the kind of tensor; "" to leave the choice to the map.
+        block: index of the block of steps, or WHOLE.
+        marked: names of the tensors of that kind that belong to the culprit.
+        words: sentences on what is marked and shown; "" for nothing to say.
+    """
+
+    format: str
+    scale: int
+    kind: str = ""
+    block: int = WHOLE
+    marked: tuple[str, ...] = ()
+    words: str = ""
+
+
+def blocks_of(session: Session, event: Event | None, limit: int) -> tuple[Window, ...]:
+    """Return the windows merged to about ``limit`` blocks; the last window before the event stays as it was counted."""
+    windows = session.windows
+    before = [window for window in windows if event is not None and window.last_step < event.step]
+    if len(windows) <= limit or limit < 3 or not before:
+        return coarsen(windows, limit)
+    earlier, last, later = before[:-1], before[-1], windows[len(before) :]
+    share = max(1, min(limit - 2, round((limit - 1) * len(earlier) / (len(windows) - 1))))
+    return (*coarsen(earlier, share), last, *coarsen(later, max(1, limit - 1 - share)))
+
+
+def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence[Window]) -> Opening:
+    """Return what the map shows at first.
+
+    Args:
+        layers: the layers on the map.
+        blocks: the blocks of steps that the map can show.
+    """
+    event = what_broke(report)
+    finding = next((each for each in report.findings if each.severity != SEVERITIES[0]), None)
+    format, is_other = _format(report, event)
+    # A format in which the run does not compute is judged without a loss scale.
+    scale = 0 if is_other else _own(report.session)
+    found = _culprit(event, finding, layers, report.layers)
+    if found is None:
+        words = _what_if(report) if is_other and format == FLOAT16.name else ""
+        return Opening(format, scale, words=words)
+    kind, marked, where = found
+    block = WHOLE
+    if event is not None:
+        block = _healthy(event, kind, marked, blocks)
+        where = f"{where} {_shown(block, blocks)}"
+        if block != WHOLE and not is_other:
+            scale = _scale_at(report.session, blocks[block].last_step, scale)
+    return Opening(format, scale, kind, block, marked, where)
+
+
+def _format(report: RangeReport, event: Event | None) -> tuple[str, bool]:
+    """Return the format, and whether the run computes in another one.
+
+    That is the format in which the run computes. It is the judged one if that was asked for, and FP16 for an FP32 run that
+    did not break: FP32 itself loses nothing.
+    """
+    computes = run_format(report.session)
+    if computes is None or report.format != judged_in(report.session).name:
+        return report.format, computes is not None and computes.name != report.format
+    if computes == FLOAT32 and event is None:
+        return FLOAT16.name, True
+    return computes.name, False
+
+
+def _what_if(report: RangeReport) -> str:
+    computes = run_format(report.session)
+    assert computes is not None
+    name = format_name(computes.name)
+    return f"The run computes in {name}. The map shows what FP16 would do to its values without a loss scale."
+
+
+def _own(session: Session) -> int:
+    own, _ = own_scale(session)
+    return floor_log2(own) if own else 0
+
+
+def _scale_at(session: Session, step: int, otherwise: int) -> int:
+    """Return the loss scale of a step as a power of two, rounded down."""
+    known = [change.scale for change in session.scale_history() if change.step <= step]
+    scale = known[-1] if known else None
+    return floor_log2(scale) if scale and math.isfinite(scale) and scale > 0 else otherwise
+
+
+# -- the culprit ----------------------------------------------------------------------------------------------------
+
+
+def _culprit(
+    event: Event | None, finding: Finding | None, layers: Sequence[LayerReport], watched: Sequence[LayerReport]
+) -> tuple[str, tuple[str, ...], str] | None:
+    """Return the kind and the names of the culprit's tensors, and sentences on them; None if nothing is to blame."""
+    place = finding.layer if finding is not None and finding.layer else ""
+    if not place and event is None:
+        return None
+    is_event = event is not None and (not place or place in (event.module, event.tensor))
+    if event is not None and is_event:
+        first = "NaN" if event.value == "nan" else "infinity"
+        said = f"Marked: {event.place}, the first {first} of the run (step {event.step:,}, {event.phase})."
+        path, what = event.module, event.what
+    else:
+        assert finding is not None
+        step = "" if finding.step is None else f", from step {finding.step:,} on"
+        said, path, what = f"Marked: {module_named(place)} ({finding.id}{step}).", place, ""
+    tensor = event.tensor if event is not None and is_event else place
+    given = event is not None and is_event and event.given
+    kind, marked, is_near = _nearest(path, what, tensor, layers, watched, given=given)
+    if is_near:
+        it = "The loss" if what in LOSSES else "The input" if given else upper_first(module_named(path))
+        said += f" {it} has no row of its own; the nearest is {marked[0]!r}."
+    elif what and kind != what:
+        counted, missing = (kind_named(each).title.lower() for each in (kind, what))
+        said += f" Its {missing} were not counted; shown are its {counted}."
+    return kind, marked, said
+
+
+def _nearest(
+    path: str, kind: str, tensor: str, layers: Sequence[LayerReport], watched: Sequence[LayerReport], *, given: bool
+) -> tuple[str, tuple[str, ...], bool]:
+    """Return the kind and the names of the tensors nearest to a module, and whether they belong to another one.
+
+    Args:
+        path: the module's path; "" for the model itself.
+        kind: the kind looked for; "" for any.
+        tensor: name of the tensor looked for.
+        watched: all layers in the model's order, those among them that were never counted.
+        given: whether the model's input is meant.
+    """
+    kinds = sorted({layer.kind for layer in layers}, key=lambda each: (each != kind, _NEAREST.index(each)))
+    for each in kinds:
+        named = tuple(layer.name for layer in layers if (layer.kind, layer.name) == (each, tensor))
+        if named and (each == kind or (tensor and not kind)):
+            return each, named, False
+    for each in kinds:
+        inside = tuple(layer.name for layer in layers if layer.kind == each and path and _is_inside(layer, path))
+        if inside:
+            return each, inside, False
+    of_kind = [layer for layer in layers if layer.kind == kinds[0]]
+    places = {layer.key: place for place, layer in enumerate(watched)}
+    # The loss follows the last layer.
+    end = -1 if given else len(watched)
+    sought = [
+        place for place, layer in enumerate(watched) if layer.name == tensor or (path and _is_inside(layer, path))
+    ]
+    middle = sum(sought) / len(sought) if sought and path else end
+    near = min(reversed(of_kind), key=lambda layer: abs(places[layer.key] - middle))
+    return kinds[0], (near.name,), True
+
+
+def _is_inside(layer: LayerReport, path: str) -> bool:
+    return layer.module == path or f"{layer.module}.".startswith(f"{path}.")
+
+
+# -- the steps ------------------------------------------------------------------------------------------------------
+
+
+def _healthy(event: Event, kind: str, marked: Sequence[str], blocks: Sequence[Window]) -> int:
+    """Return the last block before the event in which the culprit's tensors were counted and finite; WHOLE if there is none."""
+    for place in reversed(range(len(blocks))):
+        if blocks[place].last_step >= event.step:
+            continue
+        tensors = [
+            tensor.histogram for key, tensor in blocks[place].tensors.items() if key.kind == kind and key.name in marked
+        ]
+        if any(counts.nonzero for counts in tensors) and not any(counts.nonfinite for counts in tensors):
+            return place
+    return WHOLE
+
+
+def _shown(block: int, blocks: Sequence[Window]) -> str:
+    if block == WHOLE:
+        return "No healthy step was counted before it, so the map shows the whole run."
+    window = blocks[block]
+    return f"The map shows {steps_named(window.first_step, window.last_step)}, the last healthy before it that was counted."

@@ -1,0 +1,104 @@
+"""Renders the front of a page as HTML: a bar, the picture, and a panel with the verdict, the change and the findings."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator
+
+from mpinspect.reporting.document import Block, Document, Front, Listed
+from mpinspect.reporting.finding import inferred
+from mpinspect.reporting.words import number_of
+
+STYLE = """
+.mpinspect.front{padding:0}
+main>.mpinspect.front{padding:0}
+.mpinspect .bar{display:flex;flex-wrap:wrap;align-items:center;gap:.1em 1em;padding:.35em 1em;border-bottom:1px solid var(--line);
+background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
+.mpinspect .bar h1{font-size:1.08em;margin:0;max-width:34em;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
+.mpinspect .state{border:1px solid currentColor;border-radius:3px;padding:0 .5em;font-weight:600;white-space:nowrap}
+.mpinspect .fact{color:var(--soft)}
+.mpinspect .screen{display:grid;grid-template-columns:minmax(0,1fr) clamp(20em,23.5vw,27em);position:relative}
+.mpinspect .panel{grid-column:2;grid-row:1;padding:.7em 1em 1em;border-left:1px solid var(--line);overflow:auto;min-width:0}
+.mpinspect .picture{grid-column:1;grid-row:1;padding:.4em 0 0 1em;min-width:0}
+.mpinspect .panel h2{font-size:1em;margin:1em 0 .3em}.mpinspect .panel>:first-child{margin-top:0}
+.mpinspect .panel p.alarm{padding:.3em .6em;border-left-width:3px;font-weight:400}
+.mpinspect .panel ul{list-style:none;padding:0;margin:0}.mpinspect .panel li{margin:.15em 0}
+.mpinspect .panel .dim{font-size:.93em}
+.mpinspect .panel .finding{border-left:3px solid currentColor;padding:.2em .6em;margin:.25em 0;background:var(--raised)}
+.mpinspect .panel .finding summary{cursor:pointer}.mpinspect .panel .finding .place{color:var(--soft);margin-left:.5em}
+.mpinspect .panel .finding .id{margin-left:.4em}
+.mpinspect a{color:var(--info)}
+.mpinspect .screen:not(:has(.explorer)){display:block}
+.mpinspect.front>.terms{padding:0 clamp(.8em,3vw,2.5em) 1em}
+.mpinspect .below{padding:1.2em clamp(.8em,3vw,2.5em) 0}
+.mpinspect .below>:first-child{margin-top:0}
+@media (min-width:1001px){.mpinspect .screen:has(.explorer){height:calc(100vh - 42px);min-height:34em}
+.mpinspect .screen:has(.explorer)>*{min-height:0;height:100%;box-sizing:border-box}}
+@media (max-width:1000px){.mpinspect .screen{display:block}.mpinspect .panel{border-left:0}
+.mpinspect .picture{padding:.4em 1em 0}}
+@media print{.mpinspect .screen{display:block;height:auto!important}.mpinspect .panel{border:0;overflow:visible}
+.mpinspect .screen>*{height:auto!important}
+.mpinspect .finding::details-content{content-visibility:visible;height:auto}}
+"""
+
+#: Renders a block at a level of headings.
+Render = Callable[[Block, int], Iterator[str]]
+#: Turns text into HTML.
+Escape = Callable[[str], str]
+
+
+def front(document: Document, shown: Front, escape: Escape, render: Render) -> Iterator[str]:
+    """Yield the parts of the front of a page.
+
+    Args:
+        document: the document, which must already be escaped.
+        shown: its front.
+        escape: turns text into HTML.
+        render: renders a block.
+    """
+    yield '<header class="bar">'
+    yield f'<h1 title="{html.escape(document.title)}">{escape(shown.name)}</h1>'
+    yield f'<span class="state {shown.tone}">{escape(shown.state)}</span>'
+    yield from (f'<span class="fact">{escape(fact)}</span>' for fact in shown.facts)
+    yield "</header>"
+    yield '<div class="screen">'
+    yield '<section class="panel" tabindex="0" aria-label="Verdict, change and findings">'
+    if document.alarm:
+        yield f'<p class="alarm">{escape(document.alarm)}</p>'
+    for block in shown.verdict:
+        yield from render(block, 1)
+    if shown.findings:
+        yield f"<h2>{escape(number_of(len(shown.findings), 'finding'))}</h2>"
+        yield "<ul>"
+        for listed in shown.findings:
+            yield f"<li>{''.join(_listed(listed, escape))}</li>"
+        yield "</ul>"
+    yield from (f'<p class="dim">{escape(note)}</p>' for note in shown.notes)
+    yield "</section>"
+    if shown.picture is not None:
+        yield from render(shown.picture, 1)
+    else:
+        yield f'<p class="picture strong">{escape(shown.without)}</p>'
+    yield "</div>"
+
+
+def _listed(listed: Listed, escape: Escape) -> Iterator[str]:
+    """Yield a finding that opens; one whose message stands in the verdict above is only a line."""
+    finding = listed.finding
+    step = "" if finding.step is None else f' data-step="{finding.step}"'
+    thing = f' data-thing="{html.escape(listed.thing)}"' if listed.thing else ""
+    where = ", ".join(filter(None, (listed.thing, finding.layer, f"step {finding.step}" if step else "")))
+    yield (
+        f'<details class="finding {html.escape(finding.severity)}" data-layer="{html.escape(finding.layer)}"{step}{thing}>'
+        f'<summary><b>{escape(finding.severity)}</b><span class="id">{escape(finding.id)}</span>'
+        f'<span class="place">{escape(inferred(finding))} {escape(where)}</span></summary>'
+    )
+    if finding.message:
+        yield f"<p>{escape(finding.message)}</p>"
+    if finding.fix:
+        yield f'<p class="fix">{escape(finding.fix)}</p>'
+    if finding.code:
+        yield f"<pre>{html.escape(finding.code, quote=False)}</pre>"
+    if listed.link:
+        yield f'<p><a href="{html.escape(listed.link)}">about {escape(finding.id)}</a></p>'
+    yield "</details>"

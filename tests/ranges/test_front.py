@@ -1,0 +1,315 @@
+"""The first screen of a page: what it says without scripts, and what a browser shows of it."""
+
+from __future__ import annotations
+
+import html as markup
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sessions
+from agreeing_reports import analyse
+from test_explorer import SESSIONS, axe, browser, in_node, opened  # noqa: F401
+from test_opening import broken
+
+from mpinspect.ranges import analyse as analysing
+from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.session import TensorInfo, TensorKey
+from mpinspect.reporting import html
+from mpinspect.reporting.document import Code, Document, Line
+from mpinspect.reporting.forms import document, render
+from mpinspect.run.report import ModelPart, RunReport
+
+SCREEN = {"width": 1440, "height": 900}
+
+
+def part(page: str, tag: str, name: str) -> str:
+    """The text of the first element of this class, without tags."""
+    (found,) = re.findall(rf"<{tag} [^>]*class=\"{name}[^>]*>(.*?)</{tag}>", page, re.DOTALL)[:1]
+    return markup.unescape(re.sub(r'<span class="meaning">.*?</span>|<[^>]*>', " ", found))
+
+
+def of_run(session: Any, command: str = "/home/a/train.py --lr 1") -> RunReport:
+    return RunReport(command, "ended", (ModelPart("Net", analyse(session)),), log_dir="runs/a")
+
+
+def test_the_bar_names_the_script_its_state_its_steps_and_its_versions():
+    bar = part(render(of_run(broken()), ".html"), "header", "bar").split("  ")
+    words = " ".join(bar)
+    for expected in ("train.py --lr 1", "In trouble", "01 Jan 2026, 00:00", "10 steps", "mpinspect 0.1.0", "runs/a"):
+        assert expected in words
+    assert "/home/a" not in words
+    healthy = replace(broken(nan_from=99), events=())
+    assert "Healthy" in part(render(of_run(healthy), ".html"), "header", "bar")
+
+
+def test_the_verdict_and_its_change_stand_once_and_above_the_tables():
+    report = of_run(broken())
+    page = render(report, ".html")
+    sentence = report.parts[0].ranges.verdict.sentences[0].partition(": ")[2]
+    panel = part(page, "section", "panel")
+    assert " ".join(sentence.split()) in " ".join(panel.split())
+    words = " ".join(markup.unescape(re.sub(r'<span class="meaning">.*?</span>|<[^>]*>', "", page)).split())
+    assert words.count(" ".join(sentence.split())) == 1
+    assert page.index('class="panel"') < page.index("<table")
+    for gone in ("In brief", "Said above", "Also noted"):
+        assert gone not in words
+
+
+def test_every_finding_leads_to_its_layer_step_and_page():
+    page = render(of_run(broken()), ".html")
+    findings = analyse(broken()).findings
+    found = re.findall(r'<details class="finding (\w+)" data-layer="([^"]*)"(?: data-step="(\d+)")?>', page)
+    assert found == [
+        (each.severity, each.layer, "" if each.step is None else str(each.step))
+        for each in sorted(findings, key=lambda each: -("info", "warning", "error").index(each.severity))
+    ]
+    for finding in findings:
+        assert re.search(rf'href="https://github\.com/[^"]*/docs/\w+\.md#{finding.id}"', page)
+
+
+def test_every_link_is_to_a_heading_of_a_page_of_the_docs():
+    from mpinspect.ranges.faults.registry import FAULTS
+    from mpinspect.ranges.report.front import listed
+
+    docs = Path(__file__).parents[2] / "docs"
+    made = analyse(broken())
+    pages: dict[str, set[str]] = {}
+    for id in FAULTS:
+        (entry,) = listed(replace(made, findings=(replace(made.findings[0], id=id),)))
+        name, _, anchor = entry.link.rpartition("/")[2].partition("#")
+        headings = pages.setdefault(
+            name, set(re.findall(r"^#+ (\S+)$", (docs / name).read_text("utf-8"), re.MULTILINE))
+        )
+        assert anchor == id
+        assert anchor in headings, (name, anchor)
+
+
+def test_a_page_without_any_tensor_has_a_sentence_in_place_of_the_map():
+    page = render(analyse(SESSIONS["word_model"].__class__()), ".html")
+    assert "No tensor was counted, so there is no map." in page
+    assert "data-widget" not in page
+    assert "No model was inspected" in render(RunReport("a.py", "ended"), ".html")
+
+
+def test_powers_of_two_are_superscripts_but_not_in_code():
+    report = analyse(sessions.everything())
+    page = render(report, ".html")
+    shown = re.sub(r"<(script|style|pre)\b.*?</\1>|<[^>]*>", " ", page, flags=re.DOTALL)
+    assert not re.search(r"2\^-?\d", shown)
+    assert re.search("2[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]", shown)
+    assert "<pre>x = 2^-3</pre>" in html.render(Document("t", (Code("x = 2^-3"), Line("2^-3 and 2^10.5"))))
+    assert "<p>2⁻³ and 2¹⁰·⁵</p>" in html.render(Document("t", (Code("x = 2^-3"), Line("2^-3 and 2^10.5"))))
+
+
+# -- in a browser ---------------------------------------------------------------------------------------------------
+
+
+def covered(page: Any) -> float:
+    """Share of the first screen that the curve, the map and the time strip cover."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll(".explorer figure.losses, .explorer .rows, .explorer figure.steps")]
+        .map((each) => each.getBoundingClientRect())
+        .map(({ left, right, top, bottom }) => Math.max(0, Math.min(right, innerWidth) - Math.max(left, 0))
+          * Math.max(0, Math.min(bottom, innerHeight) - Math.max(top, 0)))
+        .reduce((sum, each) => sum + each, 0) / (innerWidth * innerHeight)"""
+    )
+
+
+def marked(page: Any) -> list[str]:
+    """The names of the culprit's rows that are seen without scrolling anything."""
+    return page.evaluate(
+        """() => [...document.querySelectorAll(".explorer tbody tr.marked")].filter((row) => {
+          const [one, all] = [row, row.closest(".rows")].map((each) => each.getBoundingClientRect());
+          return one.top >= all.top && one.bottom <= all.bottom && one.bottom <= innerHeight;
+        }).map((row) => row.dataset.name)"""
+    )
+
+
+def many_blocks(blocks: int) -> Any:
+    """A broken run of many equal blocks, whose culprit is one layer of the seventieth."""
+    made = broken(module="blocks.70.fc1", tensor="blocks.70.fc1")
+    names = [f"blocks.{block}.{name}" for block in range(blocks) for name in ("fc1", "fc2")]
+    window = made.windows[0]
+    each = next(iter(window.tensors.values()))
+    windows = tuple(
+        replace(old, tensors={TensorKey(name, "activation_gradient"): each for name in names}) for old in made.windows
+    )
+    watched = tuple(TensorInfo(name, "activation_gradient", name, "Linear") for name in names)
+    return replace(made, windows=windows, watched=watched)
+
+
+@pytest.mark.parametrize("name", ["broken", "150 layers", "healthy"])
+def test_the_picture_covers_most_of_the_first_screen(name: str, browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    session = {
+        "broken": broken(),
+        "150 layers": many_blocks(75),
+        "healthy": SESSIONS["word_model"],
+    }[name]
+    page = opened(browser, of_run(session).save(tmp_path / "a.html"), viewport=SCREEN)
+    assert covered(page) >= 0.6
+    assert page.evaluate("document.documentElement.scrollWidth") <= SCREEN["width"]
+    assert page.troubles == []
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_culprit_is_seen_without_a_click(several: bool, browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    parts = [ModelPart("Net", analyse(broken()))]
+    if several:
+        parts.insert(0, ModelPart("Healthy", analyse(SESSIONS["word_model"])))
+    path = RunReport("a.py", "ended", tuple(parts)).save(tmp_path / "a.html")
+    page = opened(browser, path, viewport=SCREEN)
+    page.wait_for_selector(".explorer tr.marked")
+    assert marked(page) == ["blocks.1.fc1"]
+    assert "step 4" in page.text_content(".explorer .opening")
+    assert page.input_value(".explorer label:has-text('Format') select") == "float16"
+    assert page.text_content(".explorer .scale output") == "2¹¹"
+
+
+def test_of_a_folded_group_the_culprit_alone_is_unfolded(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = opened(browser, of_run(many_blocks(75)).save(tmp_path / "a.html"), viewport=SCREEN)
+    assert marked(page) == ["blocks.70.fc1"]
+    assert page.locator(".explorer tbody tr[data-name]").count() == 3
+
+
+def test_a_finding_shows_its_rows_and_the_way_back(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
+    assert page.is_hidden("text=back to where it began")
+    page.click(".panel .finding[data-step] summary")
+    assert page.get_attribute(".explorer tr.chosen", "data-name") == "blocks.1.fc1"
+    assert "step 5" in page.text_content(".explorer .said")
+    # The verdict stays in sight.
+    assert page.is_hidden(".explorer .detail")
+    page.click("text=back to where it began")
+    assert page.locator(".explorer tr.chosen").count() == 0
+    assert "step 4" in page.text_content(".explorer .said")
+    assert page.troubles == []
+
+
+def test_the_handle_is_dragged_along_the_axis_of_the_map(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
+    edge = page.locator(".explorer svg .grip").bounding_box()
+    strip = page.locator(".explorer tbody canvas").first.bounding_box()
+    low, high = (
+        page.evaluate("[...document.querySelectorAll('.explorer svg .now')].map((each) => +each.getAttribute('x1'))")[
+            0:1
+        ]
+        * 2
+    )
+    assert low == high == pytest.approx(edge["x"] + edge["width"] / 2 - strip["x"], abs=2)
+    page.mouse.move(edge["x"] + 6, edge["y"] + 8)
+    page.mouse.down()
+    page.mouse.move(edge["x"] + 6 + strip["width"] / 8, edge["y"] + 8, steps=4)
+    page.mouse.up()
+    moved = page.locator(".explorer svg .grip").bounding_box()
+    assert moved["x"] > edge["x"] + strip["width"] / 10
+    # A smaller scale moves the edge to the right, and the address keeps it.
+    scale = int(re.search(r"scale=(-?\d+)", page.evaluate("location.hash"))[1])
+    assert scale < 11
+    assert page.locator(".explorer input[type=range]").first.input_value() == str(scale)
+    assert page.troubles == []
+
+
+def test_code_is_copied(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    report = of_run(broken())
+    verdict = replace(report.parts[0].ranges.verdict, code="y = f(x.float())")
+    report = replace(report, parts=(ModelPart("Net", replace(report.parts[0].ranges, verdict=verdict)),))
+    page = opened(
+        browser, report.save(tmp_path / "a.html"), viewport=SCREEN, permissions=["clipboard-read", "clipboard-write"]
+    )
+    page.click(".panel .copy >> nth=0")
+    page.wait_for_selector(".panel .copy:text('copied')")
+    assert page.evaluate("navigator.clipboard.readText()") == "y = f(x.float())"
+
+
+def test_a_format_that_loses_nothing_has_a_sentence_in_place_of_an_empty_curve(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    from mpinspect.ranges.session import Precision
+
+    session = replace(SESSIONS["word_model"], precision=Precision({"float32": 100}, autocast=("bfloat16",)))
+    report = RunReport("a.py", "ended", (ModelPart("Net", analysing.analyse(session)),))
+    page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
+    assert "BF16 flushes only below 2⁻¹³⁴" in page.text_content(".explorer .losses .readout")
+    # The share of the elements below each power of two stands in the curve's place.
+    assert page.locator(".explorer .losses svg .flushes").count() == 0
+    heights = [float(each) for each in re.findall(r"[ML]-?[\d.]+ ([\d.]+)", page.get_attribute(".losses .under", "d"))]
+    assert heights == sorted(heights, reverse=True)
+    assert len(set(heights)) > 5
+    page.click("text=what would FP16 do?")
+    assert page.locator(".explorer .losses svg .flushes").is_visible()
+
+
+def test_without_scripts_the_verdict_the_findings_and_the_tables_stand(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = browser.new_context(java_script_enabled=False, offline=True, viewport=SCREEN).new_page()
+    page.goto(f"file://{of_run(broken()).save(tmp_path / 'a.html')}")
+    assert page.is_visible(".state:text('In trouble')")
+    page.click(".panel .finding summary >> nth=0")
+    assert page.is_visible(".panel .finding[open] p >> nth=0")
+    assert page.is_visible("table")
+    assert page.locator("table").first.bounding_box()["y"] < 2 * SCREEN["height"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_everyone_can_read_a_runs_page(scheme: str, width: int, axe: str, browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    viewport = {"width": width, "height": 800}
+    page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), color_scheme=scheme, viewport=viewport)
+    page.click(".panel .finding summary >> nth=0")
+    page.click(".explorer .help summary")
+    page.evaluate(axe)
+    found = page.evaluate("axe.run()")
+    assert [(each["id"], each["nodes"][0]["html"]) for each in found["violations"]] == []
+
+
+def test_a_layer_has_a_view_of_its_own(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    both = broken()
+    extra = {TensorKey("blocks.1.fc1", "activation"): sessions.bell(-2)}
+    with_outputs = sessions.session(extra).windows[0].tensors
+    windows = tuple(replace(window, tensors={**window.tensors, **with_outputs}) for window in both.windows)
+    infos = (*both.watched, TensorInfo("blocks.1.fc1", "activation", "blocks.1.fc1", "Linear"))
+    path = of_run(replace(both, windows=windows, watched=infos)).save(tmp_path / "a.html")
+    page = opened(browser, path, "#kind=activation_gradient&scale=3&block=2", viewport=SCREEN)
+    assert page.is_hidden(".explorer .detail")
+    page.click(".explorer tr[data-name='blocks.1.fc1']")
+    assert page.text_content(".detail h3") == "blocks.1.fc1"
+    # A bar for each power of two that was counted, and a line over the run.
+    (window,) = (each for key, each in both.windows[2].tensors.items() if key.name == "blocks.1.fc1")
+    bars = page.locator(".detail rect[class^=bar-]")
+    assert bars.count() == sum(count > 0 for count in window.histogram.counts)
+    assert page.locator(".detail .curve.largest").count() == 1
+    assert page.locator(".detail text.bad").count() == 5
+    # The module's other tensors are one click away.
+    page.click(".detail li button:has-text('activation')")
+    assert page.input_value(".explorer label:has-text('Tensors') select") == "activation"
+    again = opened(browser, path, page.evaluate("location.hash"), viewport=SCREEN)
+    assert again.text_content(".detail h3") == "blocks.1.fc1"
+    page.keyboard.press("Escape")
+    assert page.is_hidden(".explorer .detail")
+    assert page.is_visible(".panel")
+    assert page.troubles == again.troubles == []
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_the_code_that_keeps_a_layer_in_fp32_does_so(is_narrow: bool) -> None:
+    import torch
+
+    code = in_node(
+        "console.log(JSON.stringify(fp32Code(given.module, given.narrow)));", {"module": "0.1", "narrow": is_narrow}
+    )
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(4, 3)), torch.nn.Linear(3, 2))
+    if is_narrow:
+        model.bfloat16()
+    seen = []
+    exec(code, {"model": model, "torch": torch})
+    model[0][1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(torch.randn(5, 4))
+    assert seen == [torch.float32]
+    assert output.dtype == torch.bfloat16
+    assert in_node("console.log(JSON.stringify(fp32Code(given, false)));", "") == ""
+
+
+def test_documents_without_a_front_have_none():
+    assert document(analyse(broken()), verdict=False).front is None
+    assert isinstance(analyse(broken()), RangeReport)

@@ -1,0 +1,146 @@
+"""What a map shows at first: the place where a run broke, FP16 for an FP32 run, a healthy run as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sessions
+
+from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges import analyse as analysing
+from mpinspect.ranges.report.explorer import data
+from mpinspect.ranges.report.opening import blocks_of
+from mpinspect.ranges.session import Event, Precision, Progress, ScaleChange, Session, TensorInfo, TensorKey, coarsen
+
+NAMES = ("embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2", "head")
+GRADIENT = "activation_gradient"
+
+
+def broken(step: int = 5, kind: str = GRADIENT, nan_from: int | None = None, **fields: Any) -> Session:
+    """Ten steps in FP16, each counted by itself, the scale halved at step 3; an event in 'blocks.1.fc1' that no scaler caught."""
+    holds_nan = ExponentHistogram.from_counts([3], -4, nans=2)
+    made = sessions.session({TensorKey(name, kind): sessions.bell(-6) for name in NAMES})
+    window = made.windows[0]
+    first_nan = step if nan_from is None else nan_from
+    bad = {key: replace(tensor, histogram=holds_nan) for key, tensor in window.tensors.items()}
+    windows = tuple(
+        replace(
+            window, first_step=at, last_step=at, sampled_steps=1, tensors=bad if at >= first_nan else window.tensors
+        )
+        for at in range(10)
+    )
+    event = Event(step, 0, "forward", "blocks.1.fc1", "activation", "blocks.1.fc1", "nan", skipped=False)
+    return replace(
+        made,
+        windows=windows,
+        watched=tuple(TensorInfo(name, kind, name, "Linear") for name in NAMES),
+        progress=Progress(
+            steps=10, sampled_steps=10, backwards=10, scales=(ScaleChange(0, 2.0**12), ScaleChange(3, 2.0**11))
+        ),
+        events=(replace(event, **fields),),
+        precision=Precision({"float32": 100}, autocast=("float16",)),
+    )
+
+
+def opened(session: Session, format: str | None = None) -> dict[str, Any]:
+    given = data(analysing.analyse(session, format))
+    return {"format": given["format"], **given["opening"]}
+
+
+def test_a_broken_run_opens_at_the_last_healthy_step_before_the_event_and_at_that_steps_scale():
+    for step, scale in ((3, 12), (5, 11)):
+        shown = opened(broken(step))
+        assert (shown["format"], shown["block"], shown["scale"]) == ("float16", step - 1, scale)
+        assert f"the first NaN of the run (step {step}, forward)" in shown["words"]
+        assert f"step {step - 1}, the last healthy before it that was counted" in shown["words"]
+
+
+def test_steps_whose_culprit_was_already_not_finite_are_not_healthy():
+    assert opened(broken(6, nan_from=4))["block"] == 3
+
+
+def test_without_a_healthy_step_before_it_the_whole_run_is_shown():
+    shown = opened(broken(0))
+    assert shown["block"] == -1
+    assert shown["words"].endswith("No healthy step was counted before it, so the map shows the whole run.")
+
+
+def test_a_culprit_of_a_kind_that_was_not_counted_shows_the_nearest_kind_and_says_so():
+    shown = opened(broken())
+    assert (shown["kind"], shown["marked"]) == (GRADIENT, ["blocks.1.fc1"])
+    assert "Its activations were not counted; shown are its activation gradients." in shown["words"]
+    counted = opened(broken(kind="activation"))
+    assert (counted["kind"], counted["marked"]) == ("activation", ["blocks.1.fc1"])
+    assert "not counted" not in counted["words"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "marked", "words"),
+    [
+        ({"module": "blocks.1", "tensor": "blocks.1"}, ["blocks.1.fc1", "blocks.1.fc2"], "Marked: 'blocks.1',"),
+        (
+            {"module": "", "what": "loss", "tensor": ""},
+            ["head"],
+            "The loss has no row of its own; the nearest is 'head'.",
+        ),
+        ({"module": "", "tensor": "", "given": True}, ["embed"], "The input has no row of its own"),
+        (
+            {"module": "dropout", "tensor": "dropout"},
+            ["head"],
+            "'dropout' has no row of its own; the nearest is 'head'.",
+        ),
+    ],
+)
+def test_the_rows_of_a_culprit(fields: dict[str, Any], marked: list[str], words: str):
+    shown = opened(broken(**fields))
+    assert shown["marked"] == marked
+    assert words in shown["words"]
+
+
+def test_a_module_that_was_never_counted_shows_its_neighbour_in_the_models_order():
+    made = broken(module="blocks.0.fc2", tensor="blocks.0.fc2")
+    windows = tuple(
+        replace(window, tensors={key: each for key, each in window.tensors.items() if key.name != "blocks.0.fc2"})
+        for window in made.windows
+    )
+    assert opened(replace(made, windows=windows))["marked"][0] in ("blocks.0.fc1", "blocks.1.fc1")
+
+
+def test_a_finding_without_an_event_marks_its_layer_over_the_whole_run():
+    session = replace(broken(nan_from=99), events=())
+    report = analysing.analyse(session)
+    from mpinspect.reporting.finding import Finding
+
+    finding = Finding("scale-too-low", "warning", "blocks.0.fc2", "It is.", {}, step=0)
+    given = data(replace(report, findings=(finding,)))["opening"]
+    assert (given["marked"], given["block"], given["scale"]) == (["blocks.0.fc2"], -1, 11)
+    assert given["words"] == "Marked: 'blocks.0.fc2' (scale-too-low, from step 0 on)."
+
+
+def test_a_healthy_run_opens_as_it_is_and_an_fp32_run_at_fp16_without_a_scale():
+    healthy = replace(broken(nan_from=99), events=())
+    assert opened(healthy) == {"format": "float16", "scale": 11, "kind": "", "block": -1, "marked": [], "words": ""}
+    shown = opened(replace(healthy, precision=Precision({"float32": 100}, autocast=("",))))
+    assert (shown["format"], shown["scale"], shown["marked"]) == ("float16", 0, [])
+    assert shown["words"].startswith("The run computes in FP32.")
+    # Whoever asks for a format gets it.
+    assert opened(healthy, "float8_e4m3")["format"] == "float8_e4m3"
+
+
+def test_a_broken_fp32_run_opens_in_fp32():
+    shown = opened(replace(broken(), precision=Precision({"float32": 100}, autocast=("",))))
+    assert (shown["format"], shown["marked"]) == ("float32", ["blocks.1.fc1"])
+
+
+def test_the_window_before_an_event_is_not_merged_with_later_ones():
+    session = broken(7)
+    event = session.events[0]
+    for limit in range(1, 12):
+        blocks = blocks_of(session, event, limit)
+        assert len(blocks) <= limit
+        assert sum(block.sampled_steps for block in blocks) == 10
+        if limit >= 3:
+            assert any(block.last_step == 6 and block.first_step == 6 for block in blocks)
+    assert blocks_of(session, None, 4) == coarsen(session.windows, 4)
