@@ -98,7 +98,7 @@ def main() -> None:
         figures = f"{mean:>9.2f}%{deviation:>10.2f}{difference:>+12.2f}{relative:>14}{skipped:>9}"
         print(f"{precision:<12}{figures}{time.perf_counter() - start:>9.0f}", flush=True)
     if runs[0].emulated:
-        print("16-bit arithmetic is emulated on this CPU: numbers as on Tensor Cores, no speed")
+        print("16-bit arithmetic is emulated on this CPU: Tensor Cores' numbers, not their speed")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def main() -> None:
 
     mp = mixed_precision(nn.Linear(8, 8).to(DEVICE))
     if mp.emulated:
-        print("16-bit arithmetic is emulated on this CPU: numbers as on Tensor Cores, no speed")
+        print("16-bit arithmetic is emulated on this CPU: Tensor Cores' numbers, not their speed")
     sums(mp)
     batch_norms(options.steps)
 

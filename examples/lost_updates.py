@@ -145,7 +145,7 @@ def main() -> None:
         figures = f"{loss:>20.4f}{loss / reference - 1:>+14.1%}{lost:>14.1%}{time.perf_counter() - start:>9.0f}"
         print(f"  {name:<36}{figures}", flush=True)
     if DEVICE == "cpu":
-        print("16-bit arithmetic is emulated on this CPU: numbers as on Tensor Cores, no speed")
+        print("16-bit arithmetic is emulated on this CPU: Tensor Cores' numbers, not their speed")
 
 
 if __name__ == "__main__":

@@ -250,7 +250,7 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        print("16-bit arithmetic is emulated on this CPU: numbers as on Tensor Cores, no speed")
+        print("16-bit arithmetic is emulated on this CPU: Tensor Cores' numbers, not their speed")
 
     simple_network(options.steps, device)
     network_with_batch_norm(options.steps, device)

@@ -70,7 +70,7 @@ def _begin(options: LaunchOptions) -> Ending | None:
     except UnusableDirectoryError:
         raise
     except Exception as error:
-        say(f"the script runs unwatched: {brief(error)}")
+        say(f"the script runs uninspected: {brief(error)}")
         return None
     # On other machines the directory may have another name, or lie on a disk that rank 0 does not see.
     if rank.number == 0 or trouble or (rank.of > 1 and os.environ.get("LOCAL_RANK") == "0"):
@@ -83,7 +83,7 @@ def _begin(options: LaunchOptions) -> Ending | None:
 def _advice(options: LaunchOptions) -> str:
     name = PurePath(options.target).name
     return (
-        f"{name} starts the training in processes of its own, which are not seen from here: let it start mpinspect, as in "
+        f"{name} starts the training in separate processes, which can't be inspected from here: let it start mpinspect, as in "
         "torchrun --nproc-per-node 8 -m mpinspect run train.py"
     )
 

@@ -108,7 +108,7 @@ class AllRanks:
         try:
             work()
         except Exception as error:
-            self._note(f"what all ranks wrote could not be added up while they trained ({error!r}): {self._elsewhere}")
+            self._note(f"the ranks' files could not be added up during training ({error!r}): {self._elsewhere}")
 
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:

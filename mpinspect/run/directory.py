@@ -135,7 +135,7 @@ def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path,
         with locked(base):
             if not _is_foreign(base, rank) and write_first(base / rank.folder, record):
                 return base, number > 1
-    raise OSError(f"{_SIBLINGS} names beside it are taken")
+    raise OSError(f"{_SIBLINGS} similar names are taken")
 
 
 def _is_foreign(base: Path, rank: Rank) -> bool:

@@ -111,7 +111,7 @@ class Ending:
             self._watcher = Watcher(self.options, self.directory, self._say, self.seen, self._tracker, written)
             self._watcher.install()
         except Exception as error:
-            self.seen.note(f"mpinspect failed when torch was imported, and watched nothing: {brief(error)}")
+            self.seen.note(f"mpinspect failed when torch was imported, and inspected nothing: {brief(error)}")
 
     def left_by(self, error: BaseException) -> None:
         """Record the exception that is about to end the script."""
@@ -148,9 +148,9 @@ class Ending:
             if self._tracker is not None:
                 self._tracker.end()
         except KeyboardInterrupt:
-            self._say(f"stopped before the report was complete: mpinspect report {self._whole} reads what was recorded")
+            self._say(f"stopped before the report was complete: mpinspect report {self._whole} reads the recorded data")
         except Exception as error:
-            self._say(f"the report could not be made ({brief(error)}); what was recorded is in {self.directory}")
+            self._say(f"the report could not be made ({brief(error)}); the recorded data is in {self.directory}")
         if self.outcome == STOPPED:
             _die_by_interrupt()
 
@@ -259,7 +259,7 @@ class Ending:
         """Print one line; Python has already printed the reason why the script could not start."""
         if self.speaks:
             kept = self._shown(self.directory / FILE_NAME)
-            say(f"the script could not be started: nothing was recorded ({kept} keeps the command)")
+            say(f"the script could not be started: nothing was recorded ({kept} has the command)")
         with suppress(OSError):
             self._write_last_record()
 

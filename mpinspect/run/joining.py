@@ -135,7 +135,7 @@ def with_ranks(
     more = "mpinspect report adds the rest"
     notes = [*whole.notes]
     if running:
-        notes.append(f"{_named(running)} had not ended when this was made: of that only what was on disk is in, {more}")
+        notes.append(f"{_named(running)} had not ended: only data already on disk is included, {more}")
     if left := [path for path in ranks if path not in read and models]:
         notes.append(f"{_named(left)} could not be read in {_PATIENCE_S:.0f} s: {more}")
     return of_all, read, notes

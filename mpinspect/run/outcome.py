@@ -136,16 +136,16 @@ class Seen:
             return [f"{made}; {_count(self.models, 'model was', 'models were')} inspected"]
         forwards = _count(self.forwards_without_gradient, "forward", "forwards")
         if not self.backwards and self.forwards_without_gradient:
-            return [f"{made}, and {forwards} ran without a backward: this script trained nothing that could be seen"]
+            return [f"{made}, and {forwards} ran without a backward: no training was detected"]
         if not self.backwards:
             return [
-                f"{made} and no backward ran: there were no gradients to inspect (those of torch.autograd.grad and torch.func "
-                "are not seen)"
+                f"{made} and no backward ran: there were no gradients to inspect (gradients of torch.autograd.grad and "
+                "torch.func are not inspected)"
             ]
         backwards = _count(self.backwards, "backward", "backwards")
         found_none = f"{made} and {backwards} ran, but no module was found whose gradients could be inspected"
         # If the model was copied or replaced, the optimizer's parameters are not those that get the gradients.
-        likely = ": is the model that is trained a copy, or made after the optimizer?" if self.optimizers else ""
+        likely = ": was the model copied, or made after the optimizer?" if self.optimizers else ""
         return [found_none + likely]
 
     def _of_frameworks(self) -> list[str]:
@@ -153,7 +153,7 @@ class Seen:
             return []
         names = ", ".join(self.other_frameworks)
         return [
-            f"{names} was imported: what it computed was not seen (mpinspect.Recorder counts any framework's arrays)"
+            f"{names} was imported, and its computations were not inspected (mpinspect.Recorder counts any framework's arrays)"
         ]
 
     def _of_children(self) -> list[str]:
@@ -161,7 +161,7 @@ class Seen:
         unwatched = self.spawned - self.watched_children
         if self.forked:
             was, what = _was(self.forked)
-            sentences.append(f"{was} forked; what {what} computed was not seen")
+            sentences.append(f"{was} forked; computations in {what} were not inspected")
         if self.watched_children:
             was, _ = _was(self.watched_children)
             sentences.append(
@@ -169,12 +169,12 @@ class Seen:
             )
         if unwatched > 0:
             was, what = _was(unwatched)
-            sentences.append(f"{was} spawned and not watched; what {what} computed was not seen")
+            sentences.append(f"{was} spawned; computations in {what} were not inspected")
         return sentences
 
 
 def _was(processes: int) -> tuple[str, str]:
-    return ("1 process was", "it") if processes == 1 else (f"{processes} processes were", "they")
+    return ("1 process was", "it") if processes == 1 else (f"{processes} processes were", "them")
 
 
 def _count(number: int, one: str, many: str) -> str:

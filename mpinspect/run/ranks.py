@@ -83,16 +83,16 @@ class ModelsOfRanks:
         total = self._models.setdefault(name, RankSum())
         try:
             if not rank < world <= MOST_RANKS:
-                raise NotOneModelError(f"it says that it is rank {rank:,} of {world:,}")
+                raise NotOneModelError(f"it claims to be rank {rank:,} of {world:,}")
             # A process without a record has no job: only its rank shows where it belongs.
             self._job = self._job or record.job
             if record.job not in ("", self._job):
-                raise NotOneModelError("it is of another run: two runs are in one folder, so move one away")
+                raise NotOneModelError("it belongs to another run: two runs share one folder, so move one away")
             if not isinstance(total, RankSum):
                 raise NotOneModelError("another model has its name")
             total.add(found)
         except NotOneModelError as error:
-            self.notes.append(f"{alone} is shown by itself: {error}")
+            self.notes.append(f"{alone} is shown separately: {error}")
             self._models[alone] = session
             if isinstance(total, RankSum) and not total.ranks:
                 del self._models[name]
@@ -137,7 +137,7 @@ class ModelsOfRanks:
     def _why_absent(self, rank: int, without_folder: str) -> str:
         """Return why no session of a rank was added."""
         if rank in self._unreadable:
-            return "what it wrote can't be read"
+            return "its files can't be read"
         record = self._records.get(f"rank{rank}")
         if record is not None:
             return f"no model was recorded ({record.outcome})"

@@ -157,7 +157,7 @@ def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] |
     if trouble:
         yield trouble
     elif record.models and not report:
-        yield f"{REPORTS[1]} is gone, and with it the shapes of one step's matrix products{_may_hold(place)}"
+        yield f"{REPORTS[1]} is missing, and with it the shapes of one step's matrix products{_may_hold(place)}"
     where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
     names = []
     for session_file in sorted(place.glob(f"*/{FILE_NAME}"), key=_made):
@@ -175,7 +175,7 @@ def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] |
             yield f"the session file of {name} is damaged or cut off{where}"
     for name in record.models:
         if name not in names:
-            yield SessionError(f"{name} was recorded, and its session file is gone{where}")
+            yield SessionError(f"{name} was recorded, but its session file is missing{where}")
     if record.trouble:
         yield record.trouble
     yield from _seen(place, record, report, names)
@@ -186,12 +186,12 @@ def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: lis
     written = report.get("saw")
     yield from record.saw or (str(each) for each in (written if isinstance(written, list) else ()))
     if not (place / RECORD).exists() and not process_name(place):
-        yield f"what lies in {place} is shown as one run: {', '.join(names)}"
+        yield f"everything in {place} is shown as one run: {', '.join(names)}"
         others = _runs_in(place)
         if others:
-            yield f"runs of their own in there are left out: {', '.join(others)}"
+            yield f"separate runs inside it are left out: {', '.join(others)}"
     elif not record.ended and not report:
-        yield "no report was written so far: what was seen besides the models' sessions is not known"
+        yield "no report has been written yet: only the models' sessions are available"
     yield from _shapes(report, place)
 
 
@@ -226,7 +226,7 @@ def _report(place: Path) -> tuple[dict[str, Any], str]:
     except OSError as error:
         return {}, f"{REPORTS[1]} can't be read: {error.strerror or error}"
     except DecodingError as error:
-        return {}, f"{REPORTS[1]} is damaged and says nothing: it {error}"
+        return {}, f"{REPORTS[1]} is damaged and was ignored: it {error}"
     return (report, "") if isinstance(report, dict) else ({}, f"{REPORTS[1]} is damaged: it holds no report")
 
 

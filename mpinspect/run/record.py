@@ -177,11 +177,11 @@ def read_record(directory: Path) -> ProcessRecord:
         was_stopped = record.outcome == KILLED and _holds_something(directory / SIGTERM)
         return replace(record, outcome=STOPPED) if was_stopped else record
     except FileNotFoundError:
-        return ProcessRecord(trouble=f"{FILE_NAME} is missing: what ran, and how it ended, is not known")
+        return ProcessRecord(trouble=f"{FILE_NAME} is missing: the command and its outcome are unknown")
     except OSError as error:
         return ProcessRecord(trouble=f"{FILE_NAME} can't be read: {error.strerror or error}")
     except DecodingError as error:
-        return ProcessRecord(trouble=f"{FILE_NAME} is damaged and says nothing: it {error}")
+        return ProcessRecord(trouble=f"{FILE_NAME} is damaged and was ignored: it {error}")
 
 
 def _holds_something(file: Path) -> bool:

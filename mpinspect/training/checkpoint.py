@@ -200,7 +200,7 @@ def statement(there: Precision, here: Precision, scale: str) -> str:
         weights = f"the {kept_here} weights and optimizer state were taken over exactly"
     elif kept_here == "FP32":
         weights = (
-            f"the {kept_there} weights and optimizer state were widened to FP32 (what {kept_there} lost stays lost)"
+            f"the {kept_there} weights and optimizer state were widened to FP32 (digits lost in {kept_there} stay lost)"
         )
     else:
         weights = f"the {kept_there} weights and optimizer state were rounded to {kept_here}"

@@ -70,8 +70,8 @@ def warn_of_vanishing_eps(optimizers: Sequence[torch.optim.Optimizer], precision
 def _wrong_scale(given: object) -> str:
     if isinstance(given, torch.amp.GradScaler):
         return (
-            "loss_scale is a torch.amp.GradScaler, which can neither replay a closure nor say why a step was skipped: "
-            "give a mpinspect.LossScaler, which loads its state_dict() and decides alike"
+            "loss_scale is a torch.amp.GradScaler, which neither supports closures nor reports why a step was skipped: "
+            "give an mpinspect.LossScaler, which loads its state_dict() and makes the same decisions"
         )
     names = ", ".join(f'"{name}"' for name in ("dynamic", "auto", "none", *PRESETS))
     return f"loss_scale={given!r}: give one of {names}, a number such as 2.0**16, or a LossScaler"

@@ -62,8 +62,8 @@ class ForwardSearch:
 
     def _detail(self) -> str:
         if self._silent:
-            return "every weight is finite, and no module was heard of in this forward, as under torch.compile: run it without"
-        return "every weight is finite; the next forward is looked at module by module"
+            return "every weight is finite, and no module hook ran in this forward: disable torch.compile to find the module"
+        return "every weight is finite; the next forward will be checked module by module"
 
     def found(self) -> NonFinite | None:
         """Return the recorded forward's first non-finite module; None without a recording. Waits for the GPU."""

@@ -210,4 +210,6 @@ def _check_device(device: object) -> None:
     try:
         torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device is {device!r}, which torch does not know: 'cuda' or 'cpu', say") from error
+        raise ValueError(
+            f"device is {device!r}, which torch does not know: give 'cuda' or 'cpu', for example"
+        ) from error

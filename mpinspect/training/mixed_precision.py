@@ -283,7 +283,7 @@ class MixedPrecision:
             auto = f"; {self._auto}" if self._auto is not None else ""
             lines.append(f"loss scale {number_or_power(self.loss_scale)}, {kind}{auto}")
         if self.emulated:
-            lines.append("16-bit arithmetic is emulated on this CPU: numbers as on Tensor Cores, no speed")
+            lines.append("16-bit arithmetic is emulated on this CPU: Tensor Cores' numbers, not their speed")
         lines += [str(skip) for skip in self.skips[-3:]]
         return "\n".join(lines + self.suggestions())
 
@@ -401,7 +401,8 @@ class MixedPrecision:
         if any_written_since(parameter for parameter, _ in self._masters.pairs()):
             raise RuntimeError(
                 "the model's gradients were changed after unscale_(), which had copied them to the FP32 masters: the change "
-                "would be lost. Use this object's clip_grad_norm_() or clip_grad_value_(), or change those of master_parameters()"
+                "would be lost. Use this object's clip_grad_norm_() or clip_grad_value_(), or change the gradients of "
+                "master_parameters()"
             )
 
     def _follow_model(self) -> None:
@@ -452,20 +453,20 @@ class MixedPrecision:
     def _require_gradients(self) -> None:
         if self.scaler.is_enabled() and not self.scaler.has_scaled:
             raise RuntimeError(
-                "no backward(loss) of this object since its last step: gradients of a plain loss.backward() are not scaled, "
-                "and those of the last step were used already. Call backward(loss), then step(), once each"
+                "this object's backward(loss) has not run since its last step: gradients of a plain loss.backward() are not "
+                "scaled, and the last step's gradients were used already. Call backward(loss), then step(), once each"
             )
         for optimizer in self.optimizers:
             parameters = self._model_parameters(optimizer)
             if all(parameter.grad is None for parameter in parameters):
                 if not {*parameters} & {*self._core.parameters()}:
                     raise RuntimeError(
-                        f"the parameters of the {type(optimizer).__name__} are no longer the model's: fully_shard, or "
-                        "whatever replaced them, comes first, then the optimizer, then MixedPrecision"
+                        f"the parameters of the {type(optimizer).__name__} are no longer the model's: first call fully_shard, "
+                        "or whatever replaced them, then make the optimizer, then MixedPrecision"
                     )
                 raise RuntimeError(
-                    f"no parameter of the {type(optimizer).__name__} has a gradient: call backward(loss) before, with a loss "
-                    "that comes from this model, and zero_grad() before that, not after"
+                    f"no parameter of the {type(optimizer).__name__} has a gradient: call zero_grad(), then backward(loss) "
+                    "with a loss that this model computed, then step()"
                 )
 
     def _step_ended(self, stepped: bool) -> None:
@@ -491,7 +492,7 @@ class MixedPrecision:
             self.scaler.load_state_dict(saved)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise checkpoint.CheckpointError(f"the checkpoint's loss scale can't be read: {error}") from error
-        return f"the loss scale goes on at {number_or_power(self.loss_scale)}"
+        return f"the loss scale continues at {number_or_power(self.loss_scale)}"
 
     def _others(self) -> dict[str, torch.Tensor]:
         return checkpoint.others(self._core, self._masters, self.optimizers)

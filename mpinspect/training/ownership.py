@@ -54,8 +54,8 @@ def _check_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: 
     kind = type(optimizer).__name__
     if any(is_master(parameter) for parameter in held):
         raise ValueError(
-            f"the {kind} holds the FP32 masters of another MixedPrecision already: go on with that one, or make the model and "
-            "the optimizer anew"
+            f"the {kind} holds the FP32 masters of another MixedPrecision already: continue with that one, or make the model "
+            "and the optimizer again"
         )
     if {id(parameter) for parameter in held}.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise ValueError(
@@ -73,8 +73,8 @@ def take_scaler(owner: object, scaler: LossScaler) -> None:
     other = _owners.get(scaler)
     if other is not None and other() not in (None, owner):
         raise ValueError(
-            "this LossScaler serves another MixedPrecision already: one network's overflow would change the scale of the other "
-            "between its backward and its step. Give each its own"
+            "this LossScaler is used by another MixedPrecision already: one network's overflow would change the scale of the "
+            "other between its backward and its step. Give each its own"
         )
     _owners[scaler] = weakref.ref(owner)
 
@@ -102,7 +102,7 @@ class StepGuard:
         owner = None if self._owner is None else self._owner()
         if owner is not None and not owner.stepping:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called by itself: it would step on gradients scaled or missing. "
+                f"{type(optimizer).__name__}.step() was called directly: its gradients would be scaled or missing. "
                 "Call the MixedPrecision's step() instead; it steps the optimizer"
             )
 

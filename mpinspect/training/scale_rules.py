@@ -123,7 +123,7 @@ class ScaleRules:
             if bound is not None:
                 checked_scale(bound, name)
         if self.floor is not None and self.ceiling is not None and self.floor > self.ceiling:
-            raise ValueError(f"floor {self.floor:g} is above ceiling {self.ceiling:g}: the scale has nowhere to stand")
+            raise ValueError(f"floor {self.floor:g} is above ceiling {self.ceiling:g}: no scale satisfies both")
 
     def _back_off_due(self, counted: ScaleState) -> bool:
         enough_in_a_row = counted.skipped_in_a_row >= self.hysteresis

@@ -122,7 +122,9 @@ def find_cause(
     """Return why the step of ``optimizer`` was skipped (None if its gradients no longer exist). Waits for the GPU."""
     if losses.any_failed():
         if losses.differentiated:
-            detail = "it was computed from a scaled gradient, as a gradient penalty is: that may have overflowed"
+            detail = (
+                "it was computed from a scaled gradient, like a gradient penalty, and that gradient may have overflowed"
+            )
             return Cause(BACKWARD, NonFinite("", "loss", "", detail))
         return Cause(FORWARD, _ask(explainer, FORWARD, optimizer))
     if losses.any_half and scale >= _HALF_OVERFLOWS_AT:

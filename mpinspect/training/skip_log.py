@@ -97,6 +97,6 @@ def _of_static(state: ScaleState) -> str:
 
 def _of_small(skip: SkippedStep) -> str:
     return (
-        f"the loss scale fell to {number_or_power(skip.next_loss_scale)} and still steps overflow: that is hardly the scale's "
-        f"doing. Last: {skip}. Look for an infinity or NaN in the model, and give the scaler a floor to stop there instead."
+        f"the loss scale fell to {number_or_power(skip.next_loss_scale)} and still steps overflow: the scale is probably not "
+        f"the cause. Last: {skip}. Look for an infinity or NaN in the model, and give the scaler a floor to stop there instead."
     )

@@ -131,7 +131,7 @@ class LossScaleCollapsedError(RuntimeError):
         where = "the layers that overflow" if culprit is None else repr(culprit.layer or culprit.name)
         if culprit is not None and culprit.value == "nan":
             return (
-                f"A NaN is often no overflow (0/0, inf - inf, a root at 0) and then no loss scale helps: run {where} in FP32, "
-                "and find the operation with torch.autograd.set_detect_anomaly(True)."
+                f"A NaN is often not an overflow (0/0, inf - inf, a root at 0), and then no loss scale helps: run {where} in "
+                "FP32, and find the operation with torch.autograd.set_detect_anomaly(True)."
             )
-        return f"Run {where} in FP32 or BF16, clip what it computes, or lower the floor."
+        return f"Run {where} in FP32 or BF16, clip its values, or lower the floor."

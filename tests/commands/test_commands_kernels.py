@@ -196,7 +196,7 @@ def test_a_share_of_nothing_is_no_silent_pass(capsys):
     assert cli.main(["kernels", CPU, "--fail-on", "tensor-core share < 60%"]) == 2
     out, err = capsys.readouterr()
     assert out.startswith("Kernels of edge_cpu_only")
-    assert "can't be told: the traces have none of what it is a share of (the matrix products' time)" in err
+    assert "can't be told: the traces lack the total that it is a share of (the matrix products' time)" in err
 
 
 def test_a_condition_that_can_not_be_told_does_not_hide_behind_one_that_holds(capsys):

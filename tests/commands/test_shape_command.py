@@ -316,10 +316,10 @@ def test_a_recording_that_stopped_is_an_error_with_the_next_step(models, capsys)
     assert stops("--fail-on", "error") == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "error recording-incomplete the forward stopped in the model itself" in out
-    assert "every figure here is of the 1 product that ran until then" in out
+    assert "every figure here is of the 1 product that ran before" in out
     assert "--real" in out
     assert "device='real'" in out
-    assert "Nothing to mend" not in out
+    assert "Nothing to fix" not in out
     assert stops("--fail-on", "recording-incomplete") == 1
     assert stops("--real", "--fail-on", "error") == 0
 
@@ -350,7 +350,7 @@ def test_no_baseline_of_nothing(models, capsys, target, sizes):
     assert "base.json is not written: nothing was recorded" in message
     assert not (models / "base.json").exists()
     assert run(target, "--input", sizes, "--gpu", "hopper", "--fail-on", "nothing-recorded") == 1
-    assert "Nothing to mend" not in capsys.readouterr().out
+    assert "Nothing to fix" not in capsys.readouterr().out
 
 
 def test_shapes_that_depend_on_data_need_real_tensors(models, capsys):

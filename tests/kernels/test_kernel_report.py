@@ -289,7 +289,7 @@ def test_far_under_its_like_a_native_kernel_is_degraded():
     assert verdicts(report) == ["native"] * 3 + ["degraded"]
     row = report.kernels[-1]
     assert row.basis == "rate"
-    assert "its like in this trace reach 550" in row.reason
+    assert "similar products in this trace reach 550" in row.reason
     (loss,) = report.degraded
     (saving,) = loss.savings
     assert saving.basis == "sibling kernels"

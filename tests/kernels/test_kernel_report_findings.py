@@ -92,7 +92,7 @@ def test_eligible_not_used_is_one_finding_a_cause():
     assert found[0].evidence["modules"] == ["layer.256", "layer.512", "layer.1024"]
     assert "set_float32_matmul_precision('high')" in found[0].fix
     assert "cudnn.allow_tf32" in found[1].fix
-    assert "What that costs is unknown" in found[1].message
+    assert "The cost is unknown" in found[1].message
 
 
 def test_a_small_share_is_information():
@@ -123,7 +123,7 @@ def test_degraded_by_rate_tells_no_cause():
     like = [kernel(made.NATIVE, 250, mm(4096, 4096, 4096)) for _ in range(3)]
     slow = kernel("nvjet_tst_128x128_64x4_1x2_h_bz_NNT", 1100, mm(4096, 4096, 4096))
     finding = findings(trace(*like, slow))["used-but-degraded"]
-    assert "a rate alone tells no cause" in finding.fix
+    assert "a rate alone shows no cause" in finding.fix
 
 
 NVJET = "nvjet_tst_128x128_64x4_1x2_h_bz_NNT"
@@ -145,7 +145,7 @@ def test_degraded_by_rate_at_healthy_shapes():
     report = analyse_kernels([trace(kernel(NVJET, 2750, mm(4096, 4096, 4096)))])
     (loss,), (finding,) = report.losses, report.findings
     assert (loss.cause_id, loss.uneven_rows) == ("rate", ())
-    assert "a rate alone tells no cause" in finding.fix
+    assert "a rate alone shows no cause" in finding.fix
     # There is nothing like it in this trace.
     assert "like" not in finding.message
     assert "at full speed at most 2.61 ms (by the roofline)" in finding.message
@@ -187,14 +187,14 @@ def test_matrix_vector_products_alone_are_information():
 def test_products_of_which_none_is_eligible_have_a_fix_too():
     wide = findings(trace(kernel("volta_dgemm_64x64_nn", 100, mm(512, 512, 512, "double")), device=made.V100))
     assert "none is known to be eligible (FP64)" in wide["tensor-cores-unused"].message
-    assert wide["tensor-cores-unused"].fix == "Compute in FP16 what need not be wider."
+    assert wide["tensor-cores-unused"].fix == "Compute in FP16 wherever its range suffices."
 
 
 def test_a_gpu_that_is_not_known_here():
     rubin = Device(0, "NVIDIA Rubin R100", "NVIDIA", 13, 0)
     found = findings(trace(kernel(made.NATIVE, 10, mm(64, 64, 64)), device=rubin))
     assert set(found) == {"unknown-gpu"}
-    assert "The trace is of NVIDIA Rubin R100, which is not known here" in found["unknown-gpu"].message
+    assert "The trace is of NVIDIA Rubin R100, which is unknown here" in found["unknown-gpu"].message
     assert "does not tell" not in found["unknown-gpu"].message
     assert "names alone" in found["unknown-gpu"].message
 
@@ -336,7 +336,7 @@ OP = mm(64, 64, 64)
     ("other", "why"),
     [
         (trace(kernel(made.NATIVE, 10, OP), rank=1, world_size=4), "their world sizes are 2, 4"),
-        (trace(kernel(made.NATIVE, 10, OP), rank=0, world_size=2), "a rank is there twice"),
+        (trace(kernel(made.NATIVE, 10, OP), rank=0, world_size=2), "a rank occurs twice"),
         (trace(kernel(made.NATIVE, 10, OP), rank=1, world_size=2, job="b"), "they name different jobs"),
         (trace(kernel(made.NATIVE, 10, OP), rank=1, world_size=2, device=made.A100), "they ran on NVIDIA A100"),
         (trace(kernel(made.V884, 10, OP), rank=1, world_size=2, device=made.H100), "they share few kernels"),

@@ -45,7 +45,7 @@ def test_no_line_is_wider_than_the_terminal(make, width):
 
 def test_text_says_the_denominators():
     text = render(everything(), ".txt", width=140)
-    assert "71% of the matrix products' time (140 us); of 14% more it is unknown" in text
+    assert "71% of the matrix products' time (140 us); unknown for another 14%" in text
     assert "50% of all kernel time (200 us, communication included)" in text
     assert "59% of kernel time without communication (170 us)" in text
     assert "operator known for 65% of kernel time; the rest: 10% before the window, 25% no launch" in text

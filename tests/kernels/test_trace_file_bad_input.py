@@ -66,8 +66,8 @@ def notes(folder: Path, content: str | bytes) -> str:
         ('{"a": tru', "cut short before its first event"),
         ('{"a": b' + " " * 100 + "}", "is not valid JSON: Expecting value at byte 6"),
         ('{"a" 3, "b": "' + "x" * 100 + '"}', "a key and a value were expected at byte 5"),
-        ('[{"a": 1}, {"b": 2}]', "what it lists has no phase"),
-        ("[1, 2, 3]", "what it lists has no phase"),
+        ('[{"a": 1}, {"b": 2}]', "its entries have no phase"),
+        ("[1, 2, 3]", "its entries have no phase"),
         ("[" * 100_000, "is not valid JSON|no phase|cut short"),
         (gzip.compress(b'{"a": 1}', mtime=0)[:12], "cut short"),
         (b"\x1f\x8b\x08\x00junk that is no deflate stream", "damaged"),
@@ -175,7 +175,7 @@ def test_damage_before_the_events(tmp_path):
     text = '{"deviceProperties": [nonsense' + " " * 200 + "], " + json.dumps({"traceEvents": [kernel()]})[1:]
     read = read_trace_file(written(tmp_path, text))
     assert len(read.kernels) == 1
-    assert "What stands before the events is damaged" in read.notes[0]
+    assert "The text before the events is damaged" in read.notes[0]
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])

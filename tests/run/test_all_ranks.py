@@ -170,7 +170,7 @@ def test_a_fault_and_too_many_ranks_are_said_and_never_raised(made_ranks, tmp_pa
     again.now += 1000
     again.sum.written()
     again.sum._background.wait()
-    assert "could not be added up while they trained (NotADirectoryError" in again.sum.notes[0]
+    assert "could not be added up during training (NotADirectoryError" in again.sum.notes[0]
 
 
 # -- what is known of ranks that left nothing ------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_a_damaged_rank_is_neither_killed_nor_a_stage(made_ranks, tmp_path):
     assert "Rank 1 left a session file that is damaged or cut off." in text
     file.write_bytes(b"")
     text = " ".join(str(read_run(tmp_path)).split())
-    assert "rank 1 of 2 left nothing that can be added: what it wrote can't be read" in text
+    assert "rank 1 of 2 left nothing that can be added: its files can't be read" in text
 
 
 @pytest.mark.parametrize("world", [-3, 0, 1 << 30, "two", 1.5])
@@ -247,11 +247,11 @@ def test_a_session_that_says_it_is_of_a_world_that_no_job_has_is_shown_by_itself
     session = s.Session(s.RunInfo("Net", rank=1, world_size=1 << 50))
     found.add("rank1", "Net", session)
     assert list(found.models()) == [("rank1/Net", session)]
-    assert found.notes == [f"rank1/Net is shown by itself: it says that it is rank 1 of {1 << 50:,}"]
+    assert found.notes == [f"rank1/Net is shown separately: it claims to be rank 1 of {1 << 50:,}"]
     odd = dataclasses.replace(session, info=dataclasses.replace(session.info, rank=5, world_size=2))
     found = ModelsOfRanks()
     found.add("rank5", "Net", odd)
-    assert found.notes == ["rank5/Net is shown by itself: it says that it is rank 5 of 2"]
+    assert found.notes == ["rank5/Net is shown separately: it claims to be rank 5 of 2"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux says which processes are zombies")

@@ -258,10 +258,10 @@ def test_nothing_to_compare(tmp_path, pair, capsys):
     empty = saved(tmp_path / "empty", dataclasses.replace(Session(), progress=sessions.word_model().progress))
     assert "holds no counts to compare: no step was sampled" in refused(pair[0], empty, capsys)
     begun = saved(tmp_path / "begun", Session())
-    assert "the run is still running and has written none" in refused(begun, pair[0], capsys)
+    assert "the run has not written any yet, or was killed before it could" in refused(begun, pair[0], capsys)
     none = run_of(tmp_path / "none", Net=sessions.word_model())
     (none / "Net" / FILE_NAME).write_bytes(b"PK\x03\x04 not ours")
-    assert "no model was recorded that can be read" in refused(none, pair[0], capsys)
+    assert "no recorded model can be read" in refused(none, pair[0], capsys)
 
 
 def test_missing_foreign_and_newer_files(tmp_path, pair, capsys):
@@ -287,9 +287,7 @@ def test_a_run_that_still_goes_on_is_compared_as_far_as_it_was_written(pair, tmp
     assert " ".join(out.split()).startswith(
         "The ranges do not differ: the counts of 7 tensors are equal in all 20 steps counted of steps 0-19. A "
     )
-    assert "B: WordModel is still running, or was killed: it is compared as far as it was written" in " ".join(
-        out.split()
-    )
+    assert "B: WordModel is still running, or was killed: only its data on disk is compared" in " ".join(out.split())
     assert "20 so far" in out
 
 

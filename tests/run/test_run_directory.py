@@ -101,7 +101,7 @@ def test_ranks_of_two_runs_or_two_models_are_not_added_up(tmp_path):
     assert [rank.info.rank for rank in report.parts[0].ranges.session.ranks] == [0, 2]
     assert (
         report.saw[0]
-        == "rank1/Net is shown by itself: it is of another run: two runs are in one folder, so move one away"
+        == "rank1/Net is shown separately: it belongs to another run: two runs share one folder, so move one away"
     )
 
 
@@ -123,7 +123,7 @@ def test_a_rank_of_another_run_is_named_whatever_its_model_is_called(tmp_path):
         make_run(tmp_path / f"rank{rank}", model, world_size=2, job=model)
     report = read_run(tmp_path)
     assert [part.name for part in report.parts] == ["Net", "rank1/Other"]
-    assert report.saw[0].startswith("rank1/Other is shown by itself: it is of another run")
+    assert report.saw[0].startswith("rank1/Other is shown separately: it belongs to another run")
 
 
 def test_stages_of_a_pipeline_are_models_of_their_own_and_no_rank_is_missed(tmp_path):
@@ -177,7 +177,7 @@ def test_a_rank_that_died_before_any_model_was_seen_comes_first(tmp_path):
 
 def test_a_report_that_is_gone_takes_the_shapes_with_it(tmp_path):
     run = make_run(tmp_path / "run", "Net", models=[{"name": "Net", "log_dir": "Net"}])
-    gone = "report.json is gone, and with it the shapes of one step's matrix products"
+    gone = "report.json is missing, and with it the shapes of one step's matrix products"
     assert gone in read_run(run).saw
     (run / "report.md").write_text("")
     assert f"{gone}; report.md may hold them" in read_run(run).saw
@@ -208,7 +208,7 @@ def pid_of_nobody():
 def test_a_run_that_did_not_end_says_so(tmp_path):
     report = read_run(make_run(tmp_path / "run", "Net", **running(os.getpid())))
     assert report.outcome == "still running, or killed"
-    assert any("no report was written so far" in sentence for sentence in report.saw)
+    assert any("no report has been written yet" in sentence for sentence in report.saw)
 
 
 def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path):
@@ -266,7 +266,7 @@ def test_without_its_record_a_run_is_read_and_it_is_said(tmp_path, capsys):
     assert {part.name for part in report.parts} == {"Critic", "Net"}
     assert any(sentence.startswith("run.json is missing") for sentence in report.saw)
     assert any("is shown as one run: " in sentence for sentence in report.saw)
-    assert "runs of their own in there are left out: another" in report.saw
+    assert "separate runs inside it are left out: another" in report.saw
     assert main(["report", str(run)]) == 0
     assert "run.json is missing" in capsys.readouterr().out
 

@@ -224,7 +224,7 @@ def test_masters_in_a_module_of_their_own(tmp_path, dtype):
         model = copied(masters, dtype)
         train_with_masters(model, masters, torch.optim.AdamW(masters.parameters()), steps=6)
     assert (run.names, run.gradients(), run.steps()) == (["Net"], {"0.weight", "0.bias", "2.weight", "2.bias"}, 6)
-    assert "the master copies of the weights of another" in " ".join(run.seen.notes)
+    assert "master copies of the weights of another model" in " ".join(run.seen.notes)
     session = run.parts.models[0].session
     (optimizer,) = session.precision.optimizers
     assert (optimizer.type, optimizer.masters, optimizer.steps) == ("AdamW", 49, {"float32": 49})

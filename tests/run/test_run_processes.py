@@ -197,7 +197,7 @@ def test_a_forkservers_children(tmp_path):
 
 def test_a_forked_child_is_counted_and_not_watched(tmp_path):
     directory, err = compare(tmp_path, FORK)
-    assert record(directory)["saw"][1:] == ["1 process was forked; what it computed was not seen"]
+    assert record(directory)["saw"][1:] == ["1 process was forked; computations in it were not inspected"]
     assert err.count("\nComputes in FP32: ") == 1
     assert not list(directory.glob("process-*"))
 
@@ -453,7 +453,7 @@ def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path, mon
     assert read == others
     assert notes == [
         "rank 3 of 4 left nothing that can be added: no folder here",
-        "rank 1 had not ended when this was made: of that only what was on disk is in, mpinspect report adds the rest",
+        "rank 1 had not ended: only data already on disk is included, mpinspect report adds the rest",
     ]
 
 

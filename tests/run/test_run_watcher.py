@@ -20,7 +20,8 @@ from mpinspect.run import watcher
 from mpinspect.run.models import launched_inspector, owners
 
 NO_BACKWARD = (
-    "no backward ran: there were no gradients to inspect (those of torch.autograd.grad and torch.func are not seen)"
+    "no backward ran: there were no gradients to inspect "
+    "(gradients of torch.autograd.grad and torch.func are not inspected)"
 )
 
 
@@ -76,7 +77,7 @@ def test_inference_attaches_nothing(tmp_path, mode):
     assert run.names == []
     assert optimizer.param_groups
     assert run.seen.sentences() == [
-        "1 optimizer was made, and 3 forwards ran without a backward: this script trained nothing that could be seen"
+        "1 optimizer was made, and 3 forwards ran without a backward: no training was detected"
     ]
 
 

@@ -152,7 +152,7 @@ def test_a_tensor_that_is_too_large_has_no_values(monkeypatch):
     monkeypatch.setattr(values, "MOST_BYTES", 64)
     assert record_matmuls(Asks(lambda self, x: torch.ones(16, device=x.device).sum() / 4), X).stopped == ""
     stopped = record_matmuls(Asks(lambda self, x: torch.ones(17, device=x.device).sum() / 4), X).stopped
-    assert "the most whose values are kept; give a smaller batch" in stopped
+    assert "the limit for stored values; give a smaller batch" in stopped
 
 
 def test_a_model_that_asks_for_nothing_keeps_no_values(monkeypatch):

@@ -153,7 +153,7 @@ def test_heads_are_padded_with_the_hidden_size_that_they_make_up():
     (finding,) = (one for one in report.findings if one.severity != "info")
     assert (finding.id, finding.evidence["consequent_sizes"]) == ("odd-size", [25])
     assert "pad config.n_embd 300 -> 384, which makes the head 25 -> 32" in finding.fix
-    assert "304 would mend the layers and not the heads" in finding.fix
+    assert "304 would fix the layers but not the heads" in finding.fix
     assert [(padding.size, padding.advised) for padding in report.padding] == [(300, 384), (25, 32)]
 
 
@@ -766,10 +766,10 @@ def test_findings_that_change_nothing_are_counted_and_not_listed():
     assert sorted(finding.id for finding in report.unchanging) == ["matrix-vector", "odd-size"]
     assert report.findings == (*report.listed, *report.unchanging)
     text = str(report)
-    assert "2 more findings would change nothing measurable: " in text
+    assert "2 more findings would have no measurable effect: " in text
     assert "pad the size 3" not in text
     assert "Sizes to pad" not in text
-    assert "Nothing to mend" not in text
+    assert "Nothing to fix" not in text
     stored = json.loads(report.to_json())
     assert [one["id"] for one in stored["findings"] if one["evidence"].get("changes_nothing")] == [
         finding.id for finding in report.unchanging

@@ -113,7 +113,7 @@ def test_a_vits_class_token_is_free_on_hopper_and_flagged_by_the_talk():
         "vit.embeddings.patch_embeddings.projection"
     }
     assert by_id(report)["few-input-channels"].severity == "info"
-    assert "Nothing to mend" in str(report)
+    assert "Nothing to fix" in str(report)
 
 
 def test_a_vit_without_fused_attention_is_bound_by_its_class_token():

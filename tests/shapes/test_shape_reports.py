@@ -84,11 +84,11 @@ def test_hostile_names_do_nothing():
 
 def test_a_clean_model_gets_one_sentence():
     report = analyse_shapes(recording(*linear(4096, 1024, 1024)), named("hopper"))
-    assert "Nothing to mend: the shapes suit the Tensor Cores of H100." in str(report)
+    assert "Nothing to fix: the shapes suit the Tensor Cores of H100." in str(report)
     assert "Findings" not in str(report)
-    assert "Nothing to mend" not in str(small())
-    assert "Nothing to mend" not in str(empty())
-    assert "Nothing to mend" not in str(analyse_shapes(recording(*linear(64, 64, 64)), Gpu("mystery")))
+    assert "Nothing to fix" not in str(small())
+    assert "Nothing to fix" not in str(empty())
+    assert "Nothing to fix" not in str(analyse_shapes(recording(*linear(64, 64, 64)), Gpu("mystery")))
 
 
 def test_a_model_off_tensor_cores_is_not_called_suited_to_them():
@@ -98,11 +98,11 @@ def test_a_model_off_tensor_cores_is_not_called_suited_to_them():
     assert "No finding above info; 100% of the FLOPs are not on Tensor Cores (tf32-off)." in text
     assert "1 product, 1,024 FLOP" in text
     assert "1 of 1 product has them" in text
-    assert "Nothing to mend" not in text
-    assert "Nothing to mend" not in render(tiny, ".md")
-    assert "Nothing to mend" not in str(analyse_shapes(recording(*linear(0, 64, 64)), named("hopper")))
+    assert "Nothing to fix" not in text
+    assert "Nothing to fix" not in render(tiny, ".md")
+    assert "Nothing to fix" not in str(analyse_shapes(recording(*linear(0, 64, 64)), named("hopper")))
     few = recording(*linear(4096, 1024, 1024), linear(1, 64, 64, backward=False)[0])
-    assert "Nothing to mend" in str(analyse_shapes(few, named("hopper")))
+    assert "Nothing to fix" in str(analyse_shapes(few, named("hopper")))
 
 
 def test_the_empty_recording_says_so():

@@ -471,7 +471,7 @@ def test_an_overflow_at_the_floor() -> None:
         one_step(scaler, math.inf)
     assert str(caught.value) == (
         "the loss scale stands at its floor 2, and still step 3 skipped: the gradient of 'head.weight' was infinite, the first "
-        "in the backward, at layer 'head'; the loss scale stays at 2. Run 'head' in FP32 or BF16, clip what it computes, "
+        "in the backward, at layer 'head'; the loss scale stays at 2. Run 'head' in FP32 or BF16, clip its values, "
         "or lower the floor."
     )
     assert caught.value.skipped is scaler.skips[-1]
@@ -526,7 +526,7 @@ def test_a_forward_that_fails_takes_the_scale_down_as_in_grad_scaler() -> None:
     assert scaler.get_scale() == stock.get_scale() == 8.0 * 2.0**-40
     assert [str(warning.message)[:60] for warning in told] == [
         "step 0 skipped: the loss was not finite before it was scaled",
-        "the loss scale fell to 2^-25 and still steps overflow: that ",
+        "the loss scale fell to 2^-25 and still steps overflow: the s",
     ]
     assert "forward_nonfinite='hold' leaves it as it is" in str(told[0].message)
     assert {skip.phase for skip in scaler.skips} == {"forward"}

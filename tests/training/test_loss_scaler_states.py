@@ -277,8 +277,6 @@ def test_the_collapse_is_pickled_with_its_words() -> None:
     copied = pickle.loads(pickle.dumps(error))
     assert str(copied) == str(error)
     assert copied.skipped == error.skipped
-    assert "A NaN is often no overflow" in str(error)
+    assert "A NaN is often not an overflow" in str(error)
     unknown = LossScaleCollapsedError(SkippedStep(3, "backward", 2.0, 2.0))
-    assert str(unknown).endswith(
-        "Run the layers that overflow in FP32 or BF16, clip what it computes, or lower the floor."
-    )
+    assert str(unknown).endswith("Run the layers that overflow in FP32 or BF16, clip its values, or lower the floor.")

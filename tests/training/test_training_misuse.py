@@ -180,7 +180,7 @@ def test_optimizers_that_overlap_are_refused():
 def test_one_scaler_serves_one_mixed_precision():
     scaler = LossScaler("cpu")
     first = make(loss_scale=scaler)
-    with pytest.raises(ValueError, match="serves another"):
+    with pytest.raises(ValueError, match="is used by another"):
         make(loss_scale=scaler)
     del first
     gc.collect()

@@ -100,9 +100,9 @@ class Condition:
         """Return why ``holds`` returned None, as the second half of a sentence."""
         found = self.range(report)
         if found is None:
-            return f"the traces have none of what it is a share of ({QUANTITIES[self.name][1]})"
+            return f"the traces lack the total that it is a share of ({QUANTITIES[self.name][1]})"
         low, high = map(percent, found)
-        return f"it lies between {low} and {high}, for of some kernels nothing tells whether they used Tensor Cores"
+        return f"it lies between {low} and {high}, since it is unknown whether some kernels used Tensor Cores"
 
 
 def parse(text: str) -> Condition:
@@ -113,7 +113,7 @@ def parse(text: str) -> Condition:
     """
     found = _FORM.fullmatch(" ".join(text.lower().split()))
     if found is None or found["name"] not in QUANTITIES:
-        raise ValueError(f"{text!r} compares nothing known; there are: {', '.join(QUANTITIES)}; as in {EXAMPLE!r}")
+        raise ValueError(f"{text!r} names no known share; known shares: {', '.join(QUANTITIES)}; as in {EXAMPLE!r}")
     bound = float(found["value"]) / (100 if found["percent"] else 1)
     if bound > 1:
         raise ValueError(f"{text!r}: a share is at most 100%, or 1 without the percent sign")

@@ -64,7 +64,7 @@ def _layout_conversions(report: KernelReport) -> Iterator[Finding]:
     if fraction < _WORTH_A_LINE:
         return
     products = report.shares.product_time_us
-    beside = f", beside {duration(products)} of products" if products > 0 else ""
+    beside = f", against {duration(products)} of products" if products > 0 else ""
     yield Finding(
         "layout-conversions",
         "warning" if fraction >= _WORTH_A_WARNING else "info",
@@ -72,7 +72,7 @@ def _layout_conversions(report: KernelReport) -> Iterator[Finding]:
         f"{calls:,} conversions between NCHW and NHWC take {duration(time)}, {percent(fraction)} of all kernel time{beside}: "
         "Tensor Core convolutions work on NHWC, and the model's tensors are NCHW.",
         {"calls": calls, "time_us": time, "fraction": fraction, "kernels": [row.name for row in rows]},
-        "model.to(memory_format=torch.channels_last), and the input likewise.",
+        "model.to(memory_format=torch.channels_last), and the same for the input.",
     )
 
 
@@ -126,9 +126,9 @@ def _cut_short(report: KernelReport) -> Iterator[Finding]:
             continue
         calls = rank.shares.calls
         lost = (
-            "No kernel was read, so nothing is said here of the GPU."
+            "No kernel was read, so there is no data on the GPU."
             if not calls
-            else f"{calls:,} {'kernel was' if calls == 1 else 'kernels were'} read; the shares here are of those alone."
+            else f"{calls:,} {'kernel was' if calls == 1 else 'kernels were'} read; the shares here cover only these."
         )
         yield Finding(
             "trace-cut-short",
@@ -193,18 +193,16 @@ def _gpus(report: KernelReport) -> Iterator[Finding]:
 def _unknown_gpu(gpu: Gpu) -> Finding:
     """Return the finding that a trace names no GPU, or one that the table of GPUs lacks."""
     if not gpu.name:
-        message = "The trace does not tell its GPU"
+        message = "The trace does not name its GPU"
         fix = "Name it: --gpu H100, or gpu=... in code."
     else:
-        message = (
-            f"The trace is of {gpu.name}, which is not known here, so neither its rates nor what its units multiply are"
-        )
+        message = f"The trace is of {gpu.name}, which is unknown here: its rates and its units' dtypes are unknown, too"
         fix = "A newer mpinspect may know it; --gpu NAME (gpu=... in code) judges it as another card, with that card's rates."
     return Finding(
         "unknown-gpu",
         "info",
         "",
-        f"{message}. Verdicts are by kernels' names alone, without rooflines; nothing is called eligible.",
+        f"{message}. Verdicts are by kernels' names alone, without rooflines; no product is called eligible.",
         {"gpu": gpu.name},
         fix,
     )
@@ -260,8 +258,8 @@ def _different_jobs(report: KernelReport, differences: Sequence[str]) -> Finding
         "different-jobs",
         "warning",
         "",
-        f"These traces do not look like ranks of one job: {'; '.join(differences)}. Each stands apart below; figures over all "
-        f"of them together ({some(labels)}) mean little.",
+        f"These traces do not look like ranks of one job: {'; '.join(differences)}. Each is listed separately below; "
+        f"figures over all of them together ({some(labels)}) mean little.",
         {"traces": labels, "differences": list(differences)},
         "Give the traces of one job at a time.",
     )

@@ -107,8 +107,8 @@ CAUSES = (
 _ASSUMPTIONS = (
     "products reach their roofline, in the narrowest dtype of 16 bits or more that the GPU's Tensor Cores multiply",
     "where FLOPs or rates are unknown, all the time of a product that is off or degraded counts as saved",
-    "kernels that are no products are memory-limited: FP32 ones take half as long in 16 bits, optimizers' excepted, and those "
-    "whose dtype neither name nor operator tells count as FP32",
+    "all other kernels are memory-limited: FP32 kernels, except optimizers', take half as long in 16 bits, and kernels of "
+    "unknown dtype count as FP32",
     "layout conversions vanish (channels_last)",
     "native 16-bit and FP8 products, communication, copies and idle time stay as they are",
 )

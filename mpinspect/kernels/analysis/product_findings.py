@@ -29,7 +29,7 @@ _FIXES = {
     "tf32-not-chosen-cuDNN": "torch.backends.cudnn.benchmark = True, channels_last, and channels in multiples of 4.",
     "fp32": _FP16,
     "dtype-bfloat16": _FP16,
-    "rate": "mpinspect lint shows sizes and strides; a rate alone tells no cause.",
+    "rate": "mpinspect lint shows sizes and strides; a rate alone shows no cause.",
 }
 
 
@@ -84,7 +84,9 @@ def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
     return (
         severity,
         f"; none is known to be eligible ({_dtypes(products)})",
-        "Compute in FP16 what need not be wider." if is_known else _to_know_more(products, "to learn their dtypes"),
+        "Compute in FP16 wherever its range suffices."
+        if is_known
+        else _to_know_more(products, "to learn their dtypes"),
     )
 
 
@@ -106,7 +108,7 @@ def _by_cause(losses: Sequence[Loss]) -> list[list[Loss]]:
 
 
 def _eligible(group: list[Loss]) -> Finding:
-    fix = _FIXES.get(group[0].cause_id, "mpinspect lint shows which size, stride or dtype keeps it there.")
+    fix = _FIXES.get(group[0].cause_id, "mpinspect lint shows the size, stride or dtype responsible.")
     return _finding("eligible-not-used", group, "did not use Tensor Cores", fix)
 
 
@@ -181,7 +183,7 @@ def _saved(group: Sequence[Loss]) -> str:
             found[saving.way].append(saving.saved_us)
             bases[saving.way].add(saving.basis)
     if not found:
-        return " What that costs is unknown: the trace has no shapes of it, or the GPU's rates are not known."
+        return " The cost is unknown: the trace lacks the shapes, or the GPU's rates are not known."
     words = [
         f"{way} at most {duration(sum(saved))} (by the {' and the '.join(sorted(bases[way]))})"
         for way, saved in found.items()
@@ -243,7 +245,7 @@ def _unknown(report: KernelReport) -> Iterator[Finding]:
         "unknown-kernels",
         "info",
         "",
-        f"{percent(fraction)} of the products' time is in kernels of which no name can tell whether they used Tensor Cores "
+        f"{percent(fraction)} of the products' time is in kernels whose names do not show whether they used Tensor Cores "
         f"({some(names, 2)}): {first.reason}.",
         {"fraction": fraction, "time_us": report.shares.verdict_time_us["unknown"], "kernels": names[:_MOST_LISTED]},
         _to_know_more([row for row in report.kernels if row.verdict == "unknown"], "to judge them by their rates"),

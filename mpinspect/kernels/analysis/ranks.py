@@ -97,7 +97,7 @@ def differences(traces: Sequence[KernelTrace]) -> list[str]:
         found.append(f"their world sizes are {', '.join(map(str, sizes))}")
     ranks = [trace.rank for trace in traces if trace.rank is not None]
     if len(set(ranks)) < len(ranks):
-        found.append("a rank is there twice")
+        found.append("a rank occurs twice")
     gpus = sorted({device.name for trace in traces for device in trace.devices if device.name})
     if len(gpus) > 1:
         found.append(f"they ran on {' and '.join(gpus)}")

@@ -201,7 +201,9 @@ def _above_cuda_cores(row: KernelRow) -> _Change | None:
     if row.time_us < SHORTEST_US or rate <= ABOVE_PEAK * fewer * peak:
         return None
     doubt = f", though its name says otherwise ({row.reason})" if row.verdict == "off" else ""
-    reason = f"by its rate, about {rate:.3g} TFLOP/s: this GPU's CUDA cores end at {peak:g} in {row.dtype}{doubt}"
+    reason = (
+        f"by its rate, about {rate:.3g} TFLOP/s: this GPU's CUDA cores reach at most {peak:g} in {row.dtype}{doubt}"
+    )
     return _Change("native", reason)
 
 
@@ -215,11 +217,11 @@ def _far_under(row: KernelRow, siblings: SiblingRates) -> _Change | None:
         return None
     usual = siblings.of(row)
     if usual is not None and rate < FAR_UNDER_SIBLINGS * usual:
-        how = f"about {rate:.3g} TFLOP/s, where its like in this trace reach {usual:.3g}"
+        how = f"about {rate:.3g} TFLOP/s, where similar products in this trace reach {usual:.3g}"
     # The roofline's own time must be long enough to be judged too.
     elif SHORTEST_US <= least.time_us < FAR_UNDER_ROOFLINE * row.time_us:
         peak = tensor_core_peak(row.gpu, row.dtype)
-        how = f"about {rate:.3g} TFLOP/s, where this GPU's Tensor Cores end at {peak:g}"
+        how = f"about {rate:.3g} TFLOP/s, where this GPU's Tensor Cores reach {peak:g}"
     else:
         return None
     return _Change("degraded", f"by its rate, {how}; {row.reason}")

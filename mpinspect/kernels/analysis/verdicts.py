@@ -124,10 +124,10 @@ def _judge(rows: list[KernelRow], indices: list[int], products: Products) -> Non
         for index in indices:
             row = rows[index]
             if row.named.rule == UNFAMILIAR.id and row.time_us < most:
-                rows[index] = _with(row, "helper", f"launched by {row.op} beside a longer product")
+                rows[index] = _with(row, "helper", f"launched by {row.op} together with a longer product")
     elif not longest.kernel.encloses and not longest.is_product and not _is_empty(products, longest.kernel.matmul_op):
         op = _product(longest)
-        why = f"the longest kernel of {op.name if op is not None else ''}, a product, none of whose kernels is one by name"
+        why = f"the longest kernel of {op.name if op is not None else ''}, a product, whose kernels have no product's name"
         for index in indices:
             if rows[index].name == longest.name:
                 rows[index] = _with(rows[index], "unknown", why)

@@ -120,7 +120,7 @@ def _on(gpu: Gpu | None, found: KernelVerdict, since: str) -> KernelVerdict:
         reason = f"{found.reason}; on {card}, older than {since}, it uses CUDA cores"
         return replace(found, verdict="off", reason=reason)
     if found.verdict in ("native", "degraded") and found.dtypes and gpu.multiplies(found.dtypes[0]) is False:
-        reason = f"the name says Tensor Cores and {found.dtypes[0]}, which those of {card} do not multiply"
+        reason = f"the name implies Tensor Cores and {found.dtypes[0]}, which {card}'s Tensor Cores do not multiply"
         return replace(found, verdict="unknown", reason=reason)
     if found.rule == "nvjet" and gpu.architecture in ("hopper", "blackwell"):
         return replace(found, architecture=gpu.architecture)

@@ -44,7 +44,7 @@ _MEANINGS = {
     "native": "on Tensor Cores",
     "degraded": "on Tensor Cores, held back",
     "off": "a product on CUDA cores",
-    "unknown": "a product; no name tells",
+    "unknown": "a product on unknown units",
     "helper": "work beside a product",
     "other": "no product",
 }
@@ -122,7 +122,7 @@ def figures(shares: Shares) -> Iterator[tuple[str, str]]:
     unknown = shares.of_products("unknown")
     # If every product's verdict is unknown, the share is unknown too: 0% would claim that all ran off Tensor Cores.
     all_unknown = unknown == 1.0
-    more = "" if not unknown else ": all unknown" if all_unknown else f"; of {percent(unknown)} more it is unknown"
+    more = "" if not unknown else ": all unknown" if all_unknown else f"; unknown for another {percent(unknown)}"
     products = f"of the matrix products' time ({duration(shares.product_time_us)}){more}"
     on = None if all_unknown else shares.tensor_core_fraction
     yield share_words(on), products if shares.product_time_us > 0 else "of the products: none ran"
@@ -279,7 +279,7 @@ def _limits(limits: Limits) -> Iterator[str]:
     )
     yield f"from first to last kernel {duration(limits.span_us)}: {_times(parts)}"
     if limits.speedup_at_most is None:
-        yield "No bound of what mixed precision can bring: no Tensor Cores are known, kernels overlap, or FLOPs are unknown."
+        yield "No bound on the gain by mixed precision: no Tensor Cores are known, kernels overlap, or FLOPs are unknown."
         return
     alone = limits.kernel_speedup_at_most
     kernels = f" (~{alone:.2f}x if only kernel time counted)" if alone is not None and limits.idle_us > 0 else ""

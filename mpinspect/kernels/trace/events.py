@@ -114,7 +114,7 @@ class EventStream:
         try:
             yield from events
             if self._text.peek().strip("\0\x1a"):
-                self.problem = f"What follows the end of the JSON, from byte {self._text.byte():,} on, is ignored."
+                self.problem = f"Text after the end of the JSON, from byte {self._text.byte():,} on, is ignored."
         except IncompleteError:
             if not self.events:
                 raise TraceError(notes.no_end(self._source)) from None
@@ -124,7 +124,7 @@ class EventStream:
                 found = producer(self._keys)
                 why = f"{self._source.path} is not valid JSON: {error}. Export it again."
                 raise TraceError(notes.of_another(self._source, found) if found else why) from None
-            self.problem = f"The file is damaged after the events ({error}): what follows them is left out."
+            self.problem = f"The file is damaged after the events ({error}): the rest is left out."
         if self._source.problem and not self.problem:
             self.problem = notes.damaged_at_the_end(self._source)
 
@@ -149,7 +149,7 @@ class EventStream:
             except MalformedError:
                 if self._seen_events or not text.find(_EVENTS_KEY):
                     raise
-                self.header_problem = "What stands before the events is damaged: the GPU's description may be missing."
+                self.header_problem = "The text before the events is damaged: the GPU's description may be missing."
                 yield from self._array()
         text.at += 1
 

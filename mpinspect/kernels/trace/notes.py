@@ -54,7 +54,7 @@ def no_trace(source: TextChunks, keys: list[str]) -> str:
 
 def no_phases(source: TextChunks) -> str:
     """Return the sentence for a list whose values are not events."""
-    return f"{source.path} is JSON, but no trace: what it lists has no phase (ph). Give {_EXPORTED}."
+    return f"{source.path} is JSON, but no trace: its entries have no phase (ph). Give {_EXPORTED}."
 
 
 def no_end(source: TextChunks) -> str:
@@ -67,7 +67,7 @@ def cut_short(source: TextChunks, events: int) -> str:
     """Return the sentence for a file that ends before its events do. ``events``: the number of events read."""
     where = source.problem or f"it ends at byte {source.bytes_read:,}, within the JSON"
     return (
-        f"The file is cut short or damaged: {where}. The {events:,} events before that were read; what came after them is "
+        f"The file is cut short or damaged: {where}. The {events:,} events before that were read; the rest is "
         "missing (the program was killed while it wrote, the disk was full, or a copy or download was broken off)."
     )
 
@@ -127,13 +127,13 @@ def _of_kernels(
         )
     if launches.ambiguous:
         yield (
-            f"{launches.ambiguous:,} kernels can't be given a launch: several processes share this file, and their launches have "
-            "the same correlation. Read each rank's own trace."
+            f"{launches.ambiguous:,} kernels can't be matched with a launch: several processes share this file, and their "
+            "launches have the same correlation. Read each rank's own trace."
         )
     if launches.shared:
         yield (
             f"{launches.shared:,} kernels have a correlation that others have too, though one launch starts one kernel (the "
-            "trace was edited, or merged of several): which of them it started can't be told, so their operators are unknown."
+            "trace was edited, or merged of several): which of them it started is unknown, and so are their operators."
         )
     if any(not device.vendor and not device.name for device in devices):
         yield "The trace does not describe its GPU (no deviceProperties): name the GPU to get verdicts that depend on it."

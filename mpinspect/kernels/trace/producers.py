@@ -33,27 +33,27 @@ _PRODUCERS = (
     _producer(
         "of rocprofv3 (ROCm)",
         r'rocprofiler-sdk|^"?Kind"?,"?Agent_Id"?,|ROCPROFV3',
-        "its kernels have no torch operators, and AMD's matrix cores are not judged by name, so nothing of it is read",
+        "its kernels have no torch operators, and AMD's matrix cores are not judged by name, so the trace is not read",
     ),
     _producer(
         "of Ascend's profiler (msprof, torch_npu)",
         r"Ascend Hardware|^CANN$|AscendCL|Accelerator Core|OP Type,Core Type|^Model Name,Op Name",
-        "an NPU has no Tensor Cores, so nothing of it is read",
+        "an NPU has no Tensor Cores, so the trace is not read",
     ),
     _producer(
         "of JAX's profiler (XLA)",
         r"^PjitFunction|^hlo_module=jit",
-        "its XLA operations name no torch operator, so nothing of it is read",
+        "its XLA operations name no torch operator, so the trace is not read",
     ),
     _producer(
         "of TensorFlow's profiler (XLA)",
         r"TensorFlow (?:Ops|Name Scope)|^tf_op$|/job:\w+/replica:",
-        "its operations are not torch's, so nothing of it is read",
+        "its operations are not torch's, so the trace is not read",
     ),
     _producer(
         "of XLA's profiler (JAX or TensorFlow)",
         r"/device:(?:GPU|TPU):\d|/host:CPU|xplane|^XLA Ops$|^hlo_op$",
-        "its operations are not torch's, so nothing of it is read",
+        "its operations are not torch's, so the trace is not read",
     ),
     _producer(
         "in Perfetto's binary format",

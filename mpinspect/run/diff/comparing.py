@@ -99,9 +99,9 @@ def _require_counts(run: _Read) -> None:
     if any(part.ranges.session.windows for part in run.parts):
         return
     goes_on = any(not part.ranges.session.progress.ended for part in run.parts)
-    why = "no model was recorded that can be read" if not run.parts else "no step was sampled"
+    why = "no recorded model can be read" if not run.parts else "no step was sampled"
     if goes_on:
-        why = "the run is still running and has written none, or it was killed before it did"
+        why = "the run has not written any yet, or was killed before it could"
     raise SessionError(f"{run.path or 'A session'} holds no counts to compare: {why}.")
 
 
@@ -150,8 +150,6 @@ def _side(run: _Read, before: _Read | None = None) -> Side:
         progress = session.progress
         words.append(", ".join(filter(None, (part.name, f"{progress.steps:,} steps", ledger_line(session)))))
         if not progress.ended:
-            notes.append(
-                f"{part.name or 'the run'} is still running, or was killed: it is compared as far as it was written"
-            )
+            notes.append(f"{part.name or 'the run'} is still running, or was killed: only its data on disk is compared")
         notes += session.notes
     return Side(run.path, "; ".join(filter(None, words)), tuple(dict.fromkeys(notes)))

@@ -194,7 +194,7 @@ class Attacher(Guarded):
 
     def _find_modules(self, waiting: PendingOptimizer) -> None:
         if self._searches >= _MOST_SEARCHES + self._seen.steps // _STEPS_A_SEARCH:
-            self._seen.note("so many optimizers were made that the models of the later ones were not searched for")
+            self._seen.note("too many optimizers were made: the models of the later ones were not searched for")
             return
         self._searches += 1
         holders = Holders(waiting.parameters, living_modules())

@@ -105,8 +105,8 @@ class BackwardSearch(Guarded):
             each.labels.update((id(model), label(model, holders, known)) for model in models)
             owned = " and ".join(f"a {class_of(owner).__name__}" for owner in owners)
             self._seen.note(
-                f"an optimizer steps the parameters of {owned} that no backward reaches: they were taken for the master copies "
-                "of the weights of another, which computes in 16 bits"
+                f"an optimizer steps the parameters of {owned}, which no backward reaches: they are assumed to be master "
+                "copies of the weights of another model, which computes in 16 bits"
             )
             self._attaching.attach(each, models, [other for other in waiting if other.models(None) == owners])
 
@@ -117,7 +117,7 @@ class BackwardSearch(Guarded):
         if waiting and len(tops) == 1:
             self._seen.note(
                 "an optimizer steps tensors that belong to no module and that no backward reaches: "
-                "they were taken for master copies of the weights"
+                "they are assumed to be master copies of the weights"
             )
             self._attaching.attach(waiting[0], tops)
             return

@@ -154,7 +154,7 @@ class InspectedModels:
             try:
                 self._pause_orphans()
             except Exception as error:
-                self._seen.note(f"mpinspect failed to detach from a model whose optimizers are gone: {error!r}")
+                self._seen.note(f"mpinspect failed to detach from a model whose optimizers were freed: {error!r}")
 
     def _pause_orphans(self) -> None:
         """Pause the models whose optimizers were all freed, since the script may want to free the models' memory."""

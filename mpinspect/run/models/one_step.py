@@ -268,7 +268,7 @@ class OneStep(Guarded):
             self._seen.note(f"--kernels has no trace: {trouble}")
         else:
             self.trace = profile.path
-            self._seen.note("nothing was counted or watched in the 2 steps that --kernels took to profile one")
+            self._seen.note("counting and watching were off during the 2 steps that --kernels used for its profile")
 
 
 def _parameters(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:

@@ -133,7 +133,7 @@ class Group:
         """Return a clause on the talk's rule: whether it flags these products."""
         broken = sum(row.calls for row in self.rows if row.multiples_of_8 is False)
         if not broken:
-            return "the rule of multiples of 8 has nothing against them"
+            return "the rule of multiples of 8 does not flag them"
         return f"the rule of multiples of 8 flags {'them too' if broken == self.calls else f'{broken:,} of them too'}"
 
     @property
@@ -269,7 +269,7 @@ class Group:
         padding, parts = self.to_pad, self.parts
         least = self.next_multiple_of_8
         if parts.heads:
-            return f"; {least} would mend the layers and not the heads" if least < padding.advised else ""
+            return f"; {least} would fix the layers but not the heads" if least < padding.advised else ""
         if parts.number > 1:
             size, to = padding.size // parts.number, padding.advised // parts.number
             doubt = "" if parts.is_shown else f"; if its output is not split, {least} will do"
@@ -289,7 +289,7 @@ class Group:
         """Return a sentence on how torch.compile may pad a size by itself; "" if the model is not compiled."""
         if not self.recording.compiled:
             return ""
-        return ". Inductor may pad this by itself (16-bit dtypes to multiples of 8, FP32 to 4): look at a profile first"
+        return ". Inductor may pad this by itself (16-bit dtypes to multiples of 8, FP32 to 4): check a profile first"
 
 
 def plus_one(tokens: int) -> str:

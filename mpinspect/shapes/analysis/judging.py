@@ -94,9 +94,7 @@ def _nothing_to_multiply(matmul: Matmul) -> Reading | None:
 def _of_the_gpu(gpu: Gpu) -> Reading | None:
     if gpu.has_tensor_cores is None:
         vendor = f" ({gpu.vendor})" if gpu.vendor not in ("", "NVIDIA") else ""
-        return Reading(
-            "unknown", f"whether {gpu.name or 'the GPU'}{vendor} has Tensor Cores is not known here", "gpu-unknown"
-        )
+        return Reading("unknown", f"whether {gpu.name or 'the GPU'}{vendor} has Tensor Cores is unknown", "gpu-unknown")
     if not gpu.has_tensor_cores:
         return Reading("off", f"{gpu.name or 'this GPU'} has no Tensor Cores", "gpu-without")
     return None
@@ -161,11 +159,11 @@ def _has_unit_stride(operand: Operand, dimension: int) -> bool:
 def _precision_reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading | None:
     """Return "off" or "unknown" if Tensor Cores are not known to multiply the product's dtype; None if they multiply it."""
     if matmul.dtype.startswith("complex"):
-        return Reading("unknown", "complex products: which kernel computes them is not known here", "complex")
+        return Reading("unknown", "complex products: the kernel that computes them is unknown", "complex")
     multiplies = gpu.multiplies(matmul.dtype)
     name = gpu.name or "this GPU"
     if multiplies is None:
-        return Reading("unknown", f"what {name}'s Tensor Cores multiply is not known here", "gpu-unknown")
+        return Reading("unknown", f"the dtypes that {name}'s Tensor Cores multiply are unknown", "gpu-unknown")
     if matmul.dtype == "float32":
         return _float32(matmul, multiplies, name, tf32)
     if multiplies:

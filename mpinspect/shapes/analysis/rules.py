@@ -145,13 +145,13 @@ _MATH_PATH = {
     ),
     "strides": (
         "the last dimension of query, key or value has no stride 1",
-        "make the head's dimension the innermost: .contiguous() on what is transposed",
+        "make the head's dimension the innermost: .contiguous() on the transposed tensor",
     ),
     "dtype": ("torch's fused kernels take 16-bit dtypes and FP32 only", "cast query, key and value"),
     "head-size": (
         "with a mask, in FP32 or with value heads of another size only the memory-efficient kernel could take these, and its "
         "heads are multiples of 8 (FP32: 4)",
-        "make the head's size a multiple of 8, or is_causal=True in place of a mask that says the same",
+        "make the head's size a multiple of 8, or replace a causal mask by is_causal=True",
     ),
     "disabled": (
         "the fused kernels that could take these are switched off",
@@ -196,7 +196,7 @@ def _not_cast(group: Group) -> list[str]:
 
 
 def _beside_autocast(group: Group) -> str:
-    found = f"{group.products} in {group.where} run{group.s} in FP32 beside {group.autocast} autocast, on CUDA cores"
+    found = f"{group.products} in {group.where} run{group.s} in FP32 despite {group.autocast} autocast, on CUDA cores"
     if operators := _not_cast(group):
         return f"{found}: autocast does not cast {' and '.join(operators)}; {group.gain_words}"
     attention = " (torch's own math attention computes in FP32 too)" if _has_attention(group) else ""
@@ -240,7 +240,7 @@ def _fuse(group: Group) -> str:
 def _channels_last(group: Group) -> str:
     sizes = {len(row.matmul.convolution.kernel_size) for row in group.rows if row.matmul.convolution is not None}
     layout = "channels_last_3d" if sizes == {3} else "channels_last"
-    return f"model = model.to(memory_format=torch.{layout}) and the input likewise"
+    return f"model = model.to(memory_format=torch.{layout}), and the same for the input"
 
 
 def _grow_vocabulary(group: Group) -> str:
@@ -273,7 +273,7 @@ def _pad_stem(group: Group) -> str:
     if group.padding is None:
         return f"nothing, with today's libraries: first-layer kernels take {STEM_CHANNELS} channels"
     return (
-        f"if a profile shows it: pad the input to {group.padding.to} channels with zeros (the weight likewise), or 8 for the "
+        f"if a profile shows it: pad the input to {group.padding.to} channels with zeros (and the weight), or 8 for the "
         "rule of multiples of 8"
     )
 
@@ -369,8 +369,8 @@ RULES: tuple[Rule | RecordingRule, ...] = (
     Rule(
         "tf32-off",
         on=("tf32-off",),
-        message="{products} {are} FP32 with TF32 off, on CUDA cores; {gain_words}. Nothing about their shapes matters before "
-        "that",
+        message="{products} {are} FP32 with TF32 off, on CUDA cores; {gain_words}. Their shapes do not matter until "
+        "that is fixed",
         fix="{tf32_switch}; or run the model under torch.autocast in bfloat16 or float16",
     ),
     Rule(
@@ -501,8 +501,8 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         "attention-mask",
         on=("attention-bias",),
         message=_mask,
-        fix="is_causal=True or no mask where that says the same; else make it with rows of a multiple of 8 and slice (mask = "
-        "padded[..., :keys]), which keeps the stride",
+        fix="is_causal=True or no mask where that is equivalent; else allocate it with rows of a multiple of 8 and slice "
+        "(mask = padded[..., :keys]), which preserves the stride",
     ),
     Rule(
         "depthwise",

@@ -28,11 +28,11 @@ def recording_incomplete(recording: MatmulRecording, rows: Sequence[ShapeRow], *
     """Return a finding if the model stopped before its end, else None."""
     if not recording.stopped:
         return None
-    then = "no matrix product had run until then, so nothing can be said of its shapes"
+    then = "no matrix product had run until then, so its shapes can't be judged"
     if rows:
         products = count(sum(row.calls for row in rows), "product")
-        then = f"every figure here is of the {products} that ran until then"
-    fix = "see that the model runs by itself with these arguments, forward and backward"
+        then = f"every figure here is of the {products} that ran before"
+    fix = "check that the model runs by itself with these arguments, forward and backward"
     if recording.device == "meta":
         fix = (
             "record it on the tensors themselves: lint_shapes(..., device='real'), or --real for mpinspect lint (ids and masks "
@@ -51,8 +51,8 @@ def nothing_recorded(recording: MatmulRecording, rows: Sequence[ShapeRow], *_: o
         )
         fix = "give inputs without a size of 0"
     else:
-        message = "the model ran to its end and no matrix product was recorded: nothing can be said of its shapes"
-        fix = "see that the inputs reach the layers that multiply; the notes, if there are any, tell what can't be recorded"
+        message = "the model ran to its end and no matrix product was recorded: its shapes can't be judged"
+        fix = "check that the inputs reach the layers that multiply; the notes, if there are any, list what can't be recorded"
     return _of_recording("nothing-recorded", message, rows, fix)
 
 

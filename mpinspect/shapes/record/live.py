@@ -277,7 +277,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
             watcher(args, kwargs, result, functools.partial(self._where, sys._getframe(1)))
         except Exception as error:
             self._watchers = {}
-            self.notes.append(f"mpinspect failed in looking at the values of the recorded step ({error!r})")
+            self.notes.append(f"mpinspect failed to read the values of the recorded step ({error!r})")
 
     def _where(self, frame: FrameType) -> str | None:
         return None if _called_by_us(frame) else self.calls.paths[self.calls.current]

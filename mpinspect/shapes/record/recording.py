@@ -295,7 +295,9 @@ def _unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     while True:
         if isinstance(model, parallel):
-            notes.append(f"{type(model).__name__} is left aside: one replica's products for the whole batch given")
+            notes.append(
+                f"{type(model).__name__} is ignored: the products are one replica's, for the whole given batch"
+            )
             model = model.module
         elif isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
             model = model._orig_mod  # type: ignore[assignment]
@@ -303,8 +305,8 @@ def _unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
             break
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         notes.append(
-            "TorchScript modules take no hooks and keep their weights: their products are their caller's, and the backward may "
-            "not be recorded. Record the model before it is scripted"
+            "TorchScript modules accept no hooks: their products are attributed to their caller, and the backward may be "
+            "missing. Record the model before it is scripted"
         )
     if any(_is_distributed(parameter) for parameter in model.parameters()):
         notes.append(
@@ -351,6 +353,6 @@ def _grad_mode(wanted: bool) -> Iterator[None]:
 def _unreadable(mode: MatmulMode) -> Sequence[str]:
     return [
         f"{times} call{'s' if times > 1 else ''} of {op} could not be recorded: its tensors have no plain shapes (nested, "
-        "sparse) or its arguments don't tell the sizes"
+        "sparse) or its arguments do not determine the sizes"
         for op, times in mode.unreadable.items()
     ]

@@ -71,7 +71,7 @@ COMPUTED = Lack(
     "is computed by the model from its weights, by a matrix product or at random",
     "record a real run, with device='real', mpinspect lint --real or mpinspect run --lint",
 )
-TOO_LARGE = Lack(f"is larger than {MOST_BYTES >> 20} MiB, the most whose values are kept", "give a smaller batch")
+TOO_LARGE = Lack(f"is larger than {MOST_BYTES >> 20} MiB, the limit for stored values", "give a smaller batch")
 
 
 def argument_without_values(name: str) -> Lack:

@@ -68,7 +68,7 @@ def _unchanging(report: ShapeReport) -> Iterator[Line]:
         more = " more" if report.listed else ""
         noun = "finding" if ids.total() == 1 else "findings"
         named = ", ".join(id if number == 1 else f"{id} ({number} times)" for id, number in ids.items())
-        yield Line(f"{ids.total()}{more} {noun} would change nothing measurable: {named}. JSON has all.", "dim")
+        yield Line(f"{ids.total()}{more} {noun} would have no measurable effect: {named}. JSON has all.", "dim")
 
 
 def padding_document(report: ShapeReport) -> Document:
@@ -139,7 +139,7 @@ def clean_sentence(report: ShapeReport) -> str:
     if is_clean(report):
         native = report.flops_by_verdict.get("native", 0) / report.flops
         what = "the shapes suit" if native == 1 else f"{percent(native)} of the FLOPs suit"
-        words = what[0].upper() + what[1:] if report.listed else f"Nothing to mend: {what}"
+        words = what[0].upper() + what[1:] if report.listed else f"Nothing to fix: {what}"
         return f"{words} the Tensor Cores of {report.gpu.name}."
     shares = [
         f"{percent(report.flops_by_verdict[verdict] / report.flops)} of the FLOPs {words}"
