@@ -1,12 +1,12 @@
-"""The first run on a machine, numba's cache empty: how much longer it takes, and whether it trains as the bare script does.
+"""The first run on a machine, with numba's cache empty: its extra time, and whether its training equals the bare script's.
 
     python benchmarks/cold_starts.py [--json benchmarks/results/cold_starts-cpu.json] [--runs 100] [--starts 5] [--quick]
 
-How long does ``mpinspect run examples/unmodified/words.py`` take with the kernels compiled before, and how long on an empty
-cache, where another process begins to compile them? And does a training on an empty cache, with two threads and a busy process
-beside it for each core, end with the very weights of the bare script? Bare runs under the same load stand beside it, also those
-of a model of whose embedding torch adds up the gradient in whatever order its threads come by.
-Each empty cache is a folder of its own, whose compiling process is ended with the run (found through /proc: Linux alone).
+The first part times ``mpinspect run examples/unmodified/words.py`` with compiled kernels, and with an empty cache, where
+another process compiles them. The second trains with an empty cache, two threads and a busy process per core, and compares the
+final weights with the bare script's. Bare runs under the same load are listed for comparison, also for a model whose embedding
+gradient torch sums in an order that depends on its threads. Each empty cache is a separate folder; its compiling process is
+killed after the run (found through /proc, so on Linux only).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THREADS = "2"
 
 
 def train(indexed: bool) -> None:
-    """A language model in FP16 autocast; prints a digest of its weights. ``indexed``: its embedding is ``weight[tokens]``."""
+    """Train a language model in FP16 autocast; print its weights' digest. ``indexed``: its embedding is ``weight[tokens]``."""
     import torch
     from torch import nn
 
@@ -58,12 +58,12 @@ def train(indexed: bool) -> None:
 
 
 class Run(NamedTuple):
-    """A script's run in a process of its own.
+    """A script's run in a new process.
 
     Args:
         seconds: from its start to its end.
-        processor_seconds: its own, which other work on the machine changes less.
-        line: the first that it printed.
+        processor_seconds: CPU time, which depends less on the machine's other load.
+        line: the first line of its output.
     """
 
     seconds: float
@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
 
 def run(script: list[str], *, inspected: bool, cache: str | None = None) -> Run:
-    """Run a script bare, or with ``mpinspect run`` in front."""
+    """Run a script bare or under ``mpinspect run``."""
     environment = {**os.environ, "OMP_NUM_THREADS": THREADS, **({"NUMBA_CACHE_DIR": cache} if cache else {})}
     with tempfile.TemporaryDirectory() as folder:
         way = ["-m", "mpinspect", "run", "--log-dir", folder + "/run"] if inspected else []
@@ -84,13 +84,13 @@ def run(script: list[str], *, inspected: bool, cache: str | None = None) -> Run:
 
 
 def _processor_seconds() -> float:
-    """Of all processes started here that have ended; the one that compiles is no child."""
+    """Return the CPU time of all finished child processes; the compiling process is not a child."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def run_cold(script: list[str]) -> Run:
-    """The same under the inspector with an empty cache."""
+    """Run a script under ``mpinspect run`` with an empty cache."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         try:
             return run(script, inspected=True, cache=cache)
@@ -99,7 +99,7 @@ def run_cold(script: list[str]) -> Run:
 
 
 def _end_processes_with(setting: str) -> None:
-    """End those that the setting in their environment tells to be of one cold run."""
+    """Kill the processes of one cold run, found by a variable in their environment."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if setting.encode() in (folder / "environ").read_bytes().split(b"\0"):
@@ -108,7 +108,7 @@ def _end_processes_with(setting: str) -> None:
 
 @contextlib.contextmanager
 def load() -> Iterator[None]:
-    """A busy process for each core."""
+    """Run a busy process per core."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         yield
@@ -119,7 +119,7 @@ def load() -> Iterator[None]:
 
 
 def starts(rounds: int) -> list[dict[str, Any]]:
-    """The whole example bare, with the kernels on disk, and with an empty cache, in turns: medians."""
+    """Run the example bare, with the kernels on disk and with an empty cache, alternately; return medians."""
     script = [str(WORDS)]
     ways = {
         "bare": lambda: run(script, inspected=False),
@@ -143,7 +143,7 @@ def starts(rounds: int) -> list[dict[str, Any]]:
 
 
 def comparisons(runs: int) -> list[dict[str, Any]]:
-    """How many runs under load end with other weights than most bare ones do."""
+    """Count the runs under load whose final weights differ from those of most bare runs."""
     module, indexed = ([str(Path(__file__)), "--train", kind] for kind in ("module", "indexed"))
     few = max(2, runs // 5)
     ways = [

@@ -1,12 +1,11 @@
-"""How fast exponents are counted on a CPU, beside what one would use otherwise. Every ratio is of one run.
+"""The speed of counting exponents on a CPU, compared with alternatives. Every ratio is taken within one run.
 
     python benchmarks/counting.py [--json benchmarks/results/counting-cpu.json] [--largest 1000000000] [--quick]
 
-Each repetition allocates its tensors anew, because the time of a memory-bound pass depends on the pages that it happens to
-get; medians over the repetitions are given. The contestants take turns at going first, on tensors that were all read once
-before, after a pause in which the threads of the one before go to sleep. "read" is the fastest read of the same memory known
-here: NumPy's maximum of it as 64-bit integers, on as many threads as torch has, or torch's sum(), whichever is faster. The
-ratios, not the times, are what carries over to other machines.
+Each repetition allocates new tensors, because the time of a memory-bound pass depends on its pages; results are medians over
+the repetitions. The contestants rotate, on tensors that were read once before, after a pause in which the previous one's
+threads go to sleep. "read" is the fastest known read of the same memory: NumPy's maximum of it as 64-bit integers, on as many
+threads as torch has, or torch's sum(), whichever is faster. The ratios transfer to other machines better than the times.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from mpinspect.counting import fastest, reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SIZES = (1_000, 32_000, 1_000_000, 25_000_000, 100_000_000)
-#: The size of the promises, of every dtype and of hard data.
+#: The size at which the targets, every dtype and hard data are measured.
 PROMISED = 25_000_000
-#: Above it only what reads the memory once or twice is measured.
+#: Above this size, only contestants that read the memory once or twice are measured.
 _LARGEST_FOR_SLOW_WAYS = PROMISED
-#: A small tensor's time is the mean over a few of them; together about so many elements.
+#: The time of a small tensor is the mean over several tensors with about this many elements in all.
 _ELEMENTS_A_TURN = 1 << 23
 _MOST_TENSORS = 100
-#: OpenMP's threads spin for some milliseconds after their work is done, and take the cores from whoever comes next.
+#: OpenMP's threads spin for some milliseconds after their work, and would take cores from the next contestant.
 _PAUSE_S = 0.01
 
 Contestant = Callable[[torch.Tensor], object]
@@ -46,9 +45,9 @@ Contestant = Callable[[torch.Tensor], object]
 
 @dataclass
 class Row:
-    """One way over one kind of data: the median over fresh allocations, and ratios to what ran in the same repetitions.
+    """One contestant on one kind of data: the median over fresh allocations, and ratios within the same repetitions.
 
-    ``over_sum`` is over sum() of dense data, ``over_dense`` over the same way on dense data.
+    ``over_sum``: relative to sum() of dense data. ``over_dense``: relative to the same contestant on dense data.
     """
 
     dtype: str
@@ -63,7 +62,7 @@ class Row:
 
 
 def contestants(elements: int, dtype: torch.dtype, writer: SummaryWriter) -> dict[str, Contestant]:
-    """Name -> call, for dense data. The last ones are for float32 only, where people use them."""
+    """Return name -> call, for dense data. The last contestants are for float32 only, their usual dtype."""
     target = torch.zeros(elements, dtype=dtype)
     found: dict[str, Contestant] = {
         "mpinspect": fastest.count,
@@ -94,7 +93,7 @@ class Reader:
 
 
 def measure(elements: int, dtype: torch.dtype, kinds: tuple[str, ...], repeats: int) -> list[Row]:
-    """Every contestant on dense data; on the other kinds mpinspect alone, since what they show is whose time depends on data."""
+    """Measure every contestant on dense data, and mpinspect on the other kinds, which show how its time depends on the data."""
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
         ways = contestants(elements, dtype, writer)
@@ -111,7 +110,7 @@ def measure(elements: int, dtype: torch.dtype, kinds: tuple[str, ...], repeats: 
 
 
 def time_ways(ways: dict[str, Contestant], data: str, elements: int, dtype: torch.dtype) -> dict[str, float]:
-    """Seconds per call of each way, over newly allocated tensors."""
+    """Return seconds per call of each contestant, over newly allocated tensors."""
     number = max(1, min(_MOST_TENSORS, _ELEMENTS_A_TURN // elements))
     tensors = [fresh(data, elements, dtype) for _ in range(number)]
     for tensor in tensors:
@@ -127,7 +126,7 @@ def time_ways(ways: dict[str, Contestant], data: str, elements: int, dtype: torc
 
 
 def in_turn(ways: dict[str, Contestant], repetition: int) -> dict[str, Contestant]:
-    """The same ways, another one first."""
+    """Rotate the contestants, so that each repetition starts with another one."""
     names = list(ways)
     first = repetition % len(names)
     return {name: ways[name] for name in names[first:] + names[:first]}
@@ -149,7 +148,7 @@ def row(dtype: torch.dtype, elements: int, data: str, name: str, medians: dict[t
 
 
 def promises(rows: list[Row]) -> list[dict[str, Any]]:
-    """What was promised of float32, as measured; nothing where the size of the promise was left out."""
+    """Return the targets for float32 with their measured values; empty if their size was not measured."""
     found = {(row.data, row.way): row for row in rows if row.dtype == "float32" and row.elements == PROMISED}
     if not found:
         return []
@@ -179,7 +178,7 @@ def main() -> None:
     cases = [(size, dtype, KINDS if size == PROMISED else (DENSE,)) for dtype in DTYPES for size in sizes]
     if options.quick:
         cases = [(size, torch.float32, (DENSE, HALF_ZEROS)) for size in (1_000, PROMISED)]
-    # Above the promised size float32 alone: the other dtypes tell nothing new and take the time.
+    # Above the targets' size only float32 is measured: other dtypes take time and add no information.
     cases = [(size, dtype, kinds) for size, dtype, kinds in cases if size <= PROMISED or dtype == torch.float32]
     repeats = 3 if options.quick else options.repeats
 

@@ -1,9 +1,10 @@
-"""Does loss scaling make FP16 end where FP32 ends, and what without? The demo's curves with three seeds, and their margins.
+"""Compares FP16 with and without loss scaling to FP32: the demo's curves with three seeds, and their margins.
 
     python benchmarks/curves.py [--json benchmarks/results/curves-cpu.json] [--png curves.png] [--seeds 3] [--steps N]
 
-Exit status 1 where a margin is missed: FP32, FP16 with the recommended and FP16 with the dynamic scale end within 0.02 of each
-other in validation loss with every seed, FP16 without scaling at least 0.4 above FP32. About 20 minutes on two cores.
+The exit status is 1 if a margin is missed. With every seed, FP32, FP16 with the recommended scale and FP16 with the dynamic
+scale must end within 0.02 of each other in validation loss, and FP16 without scaling at least 0.4 above FP32. About 20 minutes
+on two cores.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CLOSE, APART = 0.02, 0.4
 
 @dataclass(frozen=True)
 class Margins:
-    """Over the seeds, in final validation loss: the widest spread of the three that should agree, the least gap of the other."""
+    """Margins of final validation loss over all seeds: the widest spread of the runs that must agree, and the least gap."""
 
     widest_spread: float
     least_gap_without_scaling: float

@@ -1,11 +1,10 @@
-"""What the watch launches and reads on a GPU between samples, counted without one.
+"""Counts, without a GPU, the kernels that the watch launches on a GPU between samples, and the bytes that they read.
 
     python benchmarks/device_reads.py [--json benchmarks/results/device_reads-cpu.json]
 
-GPT-2 small with 8 x 1024 tokens, and a block of a Llama of 1 B parameters with 2 x 1024: the difference between models of
-four blocks and of three. In place of the kernels stands a counter of launches, tensors and bytes, which reads nothing. Nothing
-is timed: the microseconds are an estimate, by the rate at which an H100 reads its memory and the time of a launch. Twenty
-minutes on two cores.
+The subjects are GPT-2 small with 8 x 1024 tokens, and a block of a Llama of 1 B parameters with 2 x 1024: the difference
+between models of four blocks and of three. The kernels are replaced by a counter of launches, tensors and bytes. The
+microseconds are estimated from an H100's memory rate and the time of a launch. Twenty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from mpinspect.ranges.capture import device_magnitudes
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import host_kernels
 
-#: Bytes that are held on a device of 80 GB.
+#: Bytes of tensors that the watch may hold on a device of 80 GB.
 HELD = int(80e9) // 256
 LENGTH = 1024
-#: Bytes a second that an H100 SXM reads: nine tenths of the 3.35 TB/s that NVIDIA names; an H200 reached 0.88 of its 4.8 TB/s.
+#: An H100 SXM's memory rate: nine tenths of NVIDIA's 3.35 TB/s. An H200 reached 0.88 of its 4.8 TB/s.
 BYTES_PER_S = 0.9 * 3.35e12
-#: What the kernels take over reading alone (benchmarks/gpu_counting.py, BF16), and a launch that waits for the one before.
+#: The kernels' time relative to reading alone (benchmarks/gpu_counting.py, BF16), and the time of a dependent launch.
 OVER_READING, LAUNCH_S = 1.12, 5e-6
-#: GPU seconds of the steps: GPT-2's as an H200 took them, uncompiled; of the block 6 FLOPs a weight and token, at two fifths
+#: GPU seconds per step: GPT-2's measured on an H200, uncompiled; the block's from 6 FLOPs per weight and token, at two fifths
 #: of an H100's 989 TFLOPS in BF16.
 GPT_S, BLOCK_S = 28e-3, 6 * 60.8e6 * 2048 / (0.4 * 989e12)
 
 
 @dataclass
 class Row:
-    """What a step launches and reads."""
+    """The launches and reads of a step."""
 
     model: str
     step: str
@@ -58,14 +57,14 @@ class Row:
 
 
 class Step(NamedTuple):
-    """What the loop does to the gradients."""
+    """Whether the loop scales the loss and clips the gradients."""
 
     scales: bool
     clips: bool
 
 
 class Costs:
-    """In the place of the kernels: every tensor is finite, and of no size."""
+    """Replaces the kernels, and counts their launches and reads. Every tensor counts as finite, with magnitude 0."""
 
     DTYPES = COUNTABLE
 
@@ -95,7 +94,7 @@ COSTS = Costs()
 
 
 def counted(make: Callable[[], nn.Module], sequences: int, step: Step) -> Counter[str]:
-    """The costs of the sixth step, in which nothing is measured for diagnoses."""
+    """Return the costs of the sixth step, which has no measurements for diagnoses."""
     torch.manual_seed(0)
     model, (x, y) = make(), tokens(sequences, LENGTH, 512)("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

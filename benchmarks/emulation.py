@@ -1,9 +1,9 @@
-"""What does half-precision arithmetic on a CPU cost? A training step of the demo's model, emulated, against FP32.
+"""The cost of emulated half-precision arithmetic on a CPU: a training step of the demo's model, against FP32.
 
     python benchmarks/emulation.py [--json benchmarks/results/emulation-cpu.json] [--steps 31]
 
-The step is forward, backward and Adam over 8192 tokens. The kinds take turns within one run, so that what else the machine
-does falls on all of them; a ratio is the median of the ratios of neighbouring steps.
+The step is forward, backward and Adam over 8192 tokens. The kinds alternate within one run, so that the machine's other load
+affects all of them; a ratio is the median of the ratios of neighbouring steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOSS_SCALE = 1024.0
 
 @dataclass
 class Cost:
-    """Of a step, in milliseconds, and as a multiple of the FP32 step's time."""
+    """The time of a step, in milliseconds and relative to FP32."""
 
     kind: str
     median_ms: float
@@ -45,7 +45,7 @@ class Training:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
-        """Seconds that it took."""
+        """Run one step; return its seconds."""
         begun = time.perf_counter()
         self.optimizer.zero_grad()
         with half_arithmetic() if self.dtype else contextlib.nullcontext():

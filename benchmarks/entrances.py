@@ -1,7 +1,7 @@
-"""The time that training spends inside the inspector: a stopwatch around everything through which it enters.
+"""Measures the time that training spends inside the inspector, with a stopwatch around its entry points.
 
-The entrances are named here one by one. Each must exist, and together they must cover whatever of the package a training
-step calls: ``Stopwatch`` fails where a name is gone, ``uncovered`` finds what no entrance covers.
+``ENTRANCES`` lists them. Each must exist, and together they must cover every function of the package that a training step
+calls: ``Stopwatch`` fails for a missing name, and ``uncovered`` finds functions outside of every entrance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import mpinspect
 
-#: Where each is looked up when it is called, or when the inspector attaches: "module:name" or "module:class.name".
+#: The place of each lookup, at a call or when the inspector attaches: "module:name" or "module:class.name".
 ENTRANCES = (
     "mpinspect.ranges.capture.tensor_hooks:ForwardHook.__call__",
     "mpinspect.ranges.capture.tensor_hooks:OutputGradientHook.__call__",
@@ -40,7 +40,7 @@ ENTRANCES = (
     "mpinspect.ranges.capture.dispatcher:Dispatcher.runs_eagerly",
     "mpinspect.ranges.capture.dispatcher:backward_ended",
 )
-#: Functions of ours that only call another: wrapped functions of torch, whose time is mostly their own, and a closure.
+#: Functions that only call another: wrappers of torch functions, which take most of the time themselves, and a closure.
 _PASSING = {
     ("scalers.py", "scale"),
     ("scalers.py", "step"),
@@ -52,7 +52,7 @@ _PACKAGE = str(Path(mpinspect.__file__).parent)
 
 
 class Stopwatch:
-    """Seconds spent inside the entrances, outermost call only; a thread waiting for others of ours is inside."""
+    """Measures seconds inside the entrances, in outermost calls only. Waiting for the inspector's threads counts."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -60,10 +60,10 @@ class Stopwatch:
 
     @contextmanager
     def around_entrances(self) -> Iterator[None]:
-        """To be entered before an inspector attaches: some hooks are looked up then.
+        """Time all entrances. Enter before an inspector attaches, since some hooks are looked up then.
 
         Raises:
-            LookupError: an entrance is no longer there; the message names it.
+            LookupError: an entrance does not exist; the message names it.
         """
         originals = [(*_found(path), path) for path in ENTRANCES]
         for owner, original, path in originals:
@@ -75,7 +75,7 @@ class Stopwatch:
                 setattr(owner, _name(path), original)
 
     def timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its calls timed."""
+        """Return a wrapper of the function that times its calls."""
 
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -92,15 +92,15 @@ class Stopwatch:
 
 
 def faults_are_errors() -> None:
-    """From now on a fault of the inspector, otherwise noted only, ends the run: what it left out would pass for speed."""
+    """Turn the inspector's internal errors into exceptions: the work that a failed hook skips would look like speed."""
     warnings.filterwarnings("error", message="mpinspect failed", category=mpinspect.MpinspectWarning)
 
 
 def uncovered(watch: Stopwatch, step: Callable[[], object]) -> list[str]:
-    """Functions of the package that ``step`` called outside of every entrance, as "file:function", each once.
+    """Return the functions of the package that ``step`` calls outside of every entrance, as "file:function", each once.
 
     Args:
-        watch: at work around the entrances.
+        watch: is timing the entrances.
         step: trains an inspected model on a CPU, once.
     """
     found: dict[str, None] = {}
@@ -109,7 +109,7 @@ def uncovered(watch: Stopwatch, step: Callable[[], object]) -> list[str]:
         if event != "call" or watch.depth or not _is_ours(frame) or _is_passing(frame):
             return
         callers = _frames_from(frame.f_back)
-        # What a function that was told of calls in its turn is told of with it.
+        # Callees of a reported function are not reported again.
         if not any(_is_ours(caller) and not _is_passing(caller) for caller in callers):
             found[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] = None
 
@@ -136,13 +136,13 @@ def _is_passing(frame: FrameType) -> bool:
 
 
 def _found(path: str) -> tuple[Any, Any]:
-    """Whose attribute an entrance is, and the entrance."""
+    """Return the owner of an entrance, and the entrance."""
     module, _, inside = path.partition(":")
     owner: Any = importlib.import_module(module)
     try:
         for name in inside.split(".")[:-1]:
             owner = getattr(owner, name)
-        # Its own, not an inherited one: that would stay wrapped when the attribute is put back.
+        # Only the owner's own attribute: restoring an inherited one would leave it in the subclass.
         return owner, vars(owner)[_name(path)]
     except (AttributeError, KeyError):
         raise LookupError(

@@ -1,19 +1,19 @@
-"""Everything that wants a CUDA GPU, in one call and nine minutes, the most telling first: ``make gpu``.
+"""Runs all tests and benchmarks that need a CUDA GPU, in nine minutes, the most informative first: ``make gpu``.
 
     python benchmarks/gpu.py [NAME ...] [--out DIR] [--seconds 540] [--python PATH] [--rehearse]
 
-The GPU tests, then counting, a step's overhead and synchronisations, the training modes, and the Tensor Core cases with their
-traces. Each is a process of its own with a share of the time, and writes its file after every result, so that one that fails,
-hangs or takes too long costs only what it has not measured yet. --out (by default the environment's OUT, or else
-benchmarks/results) gets a file of results each, ``gpu_parts-gpu.json`` (what became of every part), ``gpu.log`` (all they
-printed) and ``tensor_cores-traces.tar``. The exit status is 0 if all were done, else 1.
+The parts are the GPU tests, counting, a step's overhead and synchronisations, the training modes, and the Tensor Core cases
+with their traces. Each part is a separate process with a share of the time, and writes its file after every result, so that a
+part that fails, hangs or takes too long loses only its remaining results. --out (default: the environment variable OUT, else
+benchmarks/results) receives each part's results, ``gpu_parts-gpu.json`` (each part's outcome), ``gpu.log`` (all output) and
+``tensor_cores-traces.tar``. The exit status is 0 if all parts were done, else 1.
 
-Runs by any Python >= 3.10 and looks for one whose torch reaches a GPU (--python and PYTHON come first). What that one lacks is
-taken from the wheels in gpu-wheels/, which ``make gpu-wheels`` downloads where there is a network. Nothing is installed, and
-caches go to a temporary folder.
+Any Python >= 3.10 can run this file, which then searches for a Python whose torch reaches a GPU (first --python, then PYTHON).
+Its missing packages are unpacked from the wheels in gpu-wheels/, which ``make gpu-wheels`` downloads. No package is installed,
+and caches are in a temporary folder.
 
---rehearse does the same on a CPU: every part runs its smallest sizes, torch in the place of the counting kernels. The files say
-"rehearsal", and go to a temporary folder.
+--rehearse runs every part on a CPU with its smallest sizes, and torch instead of the counting kernels. Its files are marked
+"rehearsal" and written to a temporary folder.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from whole_file import write_json
 
 HERE = Path(__file__).resolve().parent
 ROOT, RESULTS, WHEELS = HERE.parent, HERE / "results", HERE.parent / "gpu-wheels"
-#: In order, with the seconds of 530 that each may take, more if those before leave some: estimated, for an H100.
+#: The parts in order, with their shares of 530 seconds, estimated for an H100. Unused time passes to the next parts.
 WEIGHTS = {"gpu_tests": 130, "gpu_counting": 35, "gpu_overhead": 190, "training_modes": 105, "tensor_cores": 70}
-#: Kept back from the parts, for ending the last of them and for what is written then.
+#: Seconds reserved for ending the last part and writing the files.
 _RESERVE = 10.0
-#: Set by some containers: they change which kernels run, or make the host wait.
+#: Some containers set these variables, which select other kernels or make the host wait.
 _UNSET = (
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUDA_LAUNCH_BLOCKING"),
     *("PYTHONWARNINGS", "PYTHONHOME", "PYTEST_ADDOPTS"),
@@ -50,15 +50,15 @@ _UNSET = (
 
 
 def environment(scratch: Path, rehearse: bool) -> dict[str, str]:
-    """Returns the parts' environment: this tree's package, those unpacked, caches in the scratch folder, not at home."""
+    """Return the parts' environment: this tree's package, the unpacked packages, and caches in the scratch folder."""
     found = {name: value for name, value in os.environ.items() if name not in _UNSET}
     paths = [str(ROOT), found.get("PYTHONPATH", ""), str(scratch / "packages")]
     found |= {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONUNBUFFERED": "1",
-        # Other people's plugins bring warnings and options of their own.
+        # The machine's pytest plugins would add warnings and options.
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        # What a part that is ended leaves behind goes with the folder.
+        # Files of a terminated part are removed with the folder.
         "TMPDIR": str(scratch),
         "TRITON_CACHE_DIR": str(scratch / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
@@ -71,14 +71,14 @@ def environment(scratch: Path, rehearse: bool) -> dict[str, str]:
 
 
 def parts(names: list[str], python: str, out: Path, scratch: Path, rehearse: bool) -> list[Part]:
-    """The parts of these names (all if none), in their order."""
+    """Return the named parts (default: all), in their order."""
     unknown = set(names) - set(WEIGHTS)
     if unknown:
         raise SystemExit(f"no part is called {', '.join(sorted(unknown))}; there are {', '.join(WEIGHTS)}")
     made = []
     for name in [name for name in WEIGHTS if not names or name in names]:
         file = out / f"{name}-{'cpu' if rehearse else 'gpu'}.json"
-        # One left by an earlier run must not pass for this one's.
+        # An earlier run's file must not be taken for this run's.
         file.unlink(missing_ok=True)
         command = [python, str(HERE / f"{name}.py"), "--json", str(file), *(["--tiny"] if rehearse else [])]
         command += ["--traces", str(scratch / "traces")] if name == "tensor_cores" else []
@@ -87,7 +87,7 @@ def parts(names: list[str], python: str, out: Path, scratch: Path, rehearse: boo
 
 
 class Summary:
-    """What became of every part, in a file that is written anew whenever that changes, and as a table."""
+    """The outcomes of all parts, in a file that is rewritten at every change, and as a table."""
 
     def __init__(self, out: Path, interpreter: gpu_python.Interpreter, rehearse: bool) -> None:
         self.notes: list[str] = []
@@ -95,7 +95,7 @@ class Summary:
         self._begun, self._told = time.monotonic(), ""
 
     def tell(self, outcomes: list[Outcome]) -> None:
-        """Write the file; print what has ended since."""
+        """Write the file; print the changed outcome."""
         device = "cpu" if self._rehearse else "gpu"
         write_json(self._out / f"gpu_parts-{device}.json", self._document(outcomes))
         latest = next((one for one in reversed(outcomes) if one.state != "not begun"), None)
@@ -125,7 +125,7 @@ class Summary:
 
 
 def what_compiling_lacks(interpreter: gpu_python.Interpreter) -> list[str]:
-    """torch.compile builds a piece of C for each kernel."""
+    """Return notes on missing tools. torch.compile compiles C code for each kernel."""
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None)
     lacking = [] if compiler else ["no C compiler is on PATH (gcc, clang or cc; CC names another)"]
     lacking += [] if interpreter.headers else [f"Python.h of {interpreter.path} is missing"]
@@ -133,7 +133,7 @@ def what_compiling_lacks(interpreter: gpu_python.Interpreter) -> list[str]:
 
 
 def keep_traces(scratch: Path, out: Path) -> None:
-    """One archive: where results are fetched from, many small files may be too many."""
+    """Pack the traces into one archive, since fetching may limit the number of files."""
     traces = sorted((scratch / "traces").glob("*.json.gz"))
     if traces:
         with tarfile.open(out / "tensor_cores-traces.tar", "w") as archive:
@@ -142,7 +142,7 @@ def keep_traces(scratch: Path, out: Path) -> None:
 
 
 def folder(options: argparse.Namespace) -> Path:
-    """Where the files go."""
+    """Return the folder for the files."""
     if options.rehearse:
         out = options.out or Path(tempfile.mkdtemp(prefix="mpinspect-rehearsal-"))
         if out.resolve() == RESULTS:
@@ -154,7 +154,7 @@ def folder(options: argparse.Namespace) -> Path:
 
 
 def stop_at(number: int, frame: object) -> None:
-    """A signal ends the run by way of what must still be written."""
+    """Signal handler: raise SystemExit, so that the files are still written."""
     raise SystemExit(128 + number)
 
 

@@ -1,13 +1,12 @@
-"""Counting on a CUDA GPU beside reading the same memory: what a device copy reads, torch.histc, torch.frexp, sum().
+"""Counting on a CUDA GPU, compared with reading the same memory by a device copy, torch.histc, torch.frexp and sum().
 
     python benchmarks/gpu_counting.py [--json benchmarks/results/gpu_counting-gpu.json] [--tiny]
 
-Times are medians of device events around one call, after a warm-up. Before each the second-level cache is overwritten, and the
-calls take several tensors of fresh data in turn. A copy reads and writes, so the time of reading is taken as half of
-its time. Launching a kernel from Python costs the host some microseconds, which count where the GPU waits for them: for
-the gradients of ResNet-50 that is part of what is measured, hence the 10 us that the limit leaves. Without a CUDA
-GPU the script says so and does nothing, but for --tiny: toy sizes, counted by the reference where there is no GPU, to see that
-the script works.
+Times are medians of device events around one call, after a warm-up. Before each call the L2 cache is overwritten, and the calls
+alternate between several tensors of fresh data. A copy reads and writes, so reading counts as half of its time. A kernel launch
+from Python takes the host some microseconds, during which the GPU may wait. For the gradients of ResNet-50 this is part of the
+measurement, hence the limit's additional 10 us. Without a CUDA GPU the script prints this and exits. --tiny tests the script
+with toy sizes, on a CPU with the reference.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from mpinspect.counting.bits import merge_rows
 from mpinspect.counting.cuda import available
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64)
-#: What counting ResNet-50's gradients in one launch may take: this many reads, and microseconds.
+#: The limit for counting ResNet-50's gradients in one launch: a multiple of a read, plus microseconds.
 MOST_OF_MANY, MOST_OF_MANY_US = 2.0, 10.0
-#: Of a call that takes long, repeated no more once it has taken so many microseconds, but for the fewest times.
+#: A slow call is not repeated beyond this many microseconds in total, but at least ``_FEWEST`` times.
 _MOST_US, _FEWEST = 1e6, 5
-#: Larger than any second-level cache.
+#: Larger than any L2 cache.
 _FLUSH_BYTES = 256 << 20
 
 Call = Callable[[torch.Tensor], object]
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
-    """The shapes of ResNet-50's 161 parameters: 25.6 million values."""
+    """Return the shapes of ResNet-50's 161 parameters: 25.6 million values."""
     shapes: list[tuple[int, ...]] = []
 
     def convolution(channels_out: int, channels_in: int, side: int) -> None:
@@ -57,7 +56,7 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 
 
 class Stopwatch:
-    """Median times in microseconds, by the GPU's events; by the host's clock on a CPU."""
+    """Measures median times in microseconds, by GPU events or, on a CPU, by the host's clock."""
 
     def __init__(self, repeats: int, device: str) -> None:
         self.device = device
@@ -65,7 +64,7 @@ class Stopwatch:
         self._flush = torch.empty(_FLUSH_BYTES if device == "cuda" else 0, dtype=torch.uint8, device=device)
 
     def us(self, calls: list[Callable[[], object]]) -> float:
-        """Of one of the calls, which are taken in turn: they do the same to different data."""
+        """Return the median time of the calls, which do the same to different data and alternate."""
         for call in calls:
             call()
         times: list[float] = []
@@ -87,17 +86,17 @@ class Stopwatch:
         return float(begin.elapsed_time(end)) * 1e3
 
     def each(self, tensors: list[torch.Tensor], call: Call) -> float:
-        """Of ``call`` on one of the tensors."""
+        """Return the median time of ``call`` on one of the tensors."""
         return self.us([lambda tensor=tensor: call(tensor) for tensor in tensors])
 
     def read_us(self, tensors: list[torch.Tensor]) -> float:
-        """What reading one of the tensors costs: half a copy."""
+        """Return the time of reading one of the tensors: half the time of a copy."""
         target = torch.empty_like(tensors[0])
         return self.each(tensors, target.copy_) / 2
 
 
 def values(numel: int, dtype: torch.dtype, device: str, make_up: str = "normal") -> torch.Tensor:
-    """Values as a gradient has them; rounded through bfloat16, as autocast leaves them; half zeros; or of every exponent."""
+    """Draw normal values; or values rounded to bfloat16, as with autocast; with half zeros; or with every exponent."""
     if make_up == "every exponent":
         return torch.randint(-(1 << 31), 1 << 31, (numel,), device=device, dtype=torch.int32).view(torch.float32)
     normal = torch.randn(numel, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -109,7 +108,7 @@ def values(numel: int, dtype: torch.dtype, device: str, make_up: str = "normal")
 
 
 def one_tensor(stopwatch: Stopwatch, size: int, dtype: torch.dtype, make_up: str) -> dict[str, Any]:
-    """Counting ``size`` bytes of one dtype, and its rivals where they take the dtype."""
+    """Time counting ``size`` bytes of one dtype, and the alternatives that support the dtype."""
     from mpinspect.counting.cuda import counter
 
     tensors = [values(size // dtype.itemsize, dtype, stopwatch.device, make_up) for _ in range(3)]
@@ -136,7 +135,7 @@ def one_tensor(stopwatch: Stopwatch, size: int, dtype: torch.dtype, make_up: str
 
 
 def largest(tensors: list[torch.Tensor], slots: torch.Tensor) -> None:
-    """The largest magnitudes of the tensors, one slot each and then the word that is set by infinities and NaNs."""
+    """Compute the largest magnitude of each tensor into its slot; the last slot is the flag for infinities and NaNs."""
     from mpinspect.counting.cuda import counter
 
     begin = slots.data_ptr()
@@ -144,7 +143,7 @@ def largest(tensors: list[torch.Tensor], slots: torch.Tensor) -> None:
 
 
 def many_tensors(stopwatch: Stopwatch, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> dict[str, Any]:
-    """Gradients of these shapes: in one launch, and one by one; the read is that of one tensor as large as all of them."""
+    """Time gradients of these shapes, in one launch and one by one, relative to a read of one tensor of their total size."""
     from mpinspect.counting.cuda import counter
 
     sets = [[values(torch.Size(shape).numel(), dtype, stopwatch.device) for shape in shapes] for _ in range(3)]
@@ -175,7 +174,7 @@ def many_tensors(stopwatch: Stopwatch, shapes: list[tuple[int, ...]], dtype: tor
 
 
 def measurements(stopwatch: Stopwatch, size: int, tiny: bool) -> Iterator[dict[str, Any]]:
-    """A row for each case, those that answer a promise first."""
+    """Yield a row for each case, beginning with the cases that have a target."""
     shapes = [(7,), (3, 5)] if tiny else resnet50_shapes()
     yield one_tensor(stopwatch, size, torch.float32, "normal")
     yield many_tensors(stopwatch, shapes, torch.float32)
@@ -206,7 +205,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def why_not(device: str) -> str:
-    """Why the kernels can't be used; "" if they can. On a CPU torch takes their place."""
+    """Return why the kernels can't be used; "" if they can. On a CPU, install torch in their place."""
     if device == "cuda":
         return available.warm_up([torch.device("cuda", torch.cuda.current_device())])
     from mpinspect.counting.cuda import counter
@@ -235,7 +234,7 @@ def main() -> None:
     if trouble:
         print(trouble)
         file.write({"rows": [], "note": trouble, "checked": []})
-        # What a rehearsal lacks is no failure of what it rehearses.
+        # Without the kernels, a rehearsal still succeeds.
         raise SystemExit(0 if options.tiny else 1)
     stopwatch = Stopwatch(1 if options.tiny else options.repeats, device)
     rows: list[dict[str, Any]] = []

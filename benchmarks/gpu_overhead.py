@@ -1,14 +1,14 @@
-"""What the inspector costs a training step on a CUDA GPU: ResNet-50 and GPT-2 small in FP16 AMP with a GradScaler.
+"""The inspector's cost per training step on a CUDA GPU: ResNet-50 and GPT-2 small in FP16 AMP with a GradScaler.
 
     python benchmarks/gpu_overhead.py [--json benchmarks/results/gpu_overhead-gpu.json] [--rounds 5] [--quick] [--tiny]
 
-Steps are timed by CUDA events, in blocks that take turns with blocks of the bare loop; the ratio is the median over the rounds
-of a block's mean step to that of the bare blocks before and after it. The first ten steps, of which the defaults count every
-one, are a block of their own. Beside the ratios stand the time that the host spends inside the inspector's callbacks, what it
-adds to the GPU's time by torch.profiler (kernel by kernel in the file), the peak of torch's memory, and the synchronisations
-that torch tells of (torch.cuda.set_sync_debug_mode), with their lines: GradScaler makes some itself, so the bare loop's are
-taken off. What waits for an event or a stream by itself is not told of. Without a GPU it says so and does nothing, but for
---tiny: toy sizes, on the CPU where there is no GPU, to see that the script works.
+CUDA events time the steps, in blocks that alternate with blocks of the bare loop. The ratio compares a block's mean step with
+the bare blocks before and after it, and is the median over the rounds. The first ten steps, which the defaults all count, are a
+separate block. The results also hold the host's time inside the inspector's callbacks, the added GPU time from torch.profiler
+(by kernel in the file), the peak of torch's memory, and the added synchronisations with their lines, as reported by
+torch.cuda.set_sync_debug_mode. GradScaler synchronises itself, so the bare loop's synchronisations are subtracted. Explicit
+waits for an event or a stream are not reported. Without a GPU the script prints this and exits. --tiny tests the script with
+toy sizes, also on a CPU.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "every=10, watch off": {"every": 10, "watch": False},
     "between samples, watch off": {"capture": (), "watch": False},
 }
-#: No further round of a network begins after this: both must come to their end in the time that gpu.py gives.
+#: A network starts no further round after this time, so that both finish within gpu.py's limit.
 MOST_SECONDS = 25
-#: The steps after attaching that are timed apart: of them the defaults count every one.
+#: The number of steps after attaching that are timed separately; the defaults count all of them.
 FIRST_STEPS = 10
-#: Of the kernels that the inspector adds to a step, the dearest are kept.
+#: The results list only the most expensive kernels that the inspector adds.
 MOST_KERNELS = 8
-#: Promise -> the subject that answers it.
+#: Target -> the subject on which it is measured.
 PROMISED = {"gpu.gpt2": "GPT-2 small, 8 x 1024 tokens", "gpu.resnet50": "ResNet-50, batch 128"}
 
 
 @dataclass
 class Row:
-    """One setting on one model. ``added_``: beyond the bare loop. Memory and GPU times are None on a CPU.
+    """One setting on one model. ``added_``: relative to the bare loop. Memory and GPU times are None on a CPU.
 
-    ``each_step_ms``: the steps of one round, those after attaching first. ``added_kernels``: launches and microseconds a step, by
-    the kernel's name, of those that add most.
+    ``each_step_ms``: the steps of one round, starting after attaching. ``added_kernels``: launches and microseconds per step of
+    the most expensive added kernels, by name.
     """
 
     subject: str
@@ -84,7 +84,7 @@ def subjects(tiny: bool) -> list[Subject]:
         ]
     return [
         Subject(PROMISED["gpu.gpt2"], gpt2_small, tokens(8, 1024, 50304), adamw),
-        # The host is as slow as the GPU in the first; here the GPU is the slower.
+        # In the first subject the host is as slow as the GPU; here the GPU is slower.
         Subject("GPT-2 small, 32 x 1024 tokens", gpt2_small, tokens(32, 1024, 50304), adamw),
         Subject(PROMISED["gpu.resnet50"], resnet50, images(128, 224, 1000), sgd, channels_last=True),
     ]
@@ -105,7 +105,7 @@ class Training:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        # FP16 products are too slow on a CPU, where toys only show that the script works.
+        # FP16 products are too slow on a CPU, which only tests the script.
         with torch.autocast(self.device, torch.float16 if self.device == "cuda" else torch.bfloat16):
             loss = F.cross_entropy(self.model(self.x), self.y)
         self.scaler.scale(loss).backward()
@@ -113,11 +113,11 @@ class Training:
         self.scaler.update()
 
     def milliseconds(self, steps: int) -> float:
-        """The mean step of a block: of a schedule's steps some are sampled."""
+        """Return the mean step of a block, in which only some steps are sampled."""
         return statistics.mean(self.each_milliseconds(steps))
 
     def each_milliseconds(self, steps: int) -> list[float]:
-        """Each step of a block."""
+        """Return the time of each step of a block."""
         if self.device != "cuda":
             times = [time.perf_counter()]
             for _ in range(steps):
@@ -140,7 +140,7 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
     training = Training(subject, device)
     training.milliseconds(steps)
     for options in SETTINGS.values():
-        # What is compiled or allocated at first use.
+        # Warm up: compile and allocate.
         with training.inspected(options):
             training.milliseconds(2)
     bare_syncs, bare_peak, bare_kernels = (
@@ -198,7 +198,7 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
 
 
 def kernels(training: Training, steps: int) -> dict[str, tuple[float, float]]:
-    """The launches and microseconds of a step by the name of what ran on the GPU; nothing on a CPU."""
+    """Return a step's launches and microseconds by kernel name; empty on a CPU."""
     if training.device != "cuda":
         return {}
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
@@ -214,7 +214,7 @@ def kernels(training: Training, steps: int) -> dict[str, tuple[float, float]]:
 def added(
     inspected: dict[str, tuple[float, float]], bare: dict[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
-    """What one step has beyond another: also less, where the training's own kernels took less."""
+    """Return the differences between two steps, negative where the training's own kernels took less time."""
     none = 0.0, 0.0
     return {
         name: (
@@ -226,7 +226,7 @@ def added(
 
 
 def synchronisations(training: Training, steps: int) -> Counter[str]:
-    """Those that torch warns of in so many steps, by the line that waited; none on a CPU."""
+    """Count the synchronisations that torch reports in these steps, by source line; empty on a CPU."""
     with _warning_of_synchronisations(training.device), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):

@@ -1,8 +1,8 @@
-"""The Python whose torch reaches a CUDA GPU, and the packages that it lacks, out of wheels that were brought along.
+"""Finds a Python whose torch reaches a CUDA GPU, and unpacks its missing packages from wheels.
 
-Nothing is installed and no network is needed: wheels of what is missing are unpacked into a folder for PYTHONPATH, and what is
-there already stays as it is, torch above all. A virtual environment would not do: made by the Python of another one, it sees the
-packages of neither. Needs no package itself.
+Wheels of missing packages are unpacked into a folder for PYTHONPATH, without installation or network. Installed packages,
+torch above all, are left unchanged. A virtual environment would not work: if another environment's Python creates it, it sees
+neither's packages. This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: Never unpacked: these are the machine's own, built for its driver.
+#: Never unpacked: the machine's own packages are built for its driver.
 _NEVER = ("torch", "triton", "nvidia", "cuda")
-#: Below these folders, or at home, a Python may lie that is not on PATH.
+#: Folders, in addition to the home directory, that may hold a Python outside of PATH.
 _FOLDERS = ("/opt", "/usr/local")
 _INSIDE = ("bin/python3", "*/bin/python3", "*/.venv/bin/python3", "*/venv/bin/python3", "*/envs/*/bin/python3")
 _HERE = Path(__file__).resolve().parents[1]
-#: Importing torch from a cold disk and waking a GPU takes most of this.
+#: Importing torch from a cold disk and initialising a GPU takes most of this time.
 _PROBE_SECONDS = 90
 
 _PROBE = """
@@ -60,10 +60,10 @@ class Interpreter:
     """A Python that has torch.
 
     Args:
-        gpu: the CUDA device that its torch reaches; None if there is none.
-        why: what CUDA says where it reaches none.
-        headers: whether Python.h is there, against which torch.compile compiles.
-        versions: of each package asked for; None where it is missing.
+        gpu: the CUDA device that its torch reaches, or None.
+        why: CUDA's error if it reaches no device.
+        headers: whether Python.h exists, which torch.compile needs.
+        versions: of each requested package; None where it is missing.
     """
 
     path: str
@@ -81,7 +81,7 @@ class Interpreter:
 
 
 def candidates(first: str | None = None) -> Iterator[str]:
-    """Yields paths of Pythons, each once: the one named, this one, those on PATH, those in the usual places."""
+    """Yield paths of Pythons, each once: the given one, this one, those on PATH, those in the usual folders."""
     several = [first or os.environ.get("PYTHON"), sys.executable, str(_HERE / ".venv" / "bin" / "python3")]
     several += [shutil.which(name) for name in ("python3", "python")]
     places = [os.environ.get(name) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]
@@ -90,13 +90,13 @@ def candidates(first: str | None = None) -> Iterator[str]:
         root = Path(folder)
         for pattern in _INSIDE:
             several += map(str, sorted(root.glob(pattern)))
-    # Not by what a link points to: the Python of an environment is a link, and the environment is told by the link's place.
+    # Links are not resolved: the Python of an environment is a link, whose place identifies the environment.
     paths = [shutil.which(path) for path in several if path]
     return iter(dict.fromkeys(str(Path(path).absolute()) for path in paths if path))
 
 
 def probe(path: str, packages: Iterable[str] = ()) -> Interpreter | None:
-    """Ask a Python for its torch, and for the versions of packages; None where it has no torch."""
+    """Query a Python for its torch and for the versions of packages; return None if it has no torch."""
     try:
         done = subprocess.run([path, "-c", _PROBE, *packages], capture_output=True, text=True, timeout=_PROBE_SECONDS)
         found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
@@ -108,10 +108,10 @@ def probe(path: str, packages: Iterable[str] = ()) -> Interpreter | None:
 def find(
     first: str | None = None, packages: Iterable[str] = (), gpu: bool = True
 ) -> tuple[Interpreter | None, list[str]]:
-    """Find the first Python whose torch reaches a GPU; any torch will do where ``gpu`` is False.
+    """Find the first Python whose torch reaches a GPU, or that has torch if ``gpu`` is False.
 
     Returns:
-        It, and a line on each one before it that has torch.
+        The Python, and a line on each earlier one that has torch.
     """
     names, said = list(packages), []
     for path in candidates(first):
@@ -124,27 +124,27 @@ def find(
 
 
 def wheels(folder: Path) -> dict[str, Path]:
-    """Returns the wheels of a folder by the name of what they install; never torch or what belongs to CUDA."""
+    """Return the wheels of a folder by package name, without torch and CUDA's packages."""
     found = {path.name.partition("-")[0].replace("_", "-").lower(): path for path in sorted(folder.glob("*.whl"))}
     return {name: path for name, path in found.items() if not name.startswith(_NEVER)}
 
 
 def fits(wheel: Path, python: str) -> bool:
-    """Whether a wheel's tags name this Python ("3.12.3"), any, or the stable interface. The platform is not checked."""
+    """Return whether a wheel's tags match this Python ("3.12.3"), any Python, or the stable ABI. Ignores the platform."""
     _, tag, interface, _ = wheel.stem.rsplit("-", 3)
     ours = f"cp{''.join(python.split('.')[:2])}"
     return ours in tag.split(".") or "py3" in tag.split(".") or (interface == "abi3" and tag.startswith("cp3"))
 
 
 def unpack(brought: dict[str, Path], interpreter: Interpreter, into: Path) -> list[str]:
-    """Unpack what the interpreter lacks. Returns a line on what was done."""
+    """Unpack the interpreter's missing packages; return lines that describe the result."""
     lacking = {name: path for name, path in brought.items() if interpreter.versions.get(name) is None}
     unpacked = [name for name, path in lacking.items() if fits(path, interpreter.python)]
     for name in unpacked:
         with zipfile.ZipFile(lacking[name]) as wheel:
             wheel.extractall(into)
         for extra in into.glob("*.data/*lib"):
-            # Wheels may keep modules aside, to be laid beside the others.
+            # Some wheels store modules in a data folder; copy them next to the others.
             shutil.copytree(extra, into, dirs_exist_ok=True)
     left = sorted(set(lacking) - set(unpacked))
     lines = [f"unpacked what {interpreter.path} lacks: {', '.join(unpacked)}"] if unpacked else []

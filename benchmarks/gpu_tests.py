@@ -1,10 +1,10 @@
-"""The tests marked ``gpu``, each result kept as soon as it is there.
+"""Runs the tests marked ``gpu``, and stores each result at once.
 
     python benchmarks/gpu_tests.py [--json benchmarks/results/gpu_tests-gpu.json] [--tiny]
 
-In ``make test`` warnings are errors; here only mpinspect's own are, since another torch brings warnings of its own, and each
-would cost a test on a machine that is rarely at hand. Without a GPU all tests are skipped with their reason, and the script ends
-with 1; not so with --tiny, since such a machine can only tell whether the tests can be imported and chosen.
+Unlike in ``make test``, only mpinspect's own warnings are errors: other versions of torch emit other warnings, and GPU machines
+are rarely available. Without a GPU all tests are skipped with a reason, and the exit status is 1. With --tiny it is 0, since
+such a run only checks that the tests can be imported and selected.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from machine import ResultsFile, arguments
 
 ROOT = Path(__file__).parents[1]
 _MARK = "pytest.mark.gpu"
-#: Of what a failed test says, the last of it.
+#: The number of final characters of a failed test's output to store.
 _MOST_SAID = 4000
 
 
 def files_with_gpu_tests() -> list[Path]:
-    """Those made for a GPU alone first: they are the most telling."""
+    """Return the files with GPU tests, the most informative first: files of GPU tests alone."""
     found = [path for path in (ROOT / "tests").rglob("test_*.py") if _MARK in path.read_text("utf-8")]
     return sorted(found, key=lambda path: (not path.name.startswith("test_gpu"), path.name))
 
 
 class Recorder:
-    """Tells pytest's results to a file, one by one."""
+    """Writes pytest's results to a file, one by one."""
 
     def __init__(self, file: ResultsFile) -> None:
         self._file = file
@@ -64,14 +64,14 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="that all are skipped is no failure")
     options = parser.parse_args()
     recorder = Recorder(ResultsFile(options.json, rehearsal=options.tiny))
-    # Where the cores allow it, side by side: most of their time is the compiler's and the host's.
+    # Tests run in parallel if there are enough cores, since the compiler and the host take most of their time.
     side_by_side = find_spec("xdist") is not None and (os.cpu_count() or 1) >= 8
     status = pytest.main(
         [
             *(("-p", "xdist", "-n", "6") if side_by_side else ()),
             *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-m", "gpu", "-v"),
             *("-W", "default", "-W", "error::mpinspect.MpinspectWarning", "--tb=short"),
-            # A package that is missing costs the files that import it, and no others.
+            # A missing package affects only the files that import it.
             "--continue-on-collection-errors",
             *map(str, files_with_gpu_tests()),
         ],

@@ -1,4 +1,4 @@
-"""Values that are easy or hard to count: what a careless branch, a contended counter or a rare case does to the time."""
+"""Values that are easy or hard to count, to show the cost of unpredictable branches, contended counters and rare cases."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ DENSE, HALF_ZEROS, POWERS, WIDE, ZEROS, SUBNORMALS = (
 )
 KINDS = (DENSE, HALF_ZEROS, POWERS, WIDE, ZEROS, SUBNORMALS)
 
-#: So many values are drawn, then repeated: too many for a branch predictor to learn.
+#: The number of values that are drawn and then repeated; too many for a branch predictor to learn.
 _BLOCK = 1 << 22
-#: Powers of two that log-uniform data spans, the top one excluded: 60, or as many normal ones as FP16 has.
+#: The exponents of log-uniform data, the last excluded: 60 powers of two, or FP16's normal ones.
 _SPAN = {torch.float16: (-14, 16)}
 _WIDEST_SPAN = (-50, 10)
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fresh(data: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Values of this kind in newly allocated, written memory, as a gradient's is; shape (elements,)."""
+    """Return values of this kind in newly allocated and written memory, like a gradient's; shape (elements,)."""
     block = _block(data, min(elements, _BLOCK), dtype)
     values = torch.empty(elements, dtype=dtype)
     whole = elements // len(block)
@@ -33,7 +33,7 @@ def fresh(data: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _block(data: str, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """``dense``: normally distributed; ``log-uniform``: exponents uniform over the span, significands too."""
+    """Draw values. ``dense``: normally distributed. ``log-uniform``: uniform exponents and uniform significands."""
     if data == ZEROS:
         return torch.zeros(elements, dtype=dtype)
     if data == SUBNORMALS:

@@ -1,4 +1,4 @@
-"""The house in figures: rooms, arrows between them, circles, files and lines of a checkout's package.
+"""Figures on the structure of a checkout's package: rooms, imports between them, cycles, files and lines.
 
     python benchmarks/house.py [FOLDER ...]
 
@@ -23,7 +23,7 @@ class Import(NamedTuple):
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Every module of a package by its dotted name."""
+    """Return every module of a package by its dotted name."""
 
     def name(path: Path) -> str:
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -33,12 +33,12 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def room(name: str) -> str:
-    """The room of a module; "" for the package's own face."""
+    """Return the room of a module; "" for the package's ``__init__``."""
     return name.split(".")[1] if "." in name else ""
 
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[Import]:
-    """What a file imports, but for annotations only. ``known``: the package's modules."""
+    """Yield the imports of a file, without those for annotations only. ``known``: the package's modules."""
     tree = ast.parse(path.read_text("utf-8"))
     lazy = {node for outer in ast.walk(tree) if isinstance(outer, ast.FunctionDef) for node in ast.walk(outer)}
     for node in _running(tree):
@@ -51,7 +51,7 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[Import]:
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below, but for the bodies of ``if TYPE_CHECKING``."""
+    """Yield every descendant, without the bodies of ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
@@ -60,7 +60,7 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def arrows(package: Path) -> set[tuple[str, str]]:
-    """(from, to) between rooms."""
+    """Return (from, to) for each pair of rooms with an import."""
     known = modules(package)
     found = {
         (room(name), room(each.name))
@@ -72,7 +72,7 @@ def arrows(package: Path) -> set[tuple[str, str]]:
 
 
 def circles(found: set[tuple[str, str]]) -> int:
-    """How many pairs of rooms reach each other."""
+    """Return the number of pairs of rooms that reach each other."""
     reach = {one: {other for first, other in found if first == one} for one, _ in found}
     for _ in reach:
         for one in reach:

@@ -1,10 +1,10 @@
-"""How long it takes to tell what 1,000 distinct kernel names mean.
+"""The time to classify 1,000 distinct kernel names.
 
     python benchmarks/kernel_names.py [--json benchmarks/results/kernel_names-cpu.json]
 
-The names are those of the real traces in tests/data/traces, in the mixture that they have there: made distinct by a number at
-their end until there are 1,000. Wall-clock, several runs. The baseline is one broad regular expression over the same names, the
-way other tools do it; it is faster, and calls a run of FP32 sgemm 93% Tensor Core.
+The names and their proportions are from the real traces in tests/data/traces; an appended number makes 1,000 of them distinct.
+Wall-clock time, several runs. The baseline is one broad regular expression over the same names, as in other tools. It is
+faster, but classifies a run of FP32 sgemm as 93% Tensor Core.
 """
 
 from __future__ import annotations

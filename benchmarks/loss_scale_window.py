@@ -1,4 +1,4 @@
-"""Is the window of loss scales right? The demo's model trained in FP16 at scales inside and outside it.
+"""Tests the recommended window of loss scales: trains the demo's model in FP16 at scales inside and outside of it.
 
     python benchmarks/loss_scale_window.py [--json benchmarks/results/loss_scale_window-cpu.json] [--steps 160]
 
@@ -25,7 +25,7 @@ VALIDATION_BATCHES = 4
 
 @dataclass
 class Outcome:
-    """Validation loss (mean cross-entropy, nats a token) over the run, and how many steps were skipped."""
+    """Validation losses (mean cross-entropy, nats per token), and the number of skipped steps."""
 
     loss_scale: float | None
     best_validation_loss: float

@@ -1,4 +1,4 @@
-"""Which machine a result comes from, and the file it is kept in."""
+"""Describes the machine of a result, and writes results files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from whole_file import write_json
 import mpinspect
 
 RESULTS = Path(__file__).parent / "results"
-#: Beside torch: what counting runs on. None where it is not installed.
+#: Libraries that counting uses, in addition to torch. Their version is None where not installed.
 _LIBRARIES = ("numpy", "numba")
 
 
 @cache
 def machine() -> dict[str, Any]:
-    """Processor, cores, GPU and versions, without the host's name."""
+    """Return processor, cores, GPU and versions, without the host's name."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -39,14 +39,14 @@ def machine() -> dict[str, Any]:
 
 
 def arguments(described: str | None) -> argparse.ArgumentParser:
-    """The parser of a benchmark's arguments: --json, and its docstring as help."""
+    """Return a benchmark's argument parser, with --json and the docstring as help."""
     parser = argparse.ArgumentParser(description=described, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser
 
 
 def results_file(name: str, device: str | None = None, folder: Path = RESULTS) -> Path:
-    """Where a benchmark's results are kept; ``device`` is "cpu" or "gpu", by default what this machine has."""
+    """Return the path of a benchmark's results. ``device``: "cpu" or "gpu", by default "gpu" if this machine has one."""
     return folder / f"{name}-{device or ('gpu' if torch.cuda.is_available() else 'cpu')}.json"
 
 
@@ -56,11 +56,11 @@ def write_results(path: str | Path, results: Any) -> None:
 
 
 class ResultsFile:
-    """A results file that is written anew after every result, so that a run that is cut short leaves what it has measured.
+    """A results file that is rewritten after every result, so that an interrupted run leaves its results so far.
 
     Args:
-        path: None: nothing is written.
-        rehearsal: toy sizes, which say nothing of speed; the file says so.
+        path: None disables writing.
+        rehearsal: marks results of toy sizes, which are not measurements of speed.
     """
 
     def __init__(self, path: str | Path | None, rehearsal: bool = False) -> None:
@@ -68,7 +68,7 @@ class ResultsFile:
         self._marks = {"rehearsal": True} if rehearsal else {}
 
     def write(self, results: Any, complete: bool = True) -> None:
-        """Write results, the machine and today's date as JSON; ``complete``: nothing is to come."""
+        """Write results, the machine and today's date as JSON. ``complete``: these are all results."""
         if self._path is None:
             return
         marks = self._marks if complete else {**self._marks, "complete": False}

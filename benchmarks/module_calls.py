@@ -1,4 +1,4 @@
-"""What a module call costs more while an inspector is attached and takes no sample: microseconds a call."""
+"""The added microseconds per module call while an inspector is attached but takes no sample."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MODULES = 500
 
 
 def added_us(rounds: int = 15, passes: int = 10) -> float:
-    """The difference between a forward with and one without, over the modules called: the median over the rounds.
+    """Return the time that an inspector adds to a forward, divided by the number of modules: the median over the rounds.
 
-    The watch is off and the next sample far away. Calls are of modules that do nothing, with gradients enabled.
+    The watch is off and the next sample far away. The modules are nn.Identity, with gradients enabled.
     """
     model = nn.Sequential(nn.Linear(4, 4), *(nn.Identity() for _ in range(MODULES)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -25,7 +25,7 @@ def added_us(rounds: int = 15, passes: int = 10) -> float:
     for _ in range(rounds):
         bare = _seconds(model, x, passes)
         with mpinspect.Inspector(model, optimizers=optimizer, every=10**9, watch=False):
-            # The first step is a sample.
+            # The first step is sampled.
             model(x).sum().backward()
             optimizer.step()
             added.append(_seconds(model, x, passes) - bare)
@@ -33,7 +33,7 @@ def added_us(rounds: int = 15, passes: int = 10) -> float:
 
 
 def _seconds(model: nn.Module, x: torch.Tensor, passes: int) -> float:
-    """The least of a few forwards: what interrupts one is not the hooks."""
+    """Return the least time of a few forwards, to exclude interruptions."""
     times = []
     for _ in range(passes):
         started = time.perf_counter()

@@ -21,8 +21,8 @@ class Subject:
     """A network to train, its batch (for a device) and its optimizer.
 
     Args:
-        times: so many times the steps that a benchmark asks for, where steps are short.
-        channels_last: its memory format on a GPU.
+        times: multiplies the benchmark's number of steps, for short steps.
+        channels_last: whether it uses this memory format on a GPU.
     """
 
     name: str
@@ -182,7 +182,7 @@ class LSTM(nn.Module):
 
 
 def tiny_layers(layers: int, width: int, classes: int) -> nn.Module:
-    """Linear and ReLU again and again: whatever is paid per module or per tensor shows here first."""
+    """Alternating Linear and ReLU, for which costs per module or per tensor are largest."""
     body = [module for _ in range(layers) for module in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*body, nn.Linear(width, classes))
 

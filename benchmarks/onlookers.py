@@ -1,7 +1,7 @@
-"""The ways of looking at a training that the overhead benchmark compares: the inspector's settings, and what others offer.
+"""The observers of a training that the overhead benchmark compares: settings of the inspector, and other tools.
 
-Each is called with a trainer and a number of steps, and gives the seconds of every step and the seconds a step spent inside the
-inspector's callbacks or in what is set against them (None: not measured); or None where it can't run here.
+Each is called with a trainer and a number of steps. It returns the seconds of every step, and the seconds per step inside the
+inspector's callbacks or their counterpart (None: not measured); or None if it can't run here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Trainer:
         self.after_backward: Callable[[], object] = lambda: None
 
     def steps(self, count: int) -> list[float]:
-        """Train on; seconds of each step, the making of the batch not among them."""
+        """Continue training; return the seconds of each step, without making the batch."""
         times = []
         for _ in range(count):
             x, y = self._batch("cpu")
@@ -58,7 +58,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Onlooker:
-    """A row of the table. ``target``: the promise that this row answers for the GPT, a key of ``targets.TARGETS``."""
+    """A row of the table. ``target``: the target that this row measures for the GPT, a key of ``targets.TARGETS``."""
 
     name: str
     steps: int
@@ -67,7 +67,7 @@ class Onlooker:
 
 
 def inspected(trainer: Trainer, steps: int, *, settling: int = 0, **options: Any) -> Measured:
-    """``settling``: steps before those that are measured."""
+    """Train under an inspector, after ``settling`` unmeasured steps."""
     watch = Stopwatch()
     with watch.around_entrances(), mpinspect.Inspector(trainer.model, optimizers=trainer.optimizer, **options):
         trainer.steps(settling)
@@ -77,10 +77,10 @@ def inspected(trainer: Trainer, steps: int, *, settling: int = 0, **options: Any
 
 
 def with_budget(trainer: Trainer, steps: int) -> Measured | None:
-    """The inspector keeps to a budget by itself; None for versions without that option.
+    """Train under an inspector with a budget; None for versions without that option.
 
-    Its first samples are taken whatever they cost, and what they cost is paid back in the steps after: these are left out. Of the
-    others there must be many: a look is paid for afterwards, so one more or less among few steps would decide.
+    The first steps are excluded: the first samples are taken regardless of the budget, and later steps compensate for them.
+    Many steps must follow, since in a few steps a single sample would dominate the result.
     """
     if "max_overhead" not in inspect.signature(mpinspect.Inspector).parameters:
         return None
@@ -88,8 +88,10 @@ def with_budget(trainer: Trainer, steps: int) -> Measured | None:
 
 
 def with_sums(trainer: Trainer, steps: int, *, outputs: bool) -> Measured:
-    """What reading alone costs: hooks that only add up the gradients that the inspector counts, and (``outputs``) what modules
-    return. The seconds are those inside ``sum()``."""
+    """Measure reading alone: hooks sum the gradients that the inspector counts and, with ``outputs``, modules' outputs.
+
+    The seconds are the time inside ``sum()``.
+    """
     watch = Stopwatch()
     add_up = watch.timed(torch.Tensor.sum)
 
@@ -115,7 +117,7 @@ def with_sums(trainer: Trainer, steps: int, *, outputs: bool) -> Measured:
 
 
 def with_add_histogram(trainer: Trainer, steps: int) -> Measured:
-    """TensorBoard's own histograms of every parameter's gradient, every step."""
+    """TensorBoard's add_histogram of every parameter's gradient, in every step."""
     from torch.utils.tensorboard import SummaryWriter
 
     with tempfile.TemporaryDirectory() as directory, SummaryWriter(directory) as writer:
@@ -145,7 +147,7 @@ def with_wandb(trainer: Trainer, steps: int) -> Measured | None:
 
 
 def with_underflow_overflow(trainer: Trainer, steps: int) -> Measured | None:
-    """Transformers' DebugUnderflowOverflow: extremes of all weights, inputs and outputs in the forward; no gradients."""
+    """Transformers' DebugUnderflowOverflow: extremes of all weights, inputs and outputs in the forward, without gradients."""
     try:
         from transformers.debug_utils import DebugUnderflowOverflow
     except ImportError:
@@ -155,7 +157,7 @@ def with_underflow_overflow(trainer: Trainer, steps: int) -> Measured | None:
         try:
             return trainer.steps(steps), None
         finally:
-            # It keeps no handles of its hooks. The model is bare otherwise.
+            # It stores no handles of its hooks, and the model has no other hooks.
             for module in trainer.model.modules():
                 module._forward_hooks.clear()
 
@@ -173,7 +175,7 @@ def looking(**options: Any) -> Callable[[Trainer, int], Measured]:
 
 
 def every_step(**options: Any) -> Callable[[Trainer, int], Measured]:
-    """Without the first three: in them memory is made, and it is learned what need not be read twice."""
+    """Return an observer without the first three steps, in which memory is allocated and duplicate reads are detected."""
     return looking(settling=3, **options)
 
 

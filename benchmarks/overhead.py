@@ -1,11 +1,11 @@
-"""What the inspector costs while a model trains on a CPU: a GPT, ResNet-50, an LSTM and many tiny layers, in one run.
+"""The inspector's cost in trainings on a CPU: a GPT, ResNet-50, an LSTM and many tiny layers, in one run.
 
     python benchmarks/overhead.py [--json benchmarks/results/overhead-cpu.json] [--rounds 2] [--quick]
 
-Wall-clock time cannot resolve a percent on a busy machine, so the figure that counts is the time spent inside the
-inspector's own callbacks (benchmarks/entrances.py) over the bare step; the wall-clock ratio to the bare step just before and
-after stands beside it. Attaching, which compiles what counting needs, is not part of a step. wandb.watch (offline), TensorBoard's
-add_histogram of every gradient and Transformers' DebugUnderflowOverflow run beside it, where they are installed.
+Wall-clock time cannot resolve a percent on a busy machine, so the main figure is the time inside the inspector's callbacks
+(benchmarks/entrances.py) relative to the bare step. The wall-clock ratio to the neighbouring bare steps is also listed.
+Attaching, which compiles the counting kernels, is not part of a step. wandb.watch (offline), TensorBoard's add_histogram of
+every gradient and Transformers' DebugUnderflowOverflow are measured too, where installed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import mpinspect
 from mpinspect.counting import fastest
 from mpinspect.ranges.kinds import KINDS
 
-#: The promises are of this one.
+#: The targets apply to this subject.
 PROMISED = "GPT, 13.9 M parameters"
 SUBJECTS = (
     Subject(PROMISED, lambda: GPT(6, 384, 6, 256, 8192), tokens(8, 256, 8192), adamw),
@@ -38,7 +38,7 @@ SUBJECTS = (
 
 @dataclass
 class Row:
-    """One way of looking, against the bare steps of the same rounds (medians over rounds)."""
+    """One observer, relative to the bare steps of the same rounds (medians over rounds)."""
 
     subject: str
     name: str
@@ -48,7 +48,7 @@ class Row:
 
 
 def measure(subject: Subject, rounds: int, onlookers: tuple[Onlooker, ...]) -> list[Row]:
-    """Every way against the bare steps around it, in each round."""
+    """Measure every observer against the neighbouring bare steps, in each round."""
     torch.manual_seed(0)
     trainer = Trainer(subject.model(), subject.optimizer, subject.batch)
     trainer.steps(2)
@@ -76,7 +76,7 @@ def measure(subject: Subject, rounds: int, onlookers: tuple[Onlooker, ...]) -> l
 
 
 def require_that_nothing_goes_untimed() -> None:
-    """Fail where the inspector does something in a step that no entrance covers: every figure would leave it out."""
+    """Fail if a step runs code of the inspector outside of every entrance, which the figures would miss."""
     watch = Stopwatch()
     trainer = Trainer(tiny_layers(1, 8, 4), sgd, vectors(4, 8, 4))
     with (

@@ -1,9 +1,9 @@
-"""How long the maps of a page take in Chromium: opening it, a move of their slider, and the file's size, of 2,000 tensors.
+"""The maps of a page with 2,000 tensors in Chromium: time to open it, time to move their slider, and file size.
 
     python benchmarks/page.py [--tensors 2000] [--json benchmarks/results/page-cpu.json]
 
-One map, of a run, and two that move together, of two runs compared. Of a move of the slider is told how long the script works on
-it, and how long it takes until the last map shows it: the second follows at the next frame, of which there are 60 in a second.
+A page has one map for a run, and two coupled maps for a comparison. For a move of the slider, the results give the script's
+time and the time until the last map shows it. The second map follows at the next frame, at 60 frames per second.
 
 Needs playwright (pip install 'mpinspect[browser]') and a Chromium of the system.
 """
@@ -27,7 +27,7 @@ from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import Progress, Session, TensorInfo, TensorKey, TensorWindow, Window
 from mpinspect.run.diff import diff
 
-#: Moves of the slider, over its range: milliseconds of the script, and until every map shows it, in order.
+#: Moves the slider over its range; returns the milliseconds of the script, and until every map shows each move.
 _MOVES = """async () => {
   const slider = document.querySelector(".explorer input[type=range]");
   const [works, shows] = [[], []];
@@ -47,7 +47,7 @@ _MOVES = """async () => {
 
 
 def session(tensors: int, windows: int = 16, seed: int = 0) -> Session:
-    """Gradients of a deep model, spread over some 34 powers of two each."""
+    """Return the gradients of a deep model, each spread over some 34 powers of two."""
     drawn = np.random.default_rng(seed)
     keys = [
         TensorKey(f"model.layers.{place // 20}.part{place % 20}.weight", kind)
@@ -76,7 +76,7 @@ def session(tensors: int, windows: int = 16, seed: int = 0) -> Session:
 
 
 def measure(maps: int, save: Callable[[Path], Path]) -> dict[str, Any]:
-    """Save a page with so many maps, open it, and move the slider."""
+    """Save a page with this many maps, open it, and move the slider."""
     from playwright.sync_api import sync_playwright
 
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
@@ -85,7 +85,7 @@ def measure(maps: int, save: Callable[[Path], Path]) -> dict[str, Any]:
         saved_s = time.perf_counter() - begun
         program = shutil.which("chromium") or shutil.which("google-chrome")
         browser = started.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
-        # Both maps are to be seen: one out of sight is drawn when it comes into view.
+        # Both maps must be visible: a hidden map is drawn only once it is scrolled into view.
         page = browser.new_page(viewport={"width": 1280, "height": 1300 * maps})
         begun = time.perf_counter()
         page.goto(f"file://{path}")

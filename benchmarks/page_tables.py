@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md: from what a results file holds to Markdown, and the promises as plain text."""
+"""The tables of docs/performance.md: results files as Markdown, and the targets as plain text."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _MACHINE = ("processor", "cores", "gpu", "python", "torch", "cuda", "numpy", "nu
 
 
 def markdown(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table: the first column to the left, the others to the right."""
+    """Format a table, the first column left-aligned, the others right-aligned."""
     lines = [heading, ["---", *["---:"] * (len(heading) - 1)], *rows]
     return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def how_to_measure(benchmark: str, gpu: bool) -> str:
-    """The command that answers what is not yet measured."""
+    """Return the command that measures a missing result."""
     return "`make gpu`, with a CUDA GPU" if gpu else f"`make bench ARGS={benchmark}`"
 
 
 def not_yet_measured(documents: dict[str, Any], left_out: dict[str, str]) -> str:
-    """The promises that no results answer, then the sections left out: titles by the name of their results file."""
+    """List the unmeasured targets, then the omitted sections. ``left_out``: titles by the name of their results file."""
     promised = [
         (target.what, target.promise, how_to_measure(target.benchmark, target.gpu))
         for target in unanswered(documents).values()
@@ -35,22 +35,22 @@ def not_yet_measured(documents: dict[str, Any], left_out: dict[str, str]) -> str
 
 
 def _of_file(file: str) -> tuple[str, bool]:
-    """The benchmark that writes a results file, and whether it needs a GPU."""
+    """Return the benchmark that writes a results file, and whether it needs a GPU."""
     name, _, device = file.rpartition("-")
     return name, device == "gpu"
 
 
-# -- the promises -----------------------------------------------------------------------------------------------------------
+# -- targets ----------------------------------------------------------------------------------------------------------------
 
 
 def checked_rows(documents: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every promise that some results answer, as ``targets.checked`` wrote it."""
+    """Return every measured target, as ``targets.checked`` wrote it."""
     several = (document["results"] for document in documents.values())
     return [row for results in several if isinstance(results, dict) for row in results.get("checked", ())]
 
 
 def unanswered(documents: dict[str, Any]) -> dict[str, Target]:
-    """The promises that no results answer."""
+    """Return the unmeasured targets."""
     answered = {row["key"] for row in checked_rows(documents)}
     return {key: target for key, target in TARGETS.items() if key not in answered}
 
@@ -64,14 +64,14 @@ def promises(documents: dict[str, Any]) -> str:
 
 
 def promises_text(documents: dict[str, Any]) -> str:
-    """The same for a terminal."""
+    """Format all targets for a terminal."""
     answered = checked_rows(documents)
     lines = [verdicts(answered)] if answered else []
     return "\n".join([*lines, *(f"{target.what:90} {NOT_MEASURED}" for target in unanswered(documents).values())])
 
 
 def machines(documents: dict[str, Any], shown_files: set[str]) -> str:
-    """Where and when each file that the page shows was measured."""
+    """Format the machine and date of each results file on the page."""
     rows = []
     for file in sorted(shown_files & set(documents)):
         machine = documents[file]["machine"]
@@ -144,7 +144,7 @@ def where_it_goes(results: dict[str, Any]) -> str:
 
 
 def gpu_tests(results: dict[str, Any]) -> str:
-    """How many passed, and each that did not, with the last line of what it said."""
+    """Format the number of passed tests, and each other test with the last line of its output."""
     counted = ", ".join(f"{number} {outcome}" for outcome, number in results["outcomes"].items())
     others = [
         (f"`{row['test']}`", row["outcome"], row["said"].strip().rpartition("\n")[2])
@@ -193,7 +193,7 @@ def traces(results: dict[str, Any]) -> str:
     return f"{sentence}\n\n{markdown(('reader', 'median s', 'least s', 'peak MB'), rows)}"
 
 
-#: What the table of session files shows of a run.
+#: The figures of a run in the table of session files, with their labels.
 _SESSION_FIGURES = {
     "file_mb": "file, MB",
     "import_s": "import, s",
@@ -210,7 +210,7 @@ _SESSION_FIGURES = {
 
 
 def session(results: dict[str, Any]) -> str:
-    """Figures down, runs across."""
+    """Format a table with a line per figure and a column per run."""
     runs = results["runs"]
     heading = [f"{run['layers'] * run['kinds']:,} tensors, {run['samples']:,} samples" for run in runs]
     lines = [
@@ -222,7 +222,7 @@ def session(results: dict[str, Any]) -> str:
 
 
 def anything(results: Any) -> str:
-    """Results of any form: numbers side by side, lists of alike records as tables; the promises stand elsewhere."""
+    """Format results of any form: numbers in one table, each list of records as a table; without the targets."""
     if isinstance(results, list):
         return _records(results)
     plain = [(key, _figure(value)) for key, value in results.items() if not isinstance(value, (list, dict))]
@@ -237,7 +237,7 @@ def anything(results: Any) -> str:
 
 
 def _pivot(rows: list[dict[str, Any]], down: str, across: str, cell: Any, heading: Any = str) -> str:
-    """A table of one value of ``down`` a line and one of ``across`` a column, in the order of their first appearance."""
+    """Format a table with a line per value of ``down`` and a column per value of ``across``, in order of appearance."""
     columns = list(dict.fromkeys(row[across] for row in rows))
     cells = {(row[down], row[across]): cell(row) for row in rows}
     lines = [

@@ -1,6 +1,6 @@
-"""Processes that run one after the other within a given time: each has a share of it, and the next ones may use what one leaves.
+"""Runs processes one after the other within a given time. Each has a share; unused time passes to the next ones.
 
-Needs no package, so that what finds the packages can use it too.
+Uses only the standard library, so that gpu.py can use it before it has found the packages.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Seconds below which a part is not started: importing torch and waking a GPU take that long.
+#: A part with fewer seconds than this is not started: importing torch and initialising a GPU take that long.
 LEAST = 10.0
-#: Seconds between asking a process to end and ending it.
+#: Seconds between SIGTERM and SIGKILL.
 _GRACE = 3.0
 _LAST_LINES = 12
 
@@ -27,7 +27,7 @@ class Part:
 
     Args:
         weight: its share of the time, relative to the other parts'.
-        file: what it writes, as soon as there is something to write.
+        file: the file that it writes after its first result.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What became of a part.
+    """The outcome of a part.
 
     Args:
         state: "not begun", "running", "done" (exit status 0, its file written), "failed", "timed out", "skipped" or "stopped".
         seconds: how long it ran.
-        limit: how long it might have run.
-        file: the name of the file that it left; None if it left none.
+        limit: its time limit in seconds.
+        file: the name of the file that it wrote, or None.
         said: the last lines of its output.
     """
 
@@ -64,13 +64,13 @@ def run_parts(
     tell: Callable[[list[Outcome]], object],
     least: float = LEAST,
 ) -> list[Outcome]:
-    """Run the parts in order; none runs beyond its share of the time from now to the deadline, as much later as others left over.
+    """Run the parts in order, each within its share of the time to the deadline plus the unused time of earlier parts.
 
     Args:
         deadline: in seconds of ``time.monotonic()``.
-        log: gets the whole output of all parts.
-        tell: called with all outcomes whenever one changes.
-        least: a part that has fewer seconds than this is skipped.
+        log: receives the output of all parts.
+        tell: called with all outcomes at every change.
+        least: a part with fewer seconds than this is skipped.
     """
     outcomes = [Outcome(part.name) for part in parts]
     for part, outcome, end in zip(parts, outcomes, _ends(parts, deadline), strict=True):
@@ -101,13 +101,13 @@ def run_parts(
 
 
 def _ends(parts: Sequence[Part], deadline: float) -> list[float]:
-    """When each part must have ended: the time from now on, divided by the weights."""
+    """Return each part's end time: the remaining time, divided by the weights."""
     now, total = time.monotonic(), sum(part.weight for part in parts)
     return [now + (deadline - now) * sum(part.weight for part in parts[: i + 1]) / total for i in range(len(parts))]
 
 
 def _run(part: Part, seconds: float, log: Path, environment: Mapping[str, str]) -> str:
-    """Returns the outcome's state. Of the part's processes none is left."""
+    """Run a part; return its state. All its processes have ended."""
     with log.open("ab") as output:
         output.write(f"\n== {part.name}: {' '.join(part.command)}\n".encode())
         output.flush()
@@ -116,7 +116,7 @@ def _run(part: Part, seconds: float, log: Path, environment: Mapping[str, str]) 
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # What one that is ended has printed is in the log.
+            # The log must hold the output of a terminated part.
             env={**environment, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
@@ -129,7 +129,7 @@ def _run(part: Part, seconds: float, log: Path, environment: Mapping[str, str]) 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started."""
+    """End a process and its children."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -138,7 +138,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         return
-    # One that a driver holds can't be ended, and must not hold up the rest.
+    # A process that is blocked in a driver can't be killed, and must not delay the next parts.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE)
 

@@ -1,10 +1,9 @@
-"""Make docs/performance.md of the results in benchmarks/results/ and of the prose in benchmarks/performance_template.md.
+"""Makes docs/performance.md from the results in benchmarks/results/ and the text in benchmarks/performance_template.md.
 
     python benchmarks/performance_page.py
 
-The page holds no figure of its own: what it says is what the newest results say. A section of the template whose results are
-missing is left out of its place and named in the last one, "Not yet measured". A test holds the committed page to the committed
-results.
+All figures on the page are from the newest results. A section of the template whose results are missing is omitted and named in
+the last section, "Not yet measured". A test compares the committed page with the committed results.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from machine import RESULTS
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 TEMPLATE = Path(__file__).with_name("performance_template.md")
 
-#: Placeholder in the template -> the file that answers it (without ``.json``) and what draws it.
+#: Placeholder in the template -> its results file (without ``.json``) and the function that formats it.
 SECTIONS = {
     "counting": ("counting-cpu", page_tables.counting),
     "overhead": ("overhead-cpu", page_tables.overhead),
@@ -47,7 +46,7 @@ _PLACEHOLDER = re.compile(r"\{\{(?P<name>\w+)\}\}")
 
 @dataclass(frozen=True)
 class Section:
-    """A heading of the template, the text under it up to the next one, and the placeholders in that text which results fill."""
+    """A heading of the template, and the text up to the next heading, with its placeholders for results."""
 
     heading: str
     text: str
@@ -62,16 +61,16 @@ class Section:
 
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
-    """Every results file of a folder, by its name without ``.json``: date, machine, results."""
+    """Return every results file of a folder (date, machine, results), by its name without ``.json``."""
     found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
     return {name: document for name, document in found.items() if not document.get("rehearsal")}
 
 
 def page(documents: dict[str, Any], template: str) -> str:
-    """The page's text.
+    """Return the page's text.
 
     Raises:
-        KeyError: the template has a placeholder that nothing answers.
+        KeyError: the template has an unknown placeholder.
     """
 
     def fill(found: re.Match[str]) -> str:
@@ -91,15 +90,15 @@ def page(documents: dict[str, Any], template: str) -> str:
 
 
 def sections(template: str) -> list[Section]:
-    """The template, cut before each heading; code blocks have none."""
+    """Split the template before each heading. Code blocks must not contain lines that look like headings."""
     pieces = re.split(r"^(#+ .*\n)", template, flags=re.MULTILINE)
     return [Section(*pair) for pair in zip(pieces[1::2], pieces[2::2], strict=True)]
 
 
 def _parted(several: list[Section], documents: dict[str, Any]) -> tuple[list[Section], dict[str, str]]:
-    """The sections to show, and the titles of the others by the name of the results file that they lack.
+    """Return the sections to show, and the titles of the others by the name of their missing results file.
 
-    A heading with nothing of its own goes with the last section below it; the closing one, with the last thing to be measured.
+    A heading without text is omitted if all sections below it are; the closing section, if every result is measured.
     """
     left_out: dict[str, str] = {}
     shown: list[Section] = []
@@ -118,7 +117,7 @@ def _parted(several: list[Section], documents: dict[str, Any]) -> tuple[list[Sec
 
 
 def write() -> None:
-    """Write the page anew."""
+    """Rewrite the page."""
     PAGE.write_text(page(load(), TEMPLATE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

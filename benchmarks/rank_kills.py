@@ -1,11 +1,11 @@
-"""Ranks killed at random: two train under ``mpinspect run``, one gets a SIGKILL, and what all of them left is read.
+"""Kills ranks at random: two train under ``mpinspect run``, one receives a SIGKILL, and all their files are read.
 
     python benchmarks/rank_kills.py [--runs 100] [--seed 0] [--json benchmarks/results/rank_kills-cpu.json]
 
-Each run is two gloo processes under DistributedDataParallel, forked from one that has imported torch. The moment of the kill is
-drawn evenly from the time that a run takes without one, so some ranks die before they have a folder, some as they end. The other
-rank ends by itself, as its training does (gloo notices a rank that left, or waits for it until the training's own limit); a
-run that takes longer than LIMIT_S is a hang. While the ranks train, rank 0 adds them up every half second.
+Each run has two gloo processes under DistributedDataParallel, forked from a process that has imported torch. The time of the
+kill is drawn uniformly from the duration of a run without a kill, so some ranks die before they have a folder and some at their
+end. The other rank ends by itself: gloo notices the missing rank, or waits for it until the training's limit. A run that takes
+longer than LIMIT_S counts as a hang. During training, rank 0 adds up all ranks every half second.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mpinspect.run.record import read_record
 from mpinspect.runtime import background
 
 RANKS, LIMIT_S = 2, 60.0
-#: Seconds between two sums while a run goes on, here.
+#: Seconds between two sums during a run.
 SUM_EVERY_S = 0.5
 SCRIPT = """
 import datetime, os, time
@@ -59,7 +59,7 @@ for step in range(150):
 
 
 def start(rank: int, folder: Path) -> int:
-    """Fork a rank that runs the script under ``mpinspect run`` and ends as Python ends; returns its process id."""
+    """Fork a rank that runs the script under ``mpinspect run`` and exits as Python does; return its process id."""
     process = os.fork()
     if process:
         return process
@@ -78,7 +78,7 @@ def start(rank: int, folder: Path) -> int:
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
         except Exception:
-            # As Python shows an exception that ends a script.
+            # Python prints the exception that ends a script, too.
             traceback.print_exc()
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -89,7 +89,7 @@ def start(rank: int, folder: Path) -> int:
 
 
 def one_run(folder: Path, killed: int | None, after_s: float) -> dict[str, Any]:
-    """Train, kill a rank after some seconds, and return what became of the ranks and of their files."""
+    """Train, kill a rank after some seconds, and return the state of the ranks and their files."""
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
     began = time.monotonic()
@@ -116,7 +116,7 @@ def one_run(folder: Path, killed: int | None, after_s: float) -> dict[str, Any]:
 
 
 def left(place: Path, killed: int | None, statuses: dict[int, int]) -> dict[str, Any]:
-    """Read each session file and the whole run; tell whether the report names the rank that was killed."""
+    """Read each session file and the whole run; check whether the report names the killed rank."""
     files = [file for file in place.rglob("session.mpinspect*") if file.name == "session.mpinspect"]
     unreadable = []
     for file in files:
@@ -137,7 +137,7 @@ def left(place: Path, killed: int | None, statuses: dict[int, int]) -> dict[str,
         text = " ".join(str(read_run(place)).split())
     except (SessionError, OSError) as error:
         return {"files": len(files), "unreadable": [*unreadable, str(error)], "moment": moment, "is_named": False}
-    # Rank 0 speaks for the run: how it ended stands at its command, too.
+    # Rank 0 reports for the run, and its end is also shown next to its command.
     said = (
         f"ank {killed} ended.{{0,40}} without a report|ank{killed}: ended without|ank {killed} of {RANKS} left nothing"
     )
@@ -152,7 +152,7 @@ def left(place: Path, killed: int | None, statuses: dict[int, int]) -> dict[str,
 
 def measure(runs: int, seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
-    # No TemporaryDirectory: what removes it at an interpreter's end would run in the ranks, too.
+    # Not a TemporaryDirectory, whose clean-up at exit would also run in the forked ranks.
     directory = tempfile.mkdtemp()
     try:
         whole = one_run(Path(directory, "whole"), None, 0.0)

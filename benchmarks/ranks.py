@@ -1,12 +1,11 @@
-"""Many ranks' sessions added up: time, memory and file sizes, and how they grow with the number of ranks.
+"""Adding up many ranks' sessions: time, memory and file sizes, as functions of the number of ranks.
 
     python benchmarks/ranks.py [--layers 2000] [--samples 1000] [--ranks 1 4 16 64 1024] [--json FILE]
 
-One rank's run is made as in session.py and written by the writer. Each other rank is that file, read and decoded anew, under a
-number of its own. For each number of ranks a fresh process reads and adds them one after the other, reports on the sum, and
-saves it; its largest resident memory is given. Then the same is done as a tree: processes that add up some ranks each, of which
-one is measured, and another one that adds up their saved sums. Times are the process's own on one core, with the file in the
-page cache; one run each.
+One rank's run is made as in session.py. Every other rank is the same file, read and decoded again, with another rank number.
+For each number of ranks a fresh process reads and adds them one after the other, reports on the sum, and saves it; the results
+hold its peak resident memory. Then the ranks are added up as a tree: several processes each add some ranks (one of them is
+measured), and another adds their saved sums. Times are for one core, with the file in the page cache; one run each.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from typing import Any
 from machine import arguments, write_results
 from session import PEAK, MadeRun, write
 
-#: Adds up so many readings of a session, a rank's or a sum of ranks', reports, saves; prints the seconds of each part and the
-#: process's largest resident memory.
+#: Adds up repeated readings of a session, reports and saves; prints the seconds of each part and the peak resident memory.
 ADDS = f"""
 import json, sys, time
 from dataclasses import replace
@@ -59,7 +57,7 @@ print(json.dumps({{
 
 
 def add(source: Path, readings: int, target: Path, samples_a_rank: int) -> dict[str, float]:
-    """Add up so many readings of a session in a fresh process; returns its figures."""
+    """Add up repeated readings of a session in a fresh process; return its figures."""
     words = [sys.executable, "-c", ADDS, str(source), str(readings), str(target)]
     row: dict[str, float] = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
     if row.pop("counted") != samples_a_rank * row["ranks"]:

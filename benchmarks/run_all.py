@@ -1,10 +1,10 @@
-"""Run the benchmarks one after the other, keep their results, and make docs/performance.md of them: ``make bench``.
+"""Runs the benchmarks one after the other, stores their results, and makes docs/performance.md from them: ``make bench``.
 
     python benchmarks/run_all.py [NAME ...] [--quick] [--results DIR]
 
-Each is a process of its own; one that fails does not stop the rest. At the end stand the promises and what was measured. Results
-go to benchmarks/results/NAME-cpu.json, or NAME-gpu.json for those that measure a CUDA GPU and do nothing without one. With
---quick (the shortest run of each; those that have none are left out) nothing is kept, and with --results the page stays as it is.
+Each is a separate process, and a failure does not stop the others. The output ends with the targets and their measured values.
+Results are written to benchmarks/results/NAME-cpu.json, or to NAME-gpu.json by benchmarks that need a CUDA GPU. --quick runs
+only benchmarks with a short version, and stores no results. With --results the page is not rewritten.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Benchmark:
     """A script of this folder.
 
     Args:
-        quick: its arguments for a short run, None if it has none.
-        device: what it measures, "cpu" or "gpu"; None: a GPU where there is one.
+        quick: its arguments for a short run, or None.
+        device: the measured device, "cpu" or "gpu"; None: a GPU if there is one.
     """
 
     name: str
@@ -67,7 +67,7 @@ BENCHMARKS = (
 
 
 def run(benchmark: Benchmark, folder: Path, quick: bool) -> bool:
-    """Whether it came to its end, all its bounds kept."""
+    """Run a benchmark; return whether it succeeded and met its targets."""
     kept = results_file(benchmark.name, benchmark.device, folder)
     arguments = (benchmark.quick or ()) if quick else ()
     print(f"== {benchmark.name}", flush=True)
@@ -76,7 +76,7 @@ def run(benchmark: Benchmark, folder: Path, quick: bool) -> bool:
 
 
 def chosen(names: list[str], quick: bool) -> list[Benchmark]:
-    """Those named, or all; of a GPU only where there is one."""
+    """Return the named benchmarks; by default all, those of a GPU only if there is one."""
     known = {benchmark.name: benchmark for benchmark in BENCHMARKS}
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -95,7 +95,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as nowhere:
         folder = options.results or (Path(nowhere) if options.quick else RESULTS)
-        # No benchmark finds itself beside a process that compiles.
+        # Compile first, so that no benchmark runs during a compilation.
         fastest.warm_up(compile_here=True)
         failed = [one.name for one in chosen(options.names, options.quick) if not run(one, folder, options.quick)]
         print(f"\n{promises_text(performance_page.load(folder))}")

@@ -1,13 +1,12 @@
-"""What a training step keeps for its backward, in every precision: ResNet-50 and GPT-2 small, real shapes.
+"""The memory that autograd saves for the backward, in every precision: ResNet-50 and GPT-2 small, real shapes.
 
     python benchmarks/saved_memory.py [--json benchmarks/results/saved_memory-cpu.json]
 
-Bytes of the distinct storages that autograd saves between forward and backward, as ``torch.autograd.graph.
-saved_tensors_hooks`` shows them, with the model's own parameters and without. ResNet-50: batch 8, 224x224. GPT-2 small:
-124M parameters, one sequence of 1024 tokens, no dropout, attention through ``scaled_dot_product_attention``, which keeps no
-scores. "lean" rows compute the cross-entropy of half logits without keeping its FP32 log-softmax, which is the largest
-tensor otherwise. On a CPU 16-bit arithmetic is emulated; what is kept is what CUDA's kernels keep. About three minutes on two
-cores.
+Measures the bytes of the distinct storages that autograd saves between forward and backward, through
+``torch.autograd.graph.saved_tensors_hooks``, with and without the model's own parameters. ResNet-50: batch 8, 224x224. GPT-2
+small: 124M parameters, one sequence of 1024 tokens, no dropout, attention through ``scaled_dot_product_attention``, which saves
+no scores. "lean" rows compute the cross-entropy of half logits without saving its FP32 log-softmax, otherwise the largest
+tensor. On a CPU 16-bit arithmetic is emulated, and saves the same tensors as CUDA's kernels. About three minutes on two cores.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ Loss = Callable[[nn.Module], torch.Tensor]
 
 @dataclass
 class Saved:
-    """Bytes that autograd keeps.
+    """Bytes that autograd saves.
 
     Args:
-        activations: of everything but the model's own parameters and buffers.
-        parameters: of the model's own parameters and buffers.
-        float32_activations: the part of the first that is FP32.
-        largest_float32: the shape and bytes of the largest FP32 tensor among them, "" where there is none.
+        activations: bytes other than the model's own parameters and buffers.
+        parameters: bytes of the model's own parameters and buffers.
+        float32_activations: the FP32 part of ``activations``.
+        largest_float32: the shape and bytes of the largest FP32 activation; "" without one.
     """
 
     activations: int
@@ -140,13 +139,13 @@ def text_loss(batch: int, length: int, vocabulary: int = 50257) -> Loss:
 
 
 def saved_for_backward(model: nn.Module, loss: Loss, precision: Precision, lean: bool = False) -> Saved:
-    """Convert the model in place, run the forward, and add up what is kept for the backward."""
+    """Convert the model in place, run the forward, and add up the saved tensors."""
     convert_model(model, precision)
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.Tensor] = {}  # by storage; the tensors keep the addresses from being used again
+    kept: dict[int, torch.Tensor] = {}  # by storage; holding the tensors prevents the reuse of their addresses
 
     def pack(tensor: torch.Tensor) -> None:
-        # No backward follows. A node that saves its own output would keep itself alive if that tensor were given back.
+        # No backward follows. Returning the tensor would create a reference cycle for a node that saves its own output.
         kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
 
     with forward_in(precision, lean), torch.autograd.graph.saved_tensors_hooks(pack, lambda nothing: nothing):
@@ -168,7 +167,7 @@ def saved_for_backward(model: nn.Module, loss: Loss, precision: Precision, lean:
 
 
 def forward_in(precision: Precision, lean: bool) -> ExitStack:
-    """The context in which a precision runs its forward on a CPU."""
+    """Return the context of a precision's forward on a CPU."""
     stack = ExitStack()
     if precision.autocast:
         stack.enter_context(half_arithmetic())
@@ -182,7 +181,7 @@ SUBJECTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Loss]]] = {
     "ResNet-50, batch 8, 224x224": (resnet50, lambda: image_loss(8, 224)),
     "GPT-2 small, 1 x 1024 tokens": (GPT2, lambda: text_loss(1, 1024)),
 }
-#: (precision, lean cross-entropy). What "fp16-pure" keeps is what "fp16-master" keeps.
+#: (precision, lean cross-entropy). "fp16-pure" saves the same tensors as "fp16-master".
 ROWS = [("fp32", False), ("fp16-amp", False), ("fp16-amp", True), ("bf16-amp", False)]
 ROWS += [("fp16-master", False), ("fp16-master", True), ("bf16-master", False)]
 
@@ -208,7 +207,7 @@ def main() -> None:
 
 
 def row(name: str, saved: Saved, full: Saved) -> str:
-    """One line of the table; the fractions are of FP32's bytes."""
+    """Format a line of the table, with fractions of FP32's bytes."""
     both, full_both = saved.activations + saved.parameters, full.activations + full.parameters
     return (
         f"{name:18} {saved.activations / 2**20:8.1f} MiB {saved.activations / full.activations:5.3f}  "

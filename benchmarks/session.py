@@ -1,16 +1,16 @@
-"""A large run: what writing it costs the training, and how long reading and reporting it take.
+"""A large run: the cost of writing it during training, and the time to read it and report on it.
 
     python benchmarks/session.py [--layers 2000] [--kinds 1] [--samples 1000] [--json benchmarks/results/session-cpu.json]
 
 Each tensor has one histogram a sample: about 40 powers of two of a normal distribution, the width that gradients of real layers
 have. The run is written three ways:
 
-- by the writer alone: seconds of a call, of a rewriting (neighbouring windows merged), and the file's size;
+- by the writer alone: seconds per call and per rewriting (which merges neighbouring windows), and the file's size;
 - as an inspector writes it, session file and TensorBoard log, while a loop of small torch operations runs: how long the loop's
   calls into the recording took, and the longest single operation and step (100 operations), against the same loop alone.
   Writes follow on each other without the pause that a run leaves between them;
-- and what was written is read: ``mpinspect report`` as a user runs it, and its parts, each time in a fresh process whose
-  largest resident memory is given.
+- the result is read: by ``mpinspect report`` as a user runs it, and by its parts, each in a fresh process with its peak
+  resident memory.
 
 Times are wall-clock, on a machine that should have nothing else to do; medians where something is repeated.
 """
@@ -97,7 +97,7 @@ def histogram(rng: np.random.Generator) -> ExponentHistogram:
 
 
 class MadeRun:
-    """The windows of a run of so many tensors."""
+    """The windows of a run with many tensors."""
 
     def __init__(self, layers: int, kinds: int) -> None:
         rng = np.random.default_rng(0)
@@ -111,7 +111,7 @@ class MadeRun:
         ]
 
     def window(self, step: int) -> Window:
-        """One sampled step."""
+        """Return the window of one sampled step."""
         tensors = {
             info.key: TensorWindow(
                 self._pool[(step * 7919 + position) % len(self._pool)], 1, {-1: 1}, numel_max=ELEMENTS
@@ -129,7 +129,7 @@ def _key(module: str, kind: str) -> TensorKey:
 
 
 def write(directory: Path, run: MadeRun, samples: int) -> dict[str, float]:
-    """Write the run with the writer alone; milliseconds of a call, the rewritings among them."""
+    """Write the run with the writer alone; return milliseconds per call, including rewritings."""
     times = []
     with SessionWriter(directory, run.info()) as writer:
         writer.watched(run.watched)
@@ -148,11 +148,11 @@ def write(directory: Path, run: MadeRun, samples: int) -> dict[str, float]:
 
 
 def stall(directory: Path, run: MadeRun, writes: int) -> dict[str, float]:
-    """Write while a loop runs, until so many windows were written; milliseconds that the loop noticed."""
+    """Write this many windows while a loop runs; return the milliseconds of the loop's delays."""
     alone = _Loop()
     for _ in range(200):
         alone.step()
-    # Written without a pause between: the worst that can be.
+    # Write without pauses: the worst case.
     recordings.WRITE_INTERVAL_S, recordings.WRITE_COST_FACTOR = 0.0, 0
     recording = recordings.Recording(run.info(), open_sinks(directory, run.info()).sinks)
     recording.watch(run.watched)
@@ -203,7 +203,7 @@ class _Loop:
 
 
 def read(directory: Path, run: MadeRun, samples: int, repeats: int) -> dict[str, float]:
-    """Read and report in fresh processes; seconds and megabytes."""
+    """Read and report in fresh processes; return seconds and megabytes."""
     parts = [json.loads(_python(PARTS, directory).stdout) for _ in range(repeats)]
     counted, expected = parts[0].pop("counted"), len(run.watched) * samples
     if counted != expected:
@@ -244,7 +244,7 @@ def measure(options: argparse.Namespace, kinds: int) -> dict[str, Any]:
 
 
 def promises(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is promised of 2,000 layers, one kind and 1,000 samples, if that was measured."""
+    """Return the targets for 2,000 layers, one kind and 1,000 samples, if measured."""
     large = [run for run in runs if (run["layers"], run["kinds"], run["samples"]) == (2000, 1, 1000)]
     return [
         checked(f"session.{key}", run[figure])

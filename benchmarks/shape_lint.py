@@ -1,11 +1,11 @@
-"""How long the shape lint of a 70 B-parameter model takes, and how much memory: forward and backward on the meta device.
+"""Time and memory of the shape lint of a 70 B-parameter model: forward and backward on the meta device.
 
     python benchmarks/shape_lint.py [--json benchmarks/results/shape_lint-cpu.json]
 
 The model is a Llama of Transformers, built on the meta device in bfloat16: hidden size 8192, 80 layers, 64 heads (8 of keys
-and values), intermediate size 28672, vocabulary 128256; one sequence of 2,048 tokens. Each run is a process of its own, so
-nothing is warm: the times are of a first use, after the imports and the building of the model, which are given apart. The
-memory is the process' peak, torch and Transformers included.
+and values), intermediate size 28672, vocabulary 128256; one sequence of 2,048 tokens. Each run is a new process, so the times
+are those of a first use. Imports and building the model are listed separately. The memory is the process's peak, with torch
+and Transformers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LLAMA_70B = {
 
 
 def one_run(tokens: int, gpu: str) -> dict[str, float | int]:
-    """Seconds of each part, in this process."""
+    """Run in this process; return the seconds of each part."""
     start = time.perf_counter()
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -69,12 +69,12 @@ def one_run(tokens: int, gpu: str) -> dict[str, float | int]:
 
 
 def peak_mb() -> float:
-    """The most memory that this process has had."""
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def summary(runs: list[dict[str, float | int]]) -> dict[str, Any]:
-    """Medians of the times, the largest memory, and what is the same in every run."""
+    """Return the medians of the times, the largest memory, and the figures that are equal in every run."""
     times = [name for name in runs[0] if name.endswith("_s")]
     memory = [name for name in runs[0] if name.startswith("peak_mb")]
     fixed = {name: runs[0][name] for name in ("parameters", "products", "pflop")}

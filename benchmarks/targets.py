@@ -1,6 +1,6 @@
-"""What the project promises of its own speed: one row for each promise, which benchmark answers it, and whether it was kept.
+"""The project's performance targets: one row each, with its benchmark and its limit.
 
-A benchmark hands what it measured to ``checked``; ``docs/performance.md`` lists every promise, measured or not.
+A benchmark passes its results to ``checked``; ``docs/performance.md`` lists every target, measured or not.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """One promise.
+    """One target.
 
     Args:
         benchmark: the script that measures it, without ``.py``.
-        what: what is measured, as a row of a table.
-        limit: the promised bound, in ``unit``; an upper one unless ``at_least``.
+        what: the measured quantity, for a row of a table.
+        limit: the bound, in ``unit``; an upper bound unless ``at_least``.
         unit: "x" a ratio, "%" a fraction given as 0..1, or a unit of measurement.
         gpu: measured on a CUDA GPU.
     """
@@ -83,7 +83,7 @@ TARGETS: dict[str, Target] = {
 
 
 def checked(key: str, value: float) -> dict[str, Any]:
-    """A promise and what was measured, for a results file's ``checked`` list."""
+    """Return a target and its measured value, for a results file's ``checked`` list."""
     target = TARGETS[key]
     return {
         "key": key,
@@ -97,13 +97,13 @@ def checked(key: str, value: float) -> dict[str, Any]:
 
 
 def shown(value: float, unit: str) -> str:
-    """A value with its unit, as people read it; three significant digits."""
+    """Format a value with its unit, to three significant digits."""
     if unit == "%":
         return f"{_digits(100 * value)}%"
     if unit == "x":
         return f"{_digits(value)}x"
     if value < 0:
-        # A difference of two times, which their noise exceeds.
+        # A difference of two times that is smaller than their noise.
         return "below the noise"
     return f"{_digits(value)} {unit}".rstrip()
 
@@ -115,7 +115,7 @@ def _digits(value: float) -> str:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> str:
-    """The rows of ``checked`` as plain text, one line each."""
+    """Format the rows of ``checked`` as plain text, one line each."""
     lines = [
         f"{row['what']:90} {shown(row['value'], row['unit']):>10}  {row['target']:16} {'met' if row['met'] else 'MISSED'}"
         for row in rows

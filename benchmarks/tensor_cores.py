@@ -2,10 +2,10 @@
 
     python benchmarks/tensor_cores.py [--json benchmarks/results/tensor_cores-gpu.json] [--traces DIR] [--tiny]
 
-Each case is profiled by profile_kernels; a case's rate is its known FLOPs over the time of its matmul-class kernels. A verdict
-"native" or "degraded" is checked against the CUDA cores' peak, which only Tensor Cores can pass, and each misaligned case against
-the aligned one. --traces keeps the traces (small, gzip), to be test data. Without a GPU it says so and does
-nothing, but for --tiny: toy sizes, on the CPU where there is no GPU, to see that the script works.
+Each case is profiled by profile_kernels; its rate is its known FLOPs over the time of its matmul-class kernels. Verdicts are
+checked against the CUDA cores' peak, which only Tensor Cores can exceed, and misaligned cases are compared with aligned ones.
+--traces stores the traces (small, gzip) as test data. Without a GPU the script prints this and exits. --tiny tests the script
+with toy sizes, also on a CPU.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def compiled(device: torch.device, size: int, dtype: torch.dtype) -> tuple[Step,
     model = nn.Sequential(nn.Linear(size, size), nn.GELU(), nn.Linear(size, size)).to(device, dtype)
     faster = torch.compile(model, backend="inductor" if device.type == "cuda" else "eager")
     x = torch.randn(size, size, device=device, dtype=dtype)
-    # No gradient for the input: five of six products.
+    # The input needs no gradient, so five of six products run.
     return lambda: faster(x).sum().backward(), 5 * 2 * size**3
 
 
@@ -147,7 +147,7 @@ def measure(case: Case, device: torch.device, size: int, traces: Path | None) ->
 
 
 def compare_with_aligned(rows: list[dict[str, Any]]) -> None:
-    """Add to each misaligned case its rate over that of the aligned one: what "degraded" is worth on this GPU."""
+    """Add to each misaligned case its rate relative to the aligned case: the cost of "degraded" on this GPU."""
     rates = {(row["case"], row["dtype"]): row["tflops"] for row in rows}
     for case, row in zip(CASES, rows, strict=False):
         aligned = rates.get((case.like, row["dtype"]))
@@ -155,7 +155,7 @@ def compare_with_aligned(rows: list[dict[str, Any]]) -> None:
 
 
 def contradictions(rows: list[dict[str, Any]], gpu: gpus.Gpu) -> list[str]:
-    """What the rates say against the verdicts: above the CUDA cores' peak a product ran on Tensor Cores, whatever its name."""
+    """Return verdicts that contradict the rates: a product above the CUDA cores' peak must have run on Tensor Cores."""
     found = []
     for row in rows:
         peak = gpu.cuda_core_tflops.get("float32" if row["dtype"] == "float32" else "float16")

@@ -1,12 +1,11 @@
-"""How long a large trace takes to read, and how much memory, beside HolisticTraceAnalysis and json.load on the same file.
+"""Time and memory to read a large trace, compared with HolisticTraceAnalysis and json.load on the same file.
 
     python benchmarks/traces.py [--json benchmarks/results/traces-cpu.json] [--repeats 5] [--without-hta]
 
-The trace is a real one (an A100 training a convolutional network) repeated, with times and identifiers shifted, until it has more
-than a million events and 284 MB. Every run is a process of its own, so that peak memory is its own too: interpreter, imports and
-all. Times are of reading without the imports; ours give the whole report, not only the events. HolisticTraceAnalysis (pip install
-HolisticTraceAnalysis) is left out where it is not installed; the runs of all readers take turns. Exit status 1 where a promise is
-missed.
+A real trace (an A100 training a convolutional network) is repeated, with shifted times and identifiers, until it has more than
+a million events and 284 MB. Every run is a new process, whose peak memory includes the interpreter and imports. Times exclude
+imports; mpinspect's include the whole report. HolisticTraceAnalysis (pip install HolisticTraceAnalysis) is skipped if it is not
+installed. The readers alternate. The exit status is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from targets import checked, verdicts
 
 BASE = Path(__file__).parents[1] / "tests" / "data" / "traces" / "a100_tf32_convnet.json.gz"
 LEAST_EVENTS, LEAST_BYTES = 1_000_000, 284_000_000
-#: Longer than any reader should need.
+#: An upper bound on any reader's time.
 TIMEOUT_S = 600
 
 _EVENTS = '"traceEvents": ['
-#: Numbers that differ from one repetition to the next: a key's text, then the number.
+#: Matches the numbers that differ between repetitions: a key's text, then the number.
 _SHIFTED = re.compile(
     r'("(?:ts|correlation|External id|id|Sequence number|Ev Idx|Record function id)": )(\d+(?:\.\d+)?)(?=[,\s])'
 )
-#: More than any identifier of the base, so that none repeats. Microseconds between the beginnings of repetitions.
+#: Larger than any identifier of the base, so that identifiers stay unique; and microseconds between repetitions.
 _ID_STRIDE, _TIME_STRIDE = 1_000_000, 1_000_000
 
-#: What a process runs: reads argv[1], prints seconds and peak MB.
+#: Each reader's code; ``_MEASURE`` reads argv[1] and prints seconds and peak MB.
 _READERS = {
     "mpinspect": "from mpinspect import read_trace as read\nread",
     "json.load": "import json\ndef read(path):\n    with open(path) as file: return json.load(file)",
@@ -63,7 +62,7 @@ print("\\n", seconds, int(peak) / 1024)
 
 
 def repetitions(body: str) -> Iterator[str]:
-    """The events again and again, each time later and with identifiers of their own."""
+    """Yield the events repeatedly, with later times and new identifiers."""
     parts = _SHIFTED.split(body)
     texts, keys, numbers = parts[::3], parts[1::3], parts[2::3]
     for repetition in count():
@@ -77,7 +76,7 @@ def repetitions(body: str) -> Iterator[str]:
 
 
 def make_trace(path: Path) -> dict[str, int]:
-    """Write the trace; its size."""
+    """Write the trace; return its size."""
     with gzip.open(BASE, "rt", encoding="utf-8") as file:
         text = file.read()
     start = text.index(_EVENTS) + len(_EVENTS)
@@ -96,7 +95,7 @@ def make_trace(path: Path) -> dict[str, int]:
 
 
 def run(reader: str, path: Path) -> dict[str, float]:
-    """One reading in a process of its own."""
+    """Read the trace once, in a new process."""
     done = subprocess.run(
         [sys.executable, "-c", _READERS[reader] + _MEASURE, str(path)],
         capture_output=True,
@@ -111,7 +110,7 @@ def run(reader: str, path: Path) -> dict[str, float]:
 
 
 def measure(readers: dict[str, tuple[str, Path]], repeats: int) -> dict[str, dict[str, float]]:
-    """By label: least and median time, largest peak. The readers take turns, so that a busy machine hits all alike."""
+    """Return, by label, least and median time and the largest peak. Readers alternate, to share the machine's other load."""
     runs: dict[str, list[dict[str, float]]] = {label: [] for label in readers}
     for _ in range(repeats):
         for label, (reader, path) in readers.items():

@@ -1,10 +1,10 @@
-"""What each precision gains on a GPU: speed and memory of ResNet-50, GPT-2 small and an LSTM, as MixedPrecision trains them.
+"""Speed and memory of each precision of MixedPrecision on a GPU: ResNet-50, GPT-2 small and an LSTM.
 
     python benchmarks/training_modes.py [--json benchmarks/results/training_modes-gpu.json] [--tiny]
 
 FP32 without TF32 is the baseline, as in NVIDIA's GTC 2018 talk; then FP32 with TF32, and every precision. Synthetic data; each
-step is timed by CUDA events, after warm-up steps; medians. Without a GPU it says so and does
-nothing, but for --tiny: toy sizes, on the CPU where there is no GPU, to see that the script works.
+step is timed by CUDA events, after warm-up steps; medians. Without a GPU the script prints this and exits. --tiny tests the
+script with toy sizes, also on a CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import mpinspect
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its optimizer and one batch on a device; ``items`` (images or tokens) in it."""
+    """A model, its optimizer and one batch on a device, of ``items`` images or tokens."""
 
     name: str
     unit: str
@@ -39,7 +39,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Mode:
-    """``channels_last``: the layout that convolutions on Tensor Cores want."""
+    """A precision. ``channels_last``: the preferred layout of convolutions on Tensor Cores."""
 
     name: str
     precision: str
@@ -55,7 +55,7 @@ MODES = (
 
 
 def tasks(tiny: bool) -> list[Task]:
-    """The three of them; toys of the same kinds for ``tiny``."""
+    """Return the three tasks, in toy sizes for ``tiny``."""
     if tiny:
         return [
             Task("ResNet", "images", 4, lambda: resnet((1, 1), 8, 10), sgd, images(4, 32, 10)),
@@ -71,7 +71,7 @@ def tasks(tiny: bool) -> list[Task]:
 
 @dataclass
 class Row:
-    """One task in one mode. Memory is torch's own peak, None on a CPU; both ratios are against FP32 without TF32."""
+    """One task in one mode. Memory is torch's peak (None on a CPU); both ratios are relative to FP32 without TF32."""
 
     task: str
     mode: str
@@ -85,7 +85,7 @@ class Row:
 
 
 class Clock:
-    """Milliseconds of each step: by CUDA events, or by the host's clock on a CPU."""
+    """Measures milliseconds of each step, by CUDA events or, on a CPU, by the host's clock."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -110,7 +110,7 @@ class Clock:
 
 
 def run(task: Task, mode: Mode, device: str, warm_up: int, steps: int) -> tuple[float, float | None, int]:
-    """Milliseconds of a step (median), peak memory in GiB, and steps skipped, warm-up included."""
+    """Return the median milliseconds of a step, peak memory in GiB, and the number of skipped steps, including warm-up."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = mode.tf32
     torch.manual_seed(0)
     layout = torch.channels_last if mode.channels_last else torch.contiguous_format
@@ -137,7 +137,7 @@ def run(task: Task, mode: Mode, device: str, warm_up: int, steps: int) -> tuple[
 
 
 def measure(device: str, tiny: bool, file: ResultsFile) -> list[Row]:
-    """Every task in every mode, memory given back in between; each row is kept at once."""
+    """Measure every task in every mode. Memory is freed in between, and each row is written at once."""
     torch.backends.cudnn.benchmark = True
     warm_up, steps = (1, 2) if tiny else (10, 20)
     rows = []

@@ -1,12 +1,12 @@
-"""What LossScaler and MixedPrecision cost: fp16-amp training steps against torch.autocast + torch.amp.GradScaler by hand.
+"""The cost of LossScaler and MixedPrecision: fp16-amp training steps against torch.autocast + torch.amp.GradScaler by hand.
 
     python benchmarks/training_speed.py [--json benchmarks/results/training_speed-cpu.json] [--rounds 7]
 
-All three ways train the same model on the same batches, in short blocks that take turns; the figure is the median over the
-rounds of the ratio of steps per second. On a CPU the FP16 products of all three are emulated, and time is the processor's, not
-the clock's: a busy machine lends it to others. Blocks do not resolve a percent even so. Beside them stands the time inside
-the scaler's own calls (scale, step without the optimizer's own, update), each the median of its calls, and the ratio that
-follows from these alone. Under three minutes on two cores.
+All three ways train the same model on the same batches, in short alternating blocks; the figure is the median over the rounds
+of the ratio of steps per second. On a CPU all three emulate FP16 products, and the benchmark measures CPU time, which depends
+less on the machine's other load. Blocks still cannot resolve a percent. So the results also hold the time inside the scaler's
+calls (scale, step without the optimizer's step, update; the median of each), and the ratio that follows from these
+alone. Under three minutes on two cores.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mpinspect.demo.demo import stdlib_tokens, word_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BY_HAND, LOSS_SCALER, MIXED_PRECISION = "GradScaler by hand", "LossScaler", "MixedPrecision"
-#: Seconds: on a GPU the clock's, on a CPU the process's.
+#: Seconds: wall-clock on a GPU, CPU time of the process on a CPU.
 SECONDS = time.perf_counter if DEVICE == "cuda" else time.process_time
-#: Steps per second that LossScaler must keep, as a share of GradScaler's.
+#: The target for LossScaler's steps per second, relative to GradScaler's.
 TARGET = 0.99
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -65,7 +65,7 @@ WORKLOADS = (
 
 @dataclass
 class Stopwatch:
-    """Seconds of every call, by name. The optimizer's own step is taken out of the scaler's."""
+    """Seconds of every call, by name. The optimizer's step is subtracted from the scaler's."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     optimizer_seconds: float = 0.0
@@ -93,12 +93,12 @@ class Stopwatch:
         return run
 
     def milliseconds(self) -> float:
-        """Of one step: the medians of the calls, added up."""
+        """Return the sum of the calls' medians, for one step."""
         return 1e3 * sum(statistics.median(values) for values in self.seconds.values())
 
 
 class Way:
-    """One of the three, with a model, an optimizer and a scaler of its own."""
+    """One of the three ways, with its own model, optimizer and scaler."""
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload = name, workload
@@ -115,7 +115,7 @@ class Way:
             self.scaler = self.precision.scaler
 
     def steps(self) -> float:
-        """One block. Returns seconds per step; the batches are made before."""
+        """Train one block; return seconds per step, without making the batches."""
         batches = [self.workload.batch(self.generator) for _ in range(self.workload.steps)]
         batches = [(x.to(DEVICE), y.to(DEVICE)) for x, y in batches]
         step = self._by_hand if self.precision is None else self._mixed_precision
@@ -127,7 +127,7 @@ class Way:
         return (SECONDS() - started) / len(batches)
 
     def inside(self) -> float:
-        """Milliseconds that a step spends in the scaler's calls."""
+        """Return the milliseconds per step inside the scaler's calls."""
         watch, names = Stopwatch(), ("scale", "step", "update")
         for name in names:
             setattr(self.scaler, name, watch.timed(name, getattr(self.scaler, name)))
@@ -164,7 +164,7 @@ def _wait() -> None:
 
 @dataclass
 class Row:
-    """One way on one workload (medians over rounds). Ratios: steps per second over those by hand."""
+    """One way on one workload (medians over rounds). Ratios: steps per second relative to the loop by hand."""
 
     workload: str
     way: str
@@ -175,7 +175,7 @@ class Row:
 
 
 def measure(workload: Workload, rounds: int) -> list[Row]:
-    """Blocks that take turns, each round in the other order; then the time inside the calls, taking turns too."""
+    """Time alternating blocks, in reverse order every other round; then the time inside the calls, also alternating."""
     ways = [Way(name, workload) for name in (BY_HAND, LOSS_SCALER, MIXED_PRECISION)]
     for way in ways:
         way.steps()
@@ -213,7 +213,7 @@ def table(rows: list[Row]) -> str:
 
 
 def verdict(rows: list[Row]) -> str:
-    """What LossScaler's calls take beyond GradScaler's, and how long a step is of which that is 1%."""
+    """Format the additional time of LossScaler's calls, and the length of a step in which it is 1%."""
     inside = {(row.workload, row.way): row.inside_ms for row in rows}
     smallest = WORKLOADS[0].name
     extra = max(0.0, inside[smallest, LOSS_SCALER] - inside[smallest, BY_HAND])

@@ -1,11 +1,11 @@
-"""Where the inspector's time goes in a training step: the GPT's, weight and activation gradients, every step, watch on.
+"""Profiles the inspector's time in a training step of the GPT: weight and activation gradients, every step, watch on.
 
     python benchmarks/where_it_goes.py [--json benchmarks/results/where_it_goes-cpu.json] [--steps 5] [--quick]
 
-cProfile counts the calls and times them. Each function of the package is given its own time and that of what it calls outside
-of the package (torch, NumPy, waiting for threads), so the shares add up to what the inspector takes. The profiler slows every
-Python call down: small functions that are called often look dearer than they are. Compare the shares with each other; what the
-inspector takes of a step is for benchmarks/overhead.py to say.
+cProfile counts and times the calls. A function of the package is charged with its own time and with its calls outside of the
+package (torch, NumPy, waiting for threads), so the shares add up to the inspector's total. The profiler slows down every Python
+call, which overstates small functions with many calls. Compare only the shares; benchmarks/overhead.py measures the
+inspector's share of a step.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ import mpinspect
 from mpinspect.counting import fastest
 
 _PACKAGE = Path(mpinspect.__file__).parent
-#: Functions of ours in which the training's own work runs: a backward's time is not the inspector's.
+#: Functions of the package that run the training's own work: a backward's time is not the inspector's.
 _AROUND_THE_TRAINING = {(str(_PACKAGE / "runtime/torch_calls.py"), "run")}
-#: Calls outside of the package, one inside the other, whose time is followed up to the package.
+#: The greatest depth of nested calls outside of the package whose time is attributed to the package.
 _DEEPEST_CALLS = 50
 
-#: (file, line, function), and what pstats keeps of one: calls, own seconds, seconds in all, and the same by caller.
+#: (file, line, function), and its entry in pstats: primitive calls, calls, own seconds, cumulative seconds, callers.
 Function = tuple[str, int, str]
 Entry = tuple[int, int, float, float, dict[Function, tuple[int, int, float, float]]]
 
 
 @dataclass
 class Row:
-    """One function of ours. ``own_ms`` holds what it calls outside of the package; ``fraction`` is of all the rows' time."""
+    """One function of the package. ``own_ms_per_step`` includes calls outside of the package; ``fraction`` is of all rows."""
 
     function: str
     calls_per_step: float
@@ -48,7 +48,7 @@ class Row:
 
 
 def profile(steps: int) -> dict[Function, Entry]:
-    """What pstats says of so many inspected steps, the first ones left out."""
+    """Return the statistics of this many inspected steps, after the first ones."""
     torch.manual_seed(0)
     trainer = Trainer(GPT(6, 384, 6, 256, 8192), adamw, tokens(8, 256, 8192))
     profiler = cProfile.Profile()
@@ -63,10 +63,10 @@ def profile(steps: int) -> dict[Function, Entry]:
 
 
 def own_seconds(stats: dict[Function, Entry]) -> dict[Function, tuple[int, float]]:
-    """Calls and seconds of each function of ours, what it calls outside of the package included.
+    """Return calls and seconds of each function of the package, including its calls outside of the package.
 
-    The time of a function outside goes to its callers, by the time that it spent for each, and on from there until it comes to
-    a function of ours or to the training itself.
+    The time of an outside function is divided among its callers, in proportion to its time for each, repeatedly, until it
+    reaches a function of the package or the training itself.
     """
     own = {function: entry[2] for function, entry in stats.items() if is_ours(function)}
     outside = {function: entry[2] for function, entry in stats.items() if not is_ours(function)}
@@ -91,7 +91,7 @@ def is_ours(function: Function) -> bool:
 
 
 def rows_of(own: dict[Function, tuple[int, float]], steps: int) -> list[Row]:
-    """Largest first."""
+    """Return the rows, largest first."""
     total = sum(seconds for _, seconds in own.values()) or 1.0
     named = [(name(function), calls, seconds) for function, (calls, seconds) in own.items()]
     named.sort(key=lambda row: -row[2])
@@ -99,7 +99,7 @@ def rows_of(own: dict[Function, tuple[int, float]], steps: int) -> list[Row]:
 
 
 def name(function: Function) -> str:
-    """As "ranges/capture/watch.py:extremes"; the line stands beside it where a file may have several of that name."""
+    """Format a function as "ranges/capture/watch.py:extremes", with its line if a file may hold several of that name."""
     file, line, inside = function
     path = Path(file).relative_to(_PACKAGE).as_posix()
     return f"{path}:{line} {inside}" if inside.startswith(("<", "__")) or inside == "run" else f"{path}:{inside}"

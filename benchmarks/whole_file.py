@@ -1,4 +1,4 @@
-"""Files that are written whole: whoever reads one, or kills the writer, finds the old one or the new one. Needs no package."""
+"""Replaces files atomically: a reader finds the old file or the new one, even if the writer is killed. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def write_json(path: str | Path, document: Any) -> None:
-    """Write a document as JSON in place of what is there; the folder is made if need be."""
+    """Write a document as JSON, replacing an existing file; create the folder if needed."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Its name ends in nothing that is looked for, should it be left behind.
+    # No search for results matches this suffix, if the file is left behind.
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     beside.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     beside.replace(target)

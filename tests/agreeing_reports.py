@@ -1,4 +1,4 @@
-"""Whether the sentences of a report agree: what is needed, the window, the scale, the findings and what they tell to do."""
+"""Searches a report for sentences that contradict each other: on the loss scale, its window, the findings and their fixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpinspect.ranges.report.scale_line import scale_line
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.forms import render
 
-#: A scale that a sentence tells to use.
+#: A loss scale that a sentence recommends.
 _TELLS = re.compile(
     r"(?:[Mm]ultiply the loss by|Take a loss scale of|begin a GradScaler at|GradScaler\(init_scale=)\s*"
     r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![\d.]*\*\*)"
@@ -26,7 +26,7 @@ _ABOUT_FLUSHING = ("gradients-flushed", "gradients-already-flushed", "scale-wind
 
 
 def analyse(session: Session, format: FloatFormat = FLOAT16) -> RangeReport:
-    """``mpinspect.ranges.analyse.analyse``, of which every report must agree with itself."""
+    """Call ``mpinspect.ranges.analyse.analyse``, and assert that its report is free of contradictions."""
     report = analysing.analyse(session, format)
     found = contradictions(report)
     assert not found, "\n".join(found)
@@ -34,20 +34,20 @@ def analyse(session: Session, format: FloatFormat = FLOAT16) -> RangeReport:
 
 
 def recommend_loss_scale(given: Any, **options: Any) -> LossScaleAdvice:
-    """``mpinspect.recommend_loss_scale``; of a session the whole report must agree with itself."""
+    """Call ``mpinspect.recommend_loss_scale``; given a session, also assert that its report is free of contradictions."""
     if isinstance(given, Session):
         analyse(given)
     return loss_scale.recommend_loss_scale(given, **options)
 
 
 def contradictions(report: RangeReport) -> list[str]:
-    """What two sentences of the report disagree on, a line each; none where all of them follow from one decision."""
+    """Return the contradictions between sentences of the report, a line each."""
     return [*_contradictions(report), *_disagreements(report)]
 
 
 #: A scale in the code of a fix.
 _IN_CODE = re.compile(r"init_scale=2\.0\*\*(-?\d+)")
-#: Findings of which one denies the other.
+#: Pairs of findings that exclude each other.
 _EXCLUSIVE = (
     ("scale-too-high", "scale-too-low"),
     ("scale-too-high", "scale-window-empty"),
@@ -65,7 +65,7 @@ _EXCLUSIVE = (
 
 
 def _disagreements(report: RangeReport) -> Iterator[str]:
-    """What the verdict and the findings disagree on, and two findings among themselves."""
+    """Yield contradictions between the verdict and the findings, and between two findings."""
     verdict = report.verdict
     grave = [finding for finding in report.findings if finding.severity != "info"]
     if verdict.healthy is True and grave:
@@ -164,11 +164,11 @@ def _contradictions(report: RangeReport) -> Iterator[str]:
 
 
 def _in_float32(window: re.Match[str]) -> bool:
-    """Whether both ends are scales that FP32 holds: others are cut in the advice, and not in words."""
+    """Return whether FP32 holds both ends of the window. The advice clamps other scales; the sentence does not."""
     return all(-126 <= int(end) <= 127 for end in window.groups())
 
 
 def _sentences(report: RangeReport) -> str:
-    """The page without its tables, which take most of the time, in one line."""
+    """Return the report's text in one line. Tables are left out, since rendering them takes most of the time."""
     page = render(replace(report, layers=(), overall=(), formats=(), events=()), ".txt", width=200)
     return " ".join(page.split())

@@ -1,4 +1,4 @@
-"""Hand-made sessions for the tests of the analysis: plain counts, nothing measured."""
+"""Hand-written sessions for the tests of the analysis: counts without measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_G
 from mpinspect.ranges.session import Progress, RunInfo, Session, TensorInfo, TensorKey, TensorWindow, Window
 
 #: The gradient at the logits of a word-level language model (vocabulary 4096, mean over 8192 tokens), 20 steps, counted
-#: in FP32: 2^-44 upwards. And the exact powers of two among them.
+#: in FP32 from 2^-44 upwards; and the exact powers of two among the values.
 LOGITS_COUNTS = (
     *(18, 74, 202, 1048, 10566, 47149, 143156, 426644, 1213449, 3307928, 9117530, 22615505, 44908551, 71293508),
     *(92413831, 98173105, 86003520, 69253232, 90956550, 56015564, 12262194, 5968087, 3127777, 1722573, 939170, 490683),
@@ -19,7 +19,7 @@ LOGITS_POWERS = (*(0,) * 17, 98, 0, 180, 18, 26, 1, 2, 1, *(0,) * 6, 2)
 
 
 def spread(counts: Mapping[int, int], **others: int) -> ExponentHistogram:
-    """A histogram from exponent -> count."""
+    """Return the histogram of a dict exponent -> count."""
     if not counts:
         return ExponentHistogram.from_counts([], 0, **others)
     low, high = min(counts), max(counts)
@@ -32,7 +32,7 @@ def logits() -> ExponentHistogram:
 
 
 def cut_below(histogram: ExponentHistogram, exponent: int) -> ExponentHistogram:
-    """The histogram with everything below 2^exponent turned into zeros."""
+    """Return the histogram with all values below 2^exponent counted as zeros."""
     keep = max(exponent - histogram.min_exponent, 0)
     return ExponentHistogram.from_counts(
         histogram.counts[keep:],
@@ -43,7 +43,7 @@ def cut_below(histogram: ExponentHistogram, exponent: int) -> ExponentHistogram:
 
 
 def through_fp16(histogram: ExponentHistogram, log2_scale: int = 0) -> ExponentHistogram:
-    """The histogram as it is seen after rounding to FP16 at a scale: what lies between 2^-25 and 2^-24 is 2^-24 then."""
+    """Return the histogram after rounding to FP16 at a scale, which rounds values between 2^-25 and 2^-24 up to 2^-24."""
     smallest = -24 - log2_scale
     at_edge = smallest - 1 - histogram.min_exponent
     rounded_up = 0
@@ -80,7 +80,7 @@ def session_of(
     progress: Progress | None = None,
     **others: object,
 ) -> Session:
-    """A session of one window a block, each of ``steps`` sampled steps with the block's largest gradient as their peak."""
+    """Return a session with one window per block, of ``steps`` sampled steps that peak at the block's largest gradient."""
     windows = []
     for index, block in enumerate(blocks):
         tensors = {

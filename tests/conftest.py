@@ -1,4 +1,4 @@
-"""What every test shares: the --update-golden switch, a deterministic torch, and GPU tests skipped with their reason."""
+"""Shared fixtures and hooks: the --update-golden switch, a deterministic torch, and GPU tests skipped with a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-# Where the caller asks for colour (a CI may), tests would find it in what they print.
+# A caller such as a CI may force colours, which would change the output that tests check.
 for name in ("FORCE_COLOR", "NO_COLOR"):
     os.environ.pop(name, None)
 
@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """An example may take as long as a busy machine takes."""
+    """Disable hypothesis's deadline, which a busy machine would exceed."""
     try:
         from hypothesis import settings
     except ImportError:
@@ -37,7 +37,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Nothing that thousands of tests are made of is garbage."""
+    """Disable garbage collection during collection, whose thousands of objects all stay alive."""
     gc.disable()
     collected = yield
     gc.enable()
@@ -55,24 +55,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionstart() -> None:
-    """Ctrl-C and a terminal that closes reach what the tests start, however the tests were started.
+    """Ensure that SIGINT and SIGHUP reach the processes that tests start.
 
-    A run in a script's background (``nohup ... &``) has both signals ignored, which every child inherits: those that are
-    to be interrupted would never hear of it. A signal that is caught is back at its default in a child.
+    A run in the background (``nohup ... &``) ignores both signals, and children would inherit this. A signal that has a
+    handler is reset to its default in a child.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     hangup = getattr(signal, "SIGHUP", None)
     if hangup is not None and signal.getsignal(hangup) is signal.SIG_IGN:
-        # Caught, and nothing done: the run itself outlives its terminal, as nohup promised.
+        # An empty handler: under nohup, the run itself must survive its terminal.
         signal.signal(hangup, lambda number, frame: None)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _what_counts_is_compiled() -> None:
-    """Compiled loops count in every test and in the processes that it starts: none finds a line about compiling on stderr.
+    """Compile the counting loops before the first test, so that no process prints a line about compiling to stderr.
 
-    One process compiles, the others find its loops: nothing in the cache changes once a test runs.
+    One process compiles and the others load its loops, so the cache stays unchanged while tests run.
     """
     from filelock import FileLock
 
@@ -84,9 +84,9 @@ def _what_counts_is_compiled() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_passes_from_file_to_file() -> Iterator[None]:
-    """Hide what is there already, a million objects, from the collector and from all that searches living objects.
+    """Hide a million existing objects from the garbage collector and from code that searches its objects; check the threads.
 
-    A file that left torch with two threads made the trainings of all files after it take six times as long.
+    A file that leaves torch with two threads would make the trainings of all later files take six times as long.
     """
     import torch
 
@@ -99,7 +99,7 @@ def _nothing_passes_from_file_to_file() -> Iterator[None]:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """``golden(name, text)``: the text equals tests/golden/``name``; rewritten under --update-golden."""
+    """``golden(name, text)`` asserts that the text equals tests/golden/``name``; --update-golden rewrites the file."""
 
     def check(name: str, text: str) -> None:
         path = GOLDEN / name
@@ -114,7 +114,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """So many threads for torch, and as many as it had afterwards."""
+    """Set torch's number of threads; restore it afterwards."""
     import torch
 
     before = torch.get_num_threads()
@@ -125,7 +125,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture
 def deterministic_torch() -> Iterator[int]:
-    """Seed 0, deterministic algorithms; the random state and the switch are put back afterwards. Gives the seed."""
+    """Seed torch with 0 and use deterministic algorithms; restore both afterwards. Yields the seed."""
     import torch
 
     before, state = torch.are_deterministic_algorithms_enabled(), torch.get_rng_state()
@@ -138,7 +138,7 @@ def deterministic_torch() -> Iterator[int]:
 
 @pytest.fixture
 def peak_mb() -> Iterator[Callable[[], float]]:
-    """``peak_mb()``: the most memory that Python's objects and NumPy's arrays have taken since the test began, in MB."""
+    """``peak_mb()`` returns the peak memory of Python objects and NumPy arrays since the test began, in MB."""
     tracemalloc.start()
     yield lambda: tracemalloc.get_traced_memory()[1] / 1e6
     tracemalloc.stop()

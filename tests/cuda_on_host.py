@@ -1,4 +1,4 @@
-"""The kernels of ``counting/cuda/kernels.cu`` as host code: compiled with g++, in the place of a GPU's."""
+"""Compiles the kernels of ``counting/cuda/kernels.cu`` as host code with g++, to run them without a GPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ UNIT = Path(__file__).with_name("cuda_on_host.cpp")
 
 
 class HostGpu:
-    """Launches like ``driver.Gpu``, in this process; remembers how the kernels were called.
+    """Launches kernels in this process, with the interface of ``driver.Gpu``; records the launches.
 
     Args:
         library: made by ``build``.
-        most_blocks: the blocks that run at a time.
+        most_blocks: the largest number of blocks of a launch.
     """
 
     def __init__(self, library: Path, columns: int, most_blocks: int) -> None:
@@ -38,7 +38,7 @@ class HostGpu:
         self.launched.append(name)
 
     def constant(self, which: int) -> int:
-        """ENTRIES, THREADS, the bytes of a tile and of the table."""
+        """Return ENTRIES, THREADS, or the bytes of a tile or of the table."""
         return int(self._library.constants(which))
 
 

@@ -1,6 +1,6 @@
-"""In place of the kernels of a CUDA device: the same results of CPU tensors, to test here what reads tensors late.
+"""Replaces the CUDA kernels by CPU functions with the same results, to test code that reads tensors late without a GPU.
 
-``pytest -p host_kernels`` runs any tests so.
+``pytest -p host_kernels`` runs any tests this way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpinspect.ranges.faults.measure.examination import Examination
 DTYPES = COUNTABLE
 
 
-#: How many tensors were read and how many were not, since nothing was broken; the bytes that were read; the launches.
+#: Counters: tensors read; tensors skipped because no value was non-finite; bytes read; launches.
 READ, SPARED, BYTES, LAUNCHES = "read", "spared", "bytes", "launches"
 calls: Counter[str] = Counter()
 
@@ -72,7 +72,7 @@ class Counted(NamedTuple):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Treat the CPU as a device whose tensors kernels read while the host goes on."""
+    """Treat the CPU as a device whose kernels read tensors asynchronously."""
     monkeypatch.setattr(available, "counter", lambda: sys.modules[__name__])
     monkeypatch.setattr(device_magnitudes, "is_on_device", lambda tensor: True)
     begin_step = Examination.begin_step
@@ -87,5 +87,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this module is a plugin."""
+    """Install for every test, when this module is loaded as a plugin."""
     install(monkeypatch)

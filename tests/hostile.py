@@ -1,9 +1,9 @@
-"""Files that are damaged, or made to do harm: thousands of them from a seed, each read and reported in every form.
+"""Generates thousands of damaged or malicious files from a seed; reads each and reports it in every form.
 
     python tests/hostile.py [--inputs 100000] [--seed 0]
 
-An input is well if it gives a report, or the one error of its reader. ``Hostile`` makes inputs from good files: bits flipped, cut
-off, spliced, and, framed again with right checksums, fields of other types, huge numbers, deep nesting, columns of nonsense.
+An input passes if its reader produces a report or raises its documented error. ``Hostile`` modifies good files: bits flipped,
+truncated, spliced; and, with valid checksums, fields of other types, huge numbers, deep nesting, random columns.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from mpinspect.ranges.store import FILE_NAME, SessionError, frames, read_session
 from mpinspect.reporting import forms
 from mpinspect.run.reading import read_run
 
-#: What no terminal and no line of a page may get raw: C0, C1, DEL, marks of direction, ends of lines, lone surrogates.
+#: Characters that output must escape: C0, C1, DEL, direction marks, line separators, lone surrogates.
 STEERING = "\x00\x07\b\t\r\v\f\x1b[31m\x1b]0;title\x07\x7f\x85\x9b2J\u200e\u202e\u2066\u2028\u2029\ud800\udcff"
-#: What stands for a line of its own, where a name can make one.
+#: A forged line, for names that could inject a line break.
 NEW_LINE = "\nforged"
 
 LISTS, OBJECTS = "[" * 50_000 + "]" * 50_000, '{"a":' * 50_000 + "1" + "}" * 50_000
@@ -67,7 +67,7 @@ _VALUES: tuple[Any, ...] = (
 
 
 def good_session() -> s.Session:
-    """Every kind of record: layers that flush, that overflow, that broke, that hold noise; a scale that moved."""
+    """Return a session with every kind of record: flushed, overflowed, non-finite and noisy layers; a changing loss scale."""
     session = made.full_session()
     windows, watched = [], []
     for step in range(12):
@@ -105,8 +105,8 @@ class Hostile:
     """Inputs of one seed.
 
     Args:
-        seed: of everything that is drawn.
-        folder: where files may be written.
+        seed: for all random choices.
+        folder: for files.
     """
 
     def __init__(self, seed: int, folder: Path) -> None:
@@ -180,7 +180,7 @@ class Hostile:
         return bytes(changed)
 
     def _spliced(self, records: list[tuple[bytes, bytes]]) -> bytes:
-        """Records left out, repeated, in another order, of another file, of another type."""
+        """Omit, repeat and reorder records, insert records of another file, and change their types."""
         other = self._random.choice(self._records)
         mixed = [self._random.choice((*records, *other)) for _ in range(self._random.randrange(1, 30))]
         if self._random.random() < 0.5:
@@ -209,7 +209,7 @@ class Hostile:
         return kind, zlib.compress(struct.pack("<I", len(header)) + header + columns, 1)
 
     def _columns_changed(self, header: bytes, data: bytes) -> tuple[bytes, bytes]:
-        """One column with other numbers, perhaps of another type or length."""
+        """Change the numbers of one column, and perhaps its type or length."""
         document = json.loads(header)
         chosen, at, parts = self._random.randrange(len(document["columns"])), 0, []
         for index, (name, dtype, length) in enumerate(document["columns"]):
@@ -247,7 +247,7 @@ class Hostile:
         return self._bytes_changed(text) if self._random.random() < 0.2 else text
 
     def _json_changed(self, payload: bytes) -> bytes:
-        """One value exchanged, taken away, doubled, or made of text that JSON has not or should not have."""
+        """Replace, remove or duplicate one value, or make it invalid JSON."""
         try:
             document = json.loads(payload.decode("utf-8", "surrogatepass"))
         except (ValueError, RecursionError):
@@ -266,7 +266,7 @@ class Hostile:
 
 
 def _exchanged(value: Any, choose: random.Random, mark: str) -> Any:
-    """The same with one value of it marked or gone."""
+    """Return the value with one inner value marked or removed."""
     if isinstance(value, dict) and value and choose.random() < 0.9:
         key = choose.choice(list(value))
         if choose.random() < 0.08:
@@ -318,17 +318,17 @@ def _good_trace() -> dict[str, Any]:
 
 
 def report_session(file: Path) -> str:
-    """The text of every report of a session file. Raises SessionError."""
+    """Return the text of every report of a session file. Raises SessionError."""
     return _in_every_form(analyse(read_session(file)))
 
 
 def report_run(folder: Path) -> str:
-    """The text of every report of a run directory. Raises SessionError."""
+    """Return the text of every report of a run directory. Raises SessionError."""
     return _in_every_form(read_run(folder))
 
 
 def report_trace(file: Path) -> str:
-    """The text of every report of a trace. Raises TraceError."""
+    """Return the text of every report of a trace. Raises TraceError."""
     return _in_every_form(read_trace(file))
 
 
@@ -338,22 +338,22 @@ def _in_every_form(report: Any) -> str:
 
 
 def report_baseline(file: Path) -> str:
-    """The keys of a baseline, as the lint prints them. Raises UnusableError."""
+    """Format the keys of a baseline, as the lint prints them. Raises UnusableError."""
     baseline = read_baseline(str(file))
     "".join(map(str, sorted(baseline.findings)))
     return ""
 
 
 def is_plain(text: str) -> bool:
-    """Whether nothing in it steers a terminal, and no line of it was made by a name."""
+    """Return whether the text is free of control characters and of lines that a name injected."""
     return text.replace("\n", "").isprintable() and "\nforged" not in text
 
 
 def run(inputs: int, seed: int, folder: Path) -> Counter[str]:
-    """Read and report so many inputs; how many ended how.
+    """Read and report that many inputs; count them by their outcome.
 
     Raises:
-        AssertionError: some ended in another way than they may; each is left in ``folder`` under its number.
+        AssertionError: some had an unexpected outcome. Each is saved in ``folder`` under its number.
     """
     hostile = Hostile(seed, folder)
     record_folder = folder / "run"

@@ -1,4 +1,4 @@
-"""What a picture's labels say, whether they can be read, and whether colours can be told apart."""
+"""Checks of pictures: the texts of their labels, legibility, and distinguishable colours."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _XYZ = _XYZ / _XYZ.sum(axis=1, keepdims=True)
 
 
 def words(figure: Figure) -> list[str]:
-    """The texts of a figure, each on one line."""
+    """Return the texts of a figure, each on one line."""
     return [
         " ".join(text.get_text().split()) for text in figure.findobj(Text) if text.get_visible() and text.get_text()
     ]
 
 
 def assert_readable(figure: Figure) -> None:
-    """No text is cut by the figure's edges, and none lies over another."""
+    """Assert that no text crosses the figure's edges or overlaps another text."""
     drawn: list[Text] = []
-    # Ticks outside of the axes exist too, and are not drawn.
+    # Ticks outside of the axes exist as objects but are not drawn.
     with patch.object(Text, "draw", lambda text, _: drawn.append(text)):
         figure.draw_without_rendering()
     shown = [text for text in drawn if text.get_visible() and text.get_text().strip()]
@@ -51,7 +51,7 @@ def assert_readable(figure: Figure) -> None:
 
 
 def assert_distinct(colours: dict[str, str], least: float = 20.0) -> None:
-    """Any two colours are ``least`` apart in CIELAB, for common colour vision and for a deuteranope."""
+    """Assert that any two colours differ by ``least`` in CIELAB, for normal colour vision and for deuteranopia."""
     for sight in (np.eye(3), _DEUTERANOPIA):
         seen = {name: _lab(sight @ _linear(colour)) for name, colour in colours.items()}
         for one, other in itertools.combinations(seen, 2):

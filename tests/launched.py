@@ -1,4 +1,4 @@
-"""A script run by Python alone and under ``mpinspect run``, in processes of their own, for tests that compare the two."""
+"""Runs a script with plain Python and under ``mpinspect run``, in separate processes, for tests that compare the two."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import warm
 
-#: The second of two ranks says nothing on stderr: what is there is the script's own.
+#: As rank 1 of 2, mpinspect writes nothing to stderr, so that stderr holds only the script's output.
 SILENT = {"RANK": "1", "WORLD_SIZE": "2"}
 MPINSPECT = (sys.executable, "-m", "mpinspect", "run")
 RUN_DIR = "the-run"
@@ -33,7 +33,7 @@ class Ended:
 
 
 def write(folder: Path, files: str | Mapping[str, str | bytes]) -> None:
-    """Files below a folder; a text alone is train.py."""
+    """Write files into a folder; a single string becomes train.py."""
     for name, content in ({"train.py": files} if isinstance(files, str) else files).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,10 +49,12 @@ def run(
     interrupt: signal.Signals | None = None,
     forked: bool = False,
 ) -> Ended:
-    """Args:
-    interrupt: sent a moment after the first line of output.
-    forked: from a process that has imported torch (``warm``): a tenth of the time, where a test does not ask how
-        an interpreter begins, or what it finds in its environment then.
+    """Run a command in a folder.
+
+    Args:
+        interrupt: sent a moment after the first line of output.
+        forked: fork a process that has imported torch (``warm``). That takes a tenth of the time, but can't test the start of
+            an interpreter or variables that it reads then.
     """
     if forked:
         return Ended(*warm.run(folder, command[1:], env, stdin))
@@ -77,16 +79,16 @@ def run(
 
 
 def bare(folder: Path, *words: str, **how: object) -> Ended:
-    """By Python alone."""
+    """Run with plain Python."""
     return run(folder, [sys.executable, *words], **how)  # type: ignore[arg-type]
 
 
 def watched(folder: Path, *words: str, options: Sequence[str] = (), **how: object) -> Ended:
-    """Under mpinspect run, recording beside the folder."""
+    """Run under ``mpinspect run``, with the run directory next to the folder."""
     return run(folder, [*MPINSPECT, "--log-dir", str(folder.parent / RUN_DIR), *options, *words], **how)  # type: ignore[arg-type]
 
 
 def silent(folder: Path, *words: str, **how: object) -> tuple[Ended, Ended]:
-    """Both, as the second of two ranks."""
+    """Run both ways, as rank 1 of 2."""
     how["env"] = {**SILENT, **(how.get("env") or {})}  # type: ignore[dict-item]
     return bare(folder, *words, **how), watched(folder, *words, **how)

@@ -1,4 +1,4 @@
-"""Made-up traces for tests of the kernel report: kernels of named families, operators with shapes, whole KernelTraces."""
+"""Synthetic traces for tests of the kernel report: kernels of named families, operators with shapes, whole KernelTraces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpinspect.kernels.analysis import analyse_kernels
 from mpinspect.kernels.records import Device, Kernel, KernelTrace, TraceOp
 
 TRACES = Path(__file__).parent / "data" / "traces"
-#: Every real trace, folders of ranks as one.
+#: Every real trace; a folder of ranks is one trace.
 REAL = (*sorted(path.name for path in TRACES.glob("*.json.gz")), "ranks")
 
 A100 = Device(0, "NVIDIA A100-SXM4-40GB", "NVIDIA", 8, 0, 108)
@@ -19,7 +19,7 @@ GP100 = Device(0, "Quadro GP100", "NVIDIA", 6, 0, 56)
 MI300X = Device(0, "AMD Instinct MI300X", "AMD", 9, 4, 304)
 NAMELESS = Device(0, "")
 
-#: One name a verdict, on an H100 or A100 with BF16 operands.
+#: One kernel name per verdict, on an H100 or A100 with BF16 operands.
 NATIVE = "cutlass_80_tensorop_bf16_s16816gemm_bf16_128x64_64x6_tn_align8"
 DEGRADED = "cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_64x3_tn_align2"
 SGEMM = "ampere_sgemm_128x64_tn"
@@ -41,19 +41,19 @@ _calls = itertools.count()
 def mm(
     m: int, n: int, k: int, dtype: str = "c10::BFloat16", strides: tuple[tuple[int, int], ...] | None = None
 ) -> TraceOp:
-    """aten::mm of (m, k) by a transposed (n, k), as a linear layer's forward reads it."""
+    """Return aten::mm of (m, k) by a transposed (n, k), as in a linear layer's forward."""
     return TraceOp("aten::mm", ((m, k), (k, n)), strides or ((k, 1), (1, k)), (dtype, dtype), ("", ""))
 
 
 def kernel(name: str, time_us: float = 10.0, op: TraceOp | None = None, **fields) -> Kernel:
-    """One run; a product of a call of its own where ``op`` is given."""
+    """Return one kernel run; with ``op``, a matrix product from its own call."""
     fields.setdefault("unattributed", "" if op is not None else "no launch")
     fields.setdefault("call", next(_calls) if op is not None else None)
     return Kernel(name, fields.pop("start_us", 0.0), time_us, fields.pop("device", 0), 7, op, op, **fields)
 
 
 def trace(*kernels: Kernel, device: Device = H100, **fields) -> KernelTrace:
-    """A trace in which these kernels ran one after the other, without a gap but for ``idle_us``."""
+    """Return a trace in which these kernels ran one after the other, with ``idle_us`` of idle time."""
     start, placed = 0.0, []
     for one in kernels:
         placed.append(Kernel(one.name, start, one.time_us, one.device, one.stream, *_rest(one)))
@@ -96,7 +96,7 @@ def _rest(one: Kernel) -> tuple:
 
 
 def everything():
-    """The report of two ranks with a kernel of every verdict."""
+    """Return the report of two ranks, with a kernel of every verdict."""
     runs = [
         kernel(NATIVE, 30, mm(64, 64, 64), module="layer.0", module_is_path=True, phase="forward"),
         kernel(DEGRADED, 20, mm(128, 30522, 512), module="head", module_is_path=True),

@@ -1,4 +1,4 @@
-"""Made-up sessions for tests: random ones (hypothesis), and one in which no field has its default."""
+"""Synthetic sessions for tests: random ones (hypothesis), and one in which no field has its default."""
 
 from __future__ import annotations
 
@@ -119,13 +119,13 @@ KEY = s.TensorKey("weight", kinds.WEIGHT_GRADIENT)
 
 
 def step_window(step: int, key: s.TensorKey = KEY) -> s.Window:
-    """One sampled step that counted step + 1 ones, so that what a prefix of a run holds is known."""
+    """Return the window of one sampled step that counted step + 1 ones, so that the total of any prefix of a run is known."""
     histogram = ExponentHistogram.from_counts([step + 1], 0, powers_of_two=[step + 1], min_abs=1.0, max_abs=1.0)
     return s.Window(step, step, 1, {key: s.TensorWindow(histogram, 1, {0: 1}, numel_max=step + 1)}, {0: 1})
 
 
 def full_session() -> s.Session:
-    """A session in which no field has its default and no two neighbours are alike; names go beyond ASCII."""
+    """Return a session in which no field has its default, neighbouring fields differ, and names hold non-ASCII characters."""
     histogram = ExponentHistogram.from_counts(
         [3, 0, 70_000],
         -5,

@@ -1,4 +1,4 @@
-"""Small real models for tests: each with a batch maker and a loss."""
+"""Small real models for tests, each with a function that makes batches and a loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Subject:
 
 
 class ResidualBlock(nn.Module):
-    """A branch added to its input: the sum belongs to no submodule."""
+    """Adds a branch to its input, so that the sum belongs to no submodule."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Trainings of a small network on several ranks, each counted by an oracle of its own, for ``ranges/test_ranks_on_gloo.py``.
+"""Trains a small network on several ranks, each with its own oracle of counts, for ``ranges/test_ranks_on_gloo.py``.
 
-``python ranks_training.py FOLDER RANKS`` forks into so many ranks, which train each model, with an Inspector's log_dir in
-FOLDER/MODEL/rankN/Net, and write what their own hooks counted to FOLDER/rankN.pt. In the middle rank 0 adds up what is on disk.
+``python ranks_training.py FOLDER RANKS`` forks into RANKS ranks, which train each model with an Inspector whose log_dir is
+FOLDER/MODEL/rankN/Net, and write their oracles' counts to FOLDER/rankN.pt. After step MIDDLE, rank 0 adds up the files on disk.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, KINDS, WEIGH
 from mpinspect.run.all_ranks import AllRanks
 
 STEPS, MIDDLE, LIMIT_S = 4, 2, 120
-#: Of steps 0..3 the last in which averaged gradients are counted: 0, 1, 2, 4, 8, ...
+#: Averaged gradients are counted in steps 0, 1, 2, 4, 8, ...: this is the last of them in STEPS steps.
 LAST_AVERAGED = 2
-#: Exponent -> elements; "zeros" beside.
+#: Exponent -> number of elements; "zeros" is one more key.
 Counts = Counter[Any]
 
 
 def counted(tensor: torch.Tensor) -> Counts:
-    """The exponents of a tensor, by frexp: x = m * 2^e with 0.5 <= |m| < 1."""
+    """Count the exponents of a tensor with frexp: x = m * 2^e with 0.5 <= |m| < 1."""
     _, exponents = torch.frexp(tensor.detach().double().flatten())
     is_zero = tensor.detach().flatten() == 0
     found: Counts = Counter((exponents[~is_zero] - 1).tolist())
@@ -72,7 +72,7 @@ def _copied_shards(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")))
 
 
-#: What each makes of the network.
+#: Each model wraps the network in its own way.
 MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "copies": nn.parallel.DistributedDataParallel,
     "shards": _shards,
@@ -83,7 +83,7 @@ MODELS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def models_of(ranks: int) -> list[str]:
-    """Return the models that so many ranks train: with two, copies of shards would be copies alone."""
+    """Return the models to train. With two ranks, "copied shards" would have a single shard each."""
     return [name for name in MODELS if ranks > 2 or name != "copied shards"]
 
 
@@ -98,15 +98,16 @@ def _step(name: str, model: nn.Module) -> Callable[[torch.Tensor], None]:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     rank, last, part = dist.get_rank(), dist.get_world_size() - 1, torch.empty(2, 8, requires_grad=True)
-    # With the shapes given, no trial run gives the oracle's hooks gradients that mean nothing.
+    # Given shapes avoid the trial run, whose meaningless gradients would reach the oracle's hooks.
     stage = PipelineStage(model, rank, last + 1, torch.device("cpu"), input_args=(part,), output_args=(part,))
     schedule = ScheduleGPipe(stage, 2, loss_fn=_squares)
     return lambda x: schedule.step(*([] if rank else [x]), **({"target": x} if rank == last else {}))
 
 
 class Oracle:
-    """What hooks of its own count on this rank: outputs and their gradients; of parameters the gradients before the all-reduce of
-    DDP, of each micro-batch of a stage, else whole gradients on rank 0.
+    """Counts with its own hooks, on this rank, outputs, their gradients, and parameters' gradients.
+
+    Parameters' gradients are counted before DDP's all-reduce, for each micro-batch of a stage, and otherwise whole on rank 0.
     """
 
     def __init__(self, name: str, inner: nn.Module) -> None:
@@ -138,16 +139,16 @@ class Oracle:
 
 
 def train(name: str, place: Path) -> dict[str, Any]:
-    """Train with and without an inspector; return what this rank's oracle counted, and whether the weights are the same.
+    """Train with and without an inspector; return the counts of this rank's oracle, and whether the weights are the same.
 
-    "averaged" is of all parameters' ``.grad`` together, after the all-reduce.
+    "averaged" counts all parameters' ``.grad`` together, after the all-reduce.
     """
     rank = dist.get_rank()
     found: dict[str, Any] = {}
     trained = []
     for inspects in (False, True):
         inner = network(name)
-        # Attached before any wrapper is made.
+        # Attached before the model is wrapped.
         log_dir = place / f"rank{rank}" / "Net"
         inspector = Inspector(inner, capture=KINDS, log_dir=log_dir).attach() if inspects else None
         model = MODELS[name](inner)
@@ -174,7 +175,7 @@ def train(name: str, place: Path) -> dict[str, Any]:
 
 
 def exactly(name: str, place: Path) -> dict[str, Counts]:
-    """Train a step on whole numbers, whose sums are exact in any order; return one process's gradients of the whole batch."""
+    """Train a step on integers, whose sums are exact in any order; return one process's gradients of the whole batch."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found: dict[str, Counts] = {}
     for is_whole in (False, True):
@@ -186,7 +187,7 @@ def exactly(name: str, place: Path) -> dict[str, Counts]:
         model = inner if is_whole else MODELS[name](inner)
         x = torch.randint(-2, 3, (4 * ranks, 8)).float()
         if is_whole:
-            # The ranks' gradients are averaged, not added up.
+            # Averages the ranks' gradients.
             (_squares(model(x)) / ranks).backward()
             found |= {tensor: counted(parameter.grad) for tensor, parameter in inner.named_parameters()}  # type: ignore[arg-type]
         else:
@@ -197,7 +198,7 @@ def exactly(name: str, place: Path) -> dict[str, Counts]:
 
 
 def _add_up_so_far(inspector: Inspector, place: Path) -> None:
-    """Let all ranks write what they have counted, and rank 0 add it up, as it does every minute."""
+    """Let all ranks write their counts and rank 0 add them up, as it does every minute."""
     inspector.session()
     inspector._recording.flush()
     dist.barrier()
@@ -243,7 +244,7 @@ def main(folder: Path, ranks: int) -> None:
 
 
 def _leave(status: int) -> None:
-    """End without the destructors of gloo's threads, which may block."""
+    """Exit without the destructors of gloo's threads, which may block."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""What counting and formats are tested against: integer arithmetic only, written without looking at either."""
+"""The oracle for tests of counting and formats: integer arithmetic, independent of both implementations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = npt.NDArray[np.float64]
 
 
 def rounded(value: Fraction, format: FloatFormat) -> Fraction:
-    """A positive value rounded to nearest, ties to even, in a format of unlimited upper range. Python integers only."""
+    """Round a positive value to nearest, ties to even, in a format of unlimited upper range, with Python integers only."""
     exponent = floor_log2(value)
     quantum = Fraction(2) ** max(exponent - format.mantissa_bits, format.min_subnormal_exponent)
     steps, rest = divmod(value, quantum)
@@ -32,7 +32,7 @@ def floor_log2(value: Fraction) -> int:
 def fates(
     values: Array, format: FloatFormat, log2_scales: range
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """How many of the values x * 2^k are flushed, and how many overflow, for each k: both int64, shape (scales,).
+    """Count the values x * 2^k that are flushed, and those that overflow, for each k: both int64, shape (scales,).
 
     Args:
         values: finite and non-zero.
@@ -54,7 +54,7 @@ def fates(
 
 
 def exponent_counts(values: Array) -> dict[str, object]:
-    """Exact counts of float64 values: per exponent (all, powers of two, near the top), zeros, infs, NaNs, extremes."""
+    """Count float64 values exactly: per exponent (all, powers of two, near the top), zeros, infs, NaNs, extremes."""
     finite = values[np.isfinite(values)]
     magnitudes = np.abs(finite[finite != 0])
     mantissas, exponents = np.frexp(magnitudes)

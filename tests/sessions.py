@@ -1,4 +1,4 @@
-"""Hand-made sessions, and reports filled in by hand: what the reports' tests render. No torch, nothing random."""
+"""Hand-written sessions and reports, for the tests of rendering. Deterministic and without torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HOSTILE_NAMES = (
 
 
 def bell(centre: int, spread: float = 3.0, elements: int = 10_000, **extra: int) -> ExponentHistogram:
-    """Counts in the shape of a bell around 2^centre, about ``elements`` of them; zeros, infs, nans as given."""
+    """Return bell-shaped counts around 2^centre, about ``elements`` in all; zeros, infs, nans as given."""
     exponents = np.arange(centre - int(4 * spread), centre + int(2 * spread) + 1)
     weight = np.exp(-0.5 * ((exponents - centre) / spread) ** 2)
     counts = np.floor(weight / weight.sum() * elements).astype(np.int64)
@@ -109,11 +109,11 @@ def _tensor_window(
     )
 
 
-# -- the sessions that every report must take ---------------------------------------------------------------------
+# -- sessions that every report must accept -----------------------------------------------------------------------
 
 
 def word_model() -> Session:
-    """Weight gradients that fit FP16, the last activations' gradients that do not: the usual case."""
+    """The usual case: weight gradients fit FP16, gradients of the last activations do not."""
     tensors = {
         TensorKey("embedding.weight", WEIGHT_GRADIENT): bell(-14, zeros=90_000),
         TensorKey("hidden.weight", WEIGHT_GRADIENT): bell(-12),
@@ -127,7 +127,7 @@ def word_model() -> Session:
 
 
 def everything() -> Session:
-    """No field has its default: every kind, a visibility floor, lost updates, events, notes, changes of scale."""
+    """A session without default fields: every kind, a visibility floor, lost updates, events, notes, changes of scale."""
     bias, inner = (
         TensorKey("decoder.3.attn.key.bias", WEIGHT_GRADIENT),
         TensorKey("decoder.3.attn", ACTIVATION_GRADIENT),
@@ -183,7 +183,7 @@ def unknown_scale() -> Session:
 
 
 def all_sessions() -> dict[str, Session]:
-    """By name: every session that every report must take."""
+    """Return all sessions by name."""
     gradients = [TensorKey("a.weight", WEIGHT_GRADIENT), TensorKey("a", ACTIVATION_GRADIENT)]
     never = dict.fromkeys(gradients, "no backward ran")
     many = {
@@ -217,7 +217,7 @@ def all_sessions() -> dict[str, Session]:
 
 
 def report_by_hand(session: Session) -> RangeReport:
-    """A report on a session with a fixed advice (2^13 in 2^7 .. 2^20), so that wordings of the analysis do not matter."""
+    """Return a report with fixed advice (2^13 in 2^7 .. 2^20), so that it does not depend on the analysis's wording."""
     totals = session.totals()
     layers = tuple(_layer(info, totals.get(info.key)) for info in session.watched)
     gradients = [layer for layer in layers if layer.kind in (WEIGHT_GRADIENT, ACTIVATION_GRADIENT)]

@@ -1,4 +1,4 @@
-"""Matrix products written by hand, as a recorder would write them."""
+"""Hand-written matrix products, as a recorder would write them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def transposed(operand: Operand) -> Operand:
 
 
 def gemm(a: Operand, b: Operand, out: Operand | None = None, **fields) -> Matmul:
-    """a @ b; a new output unless given."""
+    """Return the product a @ b, with a new output unless given."""
     *batch, m, k = a.shape
     n = b.shape[-1]
     out = out or row_major((*batch, m, n), a.dtype)
@@ -51,7 +51,7 @@ def gemm(a: Operand, b: Operand, out: Operand | None = None, **fields) -> Matmul
 
 
 def linear(rows: int, inputs: int, outputs: int, dtype: str = "float16", name: str = "fc", backward: bool = True):
-    """The products of a linear layer without bias: forward, dgrad, wgrad."""
+    """Return the products of a linear layer without bias: forward, dgrad, wgrad."""
     x, weight, grad = (
         row_major((rows, inputs), dtype),
         row_major((outputs, inputs), dtype),
@@ -68,7 +68,7 @@ def linear(rows: int, inputs: int, outputs: int, dtype: str = "float16", name: s
 def eager_attention(
     batch: int, queries: int, keys: int, head: int, dtype: str = "float16", name: str = "attention"
 ) -> tuple[Matmul, ...]:
-    """The two products of attention without a fused kernel, forward only."""
+    """Return the two products of attention without a fused kernel, forward only."""
     q, k, v = (row_major((batch, tokens, head), dtype) for tokens in (queries, keys, keys))
     scores = row_major((batch, queries, keys), dtype)
     return (gemm(q, transposed(k), scores, module=name), gemm(scores, v, module=name))
@@ -163,7 +163,7 @@ def recording(*matmuls: Matmul, **fields) -> MatmulRecording:
 
 
 def small() -> ShapeReport:
-    """A bit of everything: a vocabulary, layers that are fine, a stem, attention without a fused kernel."""
+    """Return a varied report: a vocabulary, layers with good shapes, a stem, attention without a fused kernel."""
     layers = [product for index in range(3) for product in linear(1576, 768, 3072, name=f"h.{index}.mlp")]
     record = recording(
         *linear(1576, 768, 50257, name="lm_head"),

@@ -1,7 +1,7 @@
-"""Trainings of a small network on two ranks, sharded in each way that torch has, for ``ranges/test_sharded.py``.
+"""Trains a small network on two ranks, sharded in each way that torch offers, for ``ranges/test_sharded.py``.
 
-``python sharded_training.py FOLDER`` forks into two ranks, runs every case in both, and writes rank0.pt and rank1.pt: what each
-case found, by its name. One pair of processes for all cases, since starting one costs seconds.
+``python sharded_training.py FOLDER`` forks into two ranks, runs every case in both, and writes the cases' results, by name, to
+rank0.pt and rank1.pt. All cases share one pair of processes, since starting one takes seconds.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from mpinspect.ranges.kinds import KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Session, TensorKey
 
 RANKS, STEPS, MICRO_BATCHES = 2, 4, 4
-#: The step in which rank 1 plants an infinity, and the seconds after which a rank that hangs is ended.
+#: The step in which rank 1 plants an infinity, and the seconds after which a hanging rank is terminated.
 BROKEN_AT, LIMIT_S = 2, 120
 WAYS = ("ddp", "fsdp", "tp", "pipeline", "pipeline-fsdp")
 CAPTURES = {"gradients": (WEIGHT_GRADIENT,), "everything": KINDS}
 INF = math.inf
-#: Why FSDP2 can't train on a CPU here; "" if it can. torch 2.6 asks a CPU's stream for what only a GPU's has.
+#: Why FSDP2 can't train on a CPU here; "" if it can. torch 2.6 calls methods that only a GPU's stream has.
 NO_FSDP2 = "" if hasattr(torch.cpu.Stream, "record_event") else f"torch {torch.__version__} has no FSDP2 on a CPU"
 
 
 class LacksFSDP2(Exception):
-    """This case needs FSDP2, and ``NO_FSDP2`` says why it can't have it."""
+    """The case needs FSDP2, which is unavailable (``NO_FSDP2``)."""
 
 
 class _Planted(torch.autograd.Function):
@@ -51,7 +51,7 @@ class _Planted(torch.autograd.Function):
 
 
 class Plant(nn.Module):
-    """Multiplies by 1, or by infinity where a test says so."""
+    """Multiplies by ``factors``: one for the forward and one for the backward, each 1 or infinity."""
 
     factors = (1.0, 1.0)
 
@@ -126,9 +126,9 @@ def _pipeline(stage: nn.Sequential, is_sharded: bool) -> Callable[[torch.Tensor]
 
 @functools.cache
 def _keep_works() -> None:
-    """Keep what a schedule sends from being given up: gloo drops a transfer whose work nobody holds.
+    """Hold a reference to every transfer of a schedule: gloo cancels a transfer whose Work object is freed.
 
-    The schedules of torch 2.6 hold the last work alone of each batch, and both ranks then wait for ever.
+    The schedules of torch 2.6 hold only the last Work of each batch, so both ranks would wait forever.
     """
     start, works = dist.batch_isend_irecv, []
 
@@ -159,7 +159,7 @@ def same(one: Iterable[torch.Tensor], other: Iterable[torch.Tensor]) -> bool:
 
 
 def told(session: Session) -> dict[str, Any]:
-    """Return what the tests ask of a session."""
+    """Return the parts of a session that the tests check."""
     totals = session.totals()
     return {
         "steps": session.progress.steps,
@@ -178,7 +178,7 @@ def told(session: Session) -> dict[str, Any]:
 
 
 def planted(way: str, phase: str, on: int = 1) -> dict[str, Any]:
-    """Return for each capture what was told of an infinity that one rank plants in a phase (none: "")."""
+    """Return, for each capture, the session's record of an infinity that one rank plants in a phase ("": no infinity)."""
     found: dict[str, Any] = {"same": []}
     bare = None
     for name, kinds in (("bare", None), *CAPTURES.items()):
@@ -204,7 +204,7 @@ def planted(way: str, phase: str, on: int = 1) -> dict[str, Any]:
 
 
 def replaced(when: str, ranks: int) -> dict[str, Any]:
-    """Return what was told of FSDP2 where the inspector was made, or attached, before or after ``fully_shard``."""
+    """Return the session of an FSDP2 training whose inspector was created or attached before or after ``fully_shard``."""
     found: dict[str, Any] = {}
     gradients: dict[str, list[torch.Tensor]] = {}
     trained = []
@@ -236,7 +236,7 @@ def replaced(when: str, ranks: int) -> dict[str, Any]:
         trained.append(weights(model))
         if inspector is not None:
             with torch.no_grad():
-                # Leaves whole weights in the root.
+                # Afterwards the root module holds unsharded weights.
                 model(batch(0))
             inspector.detach()
             found |= told(inspector.session())
@@ -301,7 +301,7 @@ BODIES: dict[str, tuple[Callable[[nn.Module], None], ...]] = {
 
 
 def steps_of(way: str, body: Callable[[nn.Module], None], by_hand: bool) -> int:
-    """Return the steps counted in three, of an optimizer that is not known before its first, or of updates by hand."""
+    """Train three steps, with an optimizer made under the inspector or with updates by hand; return how many were counted."""
     model, _, _ = build(way)
     with Inspector(model, capture=(WEIGHT_GRADIENT,)) as inspector:
         optimizer = None if by_hand else torch.optim.SGD(model.parameters(), lr=0.01)
@@ -318,7 +318,7 @@ def steps_of(way: str, body: Callable[[nn.Module], None], by_hand: bool) -> int:
 
 
 def scaled(way: str, kind: str, folder: Path) -> dict[str, Any]:
-    """Return what was told of a scaled and clipped training, one step of which overflows on rank 1; and how it goes on."""
+    """Train with a loss scale, clipping and one overflow on rank 1; return the sessions of a whole run and of a resumed one."""
     trained, found = {}, {}
     for name in ("bare", "inspected", "resumed"):
         model, inner, _ = build(way)
@@ -366,7 +366,7 @@ def _restore(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def mixed(precision: str, **options: Any) -> dict[str, Any]:
-    """Return what was told of a sharded training by MixedPrecision with one overflow on rank 1, or its error."""
+    """Return the session of a sharded training by MixedPrecision with one overflow on rank 1, or MixedPrecision's error."""
     trained, stepped, session = [], [], None
     for inspects in (False, True):
         model = shard(network(), **options)
@@ -407,7 +407,7 @@ def sharded_too_late() -> str:
 
 
 def outlives_its_group() -> dict[str, Any]:
-    """Return what was told of a training whose process group is destroyed before the inspector is detached."""
+    """Return the sessions of two trainings whose process group is destroyed before their inspectors are detached."""
     model = in_parallel(network())
     sharded = shard(network())
     inspectors = [Inspector(each, capture=KINDS).attach() for each in (model, sharded)]
@@ -478,7 +478,7 @@ def main(folder: Path) -> None:
     _on_rank(0 if other else 1, folder)
     if other:
         os.waitpid(other, 0)
-    # Ends without the destructors of gloo's threads, which may block.
+    # Skip the destructors of gloo's threads, which may block.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,8 +1,8 @@
-"""A stand-in for an accelerator, where there is none: its memory is the host's, its operators are the CPU's.
+"""A stand-in for an accelerator on machines without one: its memory is the host's, its operators are the CPU's.
 
-It counts what would make the host wait for a real one: blocking copies, ``.item()``, ``nonzero`` and the like, and events that
-are waited for before they are complete. ``stand_in_device.cpp`` is built once for each torch and kept in the virtual environment.
-torch can rename this kind of device once a process, so what uses it runs in a process of its own (``trainings_on_a_device.py``).
+It counts calls that would make the host wait for a real device: blocking copies, ``.item()``, ``nonzero`` and similar, and
+waits for incomplete events. ``stand_in_device.cpp`` is built once per torch version and stored in the virtual environment.
+torch can rename a device backend only once per process, so its users run in their own process (``trainings_on_a_device.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def why_not() -> str:
-    """Why there can be no stand-in here; "" if there can."""
+    """Return why the stand-in can't be built here; "" if it can."""
     if sys.platform != "linux":
         return "the stand-in device is built on Linux only"
     return "" if _compiler() else "no C++ compiler to build the stand-in device with"
@@ -39,7 +39,7 @@ def _compiler() -> str | None:
 
 
 def built() -> Path:
-    """The extension, built where this torch has none yet: half a minute of one core."""
+    """Return the path of the extension, built first if this torch has none yet (half a minute on one core)."""
     digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
     folder = Path(sys.prefix) / f".stand-in-{torch.__version__}-{sys.implementation.cache_tag}"
     folder.mkdir(exist_ok=True)
@@ -76,7 +76,7 @@ def _build(library: Path) -> None:
 
 
 def load() -> StandIn:
-    """Make the device known to torch, under its name; once a process."""
+    """Register the device with torch under its name; once per process."""
     library = built()
     spec = importlib.util.spec_from_file_location(library.stem, library)
     assert spec is not None
@@ -91,10 +91,10 @@ def load() -> StandIn:
 
 
 class StandIn:
-    """What a test asks the device, and sets on it.
+    """The device's interface for tests.
 
     Attributes:
-        now: the time, in steps; a test that has late events moves it on.
+        now: the time, in steps; tests with late events advance it.
         late: how many steps an event needs to complete.
         capturing: whether the current stream captures a graph.
         initialized: whether the process has used the device.
@@ -107,11 +107,11 @@ class StandIn:
         self.stream: Any = Stream(self)
 
     def waits(self) -> dict[str, int]:
-        """How often the host has waited since ``forget``, by what for."""
+        """Return the number of waits of the host since ``forget``, by their cause."""
         return dict(self._native.waits())
 
     def launches(self) -> int:
-        """How much has been launched, allocated and copied since ``forget``."""
+        """Return the number of launches, allocations and copies since ``forget``."""
         return sum(self._native.launches().values())
 
     def forget(self) -> None:
@@ -122,7 +122,7 @@ class StandIn:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Whatever would wait raises."""
+        """Make every wait of the host raise an exception."""
         self._native.raise_on_waits(True)
         try:
             yield
@@ -131,7 +131,7 @@ class StandIn:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """As within ``torch.cuda.graph``."""
+        """Report a capture, as within ``torch.cuda.graph``."""
         self.capturing = True
         try:
             yield
@@ -139,7 +139,7 @@ class StandIn:
             self.capturing = False
 
     def module(self) -> ModuleType:
-        """What torch has for a device: the functions of ``torch.cuda`` that it, and mpinspect, may ask for."""
+        """Return the device's module: the counterparts of those functions of ``torch.cuda`` that torch and mpinspect use."""
 
         @contextmanager
         def stream(wanted: Any) -> Iterator[None]:

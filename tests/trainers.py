@@ -1,4 +1,4 @@
-"""A small network, its batches, and what an Inspector records of them in a loop by hand: what a trainer's callback must equal."""
+"""A small network, its batches, and the session of a plain loop over them, which a trainer's callback must reproduce."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEARNING_RATE = 0.1
 
 
 class Regressor(nn.Module):
-    """WIDTH numbers -> 1; ``net`` is seeded."""
+    """Maps WIDTH numbers to 1; ``net`` is seeded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def loss_of(net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def train_by_hand(accumulate: int = 1, scaler: torch.amp.GradScaler | None = None) -> tuple[Session, nn.Module]:
-    """What an Inspector records of the plain loop over the batches, and the trained model."""
+    """Train in a plain loop over the batches; return the Inspector's session and the trained model."""
     model = Regressor()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
@@ -50,7 +50,7 @@ def train_by_hand(accumulate: int = 1, scaler: torch.amp.GradScaler | None = Non
 
 
 def hooks_on(model: nn.Module) -> int:
-    """Hooks on modules and parameters."""
+    """Return the number of hooks on modules and parameters."""
     on_modules = sum(len(module._forward_hooks) + len(module._backward_hooks) for module in model.modules())
     return on_modules + sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())
 

@@ -1,4 +1,4 @@
-"""Trainings on the stand-in device, in a process of their own: prints the name of each check that held, or why one failed."""
+"""Trains on the stand-in device, in a separate process; prints each check's name and whether it held or why it failed."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def waits_of(step: Step) -> list[dict[str, int]]:
 
 
 def never_waits(name: str, late: int = 0) -> None:
-    """Each step waits as often as without the inspector; attaching waits once at most."""
+    """Assert that each step waits as often as without the inspector, and that attaching waits at most once."""
     make, options = TRAININGS[name]
     bare = waits_of(make()[1])
     model, step = make()
@@ -154,7 +154,7 @@ def never_waits(name: str, late: int = 0) -> None:
     more = {at: found for at, (found, expected) in enumerate(zip(inspected, bare, strict=True)) if found != expected}
     assert not more, more
     assert inspector.session().notes == (), inspector.session().notes
-    # The critic's optimizer is not known in the first step, which ends before it.
+    # The inspector does not know the critic's optimizer yet in the first step, and ends that step before it.
     assert inspector.session().progress.steps - STEPS in (0, name == "gan")
 
 
@@ -185,7 +185,7 @@ class Recurrent(nn.Module):
 
 
 def counted() -> Iterator[tuple[nn.Module, torch.Tensor]]:
-    """Models with a batch each, on the device."""
+    """Yield models on the device, each with a batch."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         yield network().to(dtype), batch().to(dtype)
     grouped = nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.GroupNorm(2, 8), nn.Linear(8, 3))
@@ -197,7 +197,7 @@ def counted() -> Iterator[tuple[nn.Module, torch.Tensor]]:
 
 
 def counts_are_the_cpus() -> None:
-    """What was counted on the device, counted once more on the host."""
+    """Assert that the device's counts equal counts on the host."""
     for model, x in counted():
         with Inspector(model, capture=KINDS, loss_scale=1) as inspector:
             model(x).float().square().mean().backward()
@@ -258,7 +258,7 @@ def a_model_that_moves() -> None:
 
 
 def a_captured_step() -> None:
-    """Within the capture of a whole step nothing is launched but what the script launches."""
+    """Assert that, while a whole step is captured, only the script's own operations are launched."""
     launched = []
     for is_inspected in (False, True):
         model, step = plain()

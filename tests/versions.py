@@ -2,8 +2,8 @@
 
     python tests/versions.py [--only NAME] [PYTEST_ARGUMENT ...]
 
-Each of ``ROWS`` gets an environment of its own, ``.venv-NAME``, made anew when the row or pyproject.toml changes. A Python that
-this machine lacks is replaced by the one that runs this file, and a sentence says so. The last lines are a table of what ran.
+Each of ``ROWS`` has its own environment, ``.venv-NAME``, which is rebuilt when the row or pyproject.toml changes. If a row's
+Python is missing, the row uses the Python that runs this file, and a line reports it. The output ends with a table of results.
 The exit status is 0 if every row's tests passed, else 1.
 """
 
@@ -19,19 +19,19 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Printed by the row's own Python, since it may not be the one that was asked for.
+#: Run by the row's Python, whose version may differ from the requested one.
 _VERSIONS = "import platform, torch; print(f'{platform.python_version():<10}{torch.__version__:<16}', end='')"
 
 
 class Row(NamedTuple):
-    """A Python to test on, and the torch to install, as pip's requirement."""
+    """A Python to test on, and the torch to install, as a pip requirement."""
 
     name: str
     python: str
     torch: str
 
 
-#: The oldest that pyproject.toml allows, and the newest that pip offers; the table names it.
+#: The oldest torch that pyproject.toml allows, and the newest that pip offers.
 ROWS = (Row("oldest", "3.10", "torch==2.6.0"), Row("newest", "3.13", "torch"))
 
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def _tested(row: Row, arguments: list[str]) -> tuple[str, bool]:
-    """Run the suite on a row; return its line of the table, and whether all passed."""
+    """Run the suite on a row; return its line of the table, and whether every test passed."""
     try:
         python = _environment(row)
     except subprocess.CalledProcessError as error:
@@ -70,7 +70,7 @@ def _tested(row: Row, arguments: list[str]) -> tuple[str, bool]:
 
 
 def _environment(row: Row) -> str:
-    """Return the Python of a row's environment, which is set up first unless it is there."""
+    """Return the Python of a row's environment; create the environment first if needed."""
     folder = ROOT / f".venv-{row.name}"
     python, stamp = str(folder / "bin" / "python"), folder / ".ready"
     made_for = f"{row}\n{(ROOT / 'pyproject.toml').read_text()}"
@@ -89,7 +89,7 @@ def _environment(row: Row) -> str:
 
 
 def _interpreter(row: Row) -> str:
-    """Return the row's Python, or the one that runs this file where there is none, and say so."""
+    """Return the row's Python; if it is missing, print a line and return the Python that runs this file."""
     name = f"python{row.python}"
     if shutil.which(name) and not subprocess.run([name, "-c", ""], env=_environ(row), capture_output=True).returncode:
         return name
@@ -101,7 +101,7 @@ def _interpreter(row: Row) -> str:
 
 
 def _environ(row: Row) -> dict[str, str]:
-    """Return the environment variables under which pyenv, if that is what finds the row's Python, runs it."""
+    """Return the environment variables, with the row's Python version for pyenv."""
     return os.environ | {"PYENV_VERSION": row.python}
 
 

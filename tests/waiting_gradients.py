@@ -1,4 +1,4 @@
-"""Gradients that waited, as the rows get them, and a small training in which some do."""
+"""Gradients that waited for the end of their backward, and a small training with some."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 
 def of_slope(weight: torch.Tensor, slope: float) -> torch.Tensor:
-    """A term of a loss whose gradient at each weight is the slope; where that is infinite, the term is zero."""
+    """Return a loss term whose gradient at each weight is ``slope``; for an infinite slope the term is zero."""
     return (weight * slope).sum() if math.isfinite(slope) else (weight - weight.detach()).sqrt().sum()
 
 

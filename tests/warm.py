@@ -1,7 +1,7 @@
-"""A Python process that has imported torch and forks: what runs in it costs a tenth of a new interpreter's start.
+"""Runs scripts in forks of a process that has imported torch, which takes a tenth of the time of a new interpreter.
 
-Each script runs in a copy of its own and ends as Python ends. What asks how an interpreter begins, imports torch or reads its
-environment (OMP_NUM_THREADS, PYTHON...) needs a process of its own: ``launched.run`` starts those.
+Each script runs in its own fork, which exits as a Python process does. Tests of interpreter start-up, of torch's import or of
+variables that are read then (OMP_NUM_THREADS, PYTHON...) need a new process: ``launched.run`` starts one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-#: More than any request: an environment and a command.
+#: An upper bound on the bytes of a request.
 _LONGEST = 1 << 17
 _STREAMS = (("in", os.O_RDONLY), ("out", os.O_WRONLY | os.O_APPEND), ("err", os.O_WRONLY | os.O_APPEND))
-#: Memory that the C library gives back at once costs a third of a training's time.
+#: glibc must not return freed memory to the OS: allocating it again would take a third of a training's time.
 MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "268435456"}
-#: Imported beforehand, where their packages are installed. torch's first optimizer imports its compiler.
+#: Imported before forking, where installed. torch._dynamo, because the first optimizer would import it.
 _MODULES = ("torch", "torch._dynamo", "torch.utils.tensorboard", "mpinspect.counting.cpu.counter")
 _START = "import sys; sys.path[0] = {folder!r}; from warm import serve; del sys.path[0]; serve({connection})"
 
@@ -42,15 +42,15 @@ def run(
     """Run ``python WORDS...`` in a folder, forked from a process that has imported torch.
 
     Args:
-        words: a script and its arguments, or -m, a module and its arguments; before them -W error, if warnings are to be.
-        env: what the environment has beside what it had when the process that forks was started.
-        is_one_stream: whether stderr is written into stdout.
+        words: a script and its arguments, or -m, a module and its arguments; optionally preceded by -W error.
+        env: variables added to the environment of the forking process.
+        is_one_stream: whether stderr is redirected to stdout.
 
     Returns:
         The exit status (negative where a signal killed it), stdout and stderr.
     """
     if sys.platform != "linux":
-        # There a process that has loaded torch can't be relied on to fork.
+        # Elsewhere, forking a process that has loaded torch is unreliable.
         done = subprocess.run(
             [sys.executable, *words],
             cwd=folder,
@@ -78,7 +78,7 @@ def run(
         try:
             status = int(server.recv(_LONGEST))
         except BaseException:
-            # An answer that came late would pass for the next one's.
+            # A late answer would be taken for the answer to the next request.
             end()
             _server.cache_clear()
             raise
@@ -88,11 +88,11 @@ def run(
 
 @functools.cache
 def _server() -> tuple[socket.socket, Callable[[], None]]:
-    """Start the process that forks, once for all tests of this process. Returns the connection and what ends both."""
+    """Start the forking process, once per test process. Returns the connection, and a function that closes both."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(300)
     start = _START.format(folder=str(Path(__file__).parent), connection=its.fileno())
-    # As launched.run does: Python's own settings are the test's, not the caller's.
+    # As in launched.run: the caller's PYTHON* settings must not reach the script.
     names = (name for name in os.environ if name == "PYTHONPATH" or not name.startswith("PYTHON"))
     process = subprocess.Popen(
         [sys.executable, "-c", start],
@@ -107,7 +107,7 @@ def _server() -> tuple[socket.socket, Callable[[], None]]:
     def end() -> None:
         atexit.unregister(end)
         ours.close()
-        # With what it forked.
+        # The process group includes its forks.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -116,8 +116,8 @@ def _server() -> tuple[socket.socket, Callable[[], None]]:
 
 
 def serve(connection: int) -> None:
-    """Fork for each request; the child runs what was asked for and returns, so that its interpreter ends as any does."""
-    # No script here has a GPU, and an interpreter that ends without Triton's library ends sooner.
+    """Fork for each request; the child runs the requested script and returns, so that its interpreter shuts down normally."""
+    # No script here uses a GPU, and the interpreter shuts down faster without Triton's library.
     sys.modules["triton"] = None  # type: ignore[assignment]
     path = list(sys.path)
     for name in _MODULES:
@@ -125,12 +125,12 @@ def serve(connection: int) -> None:
             __import__(name)
         except ImportError:
             continue
-    # torch 2.6 adds a folder of its own, made at its import; the end of each child would remove it, with a warning.
+    # torch 2.6 adds a temporary folder to sys.path on import; each child would remove it at exit, with a warning.
     sys.path[:] = path
     own = getattr(sys.modules.get("torch.distributed.nn.jit.instantiator"), "_TEMP_DIR", None)
     if own is not None:
         own.cleanup()
-    # What is frozen no child's garbage collector walks through, at its end above all: a second each.
+    # A child's garbage collector skips frozen objects, which saves a second at exit.
     gc.freeze()
     with socket.socket(fileno=connection) as server:
         while request := server.recv(_LONGEST):
@@ -150,7 +150,7 @@ def _begin(folder: str, words: Sequence[str], env: Mapping[str, str], streams: s
         os.dup2(stream, number)
         os.close(stream)
     if os.path.samestat(os.fstat(1), os.fstat(2)):
-        # As in a terminal, the streams' lines come in the order in which they were written.
+        # Line buffering preserves the order in which lines were written to the two streams.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     while words[0] == "-W":
         warnings.simplefilter(words[1])
@@ -158,7 +158,7 @@ def _begin(folder: str, words: Sequence[str], env: Mapping[str, str], streams: s
     if words[0] == "-m":
         sys.argv = ["-m", *words[2:]]
         sys.path.insert(0, folder)
-        # What ``python -m`` itself calls.
+        # ``python -m`` calls this function too.
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
     else:
         sys.argv = list(words)

@@ -1,4 +1,4 @@
-"""A training in this process, watched as a launched script's is."""
+"""Watches a training in this process, as ``mpinspect run`` watches a script's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpinspect.run.watcher import Watcher
 
 
 class Watched:
-    """What a watched block gave: filled in when the block ends."""
+    """The results of a watched block, filled in when the block ends."""
 
     def __init__(self, watcher: Watcher, said: list[str]) -> None:
         self.watcher = watcher
@@ -34,7 +34,7 @@ class Watched:
         return self.parts.models[number].session.progress.steps
 
     def gradients(self, number: int = 0) -> set[str]:
-        """Names of the parameters whose gradients were counted."""
+        """Return the names of the parameters whose gradients were counted."""
         session = self.parts.models[number].session
         keys = {key for window in session.windows for key in window.tensors}
         return {key.name for key in keys if key.kind == "weight_gradient"}
@@ -42,7 +42,7 @@ class Watched:
 
 @contextmanager
 def watched(directory: Path, **options: object) -> Iterator[Watched]:
-    """Everything within the block is watched; afterwards torch is as it was."""
+    """Watch the block's trainings; assert afterwards that torch is restored."""
     before = _replaced()
     said: list[str] = []
     watcher = Watcher(LaunchOptions("train.py", **options), directory, said.append, Seen(torch_imported=True))  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def _replaced() -> tuple[object, ...]:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, width: int = 4) -> None:
-    """Some steps on noise."""
+    """Train a few steps on noise."""
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randn(5, width)).square().mean().backward()

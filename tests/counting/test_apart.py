@@ -1,4 +1,4 @@
-"""A compiler that takes its time says so, once it has; its errors and its results are those of the work."""
+"""``apart`` runs compilation in a thread: a slow compilation prints one line, and results and errors reach the caller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from mpinspect.counting.apart import COMPILING, apart
 
 
-def test_slow_work_is_told_of_once_and_quick_work_is_not(
+def test_slow_work_is_announced_once_and_fast_work_is_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("mpinspect.counting.apart._said", set())
@@ -25,7 +25,7 @@ def test_slow_work_is_told_of_once_and_quick_work_is_not(
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), TimeoutError("own"), RuntimeError("own")], ids=repr)
-def test_errors_are_those_of_the_work(error: Exception) -> None:
+def test_errors_reach_the_caller(error: Exception) -> None:
     def fail() -> None:
         raise error
 
@@ -33,7 +33,7 @@ def test_errors_are_those_of_the_work(error: Exception) -> None:
         apart(fail)
 
 
-def test_a_stderr_that_is_closed_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_works_with_a_closed_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpinspect.counting.apart._SAID_AFTER_S", 0.01)
     monkeypatch.setattr("sys.stderr", None)
     monkeypatch.setattr("mpinspect.counting.apart._said", set())

@@ -1,4 +1,4 @@
-"""Counting against integer oracles, real casts and every code of the narrow dtypes; and what a tensor may look like."""
+"""Counting against integer oracles, real casts and every code of the narrow dtypes; layouts and dtypes of tensors."""
 
 import os
 import threading
@@ -44,7 +44,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16] + [
     if hasattr(torch, name)
 ]
 NARROW_DTYPES = DTYPES[2:]
-#: Where a scaled value goes in each format, by a cast that is not ours; all through exact float32 values.
+#: Casts of other libraries to each format; they receive exact float32 values.
 CASTS = {
     FLOAT16: [np.float16, torch.float16],
     BFLOAT16: [ml_dtypes.bfloat16, torch.bfloat16],
@@ -56,7 +56,7 @@ NEAR = 2 - 2.0**-11
 
 
 def expect(histogram: ExponentHistogram, values: np.ndarray) -> None:
-    """The histogram is that of these float64 values, in every field."""
+    """Assert that every field of the histogram matches these float64 values."""
     truth = exponent_counts(values.reshape(-1))
 
     def nonzero(array: np.ndarray) -> dict[int, int]:
@@ -71,12 +71,12 @@ def expect(histogram: ExponentHistogram, values: np.ndarray) -> None:
 
 
 def exact_values(tensor: torch.Tensor) -> np.ndarray:
-    """float64 values, which holds those of every dtype here."""
+    """Return the values as float64, which represents every dtype here exactly."""
     return tensor.detach().to(torch.float64).numpy()
 
 
 def log_uniform(dtype: torch.dtype, seed: int, size: int = 150) -> torch.Tensor:
-    """Values over a stretch of the dtype's range, or beyond it, with powers of two, edges, zeros and non-finite ones."""
+    """Draw values from a part of the dtype's range or beyond it, with powers of two, edges, zeros and non-finite values."""
     random = np.random.default_rng(seed)
     lowest, highest = (-1074, 1023) if dtype == torch.float64 else (-149, 127) if dtype.itemsize > 1 else (-20, 16)
     if dtype == torch.float16:
@@ -93,7 +93,7 @@ def log_uniform(dtype: torch.dtype, seed: int, size: int = 150) -> torch.Tensor:
 
 
 def ways(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The row by every way of counting that takes the dtype, whatever size each is meant for."""
+    """Yield the row of every implementation that supports the dtype, regardless of the size that it is intended for."""
     flat = tensor.reshape(-1)
     yield count(tensor)
     if tensor.dtype == torch.float64:
@@ -109,12 +109,12 @@ def ways(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield count_codes(torch.split(codes, 47), tensor.dtype)
 
 
-# -- the counts are right -------------------------------------------------------------------------------------------
+# -- correct counts -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_200_random_tensors(dtype: torch.dtype) -> None:
-    """Every way's counts; flushed and overflowed in every format at every scale against integers and real casts."""
+    """Compares every implementation's counts, and flushed and overflowed counts in every format at every scale."""
     for seed in range(200):
         tensor = log_uniform(dtype, seed)
         values = exact_values(tensor)
@@ -135,7 +135,7 @@ def test_200_random_tensors(dtype: torch.dtype) -> None:
 
 
 def compare_with_casts(histogram: ExponentHistogram, finite: np.ndarray) -> None:
-    """Flushed counts, and FP16's overflowed counts, are those of real casts: of the values that are exact in float32."""
+    """Assert that flushed counts, and FP16's overflowed counts, match real casts, for values that are exact in float32."""
     with np.errstate(over="ignore"):
         scaled = np.ldexp(finite, np.array(SCALES)[:, None])
         single = scaled.astype(np.float32)
@@ -160,7 +160,7 @@ def by_cast(values: np.ndarray, to: object) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", NARROW_DTYPES, ids=str)
 def test_every_code(dtype: torch.dtype) -> None:
-    """All 65,536 codes of the 16-bit dtypes, all 256 of the 8-bit ones: together, and each by itself."""
+    """All 65,536 codes of the 16-bit dtypes and all 256 of the 8-bit ones, together; 8-bit codes also one by one."""
     wide = dtype.itemsize == 2
     codes = torch.arange(1 << 8 * dtype.itemsize, dtype=torch.int32).to(torch.int16 if wide else torch.uint8)
     tensor = codes.view(dtype)
@@ -230,21 +230,21 @@ KINDS = ["dense", "half zeros", "powers of two", "subnormals", "random bits", "n
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_large_tensors_of_every_make_up(kind: str) -> None:
-    """The chunked, threaded way, at a size that takes several chunks in each of several threads, odd at the end."""
+def test_large_tensors_of_every_kind(kind: str) -> None:
+    """The size gives each of several threads several chunks, the last of them incomplete."""
     tensor = messy((1 << 20) + 77, kind) if kind != "all zero" else torch.zeros((1 << 20) + 77)
     with np.errstate(invalid="ignore"):
         expect(count_exponents(tensor), tensor.numpy().astype(np.float64))
 
 
 @pytest.mark.parametrize("length", [1, 4096])
-def test_the_device_histogram_is_bincount(length: int) -> None:
+def test_the_device_histogram_equals_bincount(length: int) -> None:
     slots = torch.randint(0, length, (10_000,), dtype=torch.int32)
     assert torch.equal(histogram_on_device(slots, length), torch.bincount(slots, minlength=length))
 
 
 @pytest.mark.parametrize("encoding", [BINARY32, BINARY64], ids=["float32", "float64"])
-def test_rows_of_nothing_are_neutral(encoding) -> None:
+def test_merging_the_row_of_an_empty_tensor_changes_nothing(encoding) -> None:
     empty = torch.empty(0, dtype=encoding.dtype)
     some = torch.tensor([0.5, 3.0, 0.0], dtype=encoding.dtype)
     bits = empty.view(encoding.int_dtype)
@@ -255,11 +255,11 @@ def test_rows_of_nothing_are_neutral(encoding) -> None:
     assert len(rows[0]) == encoding.layout.length
 
 
-# -- what other ways of counting get wrong ------------------------------------------------------------------------------
+# -- pitfalls of other implementations ----------------------------------------------------------------------------------
 
 
-def test_ten_thousand_ones_in_bfloat16() -> None:
-    """torch.histc counts in the tensor's dtype: bfloat16 stops at a few hundred."""
+def test_ten_thousand_bfloat16_ones_are_counted() -> None:
+    """torch.histc counts in the tensor's dtype, and bfloat16 cannot count beyond a few hundred."""
     ones = torch.ones(10_000, dtype=torch.bfloat16)
     assert count_exponents(ones).counts.tolist() == [10_000]
 
@@ -271,8 +271,8 @@ def test_zero_inf_and_nan_are_not_exponent_zero() -> None:
     assert (histogram.min_exponent, histogram.counts.tolist()) == (-1, [1])
 
 
-def test_just_below_a_power_of_two() -> None:
-    """floor(log2(x)) in float32 rounds up there."""
+def test_values_just_below_a_power_of_two_have_the_lower_exponent() -> None:
+    """floor(log2(x)) in float32 would round up to the power of two."""
     below = torch.nextafter(torch.exp2(torch.arange(-100.0, 100.0)), torch.zeros(()))
     assert (torch.log2(below).floor() != torch.arange(-101.0, 99.0)).any(), "the trap is gone: log2 is exact now"
     histogram = count_exponents(below)
@@ -280,7 +280,7 @@ def test_just_below_a_power_of_two() -> None:
 
 
 def test_float32_subnormals_have_their_own_exponents() -> None:
-    """The exponent field is 0 for all of them, and for zero."""
+    """The exponent field is 0 for all subnormals and for zero."""
     tensor = torch.tensor([1, 2, 3, 4, 0x7FFFFF, 0, 0x800000], dtype=torch.int32).view(torch.float32)
     histogram = count_exponents(tensor)
     assert (histogram.min_exponent, histogram.zeros, histogram.min_abs) == (-149, 1, 2.0**-149)
@@ -307,14 +307,14 @@ def test_flushing_denormals_changes_no_count(dtype: torch.dtype) -> None:
         expect(divided, values / 3.0)
 
 
-def test_more_values_than_quantile_takes() -> None:
-    """torch.quantile raises above 2^24 elements; counts reach any number."""
+def test_more_values_than_torch_quantile_accepts() -> None:
+    """torch.quantile raises an error above 2^24 elements."""
     tensor = torch.tensor([1.5], dtype=torch.float16).expand(1 << 13, 1 << 20)
     histogram = count_exponents(tensor)
     assert histogram.counts.tolist() == [1 << 33]
 
 
-# -- what a tensor may look like ------------------------------------------------------------------------------------
+# -- layouts and dtypes of tensors ----------------------------------------------------------------------------------
 
 
 def count_exponents_of(row: torch.Tensor) -> ExponentHistogram:
@@ -356,7 +356,7 @@ def test_a_tensor_of_zero_elements_has_no_exponents() -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32], ids=str)
-def test_complex_numbers_count_by_parts(dtype: torch.dtype) -> None:
+def test_real_and_imaginary_parts_are_counted_separately(dtype: torch.dtype) -> None:
     parts = torch.tensor([[1.0, -0.5], [0.0, 3.0], [float("inf"), float("nan")]])
     tensor = torch.view_as_complex(parts.to(torch.empty(0, dtype=dtype).real.dtype))
     expected = parts.double().numpy()
@@ -372,7 +372,7 @@ SPARSE = torch.tensor([[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.5], [1.5, 0.0, 0.
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64], ids=str)
-def test_sparse_tensors_count_with_their_zeros(layout: str, dtype: torch.dtype) -> None:
+def test_the_implicit_zeros_of_sparse_tensors_are_counted(layout: str, dtype: torch.dtype) -> None:
     dense = SPARSE.to(dtype)
     make: dict[str, Callable[[], torch.Tensor]] = {
         "coo": dense.to_sparse,
@@ -388,7 +388,7 @@ def test_sparse_tensors_count_with_their_zeros(layout: str, dtype: torch.dtype) 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_sparse_duplicates_are_summed_first() -> None:
-    """An embedding's sparse gradient has a row for every occurrence of a word."""
+    """The sparse gradient of an embedding has a row for every occurrence of a word."""
     indices = torch.tensor([[0, 1, 0]])
     tensor = torch.sparse_coo_tensor(indices, torch.tensor([[1.0, 0.0], [2.0, 2.0], [3.0, 0.5]]), (5, 2))
     assert not tensor.is_coalesced()
@@ -413,7 +413,7 @@ def test_gradients_parameters_and_subclasses() -> None:
     assert needs_grad.grad is None
 
 
-def test_inference_mode_in_and_out() -> None:
+def test_counting_works_inside_and_outside_inference_mode() -> None:
     values = torch.randn(200_000)
     expected = exact_values(values)
     with torch.inference_mode():
@@ -424,7 +424,7 @@ def test_inference_mode_in_and_out() -> None:
     expect(count_exponents(made_inside.half()), exact_values(made_inside.half()))
 
 
-def test_the_default_device_and_dtype_play_no_part() -> None:
+def test_the_default_device_and_dtype_do_not_matter() -> None:
     values = torch.randn(200_000)
     expected = count_exponents(values)
     torch.set_default_dtype(torch.float64)
@@ -459,7 +459,7 @@ def test_numpy_arrays() -> None:
     ],
     ids=["int32", "bool", "list", "None", "meta"],
 )
-def test_what_cannot_be_counted(thing: object, error: type[Exception], message: str) -> None:
+def test_objects_that_cannot_be_counted_are_refused(thing: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         count_exponents(thing)  # type: ignore[arg-type]
 
@@ -487,18 +487,18 @@ def test_dividing_by_a_scale_that_is_no_power_of_two(dtype: torch.dtype, divisor
     assert torch.equal(count(tensor, torch.tensor(divisor, dtype=torch.float64)), row)
 
 
-def test_dividing_by_a_power_of_two_is_shifting() -> None:
+def test_dividing_by_a_power_of_two_shifts_exponents() -> None:
     tensor = torch.randn(40_000)
     assert decode(count(tensor, 2.0**16).numpy()) == count_exponents(tensor).shifted(-16)
 
 
 @pytest.mark.parametrize("divisor", [0.0, float("inf"), float("nan")])
-def test_dividing_by_nonsense(divisor: float) -> None:
+def test_invalid_divisors_are_refused(divisor: float) -> None:
     with pytest.raises(ValueError, match="finite number other than zero"):
         count(torch.ones(3), divisor)
 
 
-def test_dividing_keeps_the_zeros_beside_sparse_values() -> None:
+def test_dividing_a_sparse_tensor_keeps_its_implicit_zeros() -> None:
     assert decode(count(SPARSE.to_sparse(), 3.0).numpy()) == decode(count(SPARSE, 3.0).numpy())
 
 
@@ -524,7 +524,7 @@ def test_counting_from_several_threads_at_once() -> None:
     assert wrong == []
 
 
-def test_the_number_of_threads_is_left_alone() -> None:
+def test_counting_leaves_the_number_of_threads_unchanged() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -562,8 +562,8 @@ def test_an_error_in_a_worker_reaches_the_caller() -> None:
         POOL.map(work, range(2), 2)
 
 
-def test_without_an_openmp_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another threading library the chunks stay below the size that torch splits; the counts are the same."""
+def test_counting_works_without_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another threading library, chunks stay below the size that torch would split; the counts are equal."""
     tensor = messy((1 << 20) + 3, "half zeros")
     expected = count(tensor)
     monkeypatch.setattr("mpinspect.runtime.workers._openmp_setter", lambda: None)
@@ -573,14 +573,14 @@ def test_without_an_openmp_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_counting_in_a_forked_child() -> None:
-    """A DataLoader's workers are forks, which have none of the parent's threads."""
+    """The workers of a DataLoader are forks, which lack the parent's threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(2, before))
     tensor = messy((1 << 20) + 3, "half zeros")
     expected = count(tensor)
     child = os.fork()
     if not child:
-        # OpenMP's own threads do not survive a fork either: torch's DataLoader sets one thread in its workers.
+        # OpenMP's threads do not survive a fork either. torch's DataLoader, too, sets one thread in its workers.
         torch.set_num_threads(1)
         same = torch.equal(count(tensor), expected) and sum(POOL.map(sum, range(4), 2)) == 6
         os._exit(0 if same else 1)
@@ -626,7 +626,6 @@ def test_a_large_tensor_on_a_gpu(no_sync: None) -> None:
     assert count_exponents(on_gpu).total == 9_000_001
 
 
-def test_float32_is_the_format_of_float32() -> None:
-    """Nothing that float32 holds is flushed or overflows in it."""
+def test_float32_values_neither_flush_nor_overflow_in_float32() -> None:
     histogram = count_exponents(messy(100_000, "random bits"))
     assert (histogram.flushed(FLOAT32), histogram.overflowed(FLOAT32)) == (0, 0)

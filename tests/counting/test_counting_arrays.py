@@ -1,4 +1,4 @@
-"""Counting in NumPy alone: the same integers as the torch way on every dtype, and as numpy.frexp and ml_dtypes' casts."""
+"""Counting with NumPy alone: equals counting with torch on every dtype, and agrees with numpy.frexp and ml_dtypes' casts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DIVISORS = (None, 3.0, -1000.0, 2.0**-30 * 5, 1e300)
 
 
 def expect(histogram: ExponentHistogram, values: np.ndarray) -> None:
-    """The histogram is that of these float64 values, in every field."""
+    """Assert that every field of the histogram matches these float64 values."""
     truth = exponent_counts(values.reshape(-1))
     for name in ("counts", "powers_of_two", "near_top"):
         counts = getattr(histogram, name)
@@ -43,16 +43,16 @@ def expect(histogram: ExponentHistogram, values: np.ndarray) -> None:
 
 
 def same(array: np.ndarray, tensor: torch.Tensor, dtype: str = "") -> None:
-    """The very rows of the torch way, with and without a divisor."""
+    """Assert that the row equals torch's, with and without a divisor."""
     for divisor in DIVISORS:
         assert np.array_equal(count_array(array, divisor, dtype), count(tensor, divisor).numpy()), divisor
 
 
-# -- the same integers ------------------------------------------------------------------------------------------------
+# -- equal counts -----------------------------------------------------------------------------------------------------
 
 
 @given(hnp.arrays(st.sampled_from([np.uint32, np.uint64]), st.integers(0, 70)))
-def test_any_bits_of_float32_and_float64(bits: np.ndarray) -> None:
+def test_any_bit_patterns_of_float32_and_float64(bits: np.ndarray) -> None:
     values = bits.view(f"f{bits.itemsize}")
     same(values, torch.from_numpy(values))
     with np.errstate(invalid="ignore"):
@@ -60,19 +60,19 @@ def test_any_bits_of_float32_and_float64(bits: np.ndarray) -> None:
 
 
 @given(hnp.arrays(st.sampled_from([np.complex64, np.complex128]), hnp.array_shapes(min_dims=0, max_dims=3)))
-def test_complex_numbers_count_both_parts(values: np.ndarray) -> None:
+def test_both_parts_of_complex_numbers_are_counted(values: np.ndarray) -> None:
     same(values, torch.from_numpy(values))
 
 
 @pytest.mark.parametrize("name", TORCH_NARROW)
-def test_every_code_as_torch_counts_it(name: str) -> None:
+def test_every_code_is_counted_as_by_torch(name: str) -> None:
     dtype = getattr(torch, name, None) or pytest.skip(f"this torch has no {name}")
     codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
     same(codes, torch.from_numpy(codes).view(dtype), name)
 
 
 @pytest.mark.parametrize("name", NARROW_ENCODINGS)
-def test_every_code_means_what_its_library_says(name: str) -> None:
+def test_every_code_has_its_librarys_value(name: str) -> None:
     dtype = np.dtype(np.float16 if name == "float16" else getattr(ml_dtypes, name))
     encoding = NARROW_ENCODINGS[name]
     codes = np.arange(1 << encoding.bits, dtype=f"u{encoding.item_size}")
@@ -83,13 +83,13 @@ def test_every_code_means_what_its_library_says(name: str) -> None:
     expect(count_exponents(codes.view(dtype)), truth)
 
 
-def test_more_than_a_chunk_of_everything() -> None:
+def test_arrays_larger_than_a_chunk() -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 32, 200_003, dtype=np.uint32)
     for values in (bits.view(np.float32), bits[:200_002].view(np.float64), bits.view(np.float16)):
         same(values, torch.from_numpy(values))
 
 
-def test_a_mode_that_flushes_denormals_changes_nothing() -> None:
+def test_flushing_denormals_changes_no_count() -> None:
     tiny = (np.arange(1, 1 << 23, 4097, dtype=np.uint32)).view(np.float32)
     codes = np.arange(1 << 16, dtype=np.uint16)
     magnitudes.cache_clear()
@@ -107,7 +107,7 @@ def test_a_mode_that_flushes_denormals_changes_nothing() -> None:
     assert np.array_equal(narrow, count_array(codes, dtype="bfloat16"))
 
 
-# -- what an array may look like ----------------------------------------------------------------------------------------
+# -- layouts and dtypes of arrays ---------------------------------------------------------------------------------------
 
 
 @settings(max_examples=200)
@@ -147,13 +147,13 @@ def test_a_broadcast_array_is_counted_once() -> None:
 @pytest.mark.parametrize(
     "array", [np.arange(3), np.array([True]), np.array(["a"]), np.array([None]), np.ones(2, np.longdouble)]
 )
-def test_what_has_no_exponents(array: np.ndarray) -> None:
+def test_dtypes_without_exponents_are_refused(array: np.ndarray) -> None:
     with pytest.raises(TypeError, match=array.dtype.name):
         count_array(array)
 
 
 @pytest.mark.parametrize("divisor", [0.0, np.inf, np.nan])
-def test_an_impossible_divisor(divisor: float) -> None:
+def test_invalid_divisors_are_refused(divisor: float) -> None:
     with pytest.raises(ValueError, match="cannot divide"):
         count_array(np.ones(3), divisor)
 
@@ -163,7 +163,7 @@ def test_codes_of_another_size_are_refused() -> None:
         count_array(np.zeros(3, np.uint8), dtype="bfloat16")
 
 
-def test_no_torch_is_loaded() -> None:
+def test_counting_an_array_does_not_import_torch() -> None:
     code = (
         "import sys, numpy; from mpinspect.counting import count_exponents; count_exponents(numpy.ones(3));"
         "assert 'torch' not in sys.modules"
@@ -175,7 +175,7 @@ def test_no_torch_is_loaded() -> None:
 
 
 class OnlyDLPack:
-    """What offers nothing but DLPack, as CuPy's arrays and others do; the values are a torch tensor's."""
+    """An array with DLPack as its only interface, backed by a torch tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -233,7 +233,7 @@ class IndexedSlices:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_indexed_slices_are_added_up(dtype: object) -> None:
+def test_repeated_indices_of_indexed_slices_are_summed(dtype: object) -> None:
     values = np.array([[1, 2], [3, 4], [0, 6]], dtype=dtype)
     host = on_host(IndexedSlices(values, np.array([5, 0, 5]), np.array([7, 2])))
     assert host.shape == (7, 2)
@@ -250,7 +250,7 @@ def test_numbers_and_lists_of_numbers() -> None:
 
 
 @pytest.mark.parametrize("thing", [None, "text", object(), True, {"a": 1.0}])
-def test_what_is_no_array(thing: object) -> None:
+def test_objects_other_than_arrays_are_refused(thing: object) -> None:
     with pytest.raises(TypeError, match="is no array"):
         on_host(thing)
 

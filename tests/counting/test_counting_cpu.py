@@ -1,4 +1,4 @@
-"""Counting by numba's loops: the same integers as the torch way, whatever the bits, and a way out where numba fails."""
+"""Counting by numba's loops: equals counting with torch for any bits, and falls back to torch where numba fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = ("any", "zeros", "subnormals", "infinities", "nans", "powers of two", "n
 
 
 def bits_of_kind(kind: str, size: int, dtype: torch.dtype, random: np.random.Generator) -> np.ndarray:
-    """Bit patterns of one kind, signs at random."""
+    """Draw bit patterns of one kind, with random signs."""
     word, mantissa_bits, exponent_bits = ENCODINGS[dtype]
     ones = (1 << exponent_bits) - 1
     mantissas = random.integers(0, 1 << mantissa_bits, size, dtype=np.uint64)
@@ -48,7 +48,7 @@ def bits_of_kind(kind: str, size: int, dtype: torch.dtype, random: np.random.Gen
     elif kind == "zeros":
         fields[:], mantissas[:] = 0, 0
     elif kind == "subnormals":
-        # Of every length, for uniform ones nearly all have the highest bits set.
+        # Vary the number of significant bits: uniform mantissas nearly all have one of the highest bits set.
         fields[:], mantissas = 0, mantissas >> random.integers(0, mantissa_bits, size, dtype=np.uint64)
     elif kind in ("infinities", "nans"):
         fields[:], mantissas = ones, np.maximum(mantissas, 1) if kind == "nans" else 0 * mantissas
@@ -76,7 +76,7 @@ def _every_dtype_has_a_loop() -> None:
 
 
 def expect_the_same(tensor: torch.Tensor) -> None:
-    """The fast way's row equals the torch way's in every field."""
+    """Assert that the row of the fastest implementation equals the reference's."""
     row = fastest.count(tensor)
     truth = reference.count(tensor)
     assert row.dtype == truth.dtype
@@ -94,7 +94,9 @@ PARTS = st.lists(
 @example(parts=[("near the top", 4096), ("powers of two", 4096)], seed=0, shuffled=True)
 @example(parts=[("zeros", 4096), ("one outlier", 4096), ("subnormals", 4096)], seed=1, shuffled=False)
 @settings(max_examples=60, deadline=None)
-def test_identical_integers(dtype: torch.dtype, parts: list[tuple[str, int]], seed: int, shuffled: bool) -> None:
+def test_any_bit_patterns_give_identical_counts(
+    dtype: torch.dtype, parts: list[tuple[str, int]], seed: int, shuffled: bool
+) -> None:
     random = np.random.default_rng(seed)
     pieces = [bits_of_kind(kind, size, dtype, random) for kind, size in parts]
     bits = np.concatenate([np.empty(0, ENCODINGS[dtype][0]), *pieces])
@@ -140,8 +142,8 @@ def test_more_blocks_than_the_planes_hold(dtype: torch.dtype, threads: int) -> N
     expect_the_same(values.to(dtype))
 
 
-def test_exponents_that_wander(threads: int) -> None:
-    """Blocks whose exponents leave the window of those before, by little, by much, and for a block that fits no window."""
+def test_exponents_that_drift_between_blocks(threads: int) -> None:
+    """Blocks whose exponents leave the window of earlier blocks by a little or by much; and a block that fits no window."""
     blocks = torch.randn(100, planes.BLOCK, generator=torch.Generator().manual_seed(0))
     for scales in (torch.arange(100) - 50.0, 40.0 * (torch.arange(100) % 3) - 60, torch.arange(100) // 9 * 11.0 - 60):
         moved = blocks * torch.exp2(scales)[:, None]
@@ -159,7 +161,7 @@ def test_windows_at_both_ends_of_the_range(field: int) -> None:
     expect_the_same(tensor_of(bits, torch.float32))
 
 
-def test_without_a_team_our_own_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchs_thread_team_the_pool_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpinspect.counting.cpu.counter.TEAM", _NoTeam())
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -173,8 +175,8 @@ class _NoTeam:
     there = False
 
 
-def test_more_exponents_than_are_compared() -> None:
-    """2,000 exponents to a block of float64, 250 to one of float32."""
+def test_more_exponents_than_are_compared_at_once() -> None:
+    """Blocks hold 2,000 exponents in float64, and 250 in float32."""
     random = np.random.default_rng(0)
     wide = np.ldexp(random.uniform(1, 2, 20_000), random.integers(-1074, 1024, 20_000))
     expect_the_same(torch.from_numpy(wide))
@@ -204,12 +206,12 @@ def test_complex_sparse_and_narrow_tensors() -> None:
     expect_the_same(torch.nn.Parameter(torch.randn(10)))
 
 
-def test_a_divisor_goes_the_torch_way() -> None:
+def test_torch_counts_when_a_divisor_is_given() -> None:
     values = torch.randn(1000)
     assert torch.equal(fastest.count(values, 3.0), reference.count(values, 3.0))
 
 
-def test_a_flush_denormals_mode_changes_nothing() -> None:
+def test_flushing_denormals_changes_no_count() -> None:
     values = [
         tensor_of(bits_of_kind("subnormals", 5000, dtype, np.random.default_rng(0)), dtype) for dtype in ENCODINGS
     ]
@@ -231,7 +233,7 @@ def test_inference_tensors_inside_and_outside() -> None:
     expect_the_same(values)
 
 
-def test_the_tensor_is_not_changed() -> None:
+def test_counting_leaves_the_tensor_unchanged() -> None:
     values = torch.randn(10_000)
     before = values.clone()
     fastest.count(values)
@@ -265,7 +267,7 @@ def test_in_a_forked_child() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-# -- numba, there or not -------------------------------------------------------------------------------------------------
+# -- numba's availability ------------------------------------------------------------------------------------------------
 
 COUNT_AND_TELL = """
 import sys, torch, mpinspect
@@ -279,7 +281,7 @@ print("numba" in sys.modules, troubles)
 
 
 def told(code: str = COUNT_AND_TELL, *, path: Path | None = None, **environment: str) -> str:
-    """What the code prints in a process of its own, ``path`` before all else on its import path."""
+    """Return the output of the code in a new process, with ``path`` first on its import path."""
     paths = [str(path)] if path else []
     settings = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     return subprocess.run(
@@ -287,19 +289,19 @@ def told(code: str = COUNT_AND_TELL, *, path: Path | None = None, **environment:
     ).stdout.strip()
 
 
-def test_a_numba_that_does_not_work_is_said_and_left_alone(tmp_path: Path) -> None:
+def test_a_broken_numba_is_reported_and_not_used(tmp_path: Path) -> None:
     (tmp_path / "numba.py").write_text("raise ImportError('numba needs another NumPy')\n")
     said = told(path=tmp_path)
     assert "numba is installed and does not work here (numba needs another NumPy)" in said
 
 
-def test_a_missing_numba_is_nothing_to_speak_of(tmp_path: Path) -> None:
+def test_a_missing_numba_is_not_reported(tmp_path: Path) -> None:
     (tmp_path / "numba.py").write_text("raise ModuleNotFoundError('No module named numba', name='numba')\n")
     assert told(path=tmp_path) == "False []"
 
 
-def test_the_compiled_loops_are_kept_and_found_again() -> None:
-    """What the tests compiled at their start another process loads: it compiles nothing and adds nothing to the cache."""
+def test_another_process_loads_the_compiled_loops_from_the_cache() -> None:
+    """A new process neither compiles nor changes the cache, which the test session filled at its start."""
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(mpinspect.__file__).parent / "counting" / "cpu")
     first = {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.nb?")}
     assert any(name.endswith(".nbc") for name in first)
@@ -307,8 +309,8 @@ def test_the_compiled_loops_are_kept_and_found_again() -> None:
     assert {path.name: path.stat().st_mtime_ns for path in folder.rglob("*.nb?")} == first
 
 
-def test_a_single_loop_that_is_missing_is_found_as_soon_as_it_is_on_disk(tmp_path: Path) -> None:
-    """A process that was ended while it compiled leaves some loops. Whoever missed the others finds them when they are there."""
+def test_a_missing_loop_is_loaded_once_it_is_on_disk(tmp_path: Path) -> None:
+    """A compiling process that was terminated leaves an incomplete cache; waiting processes load the rest when it appears."""
     folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(mpinspect.__file__).parent / "counting" / "cpu")
     kept = {path.name: path for path in folder.rglob("*.nb?")}
     missing = [name for name in kept if "_largest_of_16_bits_" in name]
@@ -328,7 +330,7 @@ print(available._from_disk() is not None)
     assert told(look, NUMBA_CACHE_DIR=str(tmp_path)) == "None\nTrue"
 
 
-def test_what_other_sources_left_in_the_cache_is_removed(tmp_path: Path) -> None:
+def test_cached_loops_of_other_sources_are_removed(tmp_path: Path) -> None:
     today, before, other = (
         tmp_path / name
         for name in (f"a.b_{compiling._DIGEST}-1.py312.nbi", "a.b_000000000000-1.py312.1.nbc", "a.b.pyc")
@@ -339,8 +341,8 @@ def test_what_other_sources_left_in_the_cache_is_removed(tmp_path: Path) -> None
     assert sorted(tmp_path.iterdir()) == sorted([today, other])
 
 
-def test_where_nothing_can_be_kept_torch_counts_and_it_is_said() -> None:
-    """A read-only installation and no home: numba refuses to make a cache then, and compiling at every start takes a minute."""
+def test_without_a_cache_folder_torch_counts_and_a_note_says_so() -> None:
+    """With a read-only installation and home, numba refuses to cache, and compiling at every start would take a minute."""
     nowhere = "from numba.core import caching; caching.CacheImpl._locator_classes = []; import sys\n"
     without = COUNT_AND_TELL.replace("import sys, torch", "import torch").replace('"numba" not in sys.modules', "True")
     assert re.fullmatch(
@@ -348,9 +350,9 @@ def test_where_nothing_can_be_kept_torch_counts_and_it_is_said() -> None:
     )
 
 
-# -- the process that compiles --------------------------------------------------------------------------------------------------
+# -- the compiling process ----------------------------------------------------------------------------------------------
 
-#: Instead of compiling: tell of oneself, then wait to be told to end.
+#: A stand-in for the compiling process: it writes its state to a file, then waits for a signal to end.
 COMPILE_NOTHING = """
 import json, os, time
 from pathlib import Path
@@ -364,7 +366,7 @@ while not Path("end").exists():
 
 
 class ColdCache:
-    """A cache that holds nothing until ``full``; what is to fill it only tells of itself."""
+    """A cache that is empty until ``full`` is set; the compiling processes are stand-ins."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.full = folder, False
@@ -382,7 +384,7 @@ class ColdCache:
         monkeypatch.setattr("mpinspect.counting.apart._said", set())
 
     def processes(self) -> list[dict[str, Any]]:
-        """What those have told that were started so far; waits for the first."""
+        """Return the states that the started processes wrote; waits for the first."""
         wait_until((self.folder / "told").exists)
         wait_until(lambda: (self.folder / "told").read_text().endswith("\n"))
         return [json.loads(line) for line in (self.folder / "told").read_text().splitlines()]
@@ -402,21 +404,19 @@ def wait_until(true: Callable[[], bool]) -> None:
 @pytest.fixture
 def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ColdCache]:
     if sys.platform != "linux":
-        pytest.skip("the process is looked at through /proc")
+        pytest.skip("the process is observed through /proc")
     cache = ColdCache(tmp_path, monkeypatch)
     yield cache
     cache.end()
 
 
-def test_a_cold_start_compiles_nothing_in_the_process_that_trains(tmp_path: Path) -> None:
+def test_a_cold_start_does_not_compile_in_the_training_process(tmp_path: Path) -> None:
     code = "from mpinspect.counting.cpu import compiler\ncompiler._WORK = ''\n" + COUNT_AND_TELL
     assert told(code, NUMBA_CACHE_DIR=str(tmp_path)) == "True []"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_one_process_compiles_for_several_and_they_take_the_loops_over(
-    cold: ColdCache, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_process_compiles_for_several_ranks(cold: ColdCache, capsys: pytest.CaptureFixture[str]) -> None:
     ranks = [available.Available(), available.Available()]
     assert [rank.loops() for rank in ranks] == [None, None]
     assert [rank.loops() for rank in ranks] == [None, None]
@@ -429,7 +429,7 @@ def test_one_process_compiles_for_several_and_they_take_the_loops_over(
     assert [rank.trouble for rank in ranks] == ["", ""]
 
 
-def test_the_process_holds_nothing_of_the_one_that_trains(cold: ColdCache) -> None:
+def test_the_compiling_process_shares_no_resources_with_the_training(cold: ColdCache) -> None:
     handled: list[int] = []
     before = signal.signal(signal.SIGCHLD, lambda number, frame: handled.append(number))
     try:
@@ -450,7 +450,7 @@ def test_the_process_holds_nothing_of_the_one_that_trains(cold: ColdCache) -> No
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_a_process_that_gets_hardly_any_time_goes_on_with_a_higher_priority(tmp_path: Path) -> None:
+def test_a_starved_compiling_process_raises_its_priority(tmp_path: Path) -> None:
     code = (
         "import os, time\nfrom mpinspect.counting.cpu import compiler\n"
         "compiler._PATIENCE_S, compiler._LEAST_SHARE = 0.05, 100.0\ncompiler.give_way()\n"
@@ -461,7 +461,7 @@ def test_a_process_that_gets_hardly_any_time_goes_on_with_a_higher_priority(tmp_
     assert (tmp_path / "nice").read_text() == f"19 {max(5, os.nice(0))} "
 
 
-def test_a_process_that_was_killed_is_said_and_does_the_next_start_no_harm(cold: ColdCache) -> None:
+def test_a_killed_compiling_process_is_reported_and_can_be_restarted(cold: ColdCache) -> None:
     first = available.Available()
     assert first.loops() is None
     (process,) = cold.processes()
@@ -478,7 +478,7 @@ def test_a_process_that_was_killed_is_said_and_does_the_next_start_no_harm(cold:
 @pytest.mark.parametrize(
     ("attribute", "value"), [("executable", ""), ("executable", "/nowhere/python"), ("frozen", True)], ids=str
 )
-def test_where_no_process_can_be_started_torch_counts_and_it_is_said(
+def test_where_no_process_can_be_started_torch_counts_and_a_note_says_so(
     cold: ColdCache, monkeypatch: pytest.MonkeyPatch, attribute: str, value: object
 ) -> None:
     monkeypatch.setattr(sys, attribute, value, raising=False)
@@ -488,8 +488,8 @@ def test_where_no_process_can_be_started_torch_counts_and_it_is_said(
     assert not compiler.at_work(cold.folder)
 
 
-def test_a_training_that_began_cold_counts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch counts the first of its tensors, the compiled loops the rest, also within a step."""
+def test_counts_do_not_change_when_the_loops_arrive_during_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch counts the first tensors and the compiled loops the rest; the change may fall within a step."""
 
     def run(by_torch: int) -> Any:
         loops, asked = available.AVAILABLE.loops(), 0
@@ -517,10 +517,10 @@ def test_a_training_that_began_cold_counts_the_same(monkeypatch: pytest.MonkeyPa
         assert run(by_torch) == compiled
 
 
-def test_loops_of_other_sources_are_other_loops(tmp_path: Path) -> None:
-    """numba itself would take a function from its cache whose callee in another file has changed.
+def test_a_changed_source_file_changes_the_names_of_the_loops(tmp_path: Path) -> None:
+    """numba's own cache would return a function whose callee in another file has changed.
 
-    Importing planes compiles nothing: its loops get their names when they are defined.
+    Importing ``planes`` does not compile: loops are named when they are defined.
     """
     package = tmp_path / "mpinspect"
     shutil.copytree(Path(mpinspect.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -540,13 +540,13 @@ def test_loops_of_other_sources_are_other_loops(tmp_path: Path) -> None:
     assert told(name, NUMBA_CACHE_DIR=str(tmp_path / "cache")).split()[0] != planes.add_carries.__qualname__
 
 
-def test_count_exponents_takes_the_fast_way() -> None:
+def test_count_exponents_uses_the_compiled_loops() -> None:
     values = torch.randn(5000)
     assert count_exponents(values).total == 5000
     assert "mpinspect.counting.cpu.counter" in sys.modules
 
 
-def test_what_has_no_loop_is_counted_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_counts_dtypes_without_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counter, "count", None)
     values = torch.randn(100).to(torch.float8_e5m2)
     assert torch.equal(fastest.count(values), reference.count(values))

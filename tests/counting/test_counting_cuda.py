@@ -1,4 +1,4 @@
-"""What uses the GPU's kernels: whether they are available, rows in a buffer; and the kernels themselves where there is a GPU."""
+"""The CUDA kernels' availability, rows in a device buffer, and, with a GPU, the kernels themselves."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from mpinspect.ranges.capture.device_rows import DeviceRows
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.ranges.session import TensorKey
 
-# -- where the kernels can't be used -------------------------------------------------------------------------------------
+# -- unavailable kernels -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """``available`` as in a process that has not counted yet, on a machine with CUDA."""
+    """Reset ``available`` to its state before the first count, on a machine with CUDA."""
     monkeypatch.setattr(available, "_trouble", [])
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     loaded = available._loaded
@@ -39,7 +39,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     loaded.cache_clear()
 
 
-def test_without_a_compiler_the_reference_counts_and_it_is_said(fresh: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_reference_counts_and_a_note_says_so(fresh: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise OSError("NVRTC was not found")
 
@@ -50,13 +50,13 @@ def test_without_a_compiler_the_reference_counts_and_it_is_said(fresh: pytest.Mo
     assert "NVRTC was not found" in available.trouble()
 
 
-def test_there_are_no_kernels_for_other_vendors_gpus(fresh: pytest.MonkeyPatch) -> None:
+def test_other_vendors_gpus_have_no_kernels(fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(torch.version, "cuda", None)
     assert available.counter() is None
     assert "are for CUDA" in available.trouble()
 
 
-def test_kernels_that_fail_are_not_tried_again(fresh: pytest.MonkeyPatch) -> None:
+def test_failed_kernels_are_not_tried_again(fresh: pytest.MonkeyPatch) -> None:
     calls = []
 
     def fail(*given: object) -> torch.Tensor:
@@ -72,7 +72,7 @@ def test_kernels_that_fail_are_not_tried_again(fresh: pytest.MonkeyPatch) -> Non
     assert "no compiler here" in available.trouble()
 
 
-def test_a_full_gpu_is_no_fault_of_the_kernels(fresh: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_does_not_disable_the_kernels(fresh: pytest.MonkeyPatch) -> None:
     def fail(values: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("full")
 
@@ -82,11 +82,11 @@ def test_a_full_gpu_is_no_fault_of_the_kernels(fresh: pytest.MonkeyPatch) -> Non
     assert available.trouble() == ""
 
 
-# -- rows in a buffer: a CPU stands in for the device -------------------------------------------------------------------
+# -- rows in a buffer, with the CPU as the device -----------------------------------------------------------------------
 
 
 class _Counter(types.SimpleNamespace):
-    """What the device rows need of ``counting.cuda.counter``, by the reference; tells how often it was called."""
+    """Replaces ``counting.cuda.counter`` by the reference, and counts its calls."""
 
     DTYPES = COUNTABLE
 
@@ -104,7 +104,7 @@ class _Counter(types.SimpleNamespace):
     def add_many(self, counted: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.many.append(len(counted))
         for values, row in counted:
-            # The kernels are given an address and a length, and a row of the dtype's layout.
+            # The kernels receive an address and a length, and a row of the dtype's layout.
             assert values.dtype in COUNTABLE
             assert row.shape == reference.count(values).shape
             assert fills_its_memory(values)
@@ -137,7 +137,7 @@ def _sent(rows: DeviceRows, given: list[torch.Tensor]) -> dict[int, np.ndarray]:
 
 
 def test_rows_of_several_steps(rows: DeviceRows, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers take turns and are emptied; a step of too many rows has the rest beside the buffer, and the next a larger one."""
+    """Buffers alternate and are cleared. Rows that do not fit are counted outside; the next step's buffer is larger."""
     monkeypatch.setattr(device_rows, "_FIRST_CAPACITY", 4)
     rows = DeviceRows(torch.device("cpu"), [].append)
     for step in range(6):
@@ -151,7 +151,7 @@ def test_rows_of_several_steps(rows: DeviceRows, monkeypatch: pytest.MonkeyPatch
             assert row.tolist() == reference.count(tensors[index]).tolist()
 
 
-def test_what_the_kernels_do_not_take_is_counted_beside_the_buffer(rows: DeviceRows) -> None:
+def test_tensors_that_the_kernels_do_not_support_are_counted_outside_the_buffer(rows: DeviceRows) -> None:
     sparse = torch.sparse_coo_tensor([[1, 3]], [1.0, 2.0], (5,), check_invariants=True).coalesce()
     for tensor in (torch.ones(3, dtype=torch.float64), sparse):
         row = rows.count(tensor)
@@ -159,7 +159,7 @@ def test_what_the_kernels_do_not_take_is_counted_beside_the_buffer(rows: DeviceR
         assert rows.send([row]) == []
 
 
-def test_gradients_that_waited_are_counted_in_one_launch(rows: DeviceRows, counter: _Counter) -> None:
+def test_waiting_gradients_are_counted_in_one_launch(rows: DeviceRows, counter: _Counter) -> None:
     alone = torch.randn(4)
     row = rows.count(alone)
     for micro_batch in range(2):
@@ -175,7 +175,7 @@ def test_gradients_that_waited_are_counted_in_one_launch(rows: DeviceRows, count
         assert found[index].tolist() == reference.count(gradient).tolist()
 
 
-def test_gradients_for_which_the_buffer_is_too_small_are_counted_beside_it(
+def test_gradients_beyond_the_buffers_capacity_are_counted_outside_it(
     counter: _Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_rows, "_FIRST_CAPACITY", 2)
@@ -191,7 +191,7 @@ def test_gradients_for_which_the_buffer_is_too_small_are_counted_beside_it(
     assert counter.many == [2, 3, 3]
 
 
-def test_gradients_that_waited_are_counted_without_kernels(rows: DeviceRows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_gradients_are_counted_without_kernels(rows: DeviceRows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "counter", lambda: None)
     gradients = [torch.randn(5), torch.randn(6)]
     waiting = waited(*gradients)
@@ -215,7 +215,7 @@ def test_gradients_that_waited_are_counted_without_kernels(rows: DeviceRows, mon
     ],
     ids=["float64", "complex64", "complex128", "with gaps", "expanded", "transposed", "a part", "empty"],
 )
-def test_gradients_that_waited_of_every_dtype_and_layout(
+def test_waiting_gradients_of_every_dtype_and_layout_are_counted(
     fresh: pytest.MonkeyPatch, rows: DeviceRows, notes: list[str], gradient: torch.Tensor
 ) -> None:
     gradients = [torch.randn(4), gradient, torch.randn(6)]
@@ -226,10 +226,10 @@ def test_gradients_that_waited_of_every_dtype_and_layout(
     assert notes == []
 
 
-def test_kernels_that_fail_when_the_backward_ends(
+def test_kernels_that_fail_at_the_end_of_a_backward_lose_only_the_waiting_gradients(
     rows: DeviceRows, counter: _Counter, fresh: pytest.MonkeyPatch, notes: list[str]
 ) -> None:
-    """Of none that waited anything is found; what was counted before them is sent."""
+    """The waiting gradients have no counts; rows counted earlier are sent."""
 
     def fail(counted: object) -> None:
         raise RuntimeError("no compiler")
@@ -246,7 +246,7 @@ def test_kernels_that_fail_when_the_backward_ends(
 
 
 @pytest.mark.parametrize("kinds", [KINDS, ("weight_gradient",)])
-def test_an_inspector_sees_the_same_through_a_buffer(
+def test_an_inspector_records_the_same_through_a_buffer(
     counter: _Counter, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
 ) -> None:
     def run(through_buffer: bool) -> tuple[dict[TensorKey, Any], tuple[str, ...], list[torch.Tensor]]:
@@ -285,7 +285,7 @@ def _no_synchronisation() -> Iterator[None]:
 
 
 def _messy(dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Random bits: every exponent, zeros, infinities, NaNs; then values as a gradient has them."""
+    """Return random bits (every exponent, zeros, infinities, NaNs), followed by values in a gradient's range."""
     generator = torch.Generator().manual_seed(numel)
     bits = torch.randint(0, 256, (numel // 2 * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
     if dtype.itemsize == 1:
@@ -350,7 +350,7 @@ def test_more_than_two_to_the_31_values() -> None:
 
 @pytest.mark.gpu
 def test_largest_magnitudes_on_a_gpu_without_a_wait() -> None:
-    """Of many tensors of every dtype, on two streams; only where something is broken, if that is asked for."""
+    """Many tensors of every dtype, on two streams; with ``only_if_broken``, reading depends on an earlier non-finite value."""
     from mpinspect.counting.cuda import counter as gpu
 
     tensors = [_messy(dtype, numel) for dtype in sorted(COUNTABLE, key=str) for numel in (2, 513, 100_003)]
@@ -418,7 +418,7 @@ def test_an_inspector_does_not_wait_and_counts_in_one_launch(monkeypatch: pytest
                 optimizer.step()
     session = inspector.session()
     assert session.notes == ()
-    # Others are counted one by one, each in a list of its own.
+    # Other tensors are counted one by one, each in a list of length one.
     assert [many for many in launches if many > 1] == [6] * 6
     for name, histogram in expected.items():
         assert session.totals()[TensorKey(name, "weight_gradient")].histogram == histogram
@@ -466,7 +466,7 @@ def test_a_step_captured_as_a_graph_is_left_alone() -> None:
 
 @pytest.mark.gpu
 def test_a_graph_of_a_whole_step_is_that_without_an_inspector() -> None:
-    """The optimizer's step is captured too; nothing of ours becomes part of the graph."""
+    """The graph also captures the optimizer's step, and must not contain mpinspect's operations."""
 
     def run(is_inspected: bool) -> tuple[list[torch.Tensor], tuple[str, ...]]:
         model, batch = _model(), torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).cuda()

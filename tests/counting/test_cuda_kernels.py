@@ -1,4 +1,4 @@
-"""The GPU's kernels as host code, against the reference and torch to the last integer; and compiled for GPUs."""
+"""The CUDA kernels, run as host code, equal the reference and torch exactly; and they compile for GPUs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gpu(library: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> HostGpu:
 
 
 def agree(tensor: torch.Tensor) -> None:
-    """The counts are the reference's, and the largest magnitude is torch's."""
+    """Assert that the counts equal the reference's, and the largest magnitude torch's."""
     ours, true = counter.count(tensor), reference.count(tensor)
     differing = (ours != true).nonzero().view(-1).tolist()
     assert not differing, [(i, int(ours[i]), int(true[i])) for i in differing[:10]]
@@ -52,7 +52,7 @@ def agree(tensor: torch.Tensor) -> None:
 def largest(
     tensors: list[torch.Tensor], broken: int = 0, only_if_broken: bool = False
 ) -> tuple[list[float | str | None], bool]:
-    """The largest magnitudes ("nan" for NaN, which differs from itself), and the word ``broken``."""
+    """Return the largest magnitudes ("nan" for NaN, since NaN != NaN), and the flag ``broken``."""
     slots, word = torch.zeros(len(tensors), dtype=torch.int64), torch.tensor([broken])
     addresses = range(slots.data_ptr(), slots.data_ptr() + 8 * len(tensors), 8)
     counter.largest_many(tensors, addresses, word, only_if_broken)
@@ -63,7 +63,7 @@ def largest(
 
 
 def _true_largest(tensor: torch.Tensor) -> float | str | None:
-    """By each value as a Python float."""
+    """Compute the largest magnitude with float64 arithmetic."""
     if not tensor.numel():
         return None
     wide = tensor.double().numpy().reshape(-1)
@@ -85,7 +85,7 @@ def from_codes(codes: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def drawn(dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Values as a gradient has them; any code of an 8-bit type."""
+    """Draw values in a gradient's range; for 8-bit types, any code."""
     generator = torch.Generator().manual_seed(numel)
     if dtype.itemsize == 1:
         return torch.randint(0, 256, (numel,), generator=generator, dtype=torch.uint8).view(dtype)
@@ -103,7 +103,7 @@ def per_tile(dtype: torch.dtype) -> int:
 def test_every_code(gpu: HostGpu, dtype: torch.dtype) -> None:
     codes = list(range(1 << 8 * dtype.itemsize))
     agree(from_codes(codes, dtype))
-    # Alone in a tensor, in a vector, and where no vector begins.
+    # A single code fills a tensor, short or long; then codes at addresses that are not aligned to vectors.
     for code in codes[:: 1 if dtype.itemsize == 1 else 257]:
         for times in (1, 40):
             agree(from_codes([code] * times, dtype))
@@ -112,7 +112,7 @@ def test_every_code(gpu: HostGpu, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["finite", "subnormal", "up to infinity", "no infinity but NaN"])
 def test_every_kind_of_half(gpu: HostGpu, kind: str) -> None:
-    """Subsets of the codes, so that each extreme is at an edge once."""
+    """Each subset of the codes has another extreme value."""
     for dtype, infinity, normal in ((torch.bfloat16, 0x7F80, 0x80), (torch.float16, 0x7C00, 0x400)):
         codes = {
             "finite": range(infinity),
@@ -124,7 +124,7 @@ def test_every_kind_of_half(gpu: HostGpu, kind: str) -> None:
 
 
 def codes_of(dtype: torch.dtype) -> st.SearchStrategy[int]:
-    """Bit patterns, those near where the exponent field changes among them."""
+    """Draw bit patterns, including those near a change of the exponent field."""
     bits, mantissa = 8 * dtype.itemsize, {torch.float64: 52, torch.float32: 23}[dtype]
     edges = st.builds(
         lambda sign, field, offset: (sign << bits - 1) + max((field << mantissa) + offset, 0),
@@ -169,14 +169,14 @@ def test_every_exponent_and_edge(gpu: HostGpu, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, INF, -INF, NAN, 1.0, 2 - 2.0**-11, 2.0**-149, -(2.0**-126)])
-def test_one_value(gpu: HostGpu, value: float) -> None:
+def test_tensors_of_one_repeated_value(gpu: HostGpu, value: float) -> None:
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         agree(torch.full((2 * per_tile(dtype) + 3,), value, dtype=dtype))
 
 
 @pytest.mark.parametrize("position", [0, 1, 1000, -1, -2])
 @pytest.mark.parametrize("value", [INF, -INF, NAN, 2.0**-140])
-def test_one_strange_value_among_others(gpu: HostGpu, value: float, position: int) -> None:
+def test_one_unusual_value_among_others(gpu: HostGpu, value: float, position: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         tensor = drawn(dtype, 2 * per_tile(dtype) + 7)
         tensor[position] = value
@@ -197,7 +197,7 @@ def test_flush_denormals_changes_nothing(gpu: HostGpu) -> None:
     assert found[1][0][0] > 0
 
 
-# -- places --------------------------------------------------------------------------------------------------------------
+# -- sizes and layouts ---------------------------------------------------------------------------------------------------
 
 
 @each_dtype
@@ -238,7 +238,7 @@ def test_strides(gpu: HostGpu) -> None:
     assert gpu.launched.count("count_float32") == 6
 
 
-def test_a_row_keeps_earlier_counts(gpu: HostGpu) -> None:
+def test_counts_are_added_to_a_row(gpu: HostGpu) -> None:
     first, second, third = torch.randn(5000) * 2.0**-40, torch.randn(50), torch.randn(3, 1).expand(3, 5)
     row = counter.count(first)
     counter.add(second, row)
@@ -279,7 +279,7 @@ def test_a_tensor_larger_than_an_entry(gpu: HostGpu, monkeypatch: pytest.MonkeyP
 # -- largest magnitudes --------------------------------------------------------------------------------------------------
 
 
-def test_only_if_broken(gpu: HostGpu) -> None:
+def test_magnitudes_are_read_only_if_broken(gpu: HostGpu) -> None:
     tensors = [torch.ones(3), torch.ones(5, dtype=torch.float64)]
     assert largest(tensors, broken=0, only_if_broken=True) == ([None, None], False)
     assert largest(tensors, broken=1, only_if_broken=True) == ([1.0, 1.0], True)
@@ -296,18 +296,18 @@ def test_a_slot_keeps_the_larger_magnitude(gpu: HostGpu) -> None:
         assert _named(found) == _named(ascending[max(first, second)])
 
 
-# -- compiled for GPUs that are not here ---------------------------------------------------------------------------------
+# -- compilation for absent GPUs -----------------------------------------------------------------------------------------
 
-#: The most registers of a thread: they leave room for 4 blocks on a multiprocessor.
+#: The limit of registers per thread, at which 4 blocks fit on a multiprocessor.
 REGISTERS = 64
-#: The most instructions a value in the loop over whole tiles, on 8.0 and later; docs/performance.md has the figures.
+#: The limit of instructions per value in the loop over whole tiles, on 8.0 and later; see docs/performance.md.
 INSTRUCTIONS = {"count_float32": 12, "count_bfloat16": 12, "largest_float32": 4, "largest_bfloat16": 4}
 
 
 def instructions_a_value(listing: str) -> dict[str, float]:
-    """The instructions a value of each kernel, from what nvdisasm prints, in the loop that loads four vectors of 16 bytes.
+    """Return each kernel's instructions per value, from nvdisasm's output, in the loop that loads four vectors of 16 bytes.
 
-    Without the loops inside of it, which examine values near the top of the range and are mostly passed by.
+    Inner loops, which handle rare values near the top of the range, are excluded.
     """
     found = {}
     for section in re.split(r"\.section\s+\.text\.", listing)[1:]:
@@ -327,7 +327,7 @@ def instructions_a_value(listing: str) -> dict[str, float]:
     return found
 
 
-def test_constants_are_those_of_the_source(gpu: HostGpu) -> None:
+def test_constants_equal_the_sources(gpu: HostGpu) -> None:
     assert gpu.constant(0) == driver.ENTRIES
     assert gpu.constant(1) == driver._THREADS
     assert gpu.constant(2) == counter._TILE_BYTES
@@ -372,5 +372,5 @@ def test_nvrtc_compiles_the_kernels(kind: str) -> None:
         pytest.skip(f"{error}: it compiles the kernels when they are first used")
     assert image.startswith(b"\x7fELF")
     assert log == ""
-    # A GPU that is newer than this NVRTC gets PTX.
+    # GPUs newer than this NVRTC receive PTX.
     assert b".target sm_" in compiling.compiled(kind, 32, 9990)[0]

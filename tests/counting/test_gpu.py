@@ -1,4 +1,4 @@
-"""On a CUDA device: the same counts as on the CPU, and no synchronisation added. Runs unattended where there is a GPU."""
+"""On a CUDA device, counts equal the CPU's and no synchronisation is added. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_no_synchronisation_under_autocast_with_a_scaler() -> None:
             scaled = scaler.scale(loss)
             with _no_synchronisation():
                 scaled.backward()
-            scaler.step(optimizer)  # reads found_inf, as it does without us
+            scaler.step(optimizer)  # reads found_inf, also without an inspector
             scaler.update()
     session = inspector.session()
     assert session.notes == ()
@@ -81,7 +81,7 @@ def test_no_synchronisation_under_autocast_with_a_scaler() -> None:
 
 
 def test_counts_equal_those_of_the_cpu() -> None:
-    """The gradients of the GPU run, counted here and there."""
+    """The gradients of one GPU run, counted on the GPU and on the CPU."""
     from mpinspect import count_exponents
 
     model = _model()
@@ -146,7 +146,7 @@ def _scaled_step(
 
 
 def _trained(mp: MixedPrecision, steps: int, seed: int = 1) -> list[float]:
-    """Learn one batch drawn from ``seed``. Returns the losses."""
+    """Train on one batch drawn from ``seed``; return the losses."""
     generator = torch.Generator("cuda").manual_seed(seed)
     x = torch.randn(64, 64, device="cuda", generator=generator)
     y = torch.randint(16, (64,), device="cuda", generator=generator)
@@ -163,7 +163,7 @@ def _trained(mp: MixedPrecision, steps: int, seed: int = 1) -> list[float]:
 
 def _mixed(precision: str, loss_scale: Any = None) -> MixedPrecision:
     model = _model()
-    # Adam's usual eps is 0 in FP16: weights without masters would become NaN where a gradient is 0.
+    # Adam's default eps rounds to 0 in FP16, so weights without masters would become NaN where a gradient is 0.
     return MixedPrecision(model, torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-4), precision, loss_scale)
 
 
@@ -250,7 +250,7 @@ def test_every_precision_learns(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", SCALED)
 def test_products_are_those_of_the_emulation(precision: str) -> None:
-    """One step's gradients, on Tensor Cores and emulated on the CPU: the same numbers but for the order of sums."""
+    """One step's gradients, on Tensor Cores and emulated on the CPU, differ only by the order of sums."""
 
     def gradients(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -265,7 +265,7 @@ def test_products_are_those_of_the_emulation(precision: str) -> None:
         return [parameter.grad.cpu() for parameter in mp.master_parameters()]  # type: ignore[union-attr]
 
     for here, there in zip(gradients("cuda"), gradients("cpu"), strict=True):
-        # A few roundings to 11 bits may fall the other way.
+        # A few values may round to 11 bits in the other direction.
         assert (here - there).norm() <= 4 * 2.0**-11 * there.norm()
 
 

@@ -1,4 +1,4 @@
-"""On a CUDA device: verdicts of what just ran, against torch's own switches. Runs unattended where there is a GPU."""
+"""On a CUDA device, verdicts on profiled kernels follow torch's settings. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_fp32_uses_them_only_where_tf32_is_allowed() -> None:
 
 
 def test_an_odd_row_is_degraded_or_padded_by_the_library() -> None:
-    """cuBLAS may copy to aligned rows; what it must not be is native by an alignN name below 16 bytes."""
+    """cuBLAS may copy to aligned rows. A kernel whose alignN name means less than 16 bytes must not be judged native."""
     report = product(torch.float16, SIZE + 1)
     assert report.tensor_core_fraction is not None
     for kernel in report.kernels:
@@ -83,7 +83,7 @@ def test_convolutions_and_attention_name_their_modules() -> None:
     assert report.tensor_core_fraction > 0.9
 
 
-# Inductor says so of every GPU that has TF32, whatever the dtype.
+# Inductor warns on every GPU that has TF32, for any dtype.
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_a_compiled_model_is_read() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)).cuda().half()
@@ -95,7 +95,7 @@ def test_a_compiled_model_is_read() -> None:
 
 
 def test_no_rate_contradicts_a_verdict() -> None:
-    """Above the CUDA cores' peak a product ran on Tensor Cores; what is said to be off must stay below."""
+    """A product faster than the CUDA cores' peak ran on Tensor Cores, so products judged "off" must be slower."""
     peak = this_gpu().cuda_core_tflops.get("float32")
     if peak is None:
         pytest.skip("the peak rate of this GPU is not known here")

@@ -1,4 +1,4 @@
-"""The largest magnitude of a CPU tensor: exact, infinities and NaNs told apart, and nothing where it does not apply."""
+"""The largest magnitude of a CPU tensor is exact, distinguishes infinity from NaN, and is None for unsupported tensors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpinspect.counting.cpu import available
 from mpinspect.counting.magnitude import largest_magnitude
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-#: Lengths around those of vectors, and one that several threads share.
+#: Lengths around those of SIMD vectors, and one that is split between threads.
 LENGTHS = (1, 3, 17, 1000, (1 << 20) + 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_is_the_largest_of_all(dtype: torch.dtype, length: int) -> None:
+def test_the_result_is_the_largest_magnitude(dtype: torch.dtype, length: int) -> None:
     generator = torch.Generator().manual_seed(length)
     values = torch.randn(length, generator=generator, dtype=torch.float32).to(dtype)
     for place in {0, length // 2, length - 1}:
@@ -32,7 +32,7 @@ def test_is_the_largest_of_all(dtype: torch.dtype, length: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_tells_infinity_from_nan(dtype: torch.dtype, length: int) -> None:
+def test_infinity_and_nan_are_distinguished(dtype: torch.dtype, length: int) -> None:
     values = torch.full((length,), torch.finfo(dtype).max, dtype=dtype)
     assert largest_magnitude(values) == torch.finfo(dtype).max
     values[length // 2] = -math.inf
@@ -48,7 +48,7 @@ def test_every_code(dtype: torch.dtype) -> None:
         assert found == abs(value.item()) or (math.isnan(found or 0.0) and math.isnan(value.item()))
 
 
-def test_subnormals_are_values() -> None:
+def test_subnormals_are_not_zero() -> None:
     assert largest_magnitude(torch.tensor([1, 0], dtype=torch.int32).view(torch.float32)) == 2.0**-149
 
 
@@ -69,7 +69,7 @@ def test_any_order_in_memory(arrange: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 class _Own(torch.Tensor):
-    """May be anything."""
+    """A subclass, which may redefine any operation."""
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ class _Own(torch.Tensor):
     ],
     ids=["gaps", "overlaps", "complex", "float8", "meta", "sparse", "subclass"],
 )
-def test_says_where_it_does_not_apply(values: torch.Tensor) -> None:
+def test_unsupported_tensors_give_none(values: torch.Tensor) -> None:
     assert largest_magnitude(values) is None
 
 
-def test_without_numba_it_never_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_the_result_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "loops", lambda: None)
     assert largest_magnitude(torch.ones(2)) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_flush_denormals_mode_changes_nothing(dtype: torch.dtype) -> None:
-    """The largest of many subnormals is not flushed on its way, not even one of float64."""
+def test_flushing_denormals_changes_no_magnitude(dtype: torch.dtype) -> None:
+    """The largest of many subnormals is not flushed, in float64 either."""
     smallest = torch.finfo(dtype).smallest_normal
     values = (torch.arange(300, dtype=torch.float64) / 512 * smallest).to(dtype)
     truth = float(values.abs().max())
@@ -110,5 +110,5 @@ def test_a_flush_denormals_mode_changes_nothing(dtype: torch.dtype) -> None:
     assert found == truth
 
 
-def test_of_a_parameter() -> None:
+def test_parameters_are_supported() -> None:
     assert largest_magnitude(torch.nn.Parameter(torch.tensor([1.0, -2.5]))) == 2.5

@@ -1,4 +1,4 @@
-"""What the callbacks of all trainers share; and Accelerate, which needs none."""
+"""The common behaviour of all trainers' callbacks; and Accelerate, which works without a callback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAINERS = {"lightning": ("lightning.pytorch", "pytorch_lightning"), "transforme
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_without_its_package_a_callback_names_the_extra(name, monkeypatch):
+def test_without_its_package_a_callbacks_error_names_the_extra(name, monkeypatch):
     module = import_module(f"mpinspect.integrations.{name}")
     monkeypatch.delattr(module, "InspectorCallback", raising=False)
     for package in TRAINERS[name]:
@@ -47,7 +47,7 @@ def test_wrong_options_are_refused_before_the_training(name, options, error):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_right_options_are_taken(name):
+def test_valid_options_are_accepted(name):
     pytest.importorskip(name)
     module = import_module(f"mpinspect.integrations.{name}")
     callback = module.InspectorCallback(every=5, include="net.*", exclude=["head"], watch=False, capture=["update"])
@@ -60,7 +60,7 @@ def test_right_options_are_taken(name):
 
 
 def train_with_accelerate(scaler: torch.amp.GradScaler, accumulate: int) -> tuple[Regressor, mpinspect.Inspector, list]:
-    """Trains; also returns at which steps Accelerate says that the optimizer's step was skipped."""
+    """Train with Accelerate; also return, per step, whether Accelerate reports a skipped optimizer step."""
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
@@ -84,7 +84,7 @@ def train_with_accelerate(scaler: torch.amp.GradScaler, accumulate: int) -> tupl
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("init_scale", [2.0**10, 2.0**127])
-def test_a_loss_scaler_as_accelerates_scaler(accumulate, init_scale):
+def test_a_loss_scaler_works_as_accelerates_scaler(accumulate, init_scale):
     ours, torchs, by_hand = (
         make("cpu", init_scale) for make in (mpinspect.LossScaler, torch.amp.GradScaler, torch.amp.GradScaler)
     )

@@ -1,4 +1,4 @@
-"""W&B, MLflow and Trackio, the real ones, offline: what a run logs arrives, and the script's own rows stay as they were."""
+"""Logging to the real W&B, MLflow and Trackio, offline: runs hold the scalars, and the script's own rows are unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = {
 
 
 class Kept:
-    """A tracker that keeps what it is given."""
+    """A tracker that stores its arguments."""
 
     def __init__(self, scalars=None, artifact=None):
         self.rows, self.pages = [], []
@@ -54,7 +54,7 @@ class Kept:
 
 
 def train(log=lambda step, loss: None, steps=6, **options):
-    """Trains with an inspector that writes at every step; returns it and the weights."""
+    """Train with an inspector; return it and the weights. Each step waits until the writing thread is idle."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -81,10 +81,10 @@ def notes(inspector, about):
     return [note for note in inspector.session().notes if about in note]
 
 
-# -- what is logged ------------------------------------------------------------------------------------------------------
+# -- logged values -------------------------------------------------------------------------------------------------------
 
 
-def test_an_object_gets_the_scalars_and_the_page(writes_each_step):
+def test_a_tracker_object_receives_scalars_and_the_report_page(writes_each_step):
     kept = Kept()
     inspector, _ = train(tracker=kept)
     assert [step for step, _ in kept.rows] == sorted({step for step, _ in kept.rows})
@@ -97,7 +97,7 @@ def test_an_object_gets_the_scalars_and_the_page(writes_each_step):
     assert inspector.session().notes == ()
 
 
-def test_the_scalars_are_those_of_the_analysis():
+def test_the_scalars_equal_the_analysis():
     made = sessions.word_model()
     window, scale = made.windows[0], 8.0
     progress = Progress(skipped_steps=3, scales=(ScaleChange(0, 2.0), ScaleChange(1, scale), ScaleChange(10**6, 4.0)))
@@ -131,7 +131,7 @@ def test_the_scalars_are_those_of_the_analysis():
     assert (found["steps/not_finite"], found["steps/skipped"]) == (1, 3)
 
 
-def test_tensorboard_gets_the_same(tmp_path):
+def test_tensorboard_and_a_tracker_receive_equal_scalars(tmp_path):
     made, kept = sessions.word_model(), Kept()
     both = TensorBoardSink(tmp_path), sinks.TrackerSink(kept)
     for sink in both:
@@ -150,7 +150,7 @@ def test_tensorboard_gets_the_same(tmp_path):
         assert len(events) == len(made.windows)
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------------------------------
 
 
 def broken():
@@ -165,7 +165,7 @@ def broken():
     ],
 )
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
-def test_a_tracker_that_fails_costs_a_note_and_changes_no_result(kept, note, writes_each_step, tmp_path):
+def test_a_failing_tracker_adds_a_note_and_changes_no_result(kept, note, writes_each_step, tmp_path):
     inspector, weights = train(tracker=kept, log_dir=tmp_path)
     _, bare = train()
     assert all(torch.equal(a, b) for a, b in zip(weights, bare, strict=True))
@@ -174,7 +174,7 @@ def test_a_tracker_that_fails_costs_a_note_and_changes_no_result(kept, note, wri
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
-def test_a_tracker_that_does_not_answer_holds_nothing_up(writes_each_step, monkeypatch, tmp_path):
+def test_a_tracker_that_does_not_answer_blocks_neither_training_nor_session(writes_each_step, monkeypatch, tmp_path):
     monkeypatch.setattr(sinks, "PATIENCE_S", 0.05)
     answer = threading.Event()
     kept = Kept(scalars=answer.wait)
@@ -194,25 +194,25 @@ def test_a_tracker_that_does_not_answer_holds_nothing_up(writes_each_step, monke
         (3, TypeError, r"scalars\(step, values\) and artifact\(path\)"),
     ],
 )
-def test_what_is_no_tracker_is_refused(tracker, error, words):
+def test_invalid_trackers_are_refused(tracker, error, words):
     with pytest.raises(error, match=words):
         mpinspect.Inspector(nn.Linear(1, 1), tracker=tracker)
 
 
 @pytest.mark.parametrize("name", trackers.PACKAGES)
-def test_a_package_that_is_missing_is_named_with_its_extra(name, monkeypatch):
+def test_the_error_for_a_missing_package_names_its_extra(name, monkeypatch):
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(trackers, "find_spec", lambda name: ModuleSpec(name, None))
     with pytest.raises(ImportError, match=rf"pip install mpinspect\[{name}\]"):
         mpinspect.Inspector(nn.Linear(1, 1), tracker=name)
 
 
-# -- which run -----------------------------------------------------------------------------------------------------------
+# -- the tracker's run ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def package(monkeypatch):
-    """A tracker's package whose open run is what its attribute ``run`` says."""
+    """A tracker's package whose open run is its attribute ``run``."""
     fake = types.ModuleType("fake")
     fake.run = None
     monkeypatch.setitem(sys.modules, "fake", fake)
@@ -223,7 +223,7 @@ def package(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
-def test_without_an_open_run_a_note_says_how_to_begin_one_in_the_first_rank(package, monkeypatch):
+def test_without_an_open_run_the_first_rank_has_a_note_on_how_to_start_one(package, monkeypatch):
     inspector, _ = train(tracker="fake")
     assert notes(inspector, "nothing was logged to Fake: the training opened no run of it (fake.init())")
     monkeypatch.setenv("RANK", "1")
@@ -231,7 +231,7 @@ def test_without_an_open_run_a_note_says_how_to_begin_one_in_the_first_rank(pack
     assert inspector.session().notes == ()
 
 
-def test_a_run_is_found_when_it_begins_and_followed_by_the_next(package, writes_each_step):
+def test_logging_starts_with_a_run_and_moves_to_the_next_run(package, writes_each_step):
     first, second = Kept(), Kept()
 
     def log(step, loss):
@@ -245,8 +245,8 @@ def test_a_run_is_found_when_it_begins_and_followed_by_the_next(package, writes_
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
-def test_a_run_that_ends_before_the_training_costs_a_note(package, writes_each_step, monkeypatch):
-    """As W&B's do, which take nothing afterwards."""
+def test_a_run_that_ends_before_the_training_adds_a_note(package, writes_each_step, monkeypatch):
+    """W&B's runs accept no data after their end."""
     package.run = kept = Kept()
     ends = []
     monkeypatch.setattr(Kept, "before_end", lambda self, call: ends.append(call), raising=False)
@@ -263,7 +263,7 @@ def test_a_run_that_ends_before_the_training_costs_a_note(package, writes_each_s
     assert notes(inspector, "the run of Fake ended before the training: it has no scalars from step 3 on")
 
 
-def test_several_models_have_their_names_but_for_the_first_in_each_run(package):
+def test_all_models_but_the_first_of_a_run_log_under_their_names(package):
     active = ActiveRun("fake", lambda: None)
     one, other = active.part("Net"), active.part("Head")
     for first, later in ((one, other), (other, one)):
@@ -317,11 +317,11 @@ if "finish" in sys.argv:
 """
 
 
-# -- the real ones -------------------------------------------------------------------------------------------------------
+# -- real trackers -------------------------------------------------------------------------------------------------------
 
 
 def wandb_rows(folder):
-    """The rows of the runs below a folder, and the files that they name, read from W&B's own log (LevelDB's format)."""
+    """Return the rows of the runs in a folder, and the files that they name, read from W&B's log (LevelDB's format)."""
     from wandb.proto import wandb_internal_pb2
 
     rows, files = [], []
@@ -355,12 +355,12 @@ def _wandb_records(data):
 
 
 def own(rows):
-    """The rows of the script, without ours."""
+    """Return the script's own rows."""
     return [(row["_step"], row["loss"]) for row in rows if "loss" in row]
 
 
 def ours(rows, step="mpinspect/step"):
-    """Our rows, by the training's step."""
+    """Return mpinspect's rows, by the training's step."""
     return {row[step]: {name for name in row if name in NAMES} for row in rows if any(name in NAMES for name in row)}
 
 
@@ -378,7 +378,7 @@ def test_wandb(way, writes_each_step, tmp_path, monkeypatch):
     train(log, tracker="wandb")
     log(6, 0.0)
     run.finish()
-    # Its own process writes the last records after it has answered.
+    # W&B's service process writes the last records after ``finish`` returns.
     wandb.teardown()
     rows, files = wandb_rows(tmp_path)
     factor, count = {"rows": (1, 7), "rows with steps": (10, 7), "no rows": (1, 0)}[way]
@@ -410,7 +410,7 @@ def test_mlflow(writes_each_step, tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("logs", [True, False])
 def test_trackio(logs, writes_each_step, tmp_path):
-    """In a process of its own: Trackio decides where its data lies when it is imported."""
+    """Runs in a separate process, since Trackio chooses its data folder at import."""
     pytest.importorskip("trackio")
     launched.write(tmp_path, _TRACKIO)
     done = launched.bare(tmp_path, "train.py", str(logs), env={**OFFLINE, "TRACKIO_DIR": str(tmp_path / "data")})
@@ -423,7 +423,7 @@ def test_trackio(logs, writes_each_step, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["finish", "the end of the process"])
-def test_a_launched_script_gets_them_in_its_own_run_of_wandb(end, tmp_path):
+def test_mpinspect_run_logs_to_the_scripts_own_wandb_run(end, tmp_path):
     pytest.importorskip("wandb")
     launched.write(tmp_path / "s", _WANDB)
     env = {**OFFLINE, "WANDB_DIR": str(tmp_path / "w")}

@@ -1,4 +1,4 @@
-"""The laws of ExponentHistogram, and its answers against correctly rounded integer arithmetic."""
+"""The laws of ExponentHistogram, and its results against correctly rounded integer arithmetic."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ ALL_FORMATS = list(FORMATS.values())
 
 
 def histogram_of(values: list[float]) -> ExponentHistogram:
-    """Built from the oracle's counts, so that this file does not depend on how tensors are counted."""
+    """Build a histogram from the oracle's counts, so that this file does not depend on counting tensors."""
     truth = exponent_counts(np.array(values, dtype=np.float64))
     counts = truth["counts"]
     assert isinstance(counts, dict)
@@ -35,7 +35,7 @@ def histogram_of(values: list[float]) -> ExponentHistogram:
 
 @st.composite
 def edge_values(draw: st.DrawFn) -> float:
-    """Values of any exponent around the formats' ranges, half of them where rounding is decided."""
+    """Draw values of any exponent around the formats' ranges, half of them near rounding boundaries."""
     mantissas = st.one_of(
         st.sampled_from(
             [1.0, 1 + 2.0**-52, 1.5, 1.75, 1.8125, 1.875, 2 - 2.0**-8, 2 - 2.0**-10, 2 - 2.0**-11, 2 - 2.0**-12, 2 - 2.0**-52]
@@ -71,7 +71,7 @@ def test_the_empty_histogram_is_neutral(a: ExponentHistogram) -> None:
 
 
 @given(st.lists(anything(), max_size=20), st.integers(0, 20))
-def test_merging_parts_is_counting_the_whole(values: list[float], cut: int) -> None:
+def test_merged_parts_equal_the_whole(values: list[float], cut: int) -> None:
     whole = histogram_of(values)
     assert histogram_of(values[:cut]) + histogram_of(values[cut:]) == whole
     assert whole.total == len(values)
@@ -85,12 +85,14 @@ def test_shifting_composes(a: ExponentHistogram, j: int, k: int) -> None:
 
 
 @given(st.lists(edge_values(), min_size=1, max_size=12), SHIFT)
-def test_shifting_is_counting_the_scaled_values(values: list[float], k: int) -> None:
+def test_shifting_equals_counting_scaled_values(values: list[float], k: int) -> None:
     assert histogram_of(values).shifted(k) == histogram_of([math.ldexp(value, k) for value in values])
 
 
 @given(histograms(), FORMAT, SHIFT, SHIFT)
-def test_asking_at_a_scale_is_asking_the_shifted(a: ExponentHistogram, format: FloatFormat, j: int, k: int) -> None:
+def test_counts_at_a_scale_equal_counts_of_the_shifted_histogram(
+    a: ExponentHistogram, format: FloatFormat, j: int, k: int
+) -> None:
     assert a.flushed(format, j + k) == a.shifted(j).flushed(format, k)
     assert a.subnormal(format, j + k) == a.shifted(j).subnormal(format, k)
     assert a.overflowed_bounds(format, j + k) == a.shifted(j).overflowed_bounds(format, k)
@@ -105,7 +107,9 @@ def test_a_larger_scale_flushes_no_more_and_overflows_no_less(a: ExponentHistogr
 
 
 @given(histograms(), FORMAT, SHIFT)
-def test_every_value_has_one_fate(a: ExponentHistogram, format: FloatFormat, k: int) -> None:
+def test_a_value_is_flushed_subnormal_or_overflowed_but_only_one_of_them(
+    a: ExponentHistogram, format: FloatFormat, k: int
+) -> None:
     flushed, subnormal = a.flushed(format, k), a.subnormal(format, k)
     low, high = a.overflowed_bounds(format, k)
     assert flushed >= 0
@@ -131,7 +135,7 @@ def test_flushed_and_overflowed_against_the_integer_oracle(values: list[float]) 
             assert low <= true <= high
             if format in (FLOAT16, FLOAT16_FTZ, TFLOAT32):
                 assert histogram.overflowed(format, k) == true
-            # The extremes decide whether any does, and for a single value whether it does.
+            # The exact extremes determine whether any value overflows, and settle the case of a single value.
             assert (high == 0) == (true == 0)
             if len(values) == 1:
                 assert low == high
@@ -139,7 +143,7 @@ def test_flushed_and_overflowed_against_the_integer_oracle(values: list[float]) 
 
 @given(edge_values(), FORMAT, st.sampled_from(SCALES))
 @settings(max_examples=300)
-def test_the_vectorised_oracle_is_the_plain_one(value: float, format: FloatFormat, k: int) -> None:
+def test_the_vectorised_oracle_equals_the_plain_one(value: float, format: FloatFormat, k: int) -> None:
     exact = abs(Fraction(value)) * Fraction(2) ** k
     flushed, overflowed = fates(np.array([value]), format, range(k, k + 1))
     if not format.flushes_subnormals:
@@ -162,7 +166,7 @@ def test_sums_lie_within_their_bounds(values: list[float]) -> None:
     histogram = histogram_of(values)
     for interval, power in ((histogram.sum_abs(), 1), (histogram.sum_squares(), 2)):
         true = sum(abs(Fraction(value)) ** power for value in values)
-        # float64 additions of at most 400 terms: far inside 1e-12.
+        # The rounding error of at most 400 additions in float64 is far below 1e-12.
         assert Fraction(interval.low) * Fraction(1 - 1e-12) <= true <= Fraction(interval.high) * Fraction(1 + 1e-12)
         assert interval.low <= interval.estimate <= interval.high
 
@@ -178,8 +182,8 @@ def test_lost_l1_share_lies_within_its_bounds(values: list[float], format: Float
     assert share.high <= 1
 
 
-def test_noise_to_signal_is_that_of_real_rounding() -> None:
-    """With significands uniform in [1, 2), as the estimate supposes; exponents on both sides of FP16's flush edge."""
+def test_noise_to_signal_matches_real_rounding() -> None:
+    """Significands are uniform in [1, 2), as the estimate assumes; exponents lie on both sides of FP16's flush edge."""
     random = np.random.default_rng(0)
     values = np.ldexp(random.uniform(1, 2, 200_000), random.integers(-30, -11, 200_000))
     histogram = histogram_of(values.tolist())
@@ -187,12 +191,12 @@ def test_noise_to_signal_is_that_of_real_rounding() -> None:
         scaled = values * 2.0**k
         error = scaled.astype(np.float16).astype(np.float64) - scaled
         measured = (error**2).sum() / (scaled**2).sum()
-        # 200,000 draws leave a statistical error well below 2%.
+        # The statistical error of 200,000 draws is well below 2%.
         assert histogram.noise_to_signal(FLOAT16, k) == pytest.approx(measured, rel=0.02)
     assert histogram.noise_to_signal(FLOAT16, 60) == math.inf
 
 
-def test_undecidable_overflow_says_so() -> None:
+def test_undecidable_overflow_raises_an_error() -> None:
     histogram = histogram_of([300.0, 450.0, 470.0, 500.0])
     assert histogram.overflowed_bounds(FLOAT8_E4M3) == (1, 3)
     with pytest.raises(UndecidableCountError, match="overflowed_bounds"):
@@ -214,7 +218,7 @@ def test_pickling_and_hashing(a: ExponentHistogram) -> None:
     assert a != "a histogram"
 
 
-def test_every_field_takes_part_in_equality() -> None:
+def test_equality_compares_every_field() -> None:
     a = histogram_of([1.0, 1.5, 3.0, 0.0, math.inf, math.nan, 2 - 2.0**-11])
     for field in dataclasses.fields(a):
         value = getattr(a, field.name)
@@ -224,12 +228,12 @@ def test_every_field_takes_part_in_equality() -> None:
         assert dataclasses.replace(a, **{field.name: changed}) != a, field.name
 
 
-def test_a_histogram_cannot_be_assigned_to() -> None:
+def test_a_histogram_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         histogram_of([1.0]).zeros = 3  # type: ignore[misc]
 
 
-def test_merging_leaves_its_parts_alone() -> None:
+def test_merging_leaves_its_parts_unchanged() -> None:
     a, b = histogram_of([1.0, 4.0]), histogram_of([2.0])
     before = pickle.dumps((a, b))
     merge([a, b]).counts[:] = 7
@@ -237,7 +241,7 @@ def test_merging_leaves_its_parts_alone() -> None:
     assert pickle.dumps((a, b)) == before
 
 
-def test_what_an_empty_histogram_answers() -> None:
+def test_the_results_of_an_empty_histogram() -> None:
     empty = histogram_of([0.0, math.nan])
     assert (empty.nonzero, empty.total, empty.max_abs, empty.min_abs) == (0, 2, 0.0, 0.0)
     assert empty.range_offset(FLOAT16) is None
@@ -250,7 +254,7 @@ def test_what_an_empty_histogram_answers() -> None:
 
 
 def test_range_offset() -> None:
-    """Gradients whose largest exponent is -1 leave 16 of FP16's powers of two unused."""
+    """If the largest exponent is -1, 16 of FP16's powers of two are unused."""
     histogram = histogram_of([0.75, 1e-6])
     assert histogram.range_offset(FLOAT16) == 16
     assert histogram.max_log2_scale(FLOAT16) == 16
@@ -277,7 +281,7 @@ def test_extremes_beyond_float64_after_a_shift() -> None:
         ({"counts": [1], "min_exponent": 0, "min_abs": math.nan}, "min_abs"),
     ],
 )
-def test_counts_that_disagree_are_refused(arguments: dict[str, object], message: str) -> None:
+def test_inconsistent_counts_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ExponentHistogram.from_counts(**arguments)  # type: ignore[arg-type]
 

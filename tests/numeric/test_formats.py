@@ -1,4 +1,4 @@
-"""Every limit that a format derives, against torch's casts, numpy's and ml_dtypes'."""
+"""Each format's derived limits, against the casts of torch, numpy and ml_dtypes."""
 
 import dataclasses
 import inspect
@@ -76,7 +76,7 @@ def decoded_by_numpy(codes: np.ndarray, format: FloatFormat) -> np.ndarray:
 
 
 def values_of(format: FloatFormat) -> list[Fraction]:
-    """All positive finite values of a narrow format, from the definition of its fields."""
+    """Return all positive finite values of a narrow format, from the definition of its fields."""
     values = []
     fields = range(1 << format.exponent_bits)
     for field in fields[: -1 if format.has_infinity else None]:
@@ -88,7 +88,7 @@ def values_of(format: FloatFormat) -> list[Fraction]:
 
 
 @pytest.mark.parametrize("format", IN_TORCH, ids=name)
-def test_limits_are_those_of_torch(format: FloatFormat) -> None:
+def test_limits_equal_torchs(format: FloatFormat) -> None:
     info = torch.finfo(IN_TORCH[format])
     assert (format.max_finite, format.min_normal) == (info.max, info.smallest_normal)
     # torch's eps is the step above 1: 2^-mantissa_bits.
@@ -96,7 +96,7 @@ def test_limits_are_those_of_torch(format: FloatFormat) -> None:
 
 
 @pytest.mark.parametrize("format", IN_NUMPY, ids=name)
-def test_limits_are_those_of_ml_dtypes(format: FloatFormat) -> None:
+def test_limits_equal_ml_dtypes(format: FloatFormat) -> None:
     info = ml_dtypes.finfo(IN_NUMPY[format])
     assert format.max_finite == float(info.max)
     assert format.min_normal == float(info.smallest_normal)
@@ -119,7 +119,7 @@ def test_every_code_is_a_value_of_the_definition(format: FloatFormat) -> None:
 
 
 @pytest.mark.parametrize("format", TORCH_NARROW, ids=name)
-def test_torch_decodes_every_code_alike(format: FloatFormat) -> None:
+def test_torch_and_numpy_decode_every_code_equally(format: FloatFormat) -> None:
     bits = 1 + format.exponent_bits + format.mantissa_bits
     codes = torch.arange(1 << bits, dtype=torch.int32).to(torch.uint8 if bits == 8 else torch.int16)
     by_torch = codes.view(IN_TORCH[format]).to(torch.float64).numpy()
@@ -130,7 +130,7 @@ def test_torch_decodes_every_code_alike(format: FloatFormat) -> None:
 
 @pytest.mark.parametrize("format", NUMPY_NARROW, ids=name)
 def test_significant_bits_of_every_value(format: FloatFormat) -> None:
-    """A value keeps floor(log2(value / smallest step at its exponent)) + 1 bits."""
+    """A value has floor(log2(value / smallest step at its exponent)) + 1 significant bits."""
     values = values_of(format)
     steps = dict.fromkeys((floor_log2(value) for value in values), Fraction(0))
     for lower, upper in itertools.pairwise(values):
@@ -176,7 +176,7 @@ def test_overflow_edge(format: FloatFormat) -> None:
 
 
 def assert_overflowed(result: float, format: FloatFormat) -> None:
-    """Infinity where there is one; else NaN or the largest value: E4M3 saturates in newer versions of torch."""
+    """Assert infinity if the format has one, else NaN or the largest value: newer versions of torch saturate E4M3."""
     if format.has_infinity:
         assert result == math.inf
     else:
@@ -184,7 +184,7 @@ def assert_overflowed(result: float, format: FloatFormat) -> None:
 
 
 @pytest.mark.parametrize("format", NUMPY_NARROW, ids=name)
-def test_the_edges_are_where_correct_rounding_has_them(format: FloatFormat) -> None:
+def test_the_edges_agree_with_correct_rounding(format: FloatFormat) -> None:
     tiny, edge = Fraction(1, 2**400), Fraction(format.overflow_edge)
     assert rounded(Fraction(format.flush_edge), format) == 0
     assert rounded(Fraction(format.flush_edge) + tiny, format) == Fraction(format.min_subnormal)
@@ -241,12 +241,12 @@ SPELLINGS = [
 @pytest.mark.parametrize(
     ("format", "given"), [(format, given) for format, all_ in SPELLINGS for given in all_], ids=str
 )
-def test_a_format_goes_by_its_usual_names_and_dtypes(format, given) -> None:
+def test_a_format_is_found_by_its_usual_names_and_dtypes(format, given) -> None:
     assert as_format(given) is format
 
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=name)
-def test_a_format_is_itself_and_what_its_name_says(format) -> None:
+def test_as_format_accepts_a_format_and_its_name(format) -> None:
     custom = dataclasses.replace(format, name="mine")
     assert as_format(format.name) is format
     assert as_format(custom) is custom
@@ -254,7 +254,7 @@ def test_a_format_is_itself_and_what_its_name_says(format) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    # FP8 with another bias or with infinities is another format than OCP's.
+    # FP8 variants with another bias or with infinities differ from OCP's formats.
     [
         "fp17",
         "fp8",
@@ -270,7 +270,7 @@ def test_a_format_is_itself_and_what_its_name_says(format) -> None:
     ],
     ids=str,
 )
-def test_what_names_no_format_is_told_what_there_is(given) -> None:
+def test_the_error_for_an_unknown_format_lists_all_formats(given) -> None:
     with pytest.raises(ValueError, match="names no format") as caught:
         as_format(given)
     assert all(known in str(caught.value) for known in FORMATS)
@@ -285,7 +285,7 @@ METHODS = [each for each, method in vars(ExponentHistogram).items() if each[0] !
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("values", [[], [1e-9, 3e-6, 70000.0]], ids=["empty", "values"])
-def test_every_question_about_a_format_takes_its_name(method, values) -> None:
+def test_every_method_accepts_a_formats_name(method, values) -> None:
     assert len(METHODS) >= 11
     ask = getattr(mpinspect.count_exponents(torch.tensor(values)), method)
     assert ask("fp16") == ask(torch.float16) == ask(FLOAT16)
@@ -294,7 +294,7 @@ def test_every_question_about_a_format_takes_its_name(method, values) -> None:
         ask("fp17")
 
 
-def test_advice_reports_logs_and_the_lint_take_a_format_by_name(tmp_path) -> None:
+def test_advice_reports_logs_and_the_lint_accept_a_formats_name(tmp_path) -> None:
     histogram = mpinspect.count_exponents(torch.tensor([1e-9, 3e-6, 1.0]))
     advice = mpinspect.recommend_loss_scale(histogram, format="bf16")
     assert advice == mpinspect.recommend_loss_scale(histogram, format=BFLOAT16)

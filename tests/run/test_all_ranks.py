@@ -1,4 +1,4 @@
-"""What rank 0 adds up while the ranks train: what is on disk and no more, whatever a rank does, and never waiting for one."""
+"""Rank 0 adds up the ranks' files during training: only data on disk, tolerating any rank's failure, and without waiting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mpinspect.run.record import read_record
 
 
 class Ranks:
-    """Ranks that write to files, and rank 0's sum; a minute passes before each time that they are added up."""
+    """Ranks that write files, and rank 0's sum, with a simulated clock."""
 
     def __init__(self, folder: Path, of: int = 2) -> None:
         self.folder, self.now = folder, 0.0
@@ -56,7 +56,7 @@ class Ranks:
         return merge_ranks(read_session(self.folder / f"rank{rank}" / "Net") for rank in range(len(self.writers)))
 
     def shown(self) -> list[int]:
-        """The steps up to which the log has windows."""
+        """Return the steps of the scalars in the summed log."""
         log = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         found = log.EventAccumulator(str(self.folder / ALL_RANKS / "Net"))
         found.Reload()
@@ -66,7 +66,7 @@ class Ranks:
 
 @pytest.fixture
 def made_ranks() -> Iterator[Callable[..., Ranks]]:
-    """Makes ranks, whose files are closed at the test's end."""
+    """Yield a function that makes ranks; close their files afterwards."""
     all_made: list[Ranks] = []
 
     def make(folder: Path, of: int = 2) -> Ranks:
@@ -80,7 +80,7 @@ def made_ranks() -> Iterator[Callable[..., Ranks]]:
             writer.close()
 
 
-def test_the_sum_is_that_of_the_files_each_time_and_the_report_and_the_page_give_the_same(made_ranks, tmp_path):
+def test_the_sum_equals_the_files_and_the_report(made_ranks, tmp_path):
     ranks = made_ranks(tmp_path)
     for _ in range(3):
         for rank in range(2):
@@ -90,13 +90,13 @@ def test_the_sum_is_that_of_the_files_each_time_and_the_report_and_the_page_give
         (part,) = read_run(tmp_path).parts
         assert part.ranges.session.totals() == found.totals()
     assert ranks.shown() == list(range(9))
-    # TensorBoard's page adds up the files, which are newer: the sum is not listed beside that.
+    # TensorBoard's page adds up the newer files itself, so it does not list the stored sum.
     names = sorted(run.name for run in Runs({"": str(tmp_path)}).listing().runs.values())
     assert names == ["Net of 2 ranks", "rank0/Net", "rank1/Net"]
     assert ranks.sum.finish([("Net", ranks.on_disk())]) == []
 
 
-def test_the_log_waits_for_a_slow_rank_once_and_not_for_one_that_left(made_ranks, tmp_path):
+def test_the_log_waits_once_for_a_slow_rank_and_not_for_one_that_stopped(made_ranks, tmp_path):
     ranks = made_ranks(tmp_path)
     ranks.step(0, 4)
     ranks.step(1, 2)
@@ -106,7 +106,7 @@ def test_the_log_waits_for_a_slow_rank_once_and_not_for_one_that_left(made_ranks
     ranks.step(1, 2)
     ranks.add_up()
     assert ranks.shown()[-1] == 3
-    # Rank 1 writes no more.
+    # Rank 1 has stopped writing.
     ranks.step(0, 2)
     found = ranks.add_up()
     assert ranks.shown()[-1] == 7
@@ -114,7 +114,7 @@ def test_the_log_waits_for_a_slow_rank_once_and_not_for_one_that_left(made_ranks
     assert [each.id for each in read_run(tmp_path).findings if each.id == "rank-steps-differ"]
 
 
-def test_nothing_is_added_up_before_it_is_time_or_when_nothing_was_written(made_ranks, tmp_path):
+def test_files_are_added_up_only_after_the_interval_and_new_data(made_ranks, tmp_path):
     ranks = made_ranks(tmp_path)
     for rank in range(2):
         ranks.step(rank)
@@ -129,7 +129,7 @@ def test_nothing_is_added_up_before_it_is_time_or_when_nothing_was_written(made_
     assert file.stat().st_ino == before
 
 
-def test_a_file_that_can_not_be_read_costs_that_rank_and_a_sum_of_fewer_replaces_none(made_ranks, tmp_path):
+def test_an_unreadable_file_omits_that_rank_but_never_replaces_a_larger_sum(made_ranks, tmp_path):
     ranks = made_ranks(tmp_path, 3)
     for rank in range(3):
         ranks.step(rank)
@@ -140,7 +140,7 @@ def test_a_file_that_can_not_be_read_costs_that_rank_and_a_sum_of_fewer_replaces
     assert ranks.sum.finish([("Net", merge_ranks([read_session(tmp_path / "rank0" / "Net")]))]) == []
 
 
-def test_a_rank_that_hangs_the_reader_keeps_nobody_waiting(made_ranks, tmp_path, monkeypatch):
+def test_a_hanging_reader_does_not_block(made_ranks, tmp_path, monkeypatch):
     ranks, goes_on = made_ranks(tmp_path), threading.Event()
     monkeypatch.setattr(ModelsOfRanks, "read", lambda *given: goes_on.wait(20))
     monkeypatch.setattr(all_ranks, "_PATIENCE_S", 0.1)
@@ -156,7 +156,7 @@ def test_a_rank_that_hangs_the_reader_keeps_nobody_waiting(made_ranks, tmp_path,
     assert not (tmp_path / ALL_RANKS).exists()
 
 
-def test_a_fault_and_too_many_ranks_are_said_and_never_raised(made_ranks, tmp_path, monkeypatch):
+def test_errors_and_slow_sums_become_notes(made_ranks, tmp_path, monkeypatch):
     ranks = made_ranks(tmp_path)
     ranks.step(0)
     monkeypatch.setattr(all_ranks, "MOST_S", -1.0)
@@ -173,7 +173,7 @@ def test_a_fault_and_too_many_ranks_are_said_and_never_raised(made_ranks, tmp_pa
     assert "could not be added up during training (NotADirectoryError" in again.sum.notes[0]
 
 
-# -- what is known of ranks that left nothing ------------------------------------------------------------------------------
+# -- ranks without data ----------------------------------------------------------------------------------------------------
 
 
 def _record(place: Path, **fields: Any) -> None:
@@ -194,7 +194,7 @@ def _record(place: Path, **fields: Any) -> None:
         ),
     ],
 )
-def test_of_a_rank_without_a_folder_is_said_what_is_known(fields, why, tmp_path):
+def test_the_report_explains_a_missing_rank(fields, why, tmp_path):
     _record(tmp_path / "rank0", world_size=2, **fields)
     made_session = s.Session(s.RunInfo("Net", world_size=2), windows=(made.step_window(0),))
     (tmp_path / "rank0" / "Net").mkdir()
@@ -206,7 +206,7 @@ def test_of_a_rank_without_a_folder_is_said_what_is_known(fields, why, tmp_path)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_process_alone_misses_nobody_and_the_ranks_of_inspectors_older_than_their_group_are_one_run(world, tmp_path):
+def test_a_single_process_has_no_missing_ranks_and_ranks_without_a_world_size_are_merged(world, tmp_path):
     for rank in range(world):
         session = s.Session(s.RunInfo("Net"), windows=(made.step_window(0),))
         (tmp_path / f"rank{rank}" / "Net").mkdir(parents=True)
@@ -218,14 +218,14 @@ def test_a_process_alone_misses_nobody_and_the_ranks_of_inspectors_older_than_th
     assert "rank 1" not in " ".join(report.saw)
 
 
-def test_a_damaged_rank_is_neither_killed_nor_a_stage(made_ranks, tmp_path):
+def test_a_damaged_rank_is_not_reported_as_killed_or_as_a_pipeline_stage(made_ranks, tmp_path):
     ranks = made_ranks(tmp_path)
     for rank in range(2):
         _record(tmp_path / f"rank{rank}", world_size=2)
         ranks.step(rank, 2, ended=True)
     file = tmp_path / "rank1" / "Net" / "session.mpinspect"
     whole = file.read_bytes()
-    # Its description is there, and none of its tensors.
+    # The truncated file still describes the run, but has no tensors.
     file.write_bytes(whole[: whole.index(b"WTCH")])
     text = " ".join(str(read_run(tmp_path)).split())
     assert "layers of its own" not in text
@@ -236,13 +236,13 @@ def test_a_damaged_rank_is_neither_killed_nor_a_stage(made_ranks, tmp_path):
 
 
 @pytest.mark.parametrize("world", [-3, 0, 1 << 30, "two", 1.5])
-def test_a_world_size_that_no_job_has_is_refused(world, tmp_path):
+def test_an_impossible_world_size_is_refused(world, tmp_path):
     _record(tmp_path, world_size=world)
     assert read_record(tmp_path).trouble == "run.json is damaged: world_size can't be read"
     assert read_record(tmp_path).world_size == 1
 
 
-def test_a_session_that_says_it_is_of_a_world_that_no_job_has_is_shown_by_itself():
+def test_a_session_with_an_impossible_world_size_is_shown_separately():
     found = ModelsOfRanks()
     session = s.Session(s.RunInfo("Net", rank=1, world_size=1 << 50))
     found.add("rank1", "Net", session)
@@ -255,7 +255,7 @@ def test_a_session_that_says_it_is_of_a_world_that_no_job_has_is_shown_by_itself
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux says which processes are zombies")
-def test_a_killed_process_that_nobody_has_asked_for_has_ended(tmp_path):
+def test_a_zombie_process_counts_as_ended(tmp_path):
     import platform
 
     process = os.fork()

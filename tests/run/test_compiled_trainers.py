@@ -1,4 +1,4 @@
-"""Loops in the manner of public trainers, compiled and not: the precision, the verdict and the advice are the same and right."""
+"""Loops modelled on public trainers: compiled or not, their precision, verdict and advice are correct and equal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 VOCABULARY, WIDTH, LENGTH, BATCH, STEPS = 48, 32, 16, 8, 6
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FORMATS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-#: Compiles a module or a function, or returns it as it is.
+#: Compiles a module or a function, or returns it unchanged.
 Compile = Callable[[Any], Any]
 
 
@@ -51,7 +51,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class CastingLinear(nn.Linear):
-    """Computes in the format of its input, whatever its weight is stored in."""
+    """Casts its weight to the dtype of its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight.to(x.dtype))
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
 
 
 def nanogpt(compiles: Compile, precision: str, scales: bool) -> None:
-    """Autocast around the call, two micro-batches, a scaler that is enabled for FP16 only, clipping, an evaluation."""
+    """Autocast around the call, two micro-batches, a scaler enabled only for FP16, clipping, an evaluation."""
     raw = Decoder()
     decayed = [parameter for parameter in raw.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in raw.parameters() if parameter.dim() < 2]
@@ -127,7 +127,7 @@ def nanogpt(compiles: Compile, precision: str, scales: bool) -> None:
 
 
 class Orthogonal(torch.optim.Optimizer):
-    """Momentum, made orthogonal by Newton-Schulz iterations in BF16."""
+    """Momentum, orthogonalised by Newton-Schulz iterations in BF16."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -192,7 +192,7 @@ class Classifier(nn.Module):
 
 
 def timm(compiles: Compile, precision: str, scales: bool) -> None:
-    """Images, an averaged copy of the weights, and a scaler object that steps."""
+    """Images, an averaged copy of the weights, and a scaler object that calls the optimizer."""
     raw = Classifier()
     averaged = copy.deepcopy(raw).requires_grad_(False)
     model, criterion = compiles(raw), nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -213,7 +213,7 @@ def timm(compiles: Compile, precision: str, scales: bool) -> None:
 
 
 class Encoder(nn.Module):
-    """Returns a dictionary with its loss, as models of Transformers do."""
+    """Returns a dictionary with its loss, as Transformers' models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Encoder(nn.Module):
 
 
 def accelerate(compiles: Compile, precision: str, scales: bool) -> None:
-    """Autocast wrapped around the forward, so inside what is compiled, with outputs in FP32; a schedule."""
+    """Autocast wrapped around the forward, and so compiled with it; outputs in FP32; a schedule."""
     raw = Encoder()
     if precision in NARROW:
         inner = torch.autocast("cpu", NARROW[precision])(raw.forward)
@@ -245,7 +245,7 @@ def accelerate(compiles: Compile, precision: str, scales: bool) -> None:
 
 
 def torchtitan(compiles: Compile, precision: str, scales: bool) -> None:
-    """Each block compiled in place, and the loss; "pure" keeps BF16 weights."""
+    """Blocks compiled in place, and a compiled loss; "pure" has BF16 weights."""
     raw = Decoder(tied=False)
     raw = raw.bfloat16() if precision == "pure" else raw
     for name, block in raw.blocks.named_children():
@@ -262,12 +262,12 @@ def torchtitan(compiles: Compile, precision: str, scales: bool) -> None:
         optimizer.zero_grad()
 
 
-# -- what is said of them ----------------------------------------------------------------------------------------------
+# -- their reports -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Case:
-    """A trainer in one precision; broken: the graver findings that name its fault."""
+    """A trainer in one precision; ``broken`` holds the findings that its fault causes."""
 
     trainer: Callable[[Compile, str, bool], None]
     precision: str
@@ -354,7 +354,7 @@ class Small(nn.Module):
 
 
 def trained(folder: Path, model: Small, call: Any, precision: str = "fp32", **options: Any) -> RangeReport:
-    """A training whose gradients are too small for FP16 without a loss scale."""
+    """Train with gradients too small for FP16 without a loss scale; return the report."""
     with watched(folder, **options) as run:
         call = call(model)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -383,7 +383,7 @@ def _compiled_in_place(model: Small) -> Any:
 
 @pytest.mark.parametrize("way", [_whole, _function, _compiled_in_place])
 @pytest.mark.parametrize(("outside", "inside"), [("bf16", "fp32"), ("fp32", "bf16")], ids=["outside", "inside"])
-def test_autocast_around_and_inside_what_is_compiled(tmp_path: Path, way: Any, outside: str, inside: str) -> None:
+def test_autocast_around_and_inside_the_compiled_region(tmp_path: Path, way: Any, outside: str, inside: str) -> None:
     report = trained(tmp_path, Small(inside), way, outside)
     assert (run_format(report.session).name, report.verdict.healthy) == ("bfloat16", True)
     assert report.session.progress.compiled == ("",)
@@ -397,8 +397,8 @@ def test_samples_that_run_eagerly_show_the_precision_too(tmp_path: Path, precisi
     assert (run_format(report.session).name, report.verdict.healthy) == (FORMATS[precision], True)
 
 
-def test_what_hooks_packed_stays_unknown_and_is_no_warning(tmp_path: Path) -> None:
-    """Offloaded activations are not unpacked to be read: neither FP32 nor FP16 is assumed, and no loss scale is advised."""
+def test_the_dtype_of_packed_activations_stays_unknown_without_a_warning(tmp_path: Path) -> None:
+    """Saved tensors that hooks offload are not unpacked, so no dtype is assumed and no loss scale is advised."""
     unpacked: list[torch.Tensor] = []
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
@@ -470,7 +470,7 @@ OFF = {
 
 @pytest.mark.parametrize("name", OFF)
 def test_compilation_that_is_switched_off_leaves_an_eager_run(tmp_path: Path, name: str) -> None:
-    """Hooks run and everything is counted; a NaN is traced to the module that made it."""
+    """Hooks run, everything is counted, and a NaN is traced to its module."""
     call, off = OFF[name]
 
     class Broken(nn.Module):
@@ -498,8 +498,8 @@ def test_compilation_that_is_switched_off_leaves_an_eager_run(tmp_path: Path, na
 # -- many optimizers ---------------------------------------------------------------------------------------------------
 
 
-def test_a_busy_machine_does_not_change_what_is_searched_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each search takes a minute, by the clock: all three models are inspected all the same."""
+def test_a_busy_machine_does_not_change_the_search_for_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three models are inspected, although the clock advances by a minute per search."""
     now = iter(range(0, 10**9, 60))
     monkeypatch.setattr("time.monotonic", lambda: float(next(now)))
     models = [Small() for _ in range(3)]
@@ -511,8 +511,8 @@ def test_a_busy_machine_does_not_change_what_is_searched_for(tmp_path: Path, mon
     assert (len(run.names), run.seen.notes) == (3, [])
 
 
-def test_the_searches_are_bounded_by_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps earn further searches; beyond these the report says what was not searched for."""
+def test_the_number_of_searches_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps earn further searches; the report names optimizers whose models were not searched for."""
     monkeypatch.setattr("mpinspect.run.models.attaching._MOST_SEARCHES", 2)
     monkeypatch.setattr("mpinspect.run.models.attaching._STEPS_A_SEARCH", 3)
     searches = []

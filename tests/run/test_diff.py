@@ -1,4 +1,4 @@
-"""Two runs read and compared: run directories, sessions, several models, shapes, kernels, every bad input."""
+"""Comparisons of two runs: run directories, sessions, several models, shapes, kernels, invalid input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DECODER = TensorKey("decoder", ACTIVATION_GRADIENT)
 
 
 def flushed() -> Session:
-    """The word model, half of whose decoder's gradients are zero."""
+    """Return the word model, with half of its decoder's gradients zero."""
     made = sessions.word_model()
     tensors = dict(made.windows[0].tensors)
     kept = tensors[DECODER].histogram
@@ -35,7 +35,7 @@ def flushed() -> Session:
         kept.counts // 2, kept.min_exponent, zeros=kept.nonzero - int((kept.counts // 2).sum())
     )
     tensors[DECODER] = dataclasses.replace(tensors[DECODER], histogram=half)
-    # The first of four windows is as in the healthy run.
+    # The first of four windows equals the healthy run's.
     windows = (made.windows[0], *(dataclasses.replace(each, tensors=tensors) for each in made.windows[1:]))
     return dataclasses.replace(made, windows=windows)
 
@@ -47,7 +47,7 @@ def saved(place, session):
 
 
 def run_of(place, report=None, **models):
-    """A run directory with these models, and the report that the run wrote at its end."""
+    """Write a run directory with these models and the run's final report."""
     for name, session in models.items():
         saved(place / name, session)
     (place / "run.json").write_text(json.dumps({"command": "train.py", "outcome": "ended", "saw": [], "models": []}))
@@ -91,7 +91,7 @@ def test_the_same_run_twice(pair, capsys):
     assert "Not moved: 7 of 7 tensors" in printed(pair[0], pair[0], "--all", capsys=capsys).out
 
 
-def test_every_form_and_json_say_the_same(pair, tmp_path, capsys):
+def test_every_form_and_json_agree(pair, tmp_path, capsys):
     page, text = tmp_path / "d.html", tmp_path / "d.md"
     out, _ = printed(*pair, "--json", "--html", page, "--md", text, capsys=capsys)
     found = json.loads(out)
@@ -200,7 +200,7 @@ def test_shapes_that_can_t_be_read_are_a_note(tmp_path):
     assert any("report.json is damaged" in note for note in report.second.notes)
 
 
-def test_products_are_the_same_in_any_order():
+def test_the_order_of_products_does_not_matter():
     one = Product("a", "forward", "aten::mm", 8, 8, 8, 1, "float16", 2, "native")
     other = dataclasses.replace(one, n=16, verdict="off", calls=1)
     assert compare_shapes((one, other), (other, one)).changes == ()
@@ -218,7 +218,7 @@ def kernels(name, time_us, module="net.0"):
 def test_kernels_that_leave_the_tensor_cores_or_take_longer_are_named():
     native = kernels(made_kernels.NATIVE, 50)
     assert compare_kernels(native, native).findings == ()
-    # A tenth of the time is within what two steps differ by.
+    # Two steps of one run may differ by a tenth of the time.
     assert compare_kernels(native, kernels(made_kernels.NATIVE, 55)).changes == ()
     slower = compare_kernels(native, kernels(made_kernels.NATIVE, 100))
     assert [(each.module, each.time_us) for each in slower.changes] == [("net.0", (50, 100))]
@@ -278,7 +278,7 @@ def test_missing_foreign_and_newer_files(tmp_path, pair, capsys):
         mpinspect.diff(*pair)
 
 
-def test_a_run_that_still_goes_on_is_compared_as_far_as_it_was_written(pair, tmp_path, capsys):
+def test_an_unfinished_run_is_compared_up_to_its_last_window(pair, tmp_path, capsys):
     made = sessions.word_model()
     unfinished = dataclasses.replace(
         made, windows=made.windows[:2], progress=dataclasses.replace(made.progress, steps=20, ended=False)
@@ -300,7 +300,7 @@ def test_every_session_can_be_compared_with_itself(name):
         assert forms.render(report, suffix)
 
 
-def test_a_dtype_is_no_shape(tmp_path, capsys):
+def test_a_changed_dtype_is_not_called_a_changed_shape(tmp_path, capsys):
     rows = json.loads(shapes(1024).to_json())
     wide = {**rows, "matmuls": [{**row, "dtype": "float32"} for row in rows["matmuls"]]}
     first, second = (
@@ -315,7 +315,7 @@ def test_a_dtype_is_no_shape(tmp_path, capsys):
 
 
 def test_tensors_that_did_not_move_are_counted_in_a_line(tmp_path, capsys):
-    """Every tensor of the second run has one element more."""
+    """Every tensor of the second run has one more element."""
     session = sessions.word_model()
     windows = tuple(
         dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Whole numbers that 16 bits make equal are found in one step's operators, where their differences are used, and only there."""
+"""Integers that become equal when rounded to 16 bits are reported only where an operator uses their differences."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 @pytest.fixture(autouse=True)
 def _nothing_was_compiled_before():
-    """A script that compiles gets no step recorded."""
+    """Clear Dynamo's counters: no step is recorded if anything was compiled."""
     if "torch._dynamo.utils" in sys.modules:
         sys.modules["torch._dynamo.utils"].counters.clear()
 
 
 class Featured(nn.Module):
-    """Computes a function of its rows without a gradient, and hands on no table of it that could be looked at."""
+    """Computes a function of its rows without a gradient, which is not part of its output."""
 
     def __init__(self, feature):
         super().__init__()
@@ -37,7 +37,7 @@ class Featured(nn.Module):
 
 
 def trained(tmp_path, feature, rows=512, steps=3):
-    """The report of a model whose module "1" computes the feature."""
+    """Train a model whose module "1" computes the feature; return its report."""
     torch.manual_seed(3)
     with watched(tmp_path) as run:
         model = nn.Sequential(nn.Linear(4, 4), Featured(feature))
@@ -63,7 +63,7 @@ def mask_of(x):
 
 
 def through_autocast(x):
-    """The outer product of FP32 positions and frequencies, which autocast computes in BF16."""
+    """Return the outer product of FP32 positions and frequencies, which autocast computes in BF16."""
     with torch.autocast("cpu", BF16):
         positions = hours(x).float()[None, :, None]
         return torch.cat((positions @ torch.tensor([[[1.0, 0.1]]]),) * 2, -1).sin()[0]
@@ -76,16 +76,16 @@ def in_place(x):
 
 
 def seconds(x):
-    """Timestamps, neighbours of which are an hour apart."""
+    """Return timestamps one hour apart, in BF16."""
     return (1_700_000_000 + 3600 * torch.arange(len(x))).to(BF16)
 
 
 def first_of(x, numbers):
-    """Which of the numbers is at least as large."""
+    """Return, for each number, the index of the first number that is not larger."""
     return (numbers[:, None] >= numbers[None, :]).float().argmax(1)
 
 
-#: What a feature does; the numbers before and after; the largest; by what it is used.
+#: The feature; the distinct numbers before and after rounding; the largest number; the operator that uses differences.
 FAULTS = {
     "a cast": (lambda x: (hours(x).to(BF16) * 0.26).sin(), 512, 17, 4607, "sine"),
     "a cast to FP16": (lambda x: (hours(x).half() / 24).cos(), 512, 129, 4607, "sine"),
@@ -159,13 +159,13 @@ HEALTHY = {
 
 
 @pytest.mark.parametrize("what", HEALTHY)
-def test_what_stays_exact_or_needs_no_difference_is_not_reported(tmp_path, what):
+def test_exact_numbers_and_unused_differences_are_not_reported(tmp_path, what):
     assert found(trained(tmp_path, HEALTHY[what])) == []
 
 
 @pytest.mark.parametrize("are_called_first", [True, False])
 def test_of_several_models_the_one_that_rounds_is_named(tmp_path, are_called_first):
-    """A model that is first called in the middle of the recorded step is not seen, and no other is blamed for it."""
+    """A model that is first called within the recorded step is missed, without blaming another model."""
     with watched(tmp_path) as run:
         models = [
             nn.Sequential(nn.Linear(4, 4), Featured(feature))
@@ -185,7 +185,7 @@ def test_of_several_models_the_one_that_rounds_is_named(tmp_path, are_called_fir
     assert [finding.layer for finding in found(rounded)] == (["1"] if are_called_first else [])
 
 
-def test_weights_and_random_numbers_are_those_of_an_unwatched_run(tmp_path):
+def test_weights_and_random_numbers_equal_an_unwatched_runs(tmp_path):
     def weights(is_watched):
         torch.manual_seed(4)
         model = nn.Sequential(nn.Linear(4, 4), Featured(FAULTS["slots"][0]), nn.Dropout(0.5))
@@ -202,7 +202,7 @@ def test_weights_and_random_numbers_are_those_of_an_unwatched_run(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(seen, weights(False), strict=True))
 
 
-def test_a_fault_of_the_look_costs_the_look_only(tmp_path, monkeypatch):
+def test_an_internal_error_disables_only_this_check(tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("planted")
 
@@ -217,7 +217,7 @@ def test_a_fault_of_the_look_costs_the_look_only(tmp_path, monkeypatch):
     assert [note for note in run.parts.matmuls.notes if "planted" in note]
 
 
-def test_the_page_of_a_run_says_it_in_its_verdict(tmp_path):
+def test_the_verdict_on_a_runs_page_names_the_rounding(tmp_path):
     folder = tmp_path / "work"
     launched.write(
         folder,

@@ -1,4 +1,4 @@
-"""Reading a run directory back: one process's, several ranks', an unfinished one, a damaged one."""
+"""Reading run directories: of one process, of several ranks, unfinished, damaged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mpinspect.shapes.analysis import analyse_shapes
 
 
 def make_run(place, *models: str, **record):
-    """What a process leaves: its record, and a session for each model."""
+    """Write a process's run directory: its record, and a session for each model."""
     place.mkdir(parents=True)
     for model in models:
         (place / model).mkdir()
@@ -69,7 +69,7 @@ def test_ranks_add_up_or_are_parts_in_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("without", [0, 1])
-def test_a_rank_whose_record_is_gone_is_added_up_all_the_same(without, tmp_path):
+def test_a_rank_without_a_record_is_still_added_up(without, tmp_path):
     for rank in range(2):
         make_run(tmp_path / f"rank{rank}", "Net", world_size=2, job="one")
     (tmp_path / f"rank{without}" / "run.json").unlink()
@@ -105,8 +105,8 @@ def test_ranks_of_two_runs_or_two_models_are_not_added_up(tmp_path):
     )
 
 
-def test_a_restarted_job_shares_no_folder_with_the_attempt_before(tmp_path, monkeypatch):
-    """Rank 1 of the first attempt died before it had a folder; in the second attempt its name is free."""
+def test_a_restarted_job_shares_no_folder_with_the_previous_attempt(tmp_path, monkeypatch):
+    """Rank 1 of the first attempt died before it made its folder, so the name is free in the second attempt."""
     options = LaunchOptions("train.py", log_dir=str(tmp_path / "run"))
     folders = []
     for attempt, ranks in ((0, (0,)), (1, (1, 0))):
@@ -118,7 +118,7 @@ def test_a_restarted_job_shares_no_folder_with_the_attempt_before(tmp_path, monk
     assert folders == ["run", "run-2", "run-2"]
 
 
-def test_a_rank_of_another_run_is_named_whatever_its_model_is_called(tmp_path):
+def test_a_rank_of_another_run_is_named_for_any_model_name(tmp_path):
     for rank, model in enumerate(("Net", "Other")):
         make_run(tmp_path / f"rank{rank}", model, world_size=2, job=model)
     report = read_run(tmp_path)
@@ -126,7 +126,7 @@ def test_a_rank_of_another_run_is_named_whatever_its_model_is_called(tmp_path):
     assert report.saw[0].startswith("rank1/Other is shown separately: it belongs to another run")
 
 
-def test_stages_of_a_pipeline_are_models_of_their_own_and_no_rank_is_missed(tmp_path):
+def test_pipeline_stages_are_separate_models_and_no_rank_is_missing(tmp_path):
     for rank, model in enumerate(("First", "Second")):
         make_run(tmp_path / f"rank{rank}", model, world_size=2)
     report = read_run(tmp_path)
@@ -148,7 +148,7 @@ def test_the_verdict_leads_with_a_rank_that_died(suffix, tmp_path):
     report = read_run(tmp_path)
     (part,) = report.parts
     killed = "without a report (killed, or it crashed)"
-    # What a collective says on a rank that is left is no cause.
+    # A collective's error on a surviving rank is a consequence.
     said = f"Rank 1 ended in step 40 {killed}. Then rank 0 ended in step 40 by RuntimeError in a collective."
     assert part.ranges.verdict.sentences[0] == f"In trouble: {said}"
     text = render(report, suffix, **({"width": 300} if suffix == ".txt" else {}))
@@ -164,7 +164,7 @@ def test_a_rank_that_died_is_named_once_for_several_models(tmp_path):
     assert "\nGenerator, Critic: In trouble: Rank 1 ended in step 40 with exit status 3.\n" in text
 
 
-def test_a_rank_that_died_before_any_model_was_seen_comes_first(tmp_path):
+def test_a_rank_that_died_before_any_model_existed_leads_the_report(tmp_path):
     failed = {"outcome": "RuntimeError: CUDA out of memory", "by_error": True}
     for rank, ended in enumerate((running(pid_of_nobody()), failed)):
         make_run(tmp_path / f"rank{rank}", world_size=2, **ended)
@@ -175,7 +175,7 @@ def test_a_rank_that_died_before_any_model_was_seen_comes_first(tmp_path):
     assert render(report, ".txt", width=300).startswith(said)
 
 
-def test_a_report_that_is_gone_takes_the_shapes_with_it(tmp_path):
+def test_a_missing_report_is_noted_with_its_lost_shapes(tmp_path):
     run = make_run(tmp_path / "run", "Net", models=[{"name": "Net", "log_dir": "Net"}])
     gone = "report.json is missing, and with it the shapes of one step's matrix products"
     assert gone in read_run(run).saw
@@ -205,17 +205,17 @@ def pid_of_nobody():
     return ended.pid
 
 
-def test_a_run_that_did_not_end_says_so(tmp_path):
+def test_an_unfinished_run_is_reported_as_such(tmp_path):
     report = read_run(make_run(tmp_path / "run", "Net", **running(os.getpid())))
     assert report.outcome == "still running, or killed"
     assert any("no report has been written yet" in sentence for sentence in report.saw)
 
 
-def test_a_killed_run_is_told_from_one_that_goes_on(tmp_path):
+def test_a_killed_run_is_distinguished_from_a_running_one(tmp_path):
     gone = pid_of_nobody()
     report = read_run(make_run(tmp_path / "here", "Net", **running(gone)))
     assert report.outcome == "ended without a report (killed, or it crashed)"
-    # Of another machine's processes nothing is known.
+    # Processes of another machine can't be checked.
     assert "still running" in read_run(make_run(tmp_path / "there", "Net", **running(gone, host="another"))).outcome
     for number, process in enumerate((None, "12", True, 0, -1, 10**30, 1.5)):
         assert "still running" in read_run(make_run(tmp_path / str(number), **running(process))).outcome
@@ -231,12 +231,12 @@ def test_a_cut_off_session_points_to_the_report(tmp_path):
     saw = read_run(run).saw
     whole = [sentence for sentence in saw if f"{run / 'report.md'} and report.json hold the whole" in sentence]
     assert {sentence.split()[0] for sentence in whole} == {"Net", "Empty", "Gone"}
-    # run.json has no "saw" here: the report remembers.
+    # run.json has no "saw" here, so it is read from report.json.
     assert "2 models were inspected" in saw
 
 
 @pytest.mark.parametrize("record", ["", "{", "[]", "3", "null", '"text"', "[" * 100_000, b"\xff\xfe", "{}"])
-def test_a_damaged_record_is_said_and_the_models_are_read(record, tmp_path, capsys):
+def test_a_damaged_record_is_noted_and_the_models_are_read(record, tmp_path, capsys):
     run = make_run(tmp_path / "run", "Net")
     (run / "run.json").write_bytes(record if isinstance(record, bytes) else record.encode())
     report = read_run(run)
@@ -248,7 +248,7 @@ def test_a_damaged_record_is_said_and_the_models_are_read(record, tmp_path, caps
 
 
 @pytest.mark.parametrize("value", [None, 3, {}, [None], [3], "text", [[]]])
-def test_a_record_of_odd_types_is_said(value, tmp_path):
+def test_a_record_with_wrong_types_is_noted(value, tmp_path):
     names = ("command", "outcome", "saw", "models", "process", "host", "status")
     run = make_run(tmp_path / "run", "Net", **dict.fromkeys(names, value))
     report = read_run(run)
@@ -257,7 +257,7 @@ def test_a_record_of_odd_types_is_said(value, tmp_path):
     assert all(isinstance(sentence, str) for sentence in report.saw)
 
 
-def test_without_its_record_a_run_is_read_and_it_is_said(tmp_path, capsys):
+def test_a_run_without_a_record_is_read_with_a_note(tmp_path, capsys):
     run = make_run(tmp_path / "run", "Critic", "Net")
     (run / "run.json").unlink()
     make_run(run / "another")
@@ -316,7 +316,7 @@ SHAPES = (
 
 @pytest.mark.parametrize("lint", [True, None])
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".json"])
-def test_every_form_of_a_run_that_is_read_back_says_what_the_runs_own_did(suffix, lint, tmp_path):
+def test_a_run_read_back_renders_as_its_original_report(suffix, lint, tmp_path):
     run = make_run(tmp_path / "run", "Net", saw=["1 model"], lint=lint)
     part = ModelPart("Net", analyse(Session.load(run / "Net")))
     own = RunReport("train.py -x", "ended", (part,), shapes_of(*SHAPES), None, ("1 model",), str(run), not lint)
@@ -341,7 +341,7 @@ def test_every_form_of_a_run_that_is_read_back_says_what_the_runs_own_did(suffix
         (("schema_version",), 2),
     ],
 )
-def test_shapes_of_a_damaged_report_are_left_out_and_it_is_said(names, value, tmp_path):
+def test_shapes_of_a_damaged_report_are_omitted_with_a_note(names, value, tmp_path):
     run = make_run(tmp_path / "run", "Net")
     report = json.loads(shapes_of(*SHAPES).to_json())
     place = report
@@ -360,7 +360,7 @@ def test_shapes_of_a_damaged_report_are_left_out_and_it_is_said(names, value, tm
     assert any(sentence.startswith("report.json is damaged") for sentence in read_run(run).saw)
 
 
-def test_evidence_of_any_kind_is_no_fault(tmp_path):
+def test_evidence_of_any_type_is_accepted(tmp_path):
     run = make_run(tmp_path / "run", "Net")
     report = json.loads(shapes_of(*SHAPES).to_json())
     for finding in report["findings"]:
@@ -370,7 +370,7 @@ def test_evidence_of_any_kind_is_no_fault(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["cut off", "gone", "empty"])
-def test_fail_on_is_not_passed_by_what_could_not_be_read(how, tmp_path, capsys):
+def test_fail_on_fails_for_unreadable_sessions(how, tmp_path, capsys):
     models = [{"name": name, "log_dir": name} for name in ("Generator", "Critic")]
     run = make_run(tmp_path / "run", "Generator", "Critic", models=models)
     assert main(["report", str(run), "--fail-on", "error"]) == 0
@@ -387,7 +387,7 @@ def test_fail_on_is_not_passed_by_what_could_not_be_read(how, tmp_path, capsys):
     assert "Critic" in said
 
 
-def test_a_run_of_which_no_session_can_be_read_is_unusable(tmp_path, capsys):
+def test_a_run_without_a_readable_session_is_unusable(tmp_path, capsys):
     run = make_run(tmp_path / "run", "Net", models=[{"name": "Net", "log_dir": "Net"}])
     (run / "Net" / FILE_NAME).write_bytes(b"")
     assert main(["report", str(run)]) == 2
@@ -395,7 +395,7 @@ def test_a_run_of_which_no_session_can_be_read_is_unusable(tmp_path, capsys):
     assert "Net" in said
 
 
-def test_what_is_no_run_directory(tmp_path):
+def test_other_folders_and_files_are_not_run_directories(tmp_path):
     sessions.word_model().save(tmp_path)
     assert not is_run_directory(tmp_path)
     assert not is_run_directory(tmp_path / FILE_NAME)
@@ -404,7 +404,7 @@ def test_what_is_no_run_directory(tmp_path):
         read_run(tmp_path / "empty")
 
 
-def test_the_command_reads_it(tmp_path, capsys):
+def test_the_report_command_reads_a_run_directory(tmp_path, capsys):
     run = make_run(tmp_path / "run", "Net")
     assert main(["report", str(run), "--md", str(tmp_path / "again.md")]) == 0
     assert "In brief" in capsys.readouterr().out
@@ -423,7 +423,7 @@ def test_the_picture_of_a_run_of_one_model_is_that_models(folder, tmp_path, caps
     assert read_run(tmp_path / "run").save(tmp_path / "again.png").read_bytes() == picture.read_bytes()
 
 
-def test_a_picture_of_several_models_or_none_is_refused_and_says_what_to_give(tmp_path, capsys):
+def test_a_picture_needs_exactly_one_model(tmp_path, capsys):
     run = make_run(tmp_path / "run", "Generator", "Critic")
     assert main(["report", str(run), "--png", str(tmp_path / "a.png")]) == 2
     out, err = capsys.readouterr()
@@ -435,7 +435,7 @@ def test_a_picture_of_several_models_or_none_is_refused_and_says_what_to_give(tm
     assert not (tmp_path / "a.png").exists()
 
 
-def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(tmp_path):
+def test_a_rank_killed_before_it_wrote_its_progress_is_shown_from_its_windows(tmp_path):
     run = make_run(tmp_path / "run" / "rank0", "Net")
     session = made.full_session()
     rank = tmp_path / "run" / "rank1" / "Net"
@@ -450,7 +450,7 @@ def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(
         text = render(report, suffix)
         assert not re.search(r"\b0 steps", text)
         assert "91 steps" in text
-    # A killed run's progress may be behind its windows, too.
+    # The recorded progress of a killed run may lag behind its windows.
     behind = dataclasses.replace(session, progress=s.Progress(60, 5, 1))
     assert (behind.reached().steps, behind.reached().sampled_steps, behind.reached().skipped_steps) == (91, 9, 1)
     assert session.reached() == session.progress
@@ -468,7 +468,7 @@ def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(
         ("--lr 1 -logdir out/ --output_dir other", "out-mpinspect"),
         ("--OUTPUT-DIR new", "new-mpinspect"),
         ("--save_dir ../elsewhere", "../elsewhere-mpinspect"),
-        # Its parent is for the script to make, and the working directory is nobody's output.
+        # The script creates the parent folder, and the working directory is not an output folder.
         ("--output_dir deep/er", None),
         ("", None),
         ("--output_dir .", None),
@@ -480,7 +480,7 @@ def test_a_rank_that_was_killed_before_it_wrote_its_progress_says_what_is_known(
         ("output_dir out --output_directory out", None),
     ],
 )
-def test_the_default_directory_lies_beside_the_scripts_output(words, beside, tmp_path, monkeypatch):
+def test_the_default_directory_lies_next_to_the_scripts_output(words, beside, tmp_path, monkeypatch):
     work = tmp_path / "work"
     (work / "out").mkdir(parents=True)
     monkeypatch.chdir(work)
@@ -494,7 +494,7 @@ def test_the_default_directory_lies_beside_the_scripts_output(words, beside, tmp
         assert (again, trouble) == (path.with_name(f"{path.name}-2"), "")
 
 
-def test_the_ranks_of_a_job_share_the_directory_beside_the_output(tmp_path, monkeypatch):
+def test_the_ranks_of_a_job_share_the_directory_next_to_the_output(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = LaunchOptions("train.py", arguments=("--output_dir", "out"))
     found = {claim(options, Rank(number, 2, "job"), {"job": "job"})[0] for number in (0, 1)}

@@ -1,4 +1,4 @@
-"""Whole scripts that know nothing of mpinspect, run bare and under ``mpinspect run``: the same output, the same weights."""
+"""Unmodified scripts have the same output and weights under plain Python and under ``mpinspect run``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 @dataclass(frozen=True)
 class Ran:
-    """A command that has ended, and the directory it ran in."""
+    """A finished command, and its directory."""
 
     code: int
     out: bytes
@@ -39,7 +39,7 @@ class Ran:
 
     @property
     def layers(self) -> set[str]:
-        """The layers of the report that it wrote: a terminal shows the first of them."""
+        """Return all layers of the written reports; a terminal shows only some."""
         reports = [json.loads(path.read_text("utf-8")) for path in (self.directory / "log").rglob("report.json")]
         return {
             layer["name"] for report in reports for model in report["models"] for layer in model["ranges"]["layers"]
@@ -47,7 +47,7 @@ class Ran:
 
     @property
     def report(self) -> str:
-        """The whole report, of which stderr has the verdict."""
+        """Return the whole report; stderr shows only its verdict."""
         reports = sorted((self.directory / "log").rglob("report.md"))
         return "\n".join(path.read_text("utf-8") for path in reports)
 
@@ -56,7 +56,7 @@ class Ran:
 
 
 def run(directory: Path, *command: str, forked: bool = False) -> Ran:
-    """Args: forked: from a process that has imported torch, as in ``launched.run``."""
+    """Run a command in a new directory, optionally forked from a process that has imported torch."""
     directory.mkdir()
     settings = {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
     if forked:
@@ -68,10 +68,10 @@ def run(directory: Path, *command: str, forked: bool = False) -> Ran:
 
 
 def run_bare(directory: Path, *command: str, forked: bool) -> Ran:
-    """The script without mpinspect, up to twice more where torch has aborted its exit.
+    """Run the script without mpinspect; retry up to twice if torch aborts the exit.
 
-    DistributedDataParallel keeps its group's threads alive after destroy_process_group, and one that lets go of a tensor while
-    the interpreter ends aborts the process: about one run in a hundred, with "terminate called without an active exception"
+    The threads of a DistributedDataParallel group survive destroy_process_group. If one frees a tensor during interpreter
+    shutdown, the process aborts with "terminate called without an active exception", in about one run of a hundred
     (pytorch/pytorch#179291).
     """
     ran = run(directory / "bare", *command, forked=forked)
@@ -89,10 +89,10 @@ def both(
     launcher: tuple[str, ...] = (),
     forked: bool = True,
 ) -> tuple[Ran, Ran]:
-    """The script run bare, and inspected; both end alike and print the same on stdout.
+    """Run the script bare and inspected; assert equal exit statuses and stdout.
 
     Args:
-        forked: both begin where torch has been imported, or their launcher does; their tracebacks then have frames of ``warm``.
+        forked: fork the script, or its launcher, from a process that has imported torch. Tracebacks then show ``warm``.
     """
     name = str(script)
     under = (*launcher, "--no-python") if launcher else ()
@@ -104,7 +104,7 @@ def both(
 
 
 def same(first: object, second: object) -> bool:
-    """Nested dicts of tensors and numbers, equal bit for bit."""
+    """Return whether nested dicts of tensors and numbers are equal."""
     if isinstance(first, dict) and isinstance(second, dict):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
@@ -113,7 +113,7 @@ def same(first: object, second: object) -> bool:
 
 
 def check(bare: Ran, inspected: Ran, *layers: str) -> None:
-    """The training was the same, and the report names the layers and a scale."""
+    """Assert that the training is unchanged, and that the report names the layers and a loss scale."""
     assert bare.code == 0, bare.err
     assert same(inspected.weights, bare.weights)
     assert not re.search("Traceback|Exception ignored|mpinspect failed", inspected.err), inspected.err
@@ -127,7 +127,7 @@ def test_a_plain_loop(tmp_path):
     )
     check(bare, inspected, "encoder.0.weight", "head.bias", "encoder.2")
     session = inspected.session("DigitsMLP")
-    # 30 batches an epoch; the first ten steps are looked at, then every tenth. Evaluation is no training.
+    # 30 batches per epoch. The first ten steps are sampled, then every tenth. Evaluation does not count as steps.
     assert session.progress.steps == 60
     assert session.progress.sampled_steps == 10 + 5
     assert session.totals()[TensorKey("head", ACTIVATION_GRADIENT)].samples == 15
@@ -138,7 +138,7 @@ def test_a_plain_loop(tmp_path):
     assert inspected.err.splitlines()[-1] == (
         "mpinspect: the whole report: log/report.html (mpinspect report log prints it)"
     )
-    # Beside the script's own lines: the directory, an empty line, the verdict and the page.
+    # In addition to the script's own lines: the directory, an empty line, the verdict and the path of the page.
     assert len(inspected.err.splitlines()) - len(bare.err.splitlines()) <= 12, inspected.err
 
 
@@ -148,7 +148,7 @@ def test_shapes_and_kernels_of_the_steps_that_ran(tmp_path):
         tmp_path, UNMODIFIED / "digits_mlp.py", *arguments, options=("--lint", "--kernels", "--full")
     )
     check(bare, inspected, "encoder.0.weight")
-    # 100 is no multiple of 8, and 10 classes are none either.
+    # Neither 100 nor the number of classes, 10, is a multiple of 8.
     assert re.search(r"encoder\.0.*\b100\b|\b100\b.*encoder\.0", inspected.err), inspected.err
     assert (inspected.directory / "log" / "trace.json.gz").stat().st_size > 0
 
@@ -159,7 +159,7 @@ def test_a_model_that_needs_a_loss_scale(tmp_path):
     advice = analyse(inspected.session("WordModel")).loss_scale
     assert advice.needed
     assert f"Suggested loss scale: {advice.recommended:.0f} (2^" in inspected.report
-    # What was written is read again, and says the same.
+    # The saved run gives the same report.
     again = subprocess.run(
         [sys.executable, "-m", "mpinspect", "report", inspected.directory / "log"], capture_output=True
     )
@@ -172,7 +172,7 @@ def test_two_networks_that_train_each_other(tmp_path):
     check(bare, inspected, "pixels.weight", "verdict.weight")
     generator, discriminator = inspected.session("Generator"), inspected.session("Discriminator")
     assert (generator.progress.steps, generator.progress.backwards) == (60, 60)
-    # The generator's backward goes through the discriminator: it counts, and is no step of it.
+    # The generator's backward passes through the discriminator, as a backward but not as a step.
     assert (discriminator.progress.steps, discriminator.progress.backwards) == (60, 120)
     assert generator.totals()[TensorKey("pixels.weight", WEIGHT_GRADIENT)].samples == 15
     assert discriminator.totals()[TensorKey("verdict.weight", WEIGHT_GRADIENT)].samples >= 15
@@ -219,7 +219,7 @@ def test_ranks_of_torchrun(tmp_path):
         session = inspected.session(rank, "network")
         assert session.progress.steps == 20
         assert TensorKey("0.weight", WEIGHT_GRADIENT) in session.totals()
-    # One rank speaks for both.
+    # One rank reports for both.
     assert inspected.err.count("the whole report: ") == 1
     assert inspected.err.count("mpinspect: rank 0: recording into") == inspected.err.count("recording into") == 1
 
@@ -249,7 +249,7 @@ def test_a_gradient_that_breaks_is_named_while_it_happens(tmp_path):
     assert (event.step, event.phase, event.module) == (12, "backward", "blocks.1")
 
 
-def test_an_exception_ends_the_script_as_it_does_without(tmp_path):
+def test_an_exception_ends_the_script_as_without_mpinspect(tmp_path):
     bare, inspected = both(tmp_path, UNMODIFIED / "breaks.py", "--raise", forked=False)
     assert bare.code == 1
     assert bare.err.startswith("Traceback")
@@ -257,10 +257,10 @@ def test_an_exception_ends_the_script_as_it_does_without(tmp_path):
     assert "blocks.1" in inspected.err.split(bare.err)[1]
 
 
-# -- this repository's examples, with what they say of the Inspector taken out ----------------------------------------------
+# -- this repository's examples, without their Inspector --------------------------------------------------------------------
 
 
-#: What takes mpinspect out of a script, and prints what the weights hash to at the end instead.
+#: Substitutions that remove mpinspect from a script and add a print of the weights' hash.
 _WITHOUT = (
     (r"^import mpinspect\n", ""),
     (
@@ -278,7 +278,7 @@ _WITHOUT = (
 
 
 def without_inspector(script: Path) -> str:
-    """Its source as somebody would have written it who never heard of the Inspector."""
+    """Return the script's source without mpinspect."""
     source = script.read_text("utf-8")
     for pattern, instead in _WITHOUT:
         source = re.sub(pattern, instead, source, flags=re.MULTILINE)
@@ -307,7 +307,7 @@ def test_examples_with_the_inspector_taken_out(name, steps, part, layers, tmp_pa
 
 @pytest.mark.slow
 def test_a_script_with_an_inspector_of_its_own(tmp_path):
-    """Both look at the same model; the script's own report on stdout is what it is without us."""
+    """Both inspectors observe one model, and the script's own report on stdout is unchanged."""
     pytest.importorskip("accelerate")
     bare, inspected = both(tmp_path, EXAMPLES / "accelerate_loop.py", "--steps=6")
     assert bare.code == 0

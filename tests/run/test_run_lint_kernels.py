@@ -1,4 +1,4 @@
-"""`mpinspect run --lint --kernels`: the products, and the profile, of steps that the script makes anyway."""
+"""``mpinspect run --lint --kernels`` records the products, and a profile, of steps of the script."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from mpinspect.shapes.record.recording import record_matmuls
 
 @pytest.fixture(autouse=True)
 def _nothing_was_compiled_before():
-    """Other tests of this process compile models; a script that does is refused."""
+    """Clear Dynamo's counters: other tests compile models, and a script that compiles is refused."""
     if "torch._dynamo.utils" in sys.modules:
         sys.modules["torch._dynamo.utils"].counters.clear()
 
 
 class Attending(nn.Module):
-    """A convolution, attention, a functional product and a tied head: what a model may hold."""
+    """A convolution, attention, a functional product and a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def train_tokens(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int 
         optimizer.step()
 
 
-def test_the_products_are_those_that_the_lint_of_the_model_records(tmp_path):
+def test_the_products_equal_those_of_the_models_lint(tmp_path):
     with watched(tmp_path, lint=True) as run:
         model = Attending()
         train_tokens(model, torch.optim.AdamW(model.parameters()))
@@ -74,7 +74,7 @@ def test_the_products_are_those_that_the_lint_of_the_model_records(tmp_path):
 
 
 class Dropping(nn.Module):
-    """Attention with dropout, which a CPU computes by the math path, and which the GPUs' kernels fuse."""
+    """Attention with dropout, which CPUs compute by the math path and GPUs by fused kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_attention_on_a_cpu_is_recorded_as_a_gpu_computes_it(autocast, checkpoin
     report = analyse_shapes(found, named("ampere"), model="Dropping")
     assert not {"unfused-attention", "float32-beside-autocast"} & {finding.id for finding in report.findings}
     assert "on A100 (ampere), recorded on a CPU:" in str(report)
-    # The lint of the model records the same, on the meta device and on the CPU.
+    # The model's lint records the same products, on the meta device and on the CPU.
     for device in ("meta", "real"):
         linted = record_matmuls(model, torch.randn(2, 64, 64), dtype=autocast, device=device)
         kinds = sorted((one.op, one.role) for one in linted.matmuls if one.kind == "attention" or one.batch > 1)
@@ -134,7 +134,7 @@ def test_attention_on_a_cpu_that_no_gpu_would_fuse_has_a_math_path(tmp_path):
     assert {one.math_path for one in run.parts.matmuls.matmuls if not one.parameter} == {"dimensions"}
 
 
-def test_the_autocast_of_the_script_is_seen(tmp_path):
+def test_the_scripts_autocast_is_recorded(tmp_path):
     with watched(tmp_path, lint=True) as run:
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
         optimizer = torch.optim.SGD(model.parameters())
@@ -151,7 +151,7 @@ def test_the_autocast_of_the_script_is_seen(tmp_path):
     assert by_module["1", "forward"] == ("float32", False)
 
 
-def test_micro_batches_are_one_step_and_validation_is_none(tmp_path):
+def test_micro_batches_belong_to_one_step_and_validation_is_excluded(tmp_path):
     with watched(tmp_path, lint=True) as run:
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
         optimizer = torch.optim.SGD(model.parameters())
@@ -184,7 +184,7 @@ def test_the_optimizers_own_products_are_left_out(tmp_path):
     ]
 
 
-def test_closures_are_no_arithmetic_of_the_optimizer(tmp_path):
+def test_products_of_closures_are_not_attributed_to_the_optimizer(tmp_path):
     with watched(tmp_path, lint=True) as run:
         model, x = nn.Sequential(nn.Linear(4, 8)), torch.randn(5, 4)
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
@@ -211,7 +211,7 @@ def test_checkpointing_is_recomputation(tmp_path, reentrant):
     forwards = [one for one in run.parts.matmuls.matmuls if one.role == "forward"]
     again = {one.module for one in forwards if one.recomputed}
     assert {one.module for one in forwards if not one.recomputed} == {"0", "1"}
-    # The other kind stops once it has what the backward needs.
+    # Non-reentrant recomputation stops once it has the tensors that the backward needs.
     assert again == ({"0", "1"} if reentrant else {"0"})
 
 
@@ -249,7 +249,7 @@ def test_a_skipped_step_ends_the_recording_too(tmp_path):
     assert {one.calls for one in run.parts.matmuls.matmuls} == {1}
 
 
-def test_steps_skipped_while_nothing_is_counted_are_seen_all_the_same(tmp_path):
+def test_skipped_steps_are_noticed_between_sampled_steps(tmp_path):
     with watched(tmp_path, lint=True, kernels=True) as run:
         model = nn.Sequential(nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters())
@@ -293,7 +293,7 @@ def test_a_dispatch_mode_of_the_scripts_own(tmp_path):
     assert _get_current_dispatch_mode() is None
 
 
-def test_unasked_a_step_is_recorded_where_nothing_hinders(tmp_path):
+def test_a_step_is_recorded_by_default(tmp_path):
     with watched(tmp_path) as run:
         model = Attending()
         train_tokens(model, torch.optim.AdamW(model.parameters()))
@@ -304,7 +304,7 @@ def test_unasked_a_step_is_recorded_where_nothing_hinders(tmp_path):
 
 
 class Marked(torch.Tensor):
-    """A tensor of another class, as quantised weights and shards are."""
+    """A tensor subclass, like quantised weights and shards."""
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ class Marked(torch.Tensor):
     ],
     ids=["told not to", "a profile was asked for", "a parameter of another class", "a single step"],
 )
-def test_unasked_no_word_is_lost_on_a_step_that_is_not_recorded(options, parameter, steps, tmp_path):
+def test_by_default_an_unrecorded_step_leaves_no_note(options, parameter, steps, tmp_path):
     with watched(tmp_path, **options) as run:
         model = nn.Linear(4, 2)
         model.weight = nn.Parameter(parameter)
@@ -327,7 +327,7 @@ def test_unasked_no_word_is_lost_on_a_step_that_is_not_recorded(options, paramet
     assert _get_current_dispatch_mode() is None
 
 
-def test_a_compiled_model_is_refused_with_the_way_out(tmp_path):
+def test_a_compiled_model_is_refused_with_advice(tmp_path):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with watched(tmp_path, lint=True) as run:
@@ -340,7 +340,7 @@ def test_a_compiled_model_is_refused_with_the_way_out(tmp_path):
     assert run.steps() == 4
 
 
-def test_too_few_steps_are_said(tmp_path):
+def test_too_few_steps_are_noted(tmp_path):
     with watched(tmp_path, lint=True, kernels=True) as run:
         model = nn.Sequential(nn.Linear(4, 2))
         train(model, torch.optim.SGD(model.parameters()), steps=1)
@@ -351,7 +351,7 @@ def test_too_few_steps_are_said(tmp_path):
     assert _get_current_dispatch_mode() is None
 
 
-def test_loops_without_an_optimizer_are_told_why_no_step_was_looked_at(tmp_path):
+def test_loops_without_an_optimizer_have_a_note_on_why_no_step_was_recorded(tmp_path):
     with watched(tmp_path, lint=True, kernels=True) as run:
         model = nn.Sequential(nn.Linear(4, 2))
         for _ in range(6):
@@ -366,7 +366,7 @@ def test_loops_without_an_optimizer_are_told_why_no_step_was_looked_at(tmp_path)
     ]
 
 
-def test_the_backward_of_a_gradient_penalty_is_no_forward(tmp_path):
+def test_a_gradient_penaltys_backward_is_not_recorded_as_a_forward(tmp_path):
     with watched(tmp_path, lint=True) as run:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters())
@@ -446,7 +446,7 @@ def test_a_script_that_profiles_itself_keeps_its_profile(tmp_path):
 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("kind", [torch.profiler.profile, torch.autograd.profiler.profile])
-def test_ours_makes_way_for_a_profile_that_begins_meanwhile(tmp_path, steps, kind):
+def test_our_profile_stops_when_the_script_starts_its_own(tmp_path, steps, kind):
     with watched(tmp_path / "a", kernels=True) as run:
         model = nn.Sequential(nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters())
@@ -458,7 +458,7 @@ def test_ours_makes_way_for_a_profile_that_begins_meanwhile(tmp_path, steps, kin
     assert "began to profile itself" in " ".join(run.seen.notes)
 
 
-def test_a_profile_without_a_gpu_is_no_finding(tmp_path):
+def test_a_profile_without_a_gpu_is_noted_but_is_not_a_finding(tmp_path):
     with watched(tmp_path, kernels=True) as run:
         model = nn.Sequential(nn.Linear(4, 2))
         train(model, torch.optim.SGD(model.parameters()), steps=5)

@@ -1,4 +1,4 @@
-"""`mpinspect run`: which module is the model, told from an optimizer's parameters and from what the script calls."""
+"""``mpinspect run`` finds the model from an optimizer's parameters and the modules that the script calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Net(nn.Sequential): ...
 
 
 class Whole(nn.Module):
-    """As a Lightning module: it is given losses to compute, and its own forward is never called."""
+    """Like a Lightning module, it contains the model, and its own forward is never called."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Whole(nn.Module):
             self.add_module(name, part)
 
 
-def test_the_called_module_that_holds_everything():
+def test_the_called_module_that_holds_every_parameter_is_the_model():
     model = Whole(encoder=nn.Linear(2, 2), decoder=nn.Linear(2, 2))
     assert targets(ids(model), model) == [model]
     assert targets(ids(model.decoder), model) == [model]
     assert targets(ids(model.decoder), model.decoder) == [model.decoder]
 
 
-def test_the_smallest_that_holds_everything_if_parts_are_called():
+def test_the_smallest_module_that_holds_every_parameter_is_the_model_if_parts_are_called():
     model = Whole(encoder=nn.Linear(2, 2), decoder=nn.Linear(2, 2), other=nn.Linear(1, 1))
     both = Whole(encoder=model.encoder, decoder=model.decoder)
     assert targets(ids(model.encoder, model.decoder), model.encoder) == [both]
@@ -58,20 +58,20 @@ def test_a_parent_that_adds_no_parameters_names_the_whole():
     assert targets(ids(wider.net), wider.net) == [wider.net]
 
 
-def test_two_parents_side_by_side_are_neither_the_model():
+def test_two_parents_of_one_module_are_not_the_model():
     net = nn.Linear(2, 2)
     parents = [Whole(net=net), Whole(net=net)]
     assert targets(ids(net), net) == [net]
     assert len(parents) == 2
 
 
-def test_networks_without_a_common_module_are_one_each():
+def test_networks_without_a_common_module_are_separate_models():
     encoder, decoder = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(3, 3))
     found = targets(ids(encoder, decoder), encoder)
     assert {id(module) for module in found} == {id(encoder), id(decoder)}
 
 
-def test_parameters_of_no_module_hold_nothing():
+def test_parameters_outside_modules_have_no_model():
     holders = Holders({id(torch.ones(1))}, living_modules())
     assert (holders.modules, holders.targets(None)) == ([], [])
 
@@ -92,7 +92,7 @@ def test_tied_parameters():
     assert len(set(parameter_ids(model))) == 1
 
 
-def test_wrappers_are_looked_through():
+def test_wrappers_are_removed():
     net = nn.Linear(2, 2)
     compiled = torch.compile(net, backend="eager")
     parallel = nn.DataParallel(net)
@@ -122,7 +122,7 @@ def test_leaves_of_a_graph():
 # -- with a training ---------------------------------------------------------------------------------------------------------
 
 
-def test_names_are_those_of_a_root_that_is_never_called(tmp_path):
+def test_layer_names_start_at_a_root_that_is_never_called(tmp_path):
     with watched(tmp_path) as run:
         whole = Whole(net=Net(nn.Linear(4, 2)))
         optimizer = torch.optim.SGD(whole.parameters())
@@ -182,7 +182,7 @@ def test_a_distributed_wrapper(tmp_path, wrap_first):
 
 
 def test_sharpness_aware_minimisation(tmp_path):
-    """An optimizer that makes another one of the same parameters and never steps itself."""
+    """An optimizer that delegates its steps to another optimizer of the same parameters."""
 
     class Sam(torch.optim.Optimizer):
         def __init__(self, parameters: object) -> None:
@@ -206,7 +206,7 @@ def copied(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
 def train_with_masters(
     model: nn.Module, masters: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 3, width: int = 4
 ) -> None:
-    """Some steps on noise, of optimizers that step the parameters of another module than the one that is called."""
+    """Train a few steps on noise, with optimizers of the master copy's parameters."""
     for _ in range(steps):
         model.zero_grad()
         model(torch.randn(5, width).to(next(model.parameters()).dtype)).float().square().mean().backward()
@@ -218,7 +218,7 @@ def train_with_masters(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_masters_in_a_module_of_their_own(tmp_path, dtype):
+def test_masters_in_a_separate_module(tmp_path, dtype):
     with watched(tmp_path) as run:
         masters = Net(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         model = copied(masters, dtype)
@@ -280,7 +280,7 @@ def test_masters_in_two_modules_of_one_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize("other", ["other values", "same dtype", "two copies"])
-def test_another_module_is_no_master_copy(tmp_path, other):
+def test_other_modules_are_not_taken_for_master_copies(tmp_path, other):
     with watched(tmp_path) as run:
         owner = Net(nn.Linear(4, 8), nn.Linear(8, 1))
         model = copied(owner, torch.float32 if other == "same dtype" else torch.bfloat16)
@@ -320,7 +320,7 @@ def test_a_model_whose_forward_method_is_called_directly(tmp_path):
 
 
 def names_in(script: str, tmp_path: Path) -> list[str]:
-    """Names of the models of a script, run as ``__main__`` would be: its variables are global."""
+    """Return the names of the models of a script that runs as ``__main__``, with global variables."""
     code = compile(textwrap.dedent(script), "train.py", "exec")
     with watched(tmp_path) as run:
         exec(code, {"__name__": "__main__", "torch": torch, "nn": nn, "train": train})
@@ -344,7 +344,7 @@ def gan(first: str, second: str) -> str:
     return textwrap.dedent(GAN).format(first, second)
 
 
-def test_models_of_torchs_own_classes_are_called_as_the_script_calls_them(tmp_path):
+def test_models_of_torchs_own_classes_are_named_after_variables(tmp_path):
     script = """
         G, D = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 1))
         both = [G, D]
@@ -353,7 +353,7 @@ def test_models_of_torchs_own_classes_are_called_as_the_script_calls_them(tmp_pa
     assert sorted(names_in(textwrap.dedent(script) + gan("G", "D"), tmp_path)) == ["D", "G"]
 
 
-def test_models_of_one_class_are_told_apart_by_their_variables(tmp_path):
+def test_models_of_one_class_are_named_after_their_variables(tmp_path):
     script = """
         class Mlp(nn.Sequential): ...
         def optimizer_of(model):
@@ -366,7 +366,7 @@ def test_models_of_one_class_are_told_apart_by_their_variables(tmp_path):
     assert sorted(names_in(textwrap.dedent(script) + loop + "\nmain()", tmp_path)) == ["D", "Mlp"]
 
 
-def test_models_that_an_object_holds_are_called_as_its_attributes(tmp_path):
+def test_models_of_an_object_are_named_after_its_attributes(tmp_path):
     script = """
         class Gan:
             def __init__(self):
@@ -379,7 +379,7 @@ def test_models_that_an_object_holds_are_called_as_its_attributes(tmp_path):
     assert sorted(names_in(script, tmp_path)) == ["critic", "generator"]
 
 
-def test_variables_that_a_closure_shares_are_names_before_a_comprehensions_own(tmp_path):
+def test_variables_of_closures_precede_those_of_comprehensions(tmp_path):
     script = """
         def main():
             G, D = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 1))
@@ -390,7 +390,7 @@ def test_variables_that_a_closure_shares_are_names_before_a_comprehensions_own(t
     assert sorted(names_in(textwrap.dedent(script) + loop + "\n    train()\nmain()", tmp_path)) == ["D", "G"]
 
 
-def test_models_in_a_list_have_its_name_and_their_place(tmp_path):
+def test_models_in_a_list_are_named_by_the_list_and_their_index(tmp_path):
     script = """
         nets = [nn.Linear(4, 4), nn.Linear(4, 1)]
         o = []
@@ -414,7 +414,7 @@ def test_parts_of_a_larger_model_have_their_path(tmp_path):
     assert sorted(names_in(script, tmp_path)) == ["ActorCritic.actor", "ActorCritic.critic"]
 
 
-def test_a_model_built_anew_has_the_next_number(tmp_path):
+def test_a_model_built_again_has_the_next_number(tmp_path):
     script = """
         kept = []
         for fold in range(3):
@@ -425,7 +425,7 @@ def test_a_model_built_anew_has_the_next_number(tmp_path):
     assert names_in(script, tmp_path) == ["model", "model-2", "model-3"]
 
 
-def test_reading_a_scripts_variables_changes_none_and_keeps_nothing_alive():
+def test_reading_a_scripts_variables_changes_no_variable_and_holds_no_reference():
     def script() -> tuple[dict[str, object], dict[int, str], object]:
         model = nn.Linear(2, 2)
         found = names_of({id(model)}, (nn.Module,))
@@ -444,10 +444,10 @@ def test_reading_a_scripts_variables_changes_none_and_keeps_nothing_alive():
     assert with_locals() == {}
 
 
-# -- parameters beside modules -----------------------------------------------------------------------------------------------
+# -- parameters outside modules ----------------------------------------------------------------------------------------------
 
 
-def test_a_parameter_beside_a_module_is_a_part_of_its_own(tmp_path):
+def test_a_parameter_outside_the_module_is_reported_separately(tmp_path):
     with watched(tmp_path) as run:
         model, temperature = Net(nn.Linear(4, 2)), nn.Parameter(torch.tensor(0.5))
         optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
@@ -464,7 +464,7 @@ def test_a_parameter_beside_a_module_is_a_part_of_its_own(tmp_path):
     assert {info.kind for info in session.watched} == {"weight_gradient"}
 
 
-def test_a_parameter_beside_two_networks(tmp_path):
+def test_a_parameter_outside_two_networks(tmp_path):
     script = """
         image, text = nn.Linear(4, 3), nn.Linear(4, 3)
         scale = nn.Parameter(torch.tensor(0.5))

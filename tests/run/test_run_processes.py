@@ -1,4 +1,4 @@
-"""``mpinspect run`` where the script makes processes or leaves without its exit handlers: as without us, and what is reported."""
+"""``mpinspect run`` with scripts that start processes or skip their exit handlers: unchanged behaviour, and the reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mpinspect.run.outcome import Outcome, RecordedModel, outcome_of
 from mpinspect.run.reading import read_run
 from mpinspect.run.record import read_record
 
-#: Scripts with children of every kind; their stdout, stderr and exit status are those of Python.
+#: Scripts with children of every kind; their stdout, stderr and exit status must equal plain Python's.
 SCRIPTS = {
     "fork": "import os\nif not os.fork():\n    print('child', flush=True)\n    raise SystemExit(3)\nprint(os.wait()[1])",
     "fork that raises": "import os\nif not os.fork():\n    1 / 0\nprint(os.wait()[1])",
@@ -142,7 +142,7 @@ def record(path):
     return json.loads((path / "run.json").read_text())
 
 
-#: For the script alone: what a child computes does not depend on how it was made, and a fork imports nothing anew.
+#: For the bare script: forks are faster, since they import nothing again, and compute the same.
 FORKS = (
     ("spawn(train, nprocs=2)", 'start_processes(train, nprocs=2, start_method="fork")'),
     ('"forkserver"', '"fork"'),
@@ -151,7 +151,7 @@ FORKS = (
 
 
 def compare(tmp_path, ending, *words):
-    """The script under mpinspect run, its stdout and status compared with Python's; its run directory and stderr."""
+    """Run the script under mpinspect run; compare stdout and status with Python's; return its run directory and stderr."""
     folder, alone_in = tmp_path / "work", tmp_path / "alone"
     write(folder, TRAINS + ending)
     for other, fork in FORKS:
@@ -165,7 +165,7 @@ def compare(tmp_path, ending, *words):
     return tmp_path / RUN_DIR, with_us.err
 
 
-def test_spawned_processes_are_watched_each_in_a_directory_of_its_own(tmp_path):
+def test_each_spawned_process_is_watched_in_its_own_directory(tmp_path):
     directory, err = compare(tmp_path, SPAWN)
     for number in range(2):
         assert record(directory / f"process-{number}")["models"][0]["name"] == "Net"
@@ -174,7 +174,7 @@ def test_spawned_processes_are_watched_each_in_a_directory_of_its_own(tmp_path):
         "2 processes were spawned and watched: each that trained has a directory of its own (process-0, ...)"
         in record(directory)["saw"]
     )
-    # The first speaks for all.
+    # The first process reports for all.
     assert err.count("\nComputes in FP32: ") == 1
 
 
@@ -191,7 +191,7 @@ def test_a_spawned_process_that_raises(tmp_path):
 def test_a_forkservers_children(tmp_path):
     directory, _ = compare(tmp_path, FORKSERVER)
     assert record(directory / "process-0")["models"][0]["name"] == "Net"
-    # The second trained nothing.
+    # The second process did not train.
     assert not (directory / "process-1").exists()
 
 
@@ -202,7 +202,7 @@ def test_a_forked_child_is_counted_and_not_watched(tmp_path):
     assert not list(directory.glob("process-*"))
 
 
-def test_data_loaders_workers_are_nobodys_business(tmp_path):
+def test_workers_of_data_loaders_are_not_reported(tmp_path):
     directory, _ = compare(tmp_path, LOADERS)
     assert not any("process" in sentence for sentence in record(directory)["saw"])
 
@@ -210,7 +210,7 @@ def test_data_loaders_workers_are_nobodys_business(tmp_path):
 @pytest.mark.parametrize(
     ("ending", "outcome"), [(LEAVE, "left by os._exit, status 4"), (REPLACE, "replaced by another")]
 )
-def test_ways_out_without_exit_handlers_are_reported_first(ending, outcome, tmp_path):
+def test_the_report_is_written_before_an_exit_without_handlers(ending, outcome, tmp_path):
     directory, err = compare(tmp_path, ending)
     assert record(directory)["outcome"].startswith(outcome)
     assert (directory / "report.json").exists()
@@ -242,13 +242,13 @@ of_sharded.step()
 """
 
 
-def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
+def test_ranks_share_a_run_directory_and_the_first_reports(tmp_path):
     folder = tmp_path / "work"
     sharded = "" if sharded_training.NO_FSDP2 else SHARDED
     write(folder, RANKS.replace("distributed.destroy", f"{sharded}distributed.destroy"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, "-m", "mpinspect", "run", "train.py"]
-    # The launcher is forked; the ranks are interpreters of their own.
+    # The launcher is forked; each rank is a new interpreter.
     ended = run(folder, command, forked=True)
     assert ended.status == 0, ended.err
     (directory,) = (folder / "runs").iterdir()
@@ -257,14 +257,14 @@ def test_ranks_share_a_run_directory_and_the_first_speaks(tmp_path):
     assert ended.err.count("mpinspect run train.py\n") == ended.err.count("the whole report: ") == 1
     assert "The counts of all 2 ranks are added up" in (directory / "rank0" / "report.md").read_text()
     found = {part.name: part.ranges.session for part in read_run(directory).parts}
-    # Each rank's own gradients, and shards of one.
+    # DDP ranks each count their own gradients; FSDP ranks count shards of one gradient.
     elements = {"Net": 16, "Sharded": 8} if sharded else {"Net": 16}
     counted = {name: session.totals()[TensorKey("weight", WEIGHT_GRADIENT)] for name, session in found.items()}
     assert {name: window.histogram.total for name, window in counted.items()} == elements
     assert {len(session.ranks) for session in found.values()} == {2}
 
 
-#: Two separate networks, one a rank, of which one breaks at the step that is given for its rank, if any.
+#: A network on each rank; it breaks at the step that the arguments give for its rank, if any.
 BREAKS = """
 import os, sys, torch
 breaks = sys.argv[1:][int(os.environ["RANK"])]
@@ -282,7 +282,7 @@ if breaks == "error": raise ValueError("rank")
 
 
 def rank_after_rank(tmp_path, *steps):
-    """Rank 1 alone, then rank 0 alone, as one job; their stderr, rank 0's first."""
+    """Run rank 1, then rank 0, as one job; return their stderr, rank 0's first."""
     folder = tmp_path / "work"
     write(folder, BREAKS)
     second, first = (
@@ -321,7 +321,7 @@ def test_a_rank_that_failed_is_named_and_reports_for_all(tmp_path):
     assert report["first_line"] == ""
     cause = "In trouble: Rank 1 ended in step 5 by ValueError: rank."
     assert cause in report["models"][0]["ranges"]["verdict"]["sentences"][0]
-    # The launcher would have stopped the first before its own end.
+    # Both ranks report it, since a launcher might have stopped the first rank earlier.
     assert cause in first
     assert cause in second
     assert "mpinspect: the whole report: " in second
@@ -334,7 +334,7 @@ def test_a_second_rank_that_fails_leaves_the_report_to_the_first(tmp_path):
     assert record(tmp_path / RUN_DIR / "rank0")["outcome"] == "ValueError: rank"
 
 
-#: Rank 1 is killed at its first line, or when it has trained for a while.
+#: Rank 1 is killed at its first line, or after some training.
 DIES = """
 import os, signal, sys, torch
 is_to_die = os.environ["RANK"] == "1"
@@ -353,7 +353,7 @@ print(model.weight.sum().item())
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_a_rank_that_is_killed_is_named_with_its_step_and_the_other_ends_as_it_would_have(when, tmp_path):
+def test_a_killed_rank_is_named_with_its_step_and_the_other_is_unaffected(when, tmp_path):
     folder = tmp_path / "work"
     write(folder, DIES)
     ranks = {rank: {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": rank} for rank in "10"}
@@ -375,12 +375,12 @@ def test_a_rank_that_is_killed_is_named_with_its_step_and_the_other_ends_as_it_w
             wrote = re.search(r"What rank 1 wrote ends at step (\d+); the others' at 20", said)
             assert ended is not None
             assert wrote is not None
-            # When it wrote last, which is once a second at most.
+            # The step of its last write; it writes at most once a second.
             steps = int(wrote[1])
             assert steps in range(20)
             assert ended[1] == (f"after step {steps - 1}" if steps else "in step 0 or later")
         assert "still running" not in said
-    # What rank 0 keeps of all ranks while they train is closed with the last of both.
+    # Rank 0's sum over all ranks is completed with the last data of both.
     whole = directory / ALL_RANKS / "Net" / "session.mpinspect"
     assert whole.exists() == (when == "later")
     if when == "later":
@@ -400,14 +400,14 @@ def test_torchrun_kills_the_others_of_a_dead_rank_and_the_report_names_it(tmp_pa
     assert ended.returncode == 1
     said = " ".join(str(read_run(folder / "here")).split())
     dead = r"without a report \(killed, or it crashed\)"
-    # The launcher may stop rank 0 before its collective fails. Of a rank that was killed before it had written of a whole step,
-    # as happens on a busy machine, no more is known than that it had begun.
+    # The launcher may stop rank 0 before its collective fails. A rank that was killed before it wrote a whole step, as happens
+    # on a busy machine, is only known to have started.
     killed = "after step 0|in step 0 or later"
     last = rf"Then rank 0 ended (in step 1 by \w+ in a collective|({killed}) by a SIGTERM)"
     assert re.search(rf"Rank 1 ended (in one of steps 0-1|in step 1|{killed}) {dead}\. {last}", said)
 
 
-#: A rank that is stopped while it waits where no Python code runs, after a child of it has been stopped.
+#: A rank that is stopped while it waits in C code, after one of its children has been stopped.
 WAITS = """
 import ctypes, os, signal, threading, torch
 if not os.fork(): os.kill(os.getpid(), signal.SIGTERM)
@@ -419,7 +419,7 @@ ctypes.CDLL(None).sleep(60)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_rank_that_a_launcher_stops_leaves_a_trace_where_it_waits(leaves, tmp_path):
+def test_a_rank_stopped_by_its_launcher_still_records_its_end(leaves, tmp_path):
     folder = tmp_path / "work"
     write(folder, WAITS % leaves)
     began = time.monotonic()
@@ -433,7 +433,7 @@ def test_a_rank_that_a_launcher_stops_leaves_a_trace_where_it_waits(leaves, tmp_
     assert (tmp_path / RUN_DIR / "rank0" / ".sigterm").exists() != leaves
 
 
-def test_a_rank_that_has_not_ended_is_waited_for_a_while_and_named(tmp_path, monkeypatch):
+def test_a_running_rank_is_waited_for_briefly_and_named(tmp_path, monkeypatch):
     monkeypatch.setattr("mpinspect.run.joining._ENDS_WITHIN_S", 0.2)
     for rank, outcome in enumerate(("running", "running", "ended")):
         model = tmp_path / f"rank{rank}" / "Net"
@@ -464,19 +464,19 @@ def ending(path):
     return Ending(LaunchOptions("train.py"), path, {}, speaks=False)
 
 
-def test_a_payload_that_can_not_be_unpickled_harms_nobody(tmp_path, monkeypatch):
+def test_a_payload_that_can_not_be_unpickled_does_no_harm(tmp_path, monkeypatch):
     text = pickle.dumps({"payload": processes.SpawnPayload(LaunchOptions("train.py"), tmp_path, True)})
     begun = []
     monkeypatch.setattr(processes, "begin_in_child", lambda *given: begun.append(given))
     assert pickle.loads(text) == {"payload": None}
     assert begun == [(LaunchOptions("train.py"), str(tmp_path), True)]
-    # As in a child that does not find mpinspect.
+    # As in a child that can't import mpinspect.
     monkeypatch.setitem(sys.modules, "mpinspect.run", None)
     assert pickle.loads(text) == {"payload": None}
     assert len(begun) == 1
 
 
-def test_a_report_is_made_once_and_by_nobody_after_a_fork(tmp_path, capfd):
+def test_a_report_is_made_once_and_never_after_a_fork(tmp_path, capfd):
     first, child = ending(tmp_path / "first"), ending(tmp_path / "child")
     first.finish()
     written = (tmp_path / "first" / "run.json").stat()
@@ -489,7 +489,7 @@ def test_a_report_is_made_once_and_by_nobody_after_a_fork(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_child_that_an_exception_ends_leaves_a_trace_if_it_might_have_trained(tmp_path, capfd):
+def test_a_child_that_fails_is_recorded_if_it_might_have_trained(tmp_path, capfd):
     for number, torch_imported in enumerate((False, True)):
         directory = tmp_path / f"process-{number}"
         child = Ending(LaunchOptions("train.py"), directory, {}, speaks=False, leaves_no_trace=True)
@@ -501,7 +501,7 @@ def test_a_child_that_an_exception_ends_leaves_a_trace_if_it_might_have_trained(
 
 
 @pytest.mark.parametrize("record", ["", "[]", "null", '{"by_error": true}', '{"by_error": "yes", "outcome": 3}'])
-def test_what_another_process_left_may_be_anything(record, tmp_path):
+def test_damaged_files_of_other_processes_are_tolerated(record, tmp_path):
     from mpinspect.run.report import RunReport
 
     for name in ("rank0", "rank1", "rank10", "rank2", "ranks", "process-x"):
@@ -542,12 +542,12 @@ print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, flush=True)
         (["handles", "during"], "handled report False", 0),
     ],
 )
-def test_a_sigterm_waits_for_the_report_and_then_ends_the_process(words, out, status):
+def test_sigterm_ends_the_process_after_the_report(words, out, status):
     ended = subprocess.run([sys.executable, "-c", SIGTERMS, *words], capture_output=True, text=True, check=False)
     assert (ended.stdout.split(), ended.returncode) == (out.split(), status), ended.stderr
 
 
-#: A rank that an exception ends, and that a launcher stops while Python shows the exception.
+#: A rank that fails, and that its launcher stops while Python prints the exception.
 STOPPED = """
 import os, signal, sys, torch
 class Net(torch.nn.Linear): ...
@@ -560,7 +560,7 @@ raise RuntimeError("Connection closed by peer")
 """
 
 
-def test_a_rank_that_is_stopped_while_its_exception_is_shown_reports(tmp_path):
+def test_a_rank_stopped_while_its_exception_is_printed_still_reports(tmp_path):
     folder = tmp_path / "work"
     write(folder, STOPPED)
     ended = watched(folder, "train.py", env={"WORLD_SIZE": "2", "RANK": "0"}, forked=True)
@@ -569,7 +569,7 @@ def test_a_rank_that_is_stopped_while_its_exception_is_shown_reports(tmp_path):
     assert "Rank 0 ended in step 1 by RuntimeError in a collective." in " ".join(ended.err.split())
 
 
-def test_a_directory_that_can_not_be_written_at_the_end_is_one_line(tmp_path, capfd):
+def test_a_directory_that_can_not_be_written_at_the_end_is_reported_in_one_line(tmp_path, capfd):
     (tmp_path / "file").write_text("")
     ending(tmp_path / "file").finish()
     out, err = capfd.readouterr()
@@ -578,7 +578,7 @@ def test_a_directory_that_can_not_be_written_at_the_end_is_one_line(tmp_path, ca
     assert err.count("\n") == 1
 
 
-def test_a_module_is_told_once_and_a_fault_does_not_reach_the_import(tmp_path, monkeypatch):
+def test_an_import_callback_runs_once_and_its_error_does_not_reach_the_import(tmp_path, monkeypatch):
     (tmp_path / "told_module.py").write_text("value = 1")
     monkeypatch.syspath_prepend(str(tmp_path))
     seen, finders = [], list(sys.meta_path)
@@ -598,7 +598,7 @@ def test_a_module_is_told_once_and_a_fault_does_not_reach_the_import(tmp_path, m
     monkeypatch.delitem(sys.modules, "told_module")
 
 
-def test_an_import_that_fails_is_listened_to_again(tmp_path, monkeypatch):
+def test_the_callback_runs_when_a_failed_import_is_repeated(tmp_path, monkeypatch):
     path = tmp_path / "late_module.py"
     path.write_text("1 / 0")
     monkeypatch.syspath_prepend(str(tmp_path))

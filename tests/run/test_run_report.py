@@ -1,4 +1,4 @@
-"""The joined report of a run: its first line, its table of modules, every form of it."""
+"""The report of a run: its first line, its table of modules, and every format."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def shapes():
 # -- the first line ---------------------------------------------------------------------------------------------------
 
 
-def test_the_first_line_says_step_phase_module_value_scale_and_the_forward():
+def test_the_first_line_names_step_phase_module_value_scale_and_forward():
     assert first_line(INF) == "step 412, backward, 'decoder.3.attn', first inf, scale 65536, forward finite"
 
 
-def test_what_is_not_known_is_left_out_and_what_matters_is_added():
+def test_the_first_line_omits_unknown_and_adds_relevant_facts():
     event = Event(7, 2, "forward", "", "activation", "", "nan")
     assert first_line(event) == "step 7, micro-batch 2, forward, the model itself, first NaN"
     assert first_line(dataclasses.replace(INF, forward_finite=False, skipped=True, loss_scale=2.0**-20)) == (
@@ -78,7 +78,7 @@ def _ended_by(error: Measurement, session: Session | None = None):
     return analyse(dataclasses.replace(session, measurements=(*session.measurements, error)))
 
 
-def test_the_exception_that_ended_the_script_is_said_first_and_once():
+def test_the_exception_that_ended_the_script_is_reported_first_and_once():
     error = Measurement(ENDED_BY, "head", 3, {"begun": 1.0}, (IN_FORWARD,), "ValueError: bad")
     ended = "Ended by an exception in step 3, in the forward of 'head': ValueError: bad"
     parts = [ModelPart(name, _ended_by(error)) for name in ("Net", "Other")]
@@ -89,7 +89,7 @@ def test_the_exception_that_ended_the_script_is_said_first_and_once():
         assert [line for line in lines if line.startswith("Ended by")] == [expected]
         assert lines[1] == expected
         assert "Healthy" not in str(report)
-    # A model whose inspection was over before says nothing of it; among ranks a finding does.
+    # A model whose inspection ended earlier does not report it; with several ranks, a finding does.
     over = RunReport("train.py", "ValueError: bad", (ModelPart("Net", ranges()),), by_error=True)
     assert over.ended == "Ended by an exception: ValueError: bad"
     of_ranks = dataclasses.replace(error, what="rank-ended-early", rank=1, figures={"order": 0.0})
@@ -125,16 +125,16 @@ def test_a_script_that_failed_after_its_record_had_ended_is_not_called_healthy(s
     assert ("Healthy" in str(report)) is (opening == "Healthy")
 
 
-def test_probing_of_a_scaler_and_harmless_masks_come_after_what_did_harm():
+def test_harmful_events_precede_a_scalers_probing_and_harmless_masks():
     assert gravest([PROBING, MASK, INF]) is INF
     assert gravest([PROBING, MASK]) is None
     assert gravest([]) is None
-    # A skipped step whose forward had failed already is no probing: no scale repairs it.
+    # A skipped step whose forward already failed is not probing, since no scale repairs it.
     hopeless = dataclasses.replace(PROBING, step=5, forward_finite=False)
     assert gravest([PROBING, hopeless, INF]) is hopeless
 
 
-def test_of_several_models_the_one_that_broke_first_is_named():
+def test_the_model_that_broke_first_is_named():
     later, earlier = broken(INF), broken(dataclasses.replace(INF, step=9))
     report = RunReport("gan.py", "ended", (ModelPart("Generator", later), ModelPart("Critic", earlier)))
     assert report.first_line.startswith("Critic: step 9, backward, 'decoder.3.attn', first inf")
@@ -148,7 +148,7 @@ def test_of_several_models_the_one_that_broke_first_is_named():
 
 
 def brief(*products, **fields):
-    """The lines on shapes and findings of a run of these products."""
+    """Return the lines on shapes and on findings of a run with these products."""
     judged = analyse_shapes(shape_records.recording(*products, **fields), gpus.named("ampere"))
     report = RunReport("a.py", "ended", shapes=judged, is_shape_detail=True)
     lines = (line.strip().split("  ", 1) for line in render(report, ".txt", width=400).splitlines())
@@ -156,7 +156,7 @@ def brief(*products, **fields):
     return found["shapes"].removesuffix(" (--lint, report.md)"), found.get("findings", "")
 
 
-def test_what_runs_in_fp32_is_told_with_what_16_bits_would_do():
+def test_fp32_products_are_reported_with_the_effect_of_16_bits():
     even, odd = (shape_records.linear(64, size, 512, "float32") for size in (1024, 1023))
     gpu = "of one step's FLOPs suit the Tensor Cores of A100"
     assert brief(*even)[0].startswith(f"0% {gpu}; all run in FP32; with those in 16 bits all would suit")
@@ -165,12 +165,12 @@ def test_what_runs_in_fp32_is_told_with_what_16_bits_would_do():
         f"50% {gpu}; 50% run in FP32; with those in 16 bits all would suit"
     )
     assert "16 bits" not in brief(*odd)[0]
-    # A product with a vector is in FP32 too, whatever keeps it off Tensor Cores.
+    # Products with a vector count as FP32 too, although their shape already excludes Tensor Cores.
     assert "; all run in FP32" in brief(*shape_records.linear(1, 1024, 512, "float32"))[0]
     assert brief(*shape_records.linear(64, 1024, 512)) == (f"100% {gpu}", "")
 
 
-def test_tf32_that_cudnn_takes_by_itself_is_named():
+def test_cudnns_default_tf32_is_named():
     products = (shape_records.convolution(dtype="float32"), *shape_records.linear(64, 1024, 512))
     words, _ = brief(products[0])
     assert words == "100% of one step's FLOPs suit the Tensor Cores of A100 (in TF32, cuDNN's default)"
@@ -178,7 +178,7 @@ def test_tf32_that_cudnn_takes_by_itself_is_named():
     assert "% in TF32, cuDNN's default)" in brief(*products)[0]
 
 
-def test_what_suits_in_no_dtype_is_told_beside_what_runs_in_fp32():
+def test_unsuitable_shapes_and_fp32_products_are_both_reported():
     products = (*shape_records.linear(64, 1023, 512), *shape_records.linear(64, 1023, 512, "float32"))
     words = brief(*products)[0]
     assert words.startswith(
@@ -194,11 +194,11 @@ def test_the_worst_finding_on_shapes_is_named_where_the_shapes_are_not_shown():
     assert findings == "1 warning on the speed of shapes (report.md)"
 
 
-# -- what a run prints when it ends -------------------------------------------------------------------------------------
+# -- the output at the end of a run -------------------------------------------------------------------------------------
 
 
 def printed(report: RunReport) -> list[str]:
-    """The lines at the default width, as Ending prints them before the path of the page."""
+    """Return the lines that ``Ending`` prints before the path of the page, at the default width."""
     return text_renderer.render(in_brief(report), 100).splitlines()
 
 
@@ -210,7 +210,7 @@ def test_the_verdict_is_short(name):
     report = RunReport("train.py", "ended", (ModelPart("Net", ranges(name)),), saw=SAW)
     lines = printed(report)
     verdict = report.parts[0].ranges.verdict
-    # One more is the path of the page, and an error has a line of its own besides.
+    # The path of the page adds one line, and an error another.
     assert len(lines) < (20 if verdict.healthy is False or report.first_line else 10), "\n".join(lines)
     whole = " ".join(" ".join(lines).split())
     for words in (report.first_line, *verdict.sentences, verdict.change, *verdict.code.splitlines()):
@@ -219,7 +219,7 @@ def test_the_verdict_is_short(name):
     assert not {"Findings", "In brief", "Coverage"} & set(lines)
 
 
-def test_of_several_models_the_change_of_the_worst_is_shown():
+def test_the_change_for_the_worst_model_is_shown():
     worst = broken(INF)
     report = RunReport("gan.py", "ended", (ModelPart("Critic", ranges()), ModelPart("Generator", worst)), saw=SAW)
     lines = printed(report)
@@ -230,7 +230,7 @@ def test_of_several_models_the_change_of_the_worst_is_shown():
     assert len(lines) < 20
 
 
-def test_what_was_not_seen_is_told_and_how_the_script_ended():
+def test_unseen_parts_and_the_scripts_outcome_are_shown():
     saw = ("the pattern 'a' matches no module", *SAW, *(f"note {number}" for number in range(5)))
     lines = printed(RunReport("a.py", "exit status 3", (ModelPart("Net", ranges("empty")),), saw=saw))
     assert lines[0] == "mpinspect run a.py: exit status 3"
@@ -244,12 +244,12 @@ def test_what_was_not_seen_is_told_and_how_the_script_ended():
     [((f"{gpus.ASSUMED}: judged",), True, False), ((f"{gpus.ASSUMED}: judged",), False, True), ((), True, True)],
     ids=["neither asked nor a GPU", "--lint", "--gpu or a GPU"],
 )
-def test_shapes_are_told_where_they_were_asked_for(notes, is_detail, is_told):
+def test_shapes_are_shown_on_request(notes, is_detail, is_told):
     judged = dataclasses.replace(shapes(), notes=notes)
     report = RunReport("a.py", "ended", (ModelPart("Net", ranges()),), judged, is_shape_detail=is_detail)
     for lines in (printed(report), render(report, ".txt", width=100).splitlines()):
         assert any("Tensor Cores of" in line for line in lines) == is_told
-    # The page and the files have them all the same.
+    # The page and the files always include them.
     assert json.loads(report.to_json())["shapes"] is not None
     assert "shapes of one step" in render(report, ".md")
 
@@ -257,7 +257,7 @@ def test_shapes_are_told_where_they_were_asked_for(notes, is_detail, is_told):
 # -- module by module ---------------------------------------------------------------------------------------------------
 
 
-def test_without_shapes_and_kernels_there_is_nothing_to_join():
+def test_without_shapes_and_kernels_the_table_of_modules_is_empty():
     assert by_module(RunReport("a.py", "ended", (ModelPart("Net", ranges()),))) == ()
 
 
@@ -277,7 +277,7 @@ def test_a_row_joins_the_gradients_range_the_shapes_and_the_kernels():
 
 
 @pytest.mark.parametrize("case", ["scale not known", "no finite value", "all may have been flushed"])
-def test_what_is_not_known_of_one_gradient_is_not_known_of_its_module(case):
+def test_a_module_is_unknown_if_one_of_its_gradients_is_unknown(case):
     layers = {
         TensorKey("hidden.weight", WEIGHT_GRADIENT): spread({-3: 1000}),
         TensorKey("hidden", ACTIVATION_GRADIENT): spread({-3: 1000}),
@@ -299,8 +299,8 @@ def test_what_is_not_known_of_one_gradient_is_not_known_of_its_module(case):
         assert row.lost_l1_share is None
 
 
-def test_no_module_that_overflows_at_scale_1_is_said_to_be_served_above_the_window():
-    # What overflowed at 2^-1 was not counted: the finite values alone would allow that scale.
+def test_a_module_that_overflows_at_scale_1_is_not_served_above_the_window():
+    # The values that overflowed at 2^-1 are not counted; the finite values alone would allow that scale.
     values = {TensorKey("hidden.weight", WEIGHT_GRADIENT): spread({16: 1000})}
     overflow = dataclasses.replace(
         INF, module="hidden", what=WEIGHT_GRADIENT, tensor="hidden.weight", loss_scale=0.5, skipped=True
@@ -324,7 +324,7 @@ def test_kernel_times_of_modules_known_by_path():
     assert (row.module, row.kernel_time_us, row.tensor_core_fraction) == ("hidden", 40.0, 0.75)
 
 
-def test_the_map_shows_what_is_known_of_each_module():
+def test_the_map_shows_shapes_and_kernels_of_each_module():
     session = sessions.session({TensorKey("hidden.weight", WEIGHT_GRADIENT): sessions.bell(-26)})
     on = made_kernels.kernel("ampere_h16816gemm_256x128_ldg8_stages_64x3_tn", 30.0)
     off = made_kernels.kernel("sgemm_128x128x8_NN", 10.0)
@@ -333,14 +333,14 @@ def test_the_map_shows_what_is_known_of_each_module():
     report = RunReport("a.py", "ended", (ModelPart("Net", analyse(session)),), shapes(), kernels)
     notes = module_notes(report)["Net"]
     assert [heading for heading, _ in notes.columns] == ["shapes", "kernels", "on Tensor Cores"]
-    # "head" has no layer in the map.
+    # The map has no layer "head".
     assert [[cell.text for cell in cells] for cells in notes.cells.values()] == [["degraded", "50%", "75%"]]
     *products, finding, kernel = notes.lines["hidden"]
     assert [line.split(",")[1].strip() for line in products] == ["forward", "dgrad", "wgrad"]
     (odd,) = (each for each in report.shapes.findings if each.id == "odd-size")
     assert finding == f"Shapes, warning, odd-size: {odd.message}. Fix: {odd.fix}"
     assert kernel.startswith("Kernels, 40.0 us: ampere_h16816gemm")
-    # Of two models each path begins with the model's name; without kernels there are no columns for them.
+    # With two models, paths begin with the model's name; without kernels, their columns are absent.
     part = report.parts[0]
     several = RunReport("a.py", "ended", (ModelPart("hidden", part.ranges), ModelPart("Net", part.ranges)), shapes())
     assert not module_notes(several)["Net"].cells
@@ -375,7 +375,7 @@ def reports():
 
 
 @pytest.mark.parametrize("name", reports())
-def test_every_form_of_it(name, tmp_path):
+def test_every_format(name, tmp_path):
     report = reports()[name]
     for text in (render(report, ".txt", width=60), render(report, ".txt", width=160), render(report, ".md")):
         text.encode("utf-8")
@@ -389,7 +389,7 @@ def test_every_form_of_it(name, tmp_path):
         assert report.save(tmp_path / f"report{suffix}").stat().st_size > 0
 
 
-def test_the_parts_in_json_are_what_they_are_alone():
+def test_the_parts_in_json_equal_their_separate_reports():
     report = reports()["whole"]
     document = json.loads(report.to_json())
     assert document["models"][0]["ranges"] == json.loads(report.parts[0].ranges.to_json())
@@ -403,7 +403,7 @@ def test_nested_markdown_has_one_title():
     assert sum(line.startswith("## ") for line in lines) >= 5
 
 
-def test_a_page_says_what_broke_once_below_its_top():
+def test_a_page_names_the_failure_once_below_its_top():
     report = RunReport("a.py", "ended", (ModelPart("Net", broken(INF)),))
     (sentence, *_) = report.parts[0].ranges.verdict.sentences
     error = sentence.partition(": ")[2]
@@ -424,7 +424,7 @@ def test_findings_of_all_parts_the_gravest_first():
     assert ranks == sorted(ranks, reverse=True)
 
 
-def test_in_brief_stands_last():
+def test_the_summary_is_last():
     text = render(reports()["whole"], ".txt", width=140)
     last = text[text.index("In brief") :]
     assert "a.py -x: ended" in last
@@ -432,7 +432,7 @@ def test_in_brief_stands_last():
     assert "files  runs/a" in last
 
 
-def test_of_many_models_the_gravest_are_shown_in_full_and_the_rest_in_a_line():
+def test_the_worst_models_are_shown_in_full_and_the_rest_in_a_line():
     parts = [ModelPart(f"Fold-{number}", ranges()) for number in range(8)]
     parts[6] = ModelPart("Fold-6", broken(dataclasses.replace(INF, skipped=False)))
     report = RunReport("folds.py", "ended", tuple(parts))
@@ -445,14 +445,14 @@ def test_of_many_models_the_gravest_are_shown_in_full_and_the_rest_in_a_line():
     assert sum(line.startswith("### WordModel against") for line in render(report, ".md").splitlines()) == 8
 
 
-def test_scales_that_nobody_writes_out_are_powers_of_two():
+def test_large_scales_are_written_as_powers_of_two():
     assert "scale 2^127" in first_line(dataclasses.replace(INF, loss_scale=2.0**127))
     assert "scale 1000," in first_line(dataclasses.replace(INF, loss_scale=1000.0))
     lost = dataclasses.replace(INF, module="", what="scaled_loss")
     assert first_line(lost).startswith("step 412, backward, the loss, first inf")
 
 
-def test_probing_alone_is_no_first_line_but_a_scale_that_never_fits_is():
+def test_probing_gives_no_first_line_but_a_scale_that_never_fits_does():
     probing = [dataclasses.replace(PROBING, step=step, loss_scale=2.0 ** (20 - step)) for step in range(3)]
     assert RunReport("a.py", "ended", (ModelPart("Net", broken(*probing)),)).first_line == ""
     stuck = tuple(dataclasses.replace(PROBING, step=step) for step in range(40))
