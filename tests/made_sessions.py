@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.recipes import RECIPES
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 
@@ -206,6 +207,19 @@ def full_session() -> s.Session:
             (s.ScalerRecord("GradScaler", False, 65536.0, 2000.0, 2.0, 0.5),),
             ("bfloat16",),
             ("bfloat16", ""),
+            (
+                s.LayersRecord(
+                    ("encoder.重み", "head"),
+                    "Float8Linear",
+                    (32, 64),
+                    RECIPES["fp8-rowwise-with-gw-hp"].products,
+                    "torchao",
+                    True,
+                    True,
+                    True,
+                ),
+            ),
+            ("config",),
         ),
         (
             s.Measurement(

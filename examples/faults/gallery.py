@@ -107,6 +107,12 @@ FAULTS = (
     Fault("router_ties.py", "router-ties", "moe", 0),
     Fault("batchnorm_half.py", "statistics-broken", "1"),
     Fault("batchnorm_after_skip.py", "statistics-broken", "1", 5),
+    Fault("fp8_filter.py", "nothing-converted"),
+    Fault("fp8_head.py", "narrow-head", "lm_head"),
+    Fault("fp8_router.py", "narrow-router", "1.router"),
+    Fault("fp8_part.py", "converted-in-part", "blocks.0.v_proj"),
+    Fault("fp8_sizes.py", "sizes-refused", "projection"),
+    Fault("mxfp8_bias.py", "bias-left-out", "blocks.0"),
     Fault("fp16_activation.py", "scale-falls-for-forward", "layers.0", 2),
 )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
+from mpinspect.numeric.recipes import Products
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.runtime.decoding import Between, OneOf
 
@@ -44,6 +45,9 @@ IN_OPTIMIZER, BETWEEN_STEPS = "optimizer", "between-steps"
 
 #: Values of ``Event.story``.
 TAKEN, SKIPPED, DROPPED, UNKNOWN = "taken", "skipped", "dropped", ""
+
+#: Traces of a conversion to a narrow format: torchao's converter was called, or one of its configurations exists.
+CONVERTER_CALLED, CONFIGURED = "convert_to_float8_training", "config"
 
 #: Values of ``TensorInfo.held``. "": unknown, or a single process. "own": each rank has its own value, like a gradient before
 #: the all-reduce. "shard": a part of a tensor whose elements are divided among the ranks. "replica": a copy.
@@ -355,6 +359,31 @@ class ScalerRecord:
 
 
 @dataclass(frozen=True)
+class LayersRecord:
+    """Layers with matrix products that are alike: of one class and size, in the same formats.
+
+    Args:
+        modules: their dotted paths, in the model's order.
+        type: class name.
+        shape: input and output features; empty if unknown.
+        products: the quantised operands of their products.
+        library: the library whose kernels compute them, "torchao" or "transformer_engine"; "" for torch's own products.
+        emulated: whether they are computed in a wide format from rounded operands.
+        is_head: whether they share their weight with an embedding.
+        without_bias: whether their biases got no gradient in a step in which their weights did.
+    """
+
+    modules: tuple[str, ...]
+    type: str
+    shape: tuple[Count, ...] = ()
+    products: Products = field(default_factory=Products)
+    library: str = ""
+    emulated: bool = False
+    is_head: bool = False
+    without_bias: bool = False
+
+
+@dataclass(frozen=True)
 class Precision:
     """The precision ledger of a run: the dtypes of its storage and computation, by torch's names ("bfloat16").
 
@@ -365,6 +394,9 @@ class Precision:
         outputs: dtypes of the floating-point outputs of modules in training forwards.
         losses: dtypes of the losses whose backwards were seen.
         optimizers, scalers: the optimizers and loss scalers seen.
+        reduced: dtypes in which the ranks' gradients are summed; empty if unknown, or for one process.
+        unseen: dtypes of the values in the losses' graphs, read where modules' calls were not all seen (compiled code); ""
+            for values that could not be read. Empty if no graph was read.
         reduced: dtypes of the sums of the ranks' gradients; empty if unknown, or for one process.
         unseen: dtypes of the values in the losses' graphs, read if some modules' calls were not seen (compiled code); "" for
             values that could not be read. Empty if no graph was read.
@@ -379,6 +411,8 @@ class Precision:
     scalers: tuple[ScalerRecord, ...] = ()
     reduced: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
+    layers: tuple[LayersRecord, ...] = ()
+    asked: tuple[str, ...] = ()
 
     @property
     def has_masters(self) -> bool:

@@ -17,6 +17,7 @@ from mpinspect.ranges.analysis.rank_ranges import RankRanges
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.ranges.session import (
     Event,
+    LayersRecord,
     Measurement,
     Precision,
     Progress,
@@ -297,7 +298,19 @@ def _precision(low: Session, high: Session) -> Precision:
         tuple({(each.type, each.enabled): each for each in (*other.scalers, *one.scalers)}.values()),
         tuple(dict.fromkeys((*one.reduced, *other.reduced))),
         tuple(dict.fromkeys((*one.unseen, *other.unseen))),
+        _layers(one, other),
+        tuple(dict.fromkeys((*one.asked, *other.asked))),
     )
+
+
+def _layers(one: Precision, other: Precision) -> tuple[LayersRecord, ...]:
+    """Return the layers of both; a module of both has the record of the lower rank."""
+    known = {module for record in one.layers for module in record.modules}
+    added = (
+        replace(record, modules=tuple(module for module in record.modules if module not in known))
+        for record in other.layers
+    )
+    return (*one.layers, *(record for record in added if record.modules))
 
 
 def _sums(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

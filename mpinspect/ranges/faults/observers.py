@@ -32,10 +32,9 @@ def diagnosing_observers(
     recording: Recording,
 ) -> tuple[Observer, ...]:
     """Return all of them, to follow the watch: some react to the events that it records at the step's end."""
-    modules = [layer.module for layer in layers]
     masters = Masters(parameters, optimizers)
     return (
-        Ledger(parameters, optimizers, masters, clock, recording, modules),
+        Ledger(parameters, optimizers, masters, clock, recording, layers),
         NewScalers(recording),
         MasterGradients(masters, clock, recording),
         HandedOver(parameters, optimizers, masters, clock, recording),

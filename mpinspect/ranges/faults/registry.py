@@ -14,6 +14,7 @@ from mpinspect.ranges.faults.name import (
     events,
     gradient_ranges,
     gradients_lost,
+    narrow,
     powers,
     ranks,
     replaced,
@@ -34,6 +35,7 @@ FIRST: tuple[Fault, ...] = (ranks.RANK_ENDED_EARLY,)
 DIAGNOSES: tuple[Fault, ...] = (
     *culprit_inputs.FAULTS,
     *second.FAULTS,
+    *narrow.FAULTS,
     gradients_lost.NEVER_UPDATED,
     *gradients_lost.GONE,
     *replaced.FAULTS,

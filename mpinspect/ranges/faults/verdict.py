@@ -10,6 +10,7 @@ from dataclasses import replace
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.precision import is_hidden, ledger_line, run_format
+from mpinspect.ranges.analysis.products import layers_line
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
 from mpinspect.ranges.faults.name.scaling import LOG2_INITIAL
@@ -119,10 +120,16 @@ def _first_clause(message: str) -> str:
 
 
 def _computes_in(session: Session, format: FloatFormat | None) -> str:
-    """Return a lead like "Computes in BF16: ", or "Computes in FP32 and BF16: " if only some modules compute in 16 bits."""
+    """Return a lead like "Computes in BF16: ", or "Computes in FP32 and BF16: " if only some modules compute in 16 bits.
+
+    If layers are converted to FP8 or FP4, their number: "81 of 113 Linear in FP8 tensorwise, 32 in BF16: ".
+    """
+    ledger = session.precision
+    narrow = layers_line(ledger, format_name(format.name) if format is not None else "")
+    if narrow:
+        return f"{narrow}: "
     if format is None:
         return ""
-    ledger = session.precision
     in_part = (not any(ledger.autocast) or "" in ledger.autocast) and FLOAT32.name in ledger.outputs
     return f"Computes in {'FP32 and ' if in_part and format != FLOAT32 else ''}{format_name(format.name)}: "
 

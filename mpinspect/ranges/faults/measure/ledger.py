@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Call, Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.compensation import Compensation
+from mpinspect.ranges.faults.measure.converted import asked_for, converted_layers
 from mpinspect.ranges.faults.measure.masters import Masters
-from mpinspect.ranges.session import OptimizerRecord, Precision, ScalerRecord
+from mpinspect.ranges.session import LayersRecord, OptimizerRecord, Precision, ScalerRecord
 from mpinspect.runtime.device import random_state
 from mpinspect.runtime.distributed import local_part, sharded_sum_in, summed_in
 
@@ -35,7 +36,7 @@ class Ledger(Observer):
         masters: the copies of the weights that optimizers step in their place.
         clock: the run's step clock.
         recording: receives the ledger.
-        modules: the model's modules.
+        layers: the model's modules.
     """
 
     def __init__(
@@ -45,9 +46,12 @@ class Ledger(Observer):
         masters: Masters,
         clock: StepClock,
         recording: Recording,
-        modules: Sequence[torch.nn.Module] = (),
+        layers: Sequence[Layer] = (),
     ) -> None:
-        self._modules = modules
+        self._layers = layers
+        #: The layers with products, read once, when an optimizer is about to step: recipes and gradients are known by then.
+        self._products: tuple[LayersRecord, ...] | None = None
+        self._asked: tuple[str, ...] = ()
         #: Found at the end of the first measured step, when the hooks that sum gradients are in place.
         self._summed_in: tuple[str, ...] | None = None
         self._clock, self._optimizers, self._recording = clock, optimizers, recording
@@ -102,6 +106,7 @@ class Ledger(Observer):
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the dtypes of the gradients that the optimizer receives."""
         if self.at_work:
+            self._read_products()
             given = _elements(parameter.grad for parameter in _stepped_by(optimizer) if parameter.grad is not None)
             self._gradients.update({dtype: count for dtype, count in given.items() if dtype not in self._gradients})
             self._generators[id(optimizer)] = _generators(optimizer)
@@ -147,14 +152,23 @@ class Ledger(Observer):
                 tuple(self._scalers.values()),
                 self._reduced(),
                 tuple(self._unseen),
+                self._read_products(),
+                self._asked,
             )
         )
+
+    def _read_products(self) -> tuple[LayersRecord, ...]:
+        """Return how the layers' products are computed, read at the first call."""
+        if self._products is None:
+            self._products = converted_layers(self._layers)
+            self._asked = asked_for(self._products)
+        return self._products
 
     def _reduced(self) -> tuple[str, ...]:
         """Return the dtypes of the sums of the ranks' gradients, if the model's wrappers have them."""
         if self._summed_in is None:
             of_copies = (summed_in(each.parameter, each.parallel) for each in self._parameters)
-            dtypes = (*of_copies, *map(sharded_sum_in, self._modules))
+            dtypes = (*of_copies, *map(sharded_sum_in, (layer.module for layer in self._layers)))
             self._summed_in = tuple({dtype_name(dtype): None for dtype in dtypes if dtype is not None})
         return self._summed_in
 

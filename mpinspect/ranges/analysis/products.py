@@ -1,0 +1,141 @@
+"""Words and sums on how the products of a model's layers are computed."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mpinspect.numeric.recipes import Products, recipe_of
+from mpinspect.ranges.session import LayersRecord, Precision
+from mpinspect.reporting.words import some
+
+_LEVEL = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One layer of the ledger, in the model's order.
+
+    Args:
+        module: its dotted path.
+        record: the record that it shares with the layers that are alike.
+    """
+
+    module: str
+    record: LayersRecord
+
+    @property
+    def products(self) -> Products:
+        return self.record.products
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether any operand of its products is quantised."""
+        return self.products.bits is not None
+
+    @property
+    def own_name(self) -> str:
+        """The last part of its path that is no number."""
+        return next((part for part in reversed(self.module.split(".")) if not part.isdigit()), self.module)
+
+    @property
+    def pattern(self) -> str:
+        """Its path with the numbers of blocks as "{}"."""
+        return _LEVEL.sub("{}", self.module)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers in its path."""
+        return tuple(int(number) for number in _LEVEL.findall(self.module))
+
+
+def ledger(precision: Precision) -> tuple[ConvertedLayer, ...]:
+    """Return every layer with products, grouped by record."""
+    return tuple(ConvertedLayer(module, record) for record in precision.layers for module in record.modules)
+
+
+def is_narrow(precision: Precision) -> bool:
+    """Return whether any layer computes a product in FP8 or FP4."""
+    return any(record.products.bits is not None for record in precision.layers)
+
+
+def products_named(products: Products) -> str:
+    """Return the recipe of narrow products in words: "FP8 tensorwise"; the products of no known recipe by their width."""
+    recipe = recipe_of(products)
+    if recipe is not None:
+        return recipe.title
+    wide = f" with wide {' and '.join(products.wide)}" if products.wide else ""
+    return f"FP{products.bits}{wide} (no known recipe)"
+
+
+def layers_line(precision: Precision, wide: str) -> str:
+    """Return a line like "81 of 113 Linear in FP8 tensorwise, 32 in BF16"; "" if no layer is narrow.
+
+    Args:
+        wide: the format of the other layers in words; "" if unknown.
+    """
+    if not is_narrow(precision):
+        return ""
+    layers = sorted(ledger(precision), key=lambda layer: not layer.is_narrow)
+    found = Counter(_named(layer) if layer.is_narrow else wide or "a wide format" for layer in layers)
+    (first, narrow), *rest = found.items()
+    counts = (
+        f"{narrow:,} of {len(layers):,} {_kinds(precision.layers)} in {first}",
+        *(f"{n:,} in {name}" for name, n in rest),
+    )
+    return ", ".join(counts)
+
+
+def _named(layer: ConvertedLayer) -> str:
+    return f"{products_named(layer.products)}{' (emulated)' if layer.record.emulated else ''}"
+
+
+def _kinds(records: Iterable[LayersRecord]) -> str:
+    """Return "Linear" if all layers are nn.Linear, converted or not; otherwise "layers"."""
+    return "Linear" if all(record.type in ("Linear", "Float8Linear") for record in records) else "layers"
+
+
+def narrow_fraction(precision: Precision) -> float | None:
+    """Return the share of the layers' multiplications by weights that are narrow, 0..1; None if a size is unknown.
+
+    Every layer counts as called with as many rows.
+    """
+    if not precision.layers or not all(len(record.shape) == 2 for record in precision.layers):
+        return None
+    work = [
+        (len(record.modules) * record.shape[0] * record.shape[1], 3 - len(record.products.wide))
+        for record in precision.layers
+    ]
+    total = sum(3 * size for size, _ in work)
+    return sum(size * narrow for size, narrow in work) / total if total else None
+
+
+def alike(layers: Iterable[ConvertedLayer]) -> list[list[ConvertedLayer]]:
+    """Return the layers in groups whose paths differ in block numbers alone."""
+    groups: dict[str, list[ConvertedLayer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.pattern, []).append(layer)
+    return list(groups.values())
+
+
+def modules_named(modules: Iterable[str]) -> str:
+    """Return modules in words, with repeated blocks as one: "'h.{0..11}.attn', 'h.{0,2}.mlp', 'head'"."""
+    groups: dict[str, list[int]] = {}
+    shown = []
+    for module in dict.fromkeys(modules):
+        numbers = _LEVEL.findall(module)
+        pattern = _LEVEL.sub("{}", module) if len(numbers) == 1 else module
+        shown += [] if pattern in groups else [pattern]
+        groups.setdefault(pattern, []).extend(int(number) for number in numbers if len(numbers) == 1)
+    return some([pattern.replace("{}", _numbers(groups[pattern])) if groups[pattern] else pattern for pattern in shown])
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Return "{0..11}", "{0,2}" or "5"."""
+    ordered = sorted(numbers)
+    if len(ordered) == 1:
+        return str(ordered[0])
+    is_run = len(ordered) > 2 and ordered == [*range(ordered[0], ordered[-1] + 1)]
+    return f"{{{ordered[0]}..{ordered[-1]}}}" if is_run else f"{{{','.join(map(str, ordered))}}}"

@@ -1,0 +1,247 @@
+"""Reads how the products of a model's layers are computed: which operands are quantised, into which format, by which library.
+
+Classes are recognised by name, so nothing is imported: torchao's Float8Linear and weights in its training wrappers (their module
+stays an nn.Linear), and TransformerEngine's modules. No tensor's values are read.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from mpinspect.numeric.formats import FLOAT4_E2M1, FLOAT8_E4M3, FLOAT8_E5M2
+from mpinspect.numeric.recipes import (
+    AMAX,
+    CEIL,
+    E4M3_SCALE,
+    EVEN,
+    FLOAT32_SCALE,
+    FLOOR,
+    HISTORY,
+    NEAREST,
+    POWER_OF_TWO,
+    RCEIL,
+    STOCHASTIC,
+    WHOLE,
+    Product,
+    Products,
+    Quantization,
+    uniform,
+)
+from mpinspect.ranges.capture.layers import Layer
+from mpinspect.ranges.session import CONFIGURED, CONVERTER_CALLED, LayersRecord
+from mpinspect.runtime.wrappers import class_of, registered, unwrapped
+
+#: The modules of TransformerEngine that compute products.
+_OF_TRANSFORMER_ENGINE = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
+#: Classes of layers beside nn.Linear whose weight is stored transposed.
+_TRANSPOSED = ("Conv1D",)
+_TORCHAO_CONFIGS = ("Float8LinearConfig", "Float8TrainingOpConfig", "MXFP8TrainingOpConfig")
+#: Where torchao 0.17 and later note that their converter has run.
+_CONVERTER, _HAS_RUN = "torchao.float8._inductor_patch", "_PATCHED"
+_E4M3, _E5M2, _E2M1 = FLOAT8_E4M3.name, FLOAT8_E5M2.name, FLOAT4_E2M1.name
+_MX_RULES = {"floor": FLOOR, "rceil": RCEIL, "ceil": CEIL, "even": EVEN}
+
+
+def converted_layers(layers: Iterable[Layer]) -> tuple[LayersRecord, ...]:
+    """Return the layers with matrix products, grouped by all that their record holds; in the order of their first modules."""
+    layers = list(layers)
+    embedded = {id(weight) for layer in layers if (weight := _embedding(layer.module)) is not None}
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for layer in layers:
+        module = unwrapped(layer.module)
+        weights = _weights(module)
+        found = _products(module, weights)
+        if found is not None:
+            products, library, emulated = found
+            is_head = any(id(weight) in embedded for weight in weights)
+            shape = _shape(module, weights)
+            key = (class_of(module).__name__, shape, products, library, emulated, is_head, _lacks_bias(module))
+            groups.setdefault(key, []).append(layer.path)
+    return tuple(LayersRecord(tuple(modules), *key) for key, modules in groups.items())
+
+
+def asked_for(layers: Sequence[LayersRecord]) -> tuple[str, ...]:
+    """Return the traces of a conversion by torchao if none of the layers is converted.
+
+    Searches the garbage collector's objects, which takes milliseconds, if torchao's modules are imported.
+    """
+    if any(record.products.bits is not None for record in layers):
+        return ()
+    found = []
+    if getattr(sys.modules.get(_CONVERTER), _HAS_RUN, False):
+        found.append(CONVERTER_CALLED)
+    kinds = {id(kind) for kind in _torchao_configs()}
+    if kinds and any(id(type(each)) in kinds for each in gc.get_objects()):
+        found.append(CONFIGURED)
+    return tuple(found)
+
+
+def _torchao_configs() -> Iterator[type]:
+    for name in ("torchao.float8.config", "torchao.prototype.moe_training.config"):
+        module = sys.modules.get(name)
+        yield from (kind for each in _TORCHAO_CONFIGS if isinstance(kind := getattr(module, each, None), type))
+
+
+# -- the parts of a module ---------------------------------------------------------------------------------------------------
+
+
+def _embedding(module: torch.nn.Module) -> torch.Tensor | None:
+    weight: torch.Tensor | None = registered(unwrapped(module), "_parameters").get("weight")
+    return weight if isinstance(module, torch.nn.Embedding) else None
+
+
+def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the parameters with two dimensions or more."""
+    parameters = registered(module, "_parameters").values()
+    return [each for each in parameters if each is not None and not is_lazy(each) and each.dim() > 1]
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    """Return the tensor inside a DTensor."""
+    local: torch.Tensor | None = object.__getattribute__(weight, "__dict__").get("_local_tensor")
+    return weight if local is None else local
+
+
+def _shape(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return input and output features."""
+    attributes = vars(module)
+    told = tuple(attributes.get(name) for name in ("in_features", "out_features"))
+    if all(isinstance(size, int) for size in told):
+        return tuple(size for size in told if isinstance(size, int))
+    if not weights:
+        return ()
+    rows, columns = weights[0].shape[-2:]
+    return (rows, columns) if class_of(module).__name__ in _TRANSPOSED else (columns, rows)
+
+
+def _lacks_bias(module: torch.nn.Module) -> bool:
+    """Return whether the weight has a gradient and the bias, which asks for one, has none."""
+    parameters = registered(module, "_parameters")
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None or bias is None or not (weight.requires_grad and bias.requires_grad):
+        return False
+    return weight.grad is not None and bias.grad is None
+
+
+# -- their products ----------------------------------------------------------------------------------------------------------
+
+
+def _products(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> tuple[Products, str, bool] | None:
+    """Return a module's products, their library, and whether they are emulated; None if it is no layer with products."""
+    for kind in type(module).__mro__:
+        if kind.__name__ == "Float8Linear":
+            config = vars(module).get("config")
+            return _of_float8(config), "torchao", bool(getattr(config, "emulate", False))
+        if kind.__name__ in _OF_TRANSFORMER_ENGINE and kind.__module__.startswith("transformer_engine."):
+            return _of_transformer_engine(module), "transformer_engine", False
+    for weight in weights:
+        found = _of_wrapper(_local(weight))
+        if found is not None:
+            return found
+    if isinstance(module, torch.nn.Linear) or class_of(module).__name__ in _TRANSPOSED:
+        return Products(), "", False
+    return None
+
+
+def _of_float8(config: Any) -> Products:
+    """Return the products of a Float8LinearConfig."""
+    by_powers = bool(getattr(config, "round_scales_to_power_of_2", False))
+
+    def operand(name: str, default: str) -> Quantization | None:
+        cast = getattr(config, f"cast_config_{name}", None)
+        if cast is None or _value(cast, "scaling_type") == "disabled":
+            return None
+        # A row's scale is one number for each row of the operand, along the dimension that is summed over.
+        block = (1, WHOLE) if _value(cast, "scaling_granularity") == "axiswise" else (WHOLE, WHOLE)
+        scale = POWER_OF_TWO if by_powers else FLOAT32_SCALE
+        element = _element(getattr(cast, "target_dtype", None)) or default
+        return Quantization(element, block, scale, RCEIL if by_powers else AMAX)
+
+    return Products(
+        Product(operand("input", _E4M3), operand("weight", _E4M3)),
+        Product(operand("grad_output", _E5M2), operand("weight_for_grad_input", _E4M3)),
+        Product(operand("grad_output_for_grad_weight", _E5M2), operand("input_for_grad_weight", _E4M3)),
+    )
+
+
+def _of_wrapper(weight: torch.Tensor) -> tuple[Products, str, bool] | None:
+    """Return what a weight's training wrapper of torchao asks for; None if it is in none."""
+    for kind in type(weight).__mro__:
+        if kind.__name__ == "Float8TrainingWeightWrapperTensor":
+            config = getattr(weight, "config", None)
+            return _of_float8(getattr(config, "_float8_linear_config", None)), "torchao", False
+        if kind.__name__ == "MXFP8TrainingWeightWrapperTensor":
+            config = getattr(weight, "config", None)
+            rule = _MX_RULES.get(_value(config, "scale_calculation_mode"), RCEIL)
+            element = Quantization(_E4M3, (1, 32), POWER_OF_TWO, rule)
+            products = uniform(element, element, element)
+            if getattr(config, "wgrad_with_hp", False):
+                products = Products(products.fprop, products.dgrad)
+            return products, "torchao", _value(config, "kernel_preference") == "emulated"
+    return None
+
+
+def _of_transformer_engine(module: torch.nn.Module) -> Products:
+    """Return the products of the recipe with which a module of TransformerEngine was last called."""
+    attributes = vars(module)
+    meta = attributes.get("fp8_meta")
+    recipe = meta.get("recipe") if isinstance(meta, dict) else None
+    if not attributes.get("fp8") or recipe is None:
+        return Products()
+    found = _of_recipe(recipe)
+    # "dequantized" rounds the operands of dgrad and wgrad, and multiplies them in a wide format.
+    return Products(found.fprop) if getattr(recipe, "backward_override", None) else found
+
+
+def _of_recipe(recipe: Any) -> Products:
+    name = type(recipe).__name__
+    is_hybrid = str(getattr(getattr(recipe, "fp8_format", None), "name", "")) == "HYBRID"
+    backward = _E5M2 if is_hybrid else _E4M3
+    if name in ("DelayedScaling", "Float8CurrentScaling"):
+        rule = HISTORY if name == "DelayedScaling" else AMAX
+        forward = Quantization(_E4M3, (WHOLE, WHOLE), FLOAT32_SCALE, rule)
+        return uniform(forward, forward, Quantization(backward, forward.block, forward.scale, rule))
+    if name == "MXFP8BlockScaling":
+        forward = Quantization(_E4M3, (1, 32), POWER_OF_TWO, RCEIL)
+        return uniform(forward, forward, Quantization(backward, (1, 32), POWER_OF_TWO, RCEIL))
+    if name == "Float8BlockScaling":
+        return _of_blocks(recipe, backward)
+    if name == "NVFP4BlockScaling":
+        block = (1, 16) if getattr(recipe, "disable_2d_quantization", False) else (16, 16)
+        rounding = NEAREST if getattr(recipe, "disable_stochastic_rounding", False) else STOCHASTIC
+        return uniform(
+            Quantization(_E2M1, (1, 16), E4M3_SCALE, AMAX),
+            Quantization(_E2M1, block, E4M3_SCALE, AMAX),
+            Quantization(_E2M1, (1, 16), E4M3_SCALE, AMAX, rounding),
+        )
+    return Products()
+
+
+def _of_blocks(recipe: Any, backward: str) -> Products:
+    scale, rule = (FLOAT32_SCALE, AMAX) if getattr(recipe, "use_f32_scales", False) else (POWER_OF_TWO, RCEIL)
+    x, weight, gradient = (
+        (128, 128) if getattr(recipe, f"{name}_block_scaling_dim", default) == 2 else (1, 128)
+        for name, default in (("x", 1), ("w", 2), ("grad", 1))
+    )
+    return uniform(
+        Quantization(_E4M3, x, scale, rule),
+        Quantization(_E4M3, weight, scale, rule),
+        Quantization(backward, gradient, scale, rule),
+    )
+
+
+def _value(holder: Any, name: str) -> str:
+    """Return the value of an enumeration's member that an object holds; "" if it holds none."""
+    return str(getattr(getattr(holder, name, None), "value", ""))
+
+
+def _element(dtype: Any) -> str:
+    """Return the name of an 8-bit format by torch's dtype; "" if it is none."""
+    name = str(dtype)
+    return _E4M3 if "e4m3" in name else _E5M2 if "e5m2" in name else ""

@@ -1,0 +1,272 @@
+"""Faults of a conversion to FP8 or FP4: what it left out, and what it took although it should stay wide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mpinspect.numeric.recipes import recipe_of
+from mpinspect.ranges.analysis.products import ConvertedLayer, alike, is_narrow, ledger, modules_named, products_named
+from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case, quoted
+from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.session import CONVERTER_CALLED
+from mpinspect.reporting.finding import INFERRED
+from mpinspect.reporting.sentences import Sentences
+
+#: Own names of the modules that make logits of a vocabulary or of classes.
+_HEADS = ("lm_head", "head", "output", "classifier", "score", "embed_out", "unembed", "logits", "output_layer")
+#: Own names of the modules that choose experts. "gate_proj" and "gate_up_proj" belong to a gated MLP.
+_ROUTERS = ("router", "gate", "switch", "wg")
+#: The layers of one block that compute from one input; a conversion that takes some of them has missed the others.
+_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+#: What kernels ask the sizes to be multiples of, where the products are of no known recipe.
+_MULTIPLE = 16
+
+
+class _Nothing(Sentences):
+    CALLED = (
+        "convert_to_float8_training was called in this process, and none of the {layers:count layer} of this model is converted: "
+        "everything is computed as before."
+    )
+    CONFIGURED = (
+        "A training configuration of torchao exists in this process, and none of the {layers:count layer} of this model is "
+        "converted: everything is computed as before."
+    )
+    NOT_LINEAR = "{others:count layer} of the class {kind} can't be converted: torchao converts nn.Linear alone."
+    CHECK_FILTER = "Compare the filter's names with model.named_modules(), and check that the converted model is the one that trains."
+    CODE = (
+        "names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]\nprint(names)"
+    )
+
+
+def _nothing_converted(case: Case) -> Iterator[Found]:
+    """A conversion to FP8 or MXFP8 by torchao that left every layer of the model as it was.
+
+    False alarms: It is inferred from the process: the conversion may have been of another model.
+    """
+    layers = ledger(case.precision)
+    if not case.precision.asked or not layers or is_narrow(case.precision):
+        return
+    others = [layer for layer in layers if layer.record.type == "Conv1D"]
+    yield Found(
+        (
+            _Nothing.CALLED if CONVERTER_CALLED in case.precision.asked else _Nothing.CONFIGURED,
+            _Nothing.NOT_LINEAR if others else None,
+        ),
+        {"layers": len(layers), "asked": list(case.precision.asked)},
+        {"others": len(others), "kind": "Conv1D"},
+        _Nothing.CHECK_FILTER,
+        _Nothing.CODE,
+        certainty=INFERRED,
+    )
+
+
+class _Wide(Sentences):
+    HEAD = (
+        "The head {name!r} computes in {recipe}. Errors of logits enter the loss directly, and published recipes keep the head "
+        "in BF16."
+    )
+    ROUTER = (
+        "The choice of experts ({names}) is computed in {recipe}. Rounding swaps scores that are close to each other, and "
+        "published recipes keep routers in BF16 or FP32."
+    )
+    LEAVE_OUT = "Leave it out of the conversion."
+    CODE = (
+        "KEEP = {keep}\n"
+        "convert(model, lambda module, name: isinstance(module, torch.nn.Linear) and name not in KEEP)  # as the filter"
+    )
+
+
+def _narrow_head(case: Case) -> Iterator[Found]:
+    """A head that computes in FP8 or FP4: a layer that shares its weight with an embedding or is named as heads are.
+
+    False alarms: Some trainings keep their quality with a head in FP8.
+    """
+    for layer in ledger(case.precision):
+        if layer.is_narrow and (layer.record.is_head or _is_head(layer)):
+            yield _keep_wide(_Wide.HEAD, [layer])
+
+
+def _is_head(layer: ConvertedLayer) -> bool:
+    """Return whether a layer is named as a head and no block of many holds it."""
+    return layer.own_name in _HEADS and not layer.numbers
+
+
+def _narrow_router(case: Case) -> Iterator[Found]:
+    """Routers of experts that compute in FP8 or FP4.
+
+    False alarms: A layer that is named router or gate and chooses no experts is reported.
+    """
+    routers = [layer for layer in ledger(case.precision) if layer.is_narrow and layer.own_name in _ROUTERS]
+    if routers:
+        yield _keep_wide(_Wide.ROUTER, routers)
+
+
+def _keep_wide(says: _Wide, layers: Sequence[ConvertedLayer]) -> Found:
+    names = [layer.module for layer in layers]
+    keep = ", ".join(map(quoted, names[:MOST_LAYERS_LISTED]))
+    return Found(
+        says,
+        {"modules": names[:MOST_LAYERS_LISTED], "of": len(names)},
+        {
+            "name": names[0],
+            "names": modules_named(names),
+            "recipe": products_named(layers[0].products),
+            "keep": f"{{{keep}}}",
+        },
+        _Wide.LEAVE_OUT,
+        _Wide.CODE,
+        layer=names[0],
+    )
+
+
+class _Unlike(Sentences):
+    SIBLINGS = (
+        "Of layers that take one input, only some are converted: {narrow} in {recipe}, {wide} not. A filter by names has "
+        "probably missed the others."
+    )
+    BLOCKS = "{which} are not converted, and the same layers of other blocks are."
+    CONVERT_ALIKE = "Let the filter treat them alike, or leave it if the difference is meant."
+
+
+def _converted_in_part(case: Case) -> Iterator[Found]:
+    """Layers of one kind of which some are converted: q and k but not v, or scattered blocks.
+
+    The first blocks or the last ones, left wide, are a common recipe and not reported.
+
+    False alarms: A difference that is meant is reported.
+    """
+    layers = ledger(case.precision)
+    if not is_narrow(case.precision):
+        return
+    yield from _siblings(layers)
+    wide = [
+        layer
+        for members in alike(layers)
+        if any(layer.is_narrow for layer in members) and not _is_edge(members)
+        for layer in members
+        if not layer.is_narrow
+    ]
+    if wide:
+        yield Found(
+            _Unlike.BLOCKS,
+            {"modules": [layer.module for layer in wide[:MOST_LAYERS_LISTED]], "of": len(wide)},
+            {"which": modules_named(layer.module for layer in wide)},
+            _Unlike.CONVERT_ALIKE,
+            layer=wide[0].module,
+            severity="info",
+        )
+
+
+def _is_edge(members: Sequence[ConvertedLayer]) -> bool:
+    """Return whether the layers that are left wide are those of the first and of the last blocks."""
+    ordered = [layer.is_narrow for layer in sorted(members, key=lambda layer: layer.numbers)]
+    first, last = ordered.index(True), len(ordered) - ordered[::-1].index(True)
+    return all(ordered[first:last])
+
+
+def _siblings(layers: Sequence[ConvertedLayer]) -> Iterator[Found]:
+    by_path = {layer.module: layer for layer in layers}
+    found: dict[tuple[str, ...], list[tuple[ConvertedLayer, ...]]] = {}
+    for layer in layers:
+        parent, _, own = layer.module.rpartition(".")
+        for together in _TOGETHER:
+            if own == together[0]:
+                paths = (f"{parent}.{name}".lstrip(".") for name in together)
+                family = tuple(by_path[path] for path in paths if path in by_path)
+                if 0 < sum(each.is_narrow for each in family) < len(family):
+                    found.setdefault(tuple(each.pattern for each in family if not each.is_narrow), []).append(family)
+    for families in found.values():
+        narrow = [each for family in families for each in family if each.is_narrow]
+        wide = [each for family in families for each in family if not each.is_narrow]
+        yield Found(
+            _Unlike.SIBLINGS,
+            {"modules": [each.module for each in wide[:MOST_LAYERS_LISTED]], "of": len(wide)},
+            {
+                "narrow": modules_named(each.module for each in narrow),
+                "wide": modules_named(each.module for each in wide),
+                "recipe": products_named(narrow[0].products),
+            },
+            _Unlike.CONVERT_ALIKE,
+            layer=wide[0].module,
+        )
+
+
+class _Sizes(Sentences):
+    REFUSED = (
+        "Layers of {shapes} features compute in {recipe}, whose kernels take multiples of {multiple} only: on a GPU they raise "
+        "an error ({names})."
+    )
+    LEAVE_OUT = "Pad these sizes, or leave these modules out of the conversion."
+
+
+def _refused_sizes(case: Case) -> Iterator[Found]:
+    """Converted layers whose sizes the kernels of a GPU refuse; an emulation or a CPU may compute them.
+
+    False alarms: A later version of the library may pad such sizes. TransformerEngine's layers are left out: they raise an error.
+    """
+    for record in case.precision.layers:
+        recipe = recipe_of(record.products)
+        multiple = recipe.multiple if recipe is not None else _MULTIPLE
+        if record.products.bits is None or record.library != "torchao" or len(record.shape) != 2:
+            continue
+        if any(size % multiple for size in record.shape):
+            yield Found(
+                _Sizes.REFUSED,
+                {"modules": list(record.modules[:MOST_LAYERS_LISTED]), "shape": list(record.shape)},
+                {
+                    "names": modules_named(record.modules),
+                    "shapes": " x ".join(map(str, record.shape)),
+                    "recipe": products_named(record.products),
+                    "multiple": multiple,
+                },
+                _Sizes.LEAVE_OUT,
+                layer=record.modules[0],
+            )
+
+
+class _Bias(Sentences):
+    LOST = (
+        "The biases of {names} got no gradient in a step in which their weights did: torchao's conversion to {recipe} leaves "
+        "them out of the product, so the layers compute without their bias."
+    )
+    LEAVE_OUT = "Leave layers with a bias out of the conversion, or add the bias in a module of its own."
+    CODE = "filter_fn = lambda module, name: isinstance(module, torch.nn.Linear) and module.bias is None"
+
+
+def _bias_left_out(case: Case) -> Iterator[Found]:
+    """Biases that a conversion of the weights leaves out of the forward, as that to MXFP8 of torchao 0.18 does.
+
+    False alarms: A bias whose gradient something else removes is reported, if its layer is converted.
+    """
+    records = [
+        record
+        for record in case.precision.layers
+        if record.without_bias and record.products.bits is not None and record.library == "torchao"
+    ]
+    names = [module for record in records for module in record.modules]
+    if names:
+        yield Found(
+            _Bias.LOST,
+            {"modules": names[:MOST_LAYERS_LISTED], "of": len(names)},
+            {"names": modules_named(names), "recipe": products_named(records[0].products)},
+            _Bias.LEAVE_OUT,
+            _Bias.CODE,
+            layer=names[0],
+        )
+
+
+FAULTS = (
+    Fault("bias-left-out", "error", _bias_left_out, (_Bias,), ("gradients-missing",)),
+    Fault("nothing-converted", "warning", _nothing_converted, (_Nothing,)),
+    Fault("narrow-head", "warning", _narrow_head, (_Wide,)),
+    Fault("narrow-router", "warning", _narrow_router, (_Wide,)),
+    Fault("converted-in-part", "warning", _converted_in_part, (_Unlike,)),
+    Fault("sizes-refused", "warning", _refused_sizes, (_Sizes,)),
+)
