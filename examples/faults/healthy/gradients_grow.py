@@ -1,5 +1,7 @@
 """Gradients grow while a dynamic scaler comes down from 2^21: it skips steps until it has found its scale, as it should."""
 
+# Thread: https://github.com/huggingface/transformers/issues/11106
+
 import torch
 from torch import nn
 

@@ -1,5 +1,7 @@
 """An adapter whose second matrix begins at zero, in BF16: its first additions change nothing, and are not meant to."""
 
+# Thread: https://github.com/hao-ai-lab/FastVideo/pull/781
+
 import torch
 from torch import nn
 
