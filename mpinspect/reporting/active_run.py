@@ -44,7 +44,7 @@ class ActiveRun:
 
     @property
     def missing(self) -> str:
-        """A sentence on scalars that were dropped for want of an open run; "" without any, and in all ranks but the first."""
+        """A sentence on scalars that were dropped because no run was open; "" if none were, and on every rank but the first."""
         package = PACKAGES[self._name]
         if os.environ.get("RANK", "0") != "0":
             return ""
@@ -72,7 +72,7 @@ class ActiveRun:
             self._fault = error
 
     def part(self, name: str) -> RunPart:
-        """Return a Tracker for one of several models; in each run all but the first that logs have their name in front."""
+        """Return a Tracker for one of several models; in each run, all but the first to log prefix their names to values."""
         return RunPart(self, name)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

@@ -54,7 +54,7 @@ class _BesideRows(ABC):
             del self._waiting[1::2]
 
     def release(self) -> None:
-        """Log the waiting rows as rows of their own, since the script logs no more."""
+        """Log the waiting rows as separate rows, since the script has stopped logging."""
         while self._waiting:
             self._log_apart(self._waiting.pop(0))
 
@@ -84,7 +84,7 @@ class WandbRun(_BesideRows):
         run.define_metric(f"{GROUP}/*", step_metric=STEP)
 
     def before_end(self, call: Callable[[], None]) -> None:
-        """Have ``call``, which must not raise, called when the script finishes the run; not where the process just ends."""
+        """Register ``call``, which must not raise, to run when the script itself finishes the run."""
         module = sys.modules[type(self._run).__module__]
         self._run._teardown_hooks.append(module.TeardownHook(call, module.TeardownStage.EARLY))
 

@@ -60,7 +60,7 @@ def load(path: str | Path) -> dict[str, Any]:
     except Exception as error:
         raise CheckpointError(
             f"{source} can't be read as a checkpoint ({type(error).__name__}): it is cut off, or another program's. "
-            "Take an earlier checkpoint, or load it with torch.load and see what it is"
+            "Take an earlier checkpoint, or inspect it with torch.load"
         ) from error
     return require(state)
 

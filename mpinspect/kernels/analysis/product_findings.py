@@ -71,13 +71,13 @@ def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
     if all(row.kind == "gemv" or (row.shape is not None and row.shape.cause == "matrix-vector") for row in products):
         return (
             "info",
-            "; they are matrix-vector products, which memory limits: Tensor Cores would change nothing",
+            "; they are matrix-vector products, which memory limits: Tensor Cores would not help",
             "Several requests at once, or a larger batch, make them matrix products that Tensor Cores speed up.",
         )
     if not any(map(can_gain, products)):
         return (
             "info",
-            "; memory limits them, so that Tensor Cores would change nothing",
+            "; memory limits them, so Tensor Cores would not help",
             "No change of precision is expected to help.",
         )
     is_known = all(row.dtype for row in products)

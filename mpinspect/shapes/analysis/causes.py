@@ -62,8 +62,7 @@ class Symptom:
 
     @property
     def is_of_vocabulary(self) -> bool:
-        """Return whether the size is a vocabulary's: by its name, or because it is the number of outputs of a weight that is
-        tied to an embedding."""
+        """Return whether the size is a vocabulary's, by name or as the number of outputs of a weight tied to an embedding."""
         row, recording = self.row, self.recording
         names = " ".join(recording.names_of(self.size or 0, row.module, row.parameter)).lower()
         if "vocab" in names or "num_embeddings" in names:

@@ -351,7 +351,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
     Rule(
         "gpu-unknown",
         on=("gpu-unknown",),
-        message="what the Tensor Cores of {gpu_name} need is not known here: no verdict",
+        message="the requirements of {gpu_name}'s Tensor Cores are unknown here: no verdict",
         fix="give the GPU's architecture: volta, turing, ampere, ada, hopper or blackwell",
         severity="info",
     ),
