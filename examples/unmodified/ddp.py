@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 ddp.py
 
-It knows nothing of mpinspect: `torchrun --nproc-per-node 2 --no-python mpinspect run ddp.py` looks at it from outside.
+It does not use mpinspect: `torchrun --nproc-per-node 2 --no-python mpinspect run ddp.py` inspects it from outside.
 """
 
 from __future__ import annotations

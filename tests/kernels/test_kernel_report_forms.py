@@ -1,4 +1,4 @@
-"""Forms of the kernel report: text, Markdown, JSON, picture; hostile names, narrow terminals."""
+"""Formats of the kernel report: text, Markdown, JSON, picture; hostile names, narrow terminals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_line_is_wider_than_the_terminal(make, width):
     assert "\x1b" not in rendered
 
 
-def test_text_says_the_denominators():
+def test_text_names_the_denominators():
     text = render(everything(), ".txt", width=140)
     assert "71% of the matrix products' time (140 us); of 14% more it is unknown" in text
     assert "50% of all kernel time (200 us, communication included)" in text
@@ -63,13 +63,13 @@ def test_measured_estimated_and_unknown_look_different():
     assert any("at most, by the roofline" in line for line in lines)
 
 
-def test_html_escapes_what_it_shows():
+def test_html_is_escaped():
     html = render(hostile(), ".html")
     assert "<script" not in html
     assert "&lt;script&gt;" in html
 
 
-def test_markdown_escapes_what_it_shows():
+def test_markdown_is_escaped():
     text = render(hostile(), ".md")
     assert "<script" not in text
     assert "\x1b" not in text
@@ -108,7 +108,7 @@ def test_the_schema_page_names_every_key():
 
 
 def _keys(plain, *, free=("evidence", "verdict_time_us", "verdict_calls", "tensor_core_tflops", "cuda_core_tflops")):
-    """Keys at any depth; not those of mappings whose keys are data."""
+    """Yield keys at any depth, except those of mappings whose keys are data."""
     if isinstance(plain, list):
         for item in plain:
             yield from _keys(item)
@@ -132,7 +132,7 @@ def test_bars_add_up_to_all_time_but_communication():
     assert sum(bar.regained_us for bar in found) == pytest.approx(sum(report.limits.saved_at_most_us.values()))
 
 
-def test_bars_are_sorted_by_what_could_be_regained():
+def test_bars_are_sorted_by_possible_saving():
     runs = [
         kernel(made.NATIVE, 90, mm(64, 64, 64), module="fine"),
         kernel(made.SGEMM, 40, mm(64, 64, 64), module="off"),
@@ -144,7 +144,7 @@ def test_bars_are_sorted_by_what_could_be_regained():
     assert any("Communication, which no precision shortens, is in the first bar only." in text for text in shown)
 
 
-def test_kernels_stand_for_modules_where_none_is_known():
+def test_kernels_replace_modules_where_no_module_is_known():
     report = analyse_kernels([trace(kernel(made.ADD_BF16, 5), kernel(made.NATIVE, 7), kernel(made.NCCL, 1))])
     assert [bar.times for bar in plot_kernels.bars(report)] == [{"native": 7}, {"other": 5}]
 
@@ -168,7 +168,7 @@ def test_every_label_in_the_picture_is_whole(make):
     labels.assert_readable(plot_kernels.kernels(escaped(make())))
 
 
-def test_every_colour_of_a_verdict_can_be_told():
+def test_the_verdicts_colours_are_distinguishable():
     labels.assert_distinct(plot_kernels.COLOURS)
 
 

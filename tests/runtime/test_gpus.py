@@ -1,4 +1,4 @@
-"""GPUs as data: what devices call themselves, architectures, and rates that make sense."""
+"""GPUs as data: names of devices, architectures, and plausible rates."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_who_has_tensor_cores(name, major, minor, has):
     assert gpus.of_device(name, major, minor).has_tensor_cores is has
 
 
-def test_amd_has_none_of_this():
+def test_amd_gpus_have_no_known_architecture_or_tensor_cores():
     found = gpus.of_device("", 9, 4, vendor="AMD")
     assert (found.vendor, found.architecture, found.has_tensor_cores) == ("AMD", "", None)
     assert found.multiplies("float16") is None
@@ -90,7 +90,7 @@ def test_an_architecture_stands_for_a_card_with_rates(architecture):
         ("hopper", "complex64", False),
     ],
 )
-def test_what_tensor_cores_multiply(architecture, dtype, answer):
+def test_the_dtypes_that_tensor_cores_multiply(architecture, dtype, answer):
     assert gpus.named(architecture).multiplies(dtype) is answer
 
 
@@ -193,7 +193,7 @@ def test_a_misspelt_name_gets_near_ones(text, near):
         gpus.named(text)
 
 
-def test_an_unknown_name_lists_what_there_is():
+def test_the_error_for_an_unknown_name_lists_known_gpus():
     with pytest.raises(ValueError, match=r"'pascal' is no GPU known here.*volta.*H100 PCIe"):
         gpus.named("pascal")
 

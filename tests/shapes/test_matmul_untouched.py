@@ -98,7 +98,7 @@ def test_gradients_are_the_same_objects_and_hooks_on_parameters_stay_silent(devi
 
 
 @DEVICES
-def test_a_model_without_gradients_has_none_afterwards(device):
+def test_a_model_without_gradients_still_has_no_gradients_afterwards(device):
     model = nn.Linear(4, 4)
     record_matmuls(model, torch.randn(2, 4), device=device)
     assert model.weight.grad is None
