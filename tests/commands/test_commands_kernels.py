@@ -273,7 +273,7 @@ def test_the_gpu_is_named_as_nvidia_smi_does(gpu, capsys):
     assert cli.main(["kernels", BERT, "--gpu", gpu]) == 0
 
 
-def test_a_gpu_that_is_misspelt_gets_near_names(capsys):
+def test_a_misspelt_gpu_has_suggestions(capsys):
     with pytest.raises(SystemExit):
         cli.main(["kernels", BERT, "--gpu", "RTX 4091"])
     assert "near it: RTX 4090" in capsys.readouterr().err

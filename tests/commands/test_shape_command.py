@@ -177,7 +177,7 @@ def test_inputs_given_twice_or_too_large_are_refused(models):
     assert "can't be made: Storage size" in refused(*clean, "9999999999999,9999999999999")
 
 
-def test_ctrl_c_while_a_model_is_made_is_no_error_of_it(models):
+def test_ctrl_c_while_a_model_is_built_is_not_reported_as_an_error(models):
     with pytest.raises(KeyboardInterrupt):
         run("shape_lint_models:interrupted")
 
@@ -296,7 +296,7 @@ def masked(*argv):
     return run("shape_lint_models:Masked", *inputs, "--dtype", "bfloat16", "--gpu", "hopper", *argv)
 
 
-def test_a_model_that_looks_into_its_mask_is_recorded_on_the_meta_device(models, capsys):
+def test_a_model_that_reads_its_mask_is_recorded_on_the_meta_device(models, capsys):
     assert masked("--json", "--fail-on", "error") == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["device"], document["complete"], document["notes"]) == ("meta", True, [])
@@ -389,7 +389,7 @@ def test_a_baseline_lets_known_findings_pass_and_new_ones_fail(models, capsys):
     assert "new   warning  odd-size fc 1023" in capsys.readouterr().out
 
 
-def test_a_baseline_that_can_not_be_written_is_as_it_was(models, monkeypatch):
+def test_a_baseline_that_can_not_be_written_is_unchanged(models, monkeypatch):
     small("--write-baseline", "base.json")
     before = (models / "base.json").read_text(encoding="utf-8")
 
@@ -512,7 +512,7 @@ def test_auto_with_a_gpu_is_that_gpu(monkeypatch):
     assert (gpu.architecture, notes) == ("hopper", ())
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_unchanged():
     model = linear_model()
     before = model.weight.clone()
     lint_shapes(model, (torch.empty(64, 64),), dtype=torch.float16, gpu="hopper")

@@ -170,7 +170,7 @@ def test_seeds_must_differ(seeds, tmp_path):
 # -- output and files ---------------------------------------------------------------------------------------------------
 
 
-def test_the_report_comes_before_the_table_and_the_paths_last(compared):
+def test_the_report_precedes_the_table_and_the_paths_are_last(compared):
     comparison, printed, directory = compared
     places = [
         printed.index(part)
@@ -258,7 +258,7 @@ def test_finished_runs_are_drawn_after_an_interruption(only_curves, tmp_path, mo
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_stopped_in_the_first_run_there_are_no_curves(tmp_path, monkeypatch, capsys):
+def test_no_curves_are_drawn_if_stopped_in_the_first_run(tmp_path, monkeypatch, capsys):
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
@@ -380,7 +380,7 @@ def test_losses_that_are_not_finite_are_drawn_around():
     assert "FP16: nan (+nan)" in words
 
 
-def test_labels_keep_their_distance_and_their_order():
+def test_labels_preserve_their_distance_and_order():
     assert plot_curves._spread([0.9, 0.2, 0.2, 0.2], 0.1) == pytest.approx([0.9, 0.3, 0.2, 0.1])
     assert plot_curves._spread([0.1, 0.5], 0.1) == [0.1, 0.5]
     # A label that moves may touch the next.

@@ -213,7 +213,7 @@ def test_each_fit_has_its_own_record():
     assert callback.session().progress.sampled_steps == 2
 
 
-def test_validation_alone_is_no_training():
+def test_validation_alone_is_not_recorded_as_training():
     callback = InspectorCallback()
     make_trainer(callback).validate(Module(), loader(), verbose=False)
     with pytest.raises(RuntimeError, match="train first"):

@@ -135,7 +135,7 @@ def test_it_writes_below_the_output_directory(tmp_path):
     assert not (tmp_path / "other" / "mpinspect").exists()
 
 
-def test_after_an_exception_the_next_training_begins_anew(capsys):
+def test_after_an_exception_the_next_training_starts_a_new_record(capsys):
     """The Trainer does not notify its callbacks of an exception."""
     callback, broken, model = InspectorCallback(log_dir=None), Model(break_at=5), Model()
     with pytest.raises(RuntimeError, match="the data ran out"):
@@ -180,7 +180,7 @@ def test_after_an_exception_that_ends_the_process_the_report_is_printed(tmp_path
     assert session.ended_by.text == "RuntimeError: the data ran out"
 
 
-def test_evaluation_alone_is_no_training():
+def test_evaluation_alone_is_not_recorded_as_training():
     callback = InspectorCallback()
     make_trainer(Model(), callback).evaluate()
     with pytest.raises(RuntimeError, match="train first"):

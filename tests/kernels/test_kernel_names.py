@@ -303,12 +303,12 @@ def test_a_name_is_a_string(name):
         ("triton_tem_fused_addmm_0", ()),
     ],
 )
-def test_dtypes_that_names_tell(name, dtypes):
+def test_dtypes_from_kernel_names(name, dtypes):
     assert classify_kernel(name).dtypes == dtypes
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
-def test_every_kernel_of_real_traces_gets_a_verdict(path):
+def test_every_kernel_of_real_traces_has_a_verdict(path):
     for name in set(kernel_names(path)):
         found = classify_kernel(name)
         assert found.verdict in VERDICTS
@@ -351,7 +351,7 @@ def test_every_rule_has_a_verdict_a_meaning_and_a_source():
 
 
 @given(st.text(max_size=300))
-def test_any_text_gets_a_verdict(name):
+def test_any_text_has_a_verdict(name):
     assert classify_kernel(name).verdict in VERDICTS
 
 

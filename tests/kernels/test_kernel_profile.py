@@ -184,7 +184,7 @@ def test_parts_of_names_from_wrappers_are_removed():
     assert plain_parts(model, "module.0") == ["module", "0"]
 
 
-def test_the_largest_root_gets_the_bare_names():
+def test_the_largest_root_has_unprefixed_names():
     small, large = nn.Linear(2, 2), nn.Sequential(nn.Linear(64, 64))
     named = ModuleRanges()
     with named.installed():

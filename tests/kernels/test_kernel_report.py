@@ -246,7 +246,7 @@ def test_above_the_cuda_cores_peak_an_unknown_kernel_ran_on_tensor_cores():
     assert report.tensor_core_fraction == 1
 
 
-def test_just_above_the_peak_is_no_proof():
+def test_a_rate_just_above_the_peak_is_not_proof():
     # 133.8 TFLOP/s is the peak of an H100's CUDA cores in 16 bits; a card's clock can be above the data sheet's.
     at_peak_us = LARGE_FLOPS / 133.8e6
     rows = analyse_kernels([trace(kernel(made.TRITON, at_peak_us / 1.15, LARGE))]).kernels
@@ -261,7 +261,7 @@ def test_a_rate_that_contradicts_the_name_is_reported():
     assert "rate-contradicts-name" in {finding.id for finding in report.findings}
 
 
-def test_more_than_the_tensor_cores_can_do_is_no_kernels_flops():
+def test_flops_beyond_the_tensor_cores_peak_are_not_attributed():
     rows = analyse_kernels([trace(kernel(made.TRITON, 50, LARGE), kernel(made.NATIVE, 50, LARGE))]).kernels
     assert [row.flops for row in rows] == [None, None]
     assert [row.verdict for row in rows] == ["unknown", "native"]
@@ -319,7 +319,7 @@ def test_small_and_memory_bound_products_are_not_judged_by_rate():
     assert verdicts(report) == ["native", "native"]
 
 
-def test_a_smaller_tile_or_an_older_generation_alone_is_no_evidence():
+def test_a_smaller_tile_or_an_older_generation_alone_is_not_evidence():
     wmma = "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align8"
     assert verdicts(analyse_kernels([trace(kernel(wmma, 6, mm(128, 512, 512)))])) == ["native"]
 
@@ -531,7 +531,7 @@ def test_a_kernels_row_knows_its_trace():
     assert [(row.trace, row.name) for row in report.kernels] == [(0, made.NATIVE), (1, made.SGEMM)]
 
 
-def test_the_verdicts_of_products_come_first():
+def test_the_verdicts_of_products_are_listed_first():
     assert PRODUCTS == ("native", "degraded", "off", "unknown")
 
 
@@ -603,7 +603,7 @@ def test_sizes_that_no_tensor_has_cost_the_flops_and_not_the_report():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_collection_is_left_as_it_was(enabled):
+def test_garbage_collection_settings_are_unchanged(enabled):
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()

@@ -67,7 +67,7 @@ def test_amd():
     assert "unknown, not off" in found["not-nvidia"].message
 
 
-def test_a_gpu_that_the_trace_does_not_tell():
+def test_a_gpu_that_the_trace_does_not_name():
     found = findings(trace(kernel(made.NATIVE, 10, mm(64, 64, 64)), device=made.NAMELESS))
     assert set(found) == {"unknown-gpu"}
     assert "--gpu" in found["unknown-gpu"].fix
@@ -219,7 +219,7 @@ def test_a_file_that_is_cut_short_after_some_kernels():
     assert "1 kernel was read" in found["trace-cut-short"].message
 
 
-def test_kernels_that_no_name_can_tell():
+def test_kernels_with_unknown_names():
     found = findings(trace(kernel(made.TRITON, 50, mm(64, 64, 64)), kernel(made.NATIVE, 50, mm(64, 64, 64))))
     assert set(found) == {"unknown-kernels"}
     assert found["unknown-kernels"].evidence["fraction"] == 0.5

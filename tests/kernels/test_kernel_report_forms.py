@@ -158,7 +158,7 @@ def test_every_report_has_a_picture(make, tmp_path):
     assert plot_kernels.save(report, tmp_path / "k.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_no_more_bars_than_one_looks_through():
+def test_the_number_of_bars_is_limited():
     runs = [kernel(made.NATIVE, 5, mm(64, 64, 64), module=f"layer.{number}") for number in range(40)]
     assert len(plot_kernels.bars(analyse_kernels([trace(*runs)]))) == plot_kernels.MAX_BARS
 
@@ -192,7 +192,7 @@ def test_short_names(name, short):
 
 
 @pytest.mark.parametrize("length", range(4, 60))
-def test_a_short_name_is_no_longer_than_asked(length):
+def test_a_shortened_name_has_at_most_the_requested_length(length):
     assert len(shortened(clean_name(made.LAYOUT), length, "middle")) <= length
     assert len(shortened("encoder.layers.0.self_attention.out_proj" * 3, length, "start")) <= length
 

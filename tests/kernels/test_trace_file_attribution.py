@@ -148,7 +148,7 @@ def backward_node(made: Made, name: str, start: float, sequence: int, *, thread:
     made.op(name, start + 1, start + 9, tid=tid, **args)
 
 
-def test_a_backward_kernel_gets_the_module_of_its_forward(made, tmp_path):
+def test_a_backward_kernel_has_the_module_of_its_forward(made, tmp_path):
     """Of operators with one sequence number, the last to begin made the node; earlier ones made no node or enclose it."""
     made.range("mpinspect::module::first", 0, 20)
     made.op("aten::relu", 1, 5, Sequence_number=6, Fwd_thread_id=0)
@@ -196,7 +196,7 @@ def test_without_sequence_numbers_the_backwards_range_gives_the_module(made, tmp
     assert kernels["inner"].module_is_path
 
 
-def test_without_sequence_numbers_arrows_tell(made, tmp_path):
+def test_without_sequence_numbers_arrows_give_the_module(made, tmp_path):
     made.range("mpinspect::module::layer", 0, 50)
     made.op("aten::addmm", 10, 20)
     made.op("autograd::engine::evaluate_function: AddmmBackward0", 100, 110, tid=ENGINE)
@@ -334,7 +334,7 @@ def test_names_of_categories_and_types_of_numbers_drift(made, tmp_path):
     assert kernels["old"].op.strides is None
 
 
-def test_arguments_that_are_no_tensors(made, tmp_path):
+def test_arguments_other_than_tensors(made, tmp_path):
     made.op(
         "aten::cat",
         0,
@@ -475,7 +475,7 @@ def test_an_operators_end_is_outside_and_its_beginning_inside(made, tmp_path):
     assert (alike.op.name, alike.matmul_op.name) == ("aten::add", "aten::bmm")
 
 
-def test_a_clock_that_rounds_makes_neighbours_overlap_and_not_enclose(made, tmp_path):
+def test_operators_that_overlap_by_rounded_times_do_not_enclose_each_other(made, tmp_path):
     """Microseconds since 1970 in a double have steps of a quarter: a product may end after the next operator's beginning."""
     made.op("aten::mm", 1.7e15, 1.7e15 + 10.25)
     made.op("aten::copy_", 1.7e15 + 10, 1.7e15 + 20)
@@ -524,7 +524,7 @@ POINTS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 20)), max_size=8)
 
 @settings(deadline=None)
 @given(spans=SPANS, points=POINTS)
-def test_innermost_is_the_last_begun_of_those_around(spans, points):
+def test_innermost_is_the_last_started_enclosing_span(spans, points):
     columns = Columns("thread", "id")
     for number, (thread, start, duration) in enumerate(spans):
         columns.add((start, duration, thread, number))

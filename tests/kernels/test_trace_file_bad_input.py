@@ -203,7 +203,7 @@ def test_an_event_with_invalid_json_is_repaired_or_skipped(tmp_path, separators,
 
 
 @pytest.mark.parametrize("ending", ["}", ""])
-def test_a_last_event_that_is_no_json(tmp_path, ending):
+def test_a_last_event_with_invalid_json(tmp_path, ending):
     text = '{"traceEvents": [' + json.dumps(kernel()) + ', {"ph": "X" "cat": 3}]' + ending
     read = read_trace_file(written(tmp_path, text))
     assert len(read.kernels) == 1

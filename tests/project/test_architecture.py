@@ -161,7 +161,7 @@ def test_importing_the_package_stays_light():
     assert not {"numpy", "rich", *HEAVY} & set(loaded)
 
 
-def test_names_kept_as_strings_name_something():
+def test_names_stored_as_strings_exist():
     """Moving a module could silently break a stack check, a public name or a format."""
     named = [name for value in vars(own_code).values() if isinstance(value, tuple) for name in value]
     assert len(named) > 10

@@ -86,7 +86,7 @@ def test_measured_results_are_in_their_section_and_the_rest_are_listed_last():
     assert TARGETS["gpu.count_many"].what in last
 
 
-def test_where_everything_is_measured_there_is_no_last_section():
+def test_without_missing_results_there_is_no_last_section():
     rows = [checked(key, target.limit) for key, target in TARGETS.items()]
     documents = {"gpu_counting-gpu": document(*rows), "training_modes-gpu": document()}
     assert "Not yet measured" not in performance_page.page(documents, TEMPLATE)
@@ -99,13 +99,13 @@ def test_incomplete_results_are_marked():
     assert page_tables.CUT_SHORT not in performance_page.page(documents, TEMPLATE)
 
 
-def test_a_rehearsal_is_no_result(tmp_path):
+def test_rehearsals_are_not_read_as_results(tmp_path):
     (tmp_path / "a-gpu.json").write_text('{"rehearsal": true}')
     (tmp_path / "b-gpu.json").write_text("{}")
     assert list(performance_page.load(tmp_path)) == ["b-gpu"]
 
 
-def test_of_the_gpu_tests_those_that_did_not_pass_are_named():
+def test_gpu_tests_that_did_not_pass_are_named():
     rows = [
         {"test": "test_a", "outcome": "passed", "said": ""},
         {"test": "test_b", "outcome": "failed", "said": "line 1\nE  assert 1 == 2\n"},
@@ -242,7 +242,7 @@ def test_one_that_fails_does_not_stop_the_rest(monkeypatch, capsys, tmp_path):
     assert "failed, or missed a bound of their own: counting, traces" in capsys.readouterr().out
 
 
-def test_an_unknown_name_is_answered_with_those_there_are(monkeypatch):
+def test_the_error_for_an_unknown_name_lists_the_known_ones(monkeypatch):
     Runs(monkeypatch)
     with pytest.raises(SystemExit, match="no benchmark is called nothing; there are counting"):
         run(monkeypatch, "nothing")

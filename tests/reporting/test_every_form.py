@@ -180,7 +180,7 @@ def test_text(name, reports):
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_colour_is_all_that_colour_adds(name, reports):
+def test_coloured_text_differs_only_by_its_colours(name, reports):
     import io
 
     from rich.console import Console

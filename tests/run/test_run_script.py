@@ -192,7 +192,7 @@ def test_programs_of_every_form(name, tmp_path):
 @pytest.mark.parametrize(
     "name", ["facts", "exception", "syntax error", "handlers after an exception", "pickling", "another directory"]
 )
-def test_a_program_that_is_no_file(name, stdin, tmp_path):
+def test_programs_from_an_argument_or_stdin(name, stdin, tmp_path):
     folder = tmp_path / "work"
     # The working directory is first on the path.
     write(folder, {"beside.py": "print('beside')"})
@@ -244,7 +244,7 @@ def test_a_closed_stdout(tmp_path):
     assert "BrokenPipeError" in with_us.stderr
 
 
-def test_an_import_of_torch_that_fails_looks_the_same(tmp_path):
+def test_a_failing_import_of_torch_prints_the_same_traceback(tmp_path):
     for number, torch in enumerate(
         ["def load():\n    raise OSError('no library')\nload()", "import nothing", "x = = 2"]
     ):

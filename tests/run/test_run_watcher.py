@@ -184,7 +184,7 @@ def test_tensors_without_module_and_optimizer(tmp_path):
     assert "parameters that belong to no module are named by number: 0 (4, 3)" in " ".join(run.seen.notes)
 
 
-def test_inputs_that_need_gradients_are_no_parameters(tmp_path):
+def test_inputs_that_need_gradients_are_not_taken_for_parameters(tmp_path):
     with watched(tmp_path) as run:
         model = net().requires_grad_(False)
         for _ in range(6):

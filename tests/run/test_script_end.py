@@ -77,7 +77,7 @@ def test_after_an_exception_too(tmp_path: Path) -> None:
     _check(tmp_path)
 
 
-def test_a_step_that_was_broken_off_is_no_step(tmp_path: Path) -> None:
+def test_an_interrupted_step_is_not_counted(tmp_path: Path) -> None:
     code = """
 model, optimizer, inspector = train()
 model(torch.randn(3, 4)).sum().backward()
@@ -87,7 +87,7 @@ raise KeyboardInterrupt
     assert Session.load(tmp_path / "run").progress.steps == 7
 
 
-def test_a_fault_of_ours_at_the_end_is_a_warning(tmp_path: Path) -> None:
+def test_an_internal_error_at_the_end_is_a_warning(tmp_path: Path) -> None:
     code = """
 everything = train()
 def fails():
@@ -274,7 +274,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert type(inspector.session().progress.scales[0].scale) is float
 
 
-def test_before_the_first_step_a_budget_has_sampled_none() -> None:
+def test_before_the_first_step_no_step_of_a_budget_is_sampled() -> None:
     text = " ".join(str(Inspector(nn.Linear(2, 1), max_overhead=0.02).report()).split())
     assert "sampled none so far" in text
     assert "all 0 steps" not in text

@@ -772,7 +772,7 @@ def test_other_threads_are_as_they_were():
     assert seen == [False, True, False]
 
 
-def test_threads_that_run_recurrent_layers_leave_onednn_as_it_was():
+def test_threads_that_run_recurrent_layers_restore_onednn():
     before = torch.backends.mkldnn.enabled
     errors: list[BaseException] = []
 

@@ -60,7 +60,7 @@ def test_living_refers_to_no_other_object_when_it_returns(having):
     assert having == (fails, ()) or isinstance(found, list)
 
 
-def test_collection_is_as_it_was_afterwards():
+def test_garbage_collection_is_restored_afterwards():
     assert gc.isenabled()
     living([])
     assert gc.isenabled()

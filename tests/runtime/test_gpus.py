@@ -36,7 +36,7 @@ def test_devices_are_known_by_their_names(name, major, minor, card, architecture
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA H1000X"])
-def test_a_card_that_only_resembles_a_known_one_gets_no_rates(name):
+def test_a_card_that_only_resembles_a_known_one_has_no_rates(name):
     found = gpus.of_device(name, 9 if "H1000" in name else 8, 0 if "H1000" in name else 9)
     assert found.architecture in ("ada", "hopper")
     assert found.tensor_core_tflops == {}
@@ -188,7 +188,7 @@ def test_a_trace_without_a_compute_capability_is_judged_by_the_model():
 
 
 @pytest.mark.parametrize(("text", "near"), [("RTX 4091", "RTX 4090"), ("h110", "H100"), ("hoper", "hopper")])
-def test_a_misspelt_name_gets_near_ones(text, near):
+def test_a_misspelt_name_has_suggestions(text, near):
     with pytest.raises(ValueError, match=rf"near it: .*{near}"):
         gpus.named(text)
 

@@ -385,7 +385,7 @@ STACKED = [(1, False), (2, False), (1, True), (3, True)]
 @pytest.mark.parametrize("device", ["meta", "real"])
 @pytest.mark.parametrize(("layers", "bidirectional"), STACKED)
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_a_recurrent_layers_gradients_are_those_that_are_asked_for(kind, layers, bidirectional, device):
+def test_a_recurrent_layer_has_only_the_requested_gradients(kind, layers, bidirectional, device):
     make, options = RECURRENT[kind]
     layer = make(12, 16, layers, bidirectional=bidirectional, **options)
     model = Of(lambda self, x, *state: self.rnn(x, *state)[0], rnn=layer)
@@ -409,7 +409,7 @@ def test_a_recurrent_layers_gradients_are_those_that_are_asked_for(kind, layers,
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize(("layers", "bidirectional"), STACKED)
-def test_gradients_of_packed_sequences_are_those_that_are_asked_for(kind, layers, bidirectional):
+def test_packed_sequences_have_only_the_requested_gradients(kind, layers, bidirectional):
     model = Of(lambda self, x: self.rnn(x)[0].data, rnn=kind(12, 16, layers, bidirectional=bidirectional))
     for needs in (False, True):
         packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 4, 12), torch.tensor([5, 3, 3, 1]))
@@ -576,7 +576,7 @@ def test_outputs_without_a_gradient_are_a_note(model):
     assert "requires a gradient" in recording.notes[0]
 
 
-def test_inference_mode_takes_operators_apart_all_the_same():
+def test_products_are_recorded_in_inference_mode():
     @torch.inference_mode()
     def forward(self, x):
         return F.scaled_dot_product_attention(*self.qkv(self.conv(x).flatten(2).mT).unflatten(-1, (3, 1, 8)).unbind(-3))
@@ -617,8 +617,8 @@ def test_in_place_models_run():
         assert recording.notes == ()
 
 
-def test_tensors_that_are_no_buffers_are_taken_along():
-    """A plain attribute, a constant made in the forward, and an index are not moved to the meta device."""
+def test_tensors_other_than_parameters_and_buffers_work():
+    """A plain attribute, a constant made in the forward, and an index remain on their device."""
     model = Of(lambda self, x: self.inner(x * self.scale)[torch.arange(2)] + torch.ones(4), inner=nn.Linear(8, 4))
     object.__setattr__(model, "scale", torch.randn(8))
     assert record_matmuls(model, torch.randn(3, 8)).notes == ()

@@ -135,7 +135,7 @@ def test_required_inputs_are_named():
     )
 
 
-def test_values_of_arguments_are_those_that_were_given():
+def test_arguments_have_their_given_values():
     """Values of slices, whose twins have the same strides, and of floats, which a model may compare."""
     ids = torch.arange(24).view(4, 6)
     boxes = [{"boxes": torch.tensor([[1.0, 2.0], [3.0, 1.0]])}]

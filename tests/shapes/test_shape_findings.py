@@ -101,7 +101,7 @@ def test_known_vocabularies(size, gpu, advised, least):
     assert -(-size // multiple) * multiple == advised
 
 
-def test_the_width_of_a_tied_embedding_is_no_vocabulary():
+def test_the_width_of_a_tied_embedding_is_not_taken_for_a_vocabulary():
     record = recording(
         *linear(4096, 100, 100, name="h"),
         *linear(4096, 100, 512, name="o"),
@@ -157,7 +157,7 @@ def test_heads_are_padded_with_the_hidden_size_that_they_make_up():
     assert [(padding.size, padding.advised) for padding in report.padding] == [(300, 384), (25, 32)]
 
 
-def test_few_classes_are_no_base_of_the_hidden_size():
+def test_the_hidden_size_is_not_explained_by_a_few_classes():
     record = recording(*linear(4096, 512, 100, name="a"), *linear(4096, 100, 25, name="classifier"))
     sizes = {
         one.evidence["size"]: one.evidence.get("consequent_sizes") for one in analyse_shapes(record, HOPPER).findings
@@ -165,7 +165,7 @@ def test_few_classes_are_no_base_of_the_hidden_size():
     assert sizes == {100: None, 25: None}
 
 
-def test_a_few_coordinates_are_no_hidden_size():
+def test_a_few_coordinates_are_not_taken_for_a_hidden_size():
     """2 coordinates make 10 features: 5 x 8 would be 40 of them."""
     report = analyse_shapes(recording(*linear(65536, 2, 10)), HOPPER)
     assert {padding.size: padding.to for padding in report.padding} == {2: 8, 10: 16}
@@ -183,7 +183,7 @@ def test_a_size_made_of_heads_is_explained_only_by_heads():
     assert sizes == {100: None, 300: [25]}
 
 
-def test_an_unrelated_size_is_no_consequence():
+def test_an_unrelated_size_is_not_listed_as_a_consequence():
     """301 is not a multiple of 100. 300 is, but its layer neither takes 100 inputs nor feeds a layer that does."""
     other = recording(*linear(4096, 100, 301))
     assert {one.evidence["size"] for one in analyse_shapes(other, HOPPER).findings} == {100, 301}
@@ -489,7 +489,7 @@ def test_math_attention_and_eager_attention_are_both_reported():
 @pytest.mark.parametrize(
     ("queries", "keys", "head", "is_told"), [(1, 8, 16, False), (8, 8, 64, False), (64, 64, 64, True)]
 )
-def test_few_scores_are_no_reason_to_fuse_attention(queries, keys, head, is_told):
+def test_attention_with_few_scores_need_not_be_fused(queries, keys, head, is_told):
     """Eight scores per 144 elements of queries and keys take negligible time, fused or not."""
     told = found(recording(*eager_attention(4096, queries, keys, head)))
     assert ("unfused-attention" in told) is is_told
@@ -511,7 +511,7 @@ def test_products_without_a_module_or_a_weight_are_not_attributed_to_the_model()
     assert "the model itself" not in told.message + told.fix
 
 
-def test_an_images_channels_are_no_other_layers_size():
+def test_an_images_channels_are_not_taken_for_another_layers_size():
     record = recording(
         convolution(channels=(3, 64), kernel=7, size=112, module="0"),
         *linear(4096, 64, 3, name="3"),
@@ -531,7 +531,7 @@ def test_fp64_attention_is_its_dtype():
     assert set(found(recording(*products))) == {"float64"}
 
 
-def test_chained_products_of_other_sizes_are_no_attention():
+def test_chained_products_of_other_sizes_are_not_taken_for_attention():
     a, b, c = row_major((4, 64, 32)), row_major((4, 32, 128)), row_major((4, 64, 16))
     assert "unfused-attention" not in found(
         recording(gemm(a, b, module="x"), gemm(c, row_major((4, 16, 32)), module="x"))

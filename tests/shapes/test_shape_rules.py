@@ -261,7 +261,7 @@ def test_matrix_vector_products_are_memory_bound(m, n):
 
 
 @pytest.mark.parametrize("sizes", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
-def test_an_empty_product_is_no_question(sizes):
+def test_an_empty_product_is_judged_as_empty(sizes):
     m, n, k = sizes
     assert judge(gemm(row_major((m, k)), row_major((k, n))), HOPPER).cause == "empty"
 
@@ -387,7 +387,7 @@ def test_recurrent_products_follow_the_stride_rule():
     st.sampled_from(["float16", "float32", "int8", "float8_e4m3fn", "float64", "bool", "something"]),
     st.sampled_from(ARCHITECTURES),
 )  # fmt: skip
-def test_every_product_gets_a_verdict(m, n, k, dtype, architecture):
+def test_every_product_has_a_verdict(m, n, k, dtype, architecture):
     product = replace(linear(8, 8, 8)[0], m=m, n=n, k=k, dtype=dtype, a=None, b=None, out=None)
     verdict = judge(product, named(architecture))
     assert verdict.verdict in ("native", "degraded", "off", "unknown")

@@ -268,7 +268,7 @@ def test_gradients_that_always_overflow_are_still_a_collapse():
     assert mp.loss_scale == 2.0**-16
 
 
-def test_half_the_picture_is_no_advice(caplog):
+def test_incomplete_captures_do_not_change_the_scale(caplog):
     """After torch.compile, new module hooks do not fire. A block that captures fewer gradients must not change the scale."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -413,7 +413,7 @@ def test_masks_are_passed_over():
     assert (found.layer, found.value) == ("times", "nan")
 
 
-def test_a_module_that_is_non_finite_in_good_forwards_is_no_suspect():
+def test_a_module_that_is_non_finite_in_good_forwards_is_not_suspected():
     """A module returns a harmless +inf, which is recognised after one forward with a finite loss."""
 
     class Inverse(nn.Module):

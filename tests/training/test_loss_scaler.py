@@ -545,7 +545,7 @@ def test_hold_leaves_the_scale_alone(fused: bool) -> None:
     assert outcomes(scaler, [False, False, True]) == [8.0, 16.0, 8.0]
 
 
-def test_hold_at_the_floor_is_no_collapse() -> None:
+def test_hold_at_the_floor_is_not_a_collapse() -> None:
     scaler = LossScaler("cpu", 8.0, floor=8.0, forward_nonfinite="hold")
     with pytest.warns(LossScaleWarning):
         nan_steps(scaler, 3)
@@ -771,7 +771,7 @@ def test_settings_are_checked_too() -> None:
     assert outcomes(scaler, [False]) == [2.0**18]
 
 
-def test_scales_that_are_no_numbers() -> None:
+def test_scales_that_are_not_numbers_are_refused() -> None:
     for bad in ("8", None, True):
         with pytest.raises(TypeError, match="init_scale must be a number"):
             LossScaler("cpu", bad)
@@ -779,7 +779,7 @@ def test_scales_that_are_no_numbers() -> None:
         LossScaler("cpu").scale(3.0)
 
 
-def test_a_scale_that_is_no_power_of_two() -> None:
+def test_a_scale_other_than_a_power_of_two_warns() -> None:
     with pytest.warns(LossScaleWarning, match="loss scale 1000 is no power of two") as told:
         scaler = LossScaler("cpu", 1000.0)
     assert told[0].filename == __file__

@@ -327,7 +327,7 @@ def refused(change: str) -> tuple[LossScaler, Run, Closure]:
         ("raise", KeyError, "the closure's own fault"),
     ],
 )
-def test_an_error_in_a_closure_leaves_everything_as_it_was(change: str, error: type[Exception], words: str) -> None:
+def test_an_error_in_a_closure_restores_the_state(change: str, error: type[Exception], words: str) -> None:
     scaler, run, closure = refused(change)
     weights, state = run.weights, copy.deepcopy(run.optimizer.state_dict())
     with pytest.raises(error, match=words):

@@ -338,7 +338,7 @@ def test_a_sparse_half_gradient_is_summed_in_fp32():
     assert torch.equal(master.grad, torch.ones(5, 2))
 
 
-def test_a_missing_gradient_stays_none():
+def test_a_missing_gradient_remains_none():
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights.split(model, [optimizer], FP16_MASTER)

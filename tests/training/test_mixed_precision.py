@@ -486,7 +486,7 @@ def test_impossible_scales_are_refused_before_anything_changes(scale):
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
 
 
-def test_a_scale_that_is_no_power_of_two_only_warns():
+def test_a_scale_other_than_a_power_of_two_only_warns():
     with pytest.warns(LossScaleWarning, match="power of two"):
         mp = make("fp16-amp", 1000.0)
     assert mp.loss_scale == 1000.0

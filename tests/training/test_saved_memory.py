@@ -148,7 +148,7 @@ def test_everything_else_is_left_to_torch():
     assert F.cross_entropy(full, target).grad_fn.name() != "_RecomputedBackward"
 
 
-def test_targets_that_are_learned_get_their_gradient():
+def test_learned_targets_have_a_gradient():
     logits, target = torch.randn(4, 5).half(), torch.rand(4, 5)
     gradients = []
     for mode in (nullcontext(), LeanCrossEntropy()):
