@@ -78,7 +78,7 @@ def with_bf16_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ste
     return step
 
 
-#: By name: how a model and its optimizer become a step.
+#: Name -> function that makes a step from a model and its optimizer.
 WAYS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Step]] = {
     "FP32": partial(with_mixed_precision, precision="fp32"),
     "FP16 weights with FP32 masters": partial(with_mixed_precision, precision="fp16-master"),

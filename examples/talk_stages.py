@@ -192,7 +192,7 @@ def network_with_batch_norm(steps: int, device: str) -> None:
     rows, trained = [], []
     for stage in (stage_0, stage_4, stage_5, stage_6):
         model = copy.deepcopy(network)
-        # At 1e-3 this network hardly moves in 500 steps: BatchNorm takes the inputs' size out of the gradients.
+        # At 1e-3 this network hardly changes in 500 steps: BatchNorm makes the gradients independent of the inputs' scale.
         losses, weights = train(stage, model, x, y, steps, 1.0)
         row = {
             "last loss in training": f"{losses[-1].item():.5f}",

@@ -40,7 +40,7 @@ def main() -> None:
 
     if options.save and dist.get_rank() == 0:
         torch.save(network.state_dict(), options.save)
-    # Whoever is done first waits for the others: an exit while gloo is still busy may abort.
+    # Wait for all ranks: exiting while gloo is still busy may abort the process.
     dist.barrier()
     dist.destroy_process_group()
 

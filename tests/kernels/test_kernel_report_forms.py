@@ -73,7 +73,7 @@ def test_markdown_is_escaped():
     text = render(hostile(), ".md")
     assert "<script" not in text
     assert "\x1b" not in text
-    # A row a kernel and a row a module: no name made one, or a column of its own.
+    # One row per kernel and per module: names added neither rows nor columns.
     rows = [line for line in text.splitlines() if "evil" in line and line.startswith("| ")]
     assert [len(re.findall(r"(?<!\\)\|", line)) for line in rows] == [7, 7, 5]
 

@@ -293,7 +293,7 @@ def test_phases_and_steps(made, tmp_path):
     made.op("aten::sum", 210, 220)
     made.kernel("after", 215)
     made.kernel("bare", 230)
-    # The engine's thread has no ProfilerStep range of its own.
+    # The autograd engine's thread has no ProfilerStep ranges.
     made.op("autograd::engine::evaluate_function: AddBackward0", 160, 170, tid=ENGINE)
     made.kernel("backward", 165, tid=ENGINE)
     kernels = by_name(made.read(tmp_path))

@@ -66,7 +66,7 @@ WITHOUT_TORCH = (
 )
 TRACKERS = ("wandb", "mlflow", "trackio")
 HEAVY = {"torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "numba", *TRACKERS}
-#: Drawing asks for matplotlib, and is imported where a picture is asked for.
+#: Drawing needs matplotlib, and is imported on demand.
 DRAWS = ("plot", "picture")
 CATCH_ALLS = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 

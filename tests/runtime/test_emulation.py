@@ -27,7 +27,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Largest distance in units in the last place: 16-bit codes, counted through zero."""
+    """Return the largest distance in units in the last place, between 16-bit codes ordered through zero."""
     assert a.dtype == b.dtype
     assert a.dtype in HALVES
     assert a.shape == b.shape
@@ -37,7 +37,7 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """In every bit, NaN with NaN."""
+    """Return whether dtypes and values are equal; NaN equals NaN."""
     return all(
         a.dtype == b.dtype and torch.equal(a.nan_to_num(0.123), b.nan_to_num(0.123))
         for a, b in zip(made, expected, strict=True)
@@ -45,12 +45,12 @@ def equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def as_near_as_torchs_own(made: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Within one unit in the last place of torch's own; where torch's own is off, nearer to the exact FP64 result."""
+    """Return whether a result is within one unit in the last place of torch's, or nearer to the exact FP64 result."""
     return ulps(made, own) <= 1 or bool((made - exact).square().sum() < (own - exact).square().sum())
 
 
 def forward_and_gradients(function: Callable[..., Any], operands: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The result, and the gradients of the operands for one upstream gradient, small whole numbers."""
+    """Return the result, and the operands' gradients for an upstream gradient of small integers."""
     leaves = [operand.detach().requires_grad_() for operand in operands]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream(out))]
@@ -139,7 +139,7 @@ def whole_numbers(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in ROUNDED_OFTEN])
 def test_products_and_their_gradients_are_as_near_as_torchs_own(name, dtype):
-    """Where both sum in FP32, in another order, the sums may round to neighbours."""
+    """Both sum in FP32 but in different orders, so results may differ by one rounding."""
     function, operands = PRODUCTS[name][0], drawn(name, dtype)
     own = forward_and_gradients(function, operands)
     exact = forward_and_gradients(function, [operand.double() for operand in operands])
@@ -152,7 +152,7 @@ def test_products_and_their_gradients_are_as_near_as_torchs_own(name, dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in CHAINS])
 def test_products_and_their_gradients_are_within_one_ulp_of_the_exact_result(name, dtype):
-    """The FP64 result, rounded once: one product, one rounding."""
+    """A product is rounded once, so it equals the rounded FP64 result."""
     function, operands = PRODUCTS[name][0], drawn(name, dtype)
     exact = forward_and_gradients(function, [operand.double() for operand in operands])
     with half_arithmetic():
@@ -164,7 +164,7 @@ def test_products_and_their_gradients_are_within_one_ulp_of_the_exact_result(nam
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_of_whole_numbers_are_exact(name, dtype):
-    """No sum of these needs more than FP32's 24 bits, so the order of summation does not matter: equal in every bit."""
+    """Sums of these integers fit FP32's 24 bits, so the order of summation does not matter and all bits are equal."""
     function, operands = PRODUCTS[name][0], whole_numbers(name, dtype)
     exact = [one.to(dtype) for one in forward_and_gradients(function, [operand.double() for operand in operands])]
     with half_arithmetic():
@@ -198,7 +198,7 @@ def test_sums_are_in_fp32_and_the_result_is_rounded():
         assert torch.mm(ones.bfloat16(), ones.bfloat16().t()).item() == 4096
         assert torch.isinf(torch.mm(torch.full((1, 2), 256.0).half(), torch.full((2, 1), 256.0).half())).all()
         assert torch.mm(torch.full((1, 1), 2.0**-13).half(), torch.full((1, 1), 2.0**-12).half()).item() == 0
-        # Processors' BF16 instructions take such operands for zero; Tensor Cores do not.
+        # CPUs' BF16 instructions treat subnormal operands as zero; Tensor Cores do not.
         subnormal, large = torch.full((64, 64), 2.0**-130).bfloat16(), torch.full((64, 64), 2.0**100).bfloat16()
         assert (torch.mm(subnormal, large) == 2.0**-24).all()
 
@@ -717,7 +717,7 @@ def settings() -> tuple[Any, ...]:
 
 
 def emulated() -> bool:
-    """Whether this thread is inside: by a product and by a function of CUDA's lists."""
+    """Return whether this thread is inside the context, by a product and by a function of CUDA's lists."""
     with Products() as seen:
         pass
     assert seen.seen == []
@@ -751,7 +751,7 @@ def test_it_nests():
         assert emulated()
         with Products() as inner:
             a @ b
-        assert inner.dtypes == {torch.float16}  # entered inside: sees the product as it was asked for
+        assert inner.dtypes == {torch.float16}  # entered inside: receives the original product
     assert not emulated()
 
 

@@ -164,7 +164,7 @@ CASES: dict[str, Callable[[Tensors], Any]] = {
     "scatter_add": lambda t: torch.scatter_add(t.f(3), 0, t.i(2), t.h(2)),
 }
 
-#: In CUDA's lists, but no operation of a CPU, or refused by CUDA's autocast.
+#: Names in CUDA's lists that are not CPU operations, or that CUDA's autocast refuses.
 ELSEWHERE = {
     "_thnn_fused_lstm_cell",
     "_thnn_fused_gru_cell",
@@ -176,7 +176,7 @@ ELSEWHERE = {
     "cudnn_convolution_transpose",
     "_cudnn_rnn",  # from torch 2.15 on
     "binary_cross_entropy",
-    # Of named tensors, which later versions than torch 2.6 leave out.
+    # Overloads for named tensors, which versions after torch 2.6 omit.
     "cumprod.dimname",
     "cumsum.dimname",
     "log_softmax.Dimname",

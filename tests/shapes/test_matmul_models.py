@@ -131,7 +131,7 @@ def test_gradient_checkpointing():
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     recording = record_matmuls(model, (), TEXT)
     assert recording.notes == ()
-    # Without a cache Transformers makes its causal mask another way, so attention aside.
+    # Without a cache Transformers builds its causal mask differently, so attention is excluded.
     once = {record for record in recording.matmuls if not record.recomputed and record.kind == "gemm"}
     assert once == {record for record in plain.matmuls if record.kind == "gemm"}
     again = [record for record in recording.matmuls if record.recomputed]

@@ -244,7 +244,7 @@ def test_hooks_of_an_attached_inspector_stay_silent():
 
 
 def test_weights_are_not_copied(monkeypatch):
-    """On meta no parameter is read: cloning or copying one would need its memory."""
+    """On the meta device, parameters are neither cloned nor copied, which would need memory."""
     model = nn.Linear(64, 64)
     copied = []
     original = torch.Tensor.clone

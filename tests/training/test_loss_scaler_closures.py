@@ -72,7 +72,7 @@ class Run:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two optimizer states are equal, bit for bit."""
+    """Return whether two optimizer states are equal, bit for bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, dict):
@@ -403,7 +403,7 @@ def test_the_inspector_counts_a_skipped_closure_step_as_skipped(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["lbfgs", "lbfgs with line search"])
 def test_the_inspector_counts_a_step_undone_in_a_later_evaluation_as_skipped(kind: str) -> None:
-    """Its optimizer's step begins and does not end."""
+    """The optimizer's step starts but does not complete."""
     run, session = inspected(kind, {2})
     assert run.scaler.skipped_steps == 1
     assert (session.progress.steps, session.progress.skipped_steps) == (4, 1)
