@@ -80,7 +80,7 @@ def contestants(elements: int, dtype: torch.dtype, writer: SummaryWriter) -> dic
 
 
 class Reader:
-    """Reads memory once, as fast as NumPy can: the maximum of its 64-bit words, a thread for each part."""
+    """Reads memory once with NumPy: the maximum of its 64-bit words, with one thread per part."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads

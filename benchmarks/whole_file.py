@@ -1,4 +1,4 @@
-"""Replaces files atomically: a reader finds the old file or the new one, even if the writer is killed. Standard library only."""
+"""Replaces files atomically: readers find the old file or the new one, even if the writer is killed. Standard library only."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     accelerator = Accelerator(mixed_precision="fp16" if ON_GPU else "no", cpu=not ON_GPU, gradient_accumulation_steps=2)
-    # Before prepare(), which hands it to the optimizer.
+    # Before prepare(), which passes it to the optimizer.
     scaler = accelerator.scaler = mpinspect.LossScaler(accelerator.device.type)
     digits = load_digits()
     images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)

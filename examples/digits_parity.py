@@ -3,10 +3,10 @@
     pip install mpinspect[examples]
     python examples/digits_parity.py
 
-The table has the form of those in NVIDIA's GTC 2018 talk on mixed precision in PyTorch: test accuracy in FP32 beside that in
-mixed precision. Seeds draw weights and batches; half of the images are held out, the same half for all, so the accuracy has
-room to differ. A difference within FP32's own standard deviation over the seeds is no difference that could be seen. Without
-a GPU the 16-bit products are emulated.
+The table follows NVIDIA's GTC 2018 talk on mixed precision in PyTorch: test accuracy in FP32 next to the accuracy in mixed
+precision. Seeds draw weights and batches; half of the images are held out, the same half for all, so the accuracy has
+room to differ. A difference within FP32's standard deviation over the seeds is not significant. Without a GPU the 16-bit
+products are emulated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reductions that FP16 cannot hold, and what keeps them right: measured, one by one.
+"""Reductions that exceed FP16's range or precision, and their remedies, each measured.
 
     python examples/fp16_reductions.py
 
@@ -83,7 +83,7 @@ def batch_norms(steps: int) -> None:
 
 
 def measure(layer: nn.Module, reference: nn.Module, batches: list[Tensor]) -> dict[str, object]:
-    """What became of a layer, beside one in FP32 that sees the same numbers."""
+    """Compare a layer with an FP32 layer on the same inputs."""
     first_inf: int | None = None
     error = torch.zeros((), device=DEVICE)
     for step, batch in enumerate(batches, start=1):

@@ -4,9 +4,9 @@
     python examples/gan_digits.py
     python examples/gan_digits.py --jump
 
-With ``--jump`` the discriminator's gradients become 2^8 times as large in the middle of the training, as they may when a
-progressive GAN goes on to its next stage. The discriminator's scaler skips steps until its scale fits again; the generator,
-whose scaler is its own, goes on undisturbed, and that is measured. Without a GPU the 16-bit products are emulated.
+With ``--jump`` the discriminator's gradients become 2^8 times as large in the middle of the training, as may happen at the next
+stage of a progressive GAN. The discriminator's scaler skips steps until its scale fits again. The script measures that the
+generator, which has its own scaler, is not affected. Without a GPU the 16-bit products are emulated.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ class Gan:
         )
 
     def step_discriminator(self, real: torch.Tensor, factor: float) -> tuple[bool, float]:
-        """Whether it stepped, and its loss. The gradients are ``factor`` times as large; Adam does not mind."""
+        """Train the discriminator; return whether it stepped, and its loss.
+
+        ``factor`` multiplies the gradients, to which Adam is invariant.
+        """
         with torch.no_grad(), self.generating.autocast():
             fake = self.generator(torch.randn(len(real), NOISE, device=DEVICE))
         self.judging.zero_grad()
@@ -73,9 +76,9 @@ class Gan:
         return self.judging.step(), loss.item()
 
     def step_generator(self) -> tuple[bool, float]:
-        """Whether it stepped, and its loss."""
+        """Train the generator; return whether it stepped, and its loss."""
         self.generating.zero_grad()
-        # The discriminator is only asked here: without this its gradients would be computed, and thrown away.
+        # Otherwise the discriminator's gradients would be computed and discarded.
         self.discriminator.requires_grad_(False)
         with self.generating.autocast():
             judged = self.discriminator(self.generator(torch.randn(BATCH, NOISE, device=DEVICE)))
@@ -85,7 +88,7 @@ class Gan:
         return self.generating.step(), loss.item()
 
     def state_of_generator(self) -> list[torch.Tensor]:
-        """All that a step of the discriminator must leave alone: weights, scale, count of steps."""
+        """Return the generator's state that a step of the discriminator must not change: weights, scale, count of steps."""
         weights = [weight.detach().clone() for weight in self.generating.master_parameters()]
         return [
             *weights,
@@ -94,7 +97,7 @@ class Gan:
 
 
 def train(gan: Gan, images: torch.Tensor, steps: int, jump_at: int | None) -> list[tuple[bool, bool]]:
-    """Returns, for each step that the discriminator skipped, whether the generator was left alone, and whether it stepped."""
+    """Train; return, for each skipped step of the discriminator, whether the generator was unchanged and then stepped."""
     print("  step   loss D   loss G   scale D   scale G   skipped D   skipped G")
     skips = []
     for number in range(steps):
@@ -116,7 +119,7 @@ def train(gan: Gan, images: torch.Tensor, steps: int, jump_at: int | None) -> li
 
 @torch.no_grad()
 def describe(gan: Gan, images: torch.Tensor) -> None:
-    """How far the fakes are from digits, as far as two numbers can tell."""
+    """Measure the quality of the fakes by two numbers."""
     with gan.generating.autocast():
         fakes = gan.generator(torch.randn(len(images), NOISE, device=DEVICE)).float()
     nearest = torch.cdist(fakes, images).min(dim=1).values.mean().item()
@@ -125,7 +128,7 @@ def describe(gan: Gan, images: torch.Tensor) -> None:
 
 
 def power(scale: float) -> str:
-    """A scale is a power of two, or 1 where the precision uses none."""
+    """Format a scale: a power of two, which is 1 if the precision does not scale."""
     return f"2^{math.log2(scale):g}"
 
 

@@ -82,7 +82,7 @@ def main() -> None:
     )
     trainer.fit(module, make_loader())
 
-    # Without print_report=False the callback prints this to stderr by itself.
+    # Without print_report=False the callback would print this to stderr.
     print(callback.report())
     print(f"last loss: {module.last_loss:.3f}")
     if scaler is not None:

@@ -3,9 +3,9 @@
     pip install mpinspect[examples]
     python examples/lost_updates.py
 
-A small classifier of scikit-learn's digits, SGD with a small learning rate. The inspector watches the first 100 steps in
-FP32 and says what share of the updates 16-bit weights would lose; then the network trains in full in FP32, in FP16 with and
-without FP32 masters, and with BF16 weights. Without a GPU the 16-bit products are emulated.
+A small classifier of scikit-learn's digits trains by SGD with a small learning rate. The inspector watches the first 100 steps
+in FP32 and predicts the share of updates that 16-bit weights would lose. Then complete trainings follow in FP32, in FP16 with
+and without FP32 masters, and with BF16 weights. Without a GPU the 16-bit products are emulated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCH, LEARNING_RATE = 64, 3e-3
 WATCHED = 100
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-#: Trains a network on a batch, and says whether its optimizer stepped.
+#: Trains a network on a batch; returns whether its optimizer stepped.
 Step = Callable[[Batch], bool]
 
 
@@ -63,7 +63,7 @@ def with_mixed_precision(model: nn.Module, optimizer: torch.optim.Optimizer, pre
 
 
 def with_bf16_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """BF16 weights without masters: by hand, it is nobody's precision."""
+    """BF16 weights without masters, by hand, since MixedPrecision does not offer it."""
     model.bfloat16()
 
     def step(batch: Batch) -> bool:
@@ -78,7 +78,7 @@ def with_bf16_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ste
     return step
 
 
-#: By name: how a model and its optimizer become a step.
+#: Name -> function that makes a step from a model and its optimizer.
 WAYS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Step]] = {
     "FP32": partial(with_mixed_precision, precision="fp32"),
     "FP16 weights with FP32 masters": partial(with_mixed_precision, precision="fp16-master"),
@@ -87,11 +87,11 @@ WAYS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Step]] = {
 }
 
 
-# -- what is measured -----------------------------------------------------------------------------------------------------
+# -- measurements ---------------------------------------------------------------------------------------------------------
 
 
 def predict(data: Batch, steps: int) -> None:
-    """What the inspector says of the first steps of the FP32 run."""
+    """Print the inspector's prediction from the first steps of the FP32 run."""
     model, optimizer = make()
     step = with_mixed_precision(model, optimizer, "fp32")
     with mpinspect.Inspector(model, optimizers=optimizer, capture=("update",)) as inspector:
@@ -103,9 +103,9 @@ def predict(data: Batch, steps: int) -> None:
 
 
 def train(step: Step, optimizer: torch.optim.Optimizer, data: Batch, steps: int) -> float:
-    """The same batches for every way to train. Returns the share of the updates that left a weight as it was.
+    """Train on the same batches for every precision; return the share of updates that did not change their weight.
 
-    Every 20th step is looked at, and the weights that the optimizer steps: the masters, where there are any.
+    Every 20th step is measured, on the weights that the optimizer updates: the masters, if there are any.
     """
     generator = torch.Generator().manual_seed(0)
     lost = asked = 0
@@ -122,7 +122,7 @@ def train(step: Step, optimizer: torch.optim.Optimizer, data: Batch, steps: int)
 
 @torch.no_grad()
 def training_loss(model: nn.Module, data: Batch) -> float:
-    """Over all the data, computed in FP32 from the weights as they are stored."""
+    """Return the loss over all data, computed in FP32 from the stored weights."""
     return nn.functional.cross_entropy(model.float()(data[0]), data[1]).item()
 
 

@@ -2,8 +2,8 @@
 
     python examples/shape_lint.py [--gpu hopper] [--full MODEL]
 
-Every model is built from its config on the meta device: no weights, no download, no GPU. A row a model: how many of its products
-have multiples of 8 everywhere, how many FLOPs today's rule calls native, and what the lint would have one do.
+Every model is built from its config on the meta device, without weights, downloads or a GPU. Each model has a row: the share of
+products with multiples of 8 everywhere, the share of FLOPs that today's rule judges native, and the lint's fixes.
 """
 
 from __future__ import annotations

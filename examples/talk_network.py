@@ -2,9 +2,9 @@
 
     python examples/talk_network.py
 
-First the plain FP32 loop, with the inspector attached in two lines. Then the talk's own mixed-precision loop: an FP16
-model, FP32 master weights kept by hand, and a loss multiplied by 128. Gradients are shown unscaled both times, so both
-reports tell the same ranges. Without a GPU the FP16 products are emulated.
+First the plain FP32 loop, with the inspector attached in two lines. Then the talk's mixed-precision loop: an FP16 model, FP32
+master weights managed by hand, and a loss multiplied by 128. Both reports show unscaled gradients, so their ranges are equal.
+Without a GPU the FP16 products are emulated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def train_fp16_with_masters(steps: int, device: str) -> mpinspect.Inspector:
     masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(masters, lr=1e-3)
 
-    # The scale is applied by hand, so the inspector is told; likewise the optimizer, which never sees the model's weights.
+    # The inspector can't detect a scale applied by hand, nor an optimizer of other weights than the model's.
     with mpinspect.Inspector(model, optimizers=optimizer, loss_scale=scale_factor) as inspector:
         for _ in range(steps):
             y_pred = model(x)

@@ -2,8 +2,8 @@
 
     python examples/talk_stages.py
 
-Every stage is one function, and differs from the one before in a line or two. What each stage cured is measured: see the
-tables that it prints. Without a GPU the FP16 products are emulated.
+Every stage is one function, and differs from the previous one in a line or two. The printed tables measure the effect of each
+stage. Without a GPU the FP16 products are emulated.
 """
 
 from __future__ import annotations
@@ -185,14 +185,14 @@ def simple_network(steps: int, device: str) -> None:
 
 
 def network_with_batch_norm(steps: int, device: str) -> None:
-    """Stages 4 to 6 with a BatchNorm, and inputs in units so small that the variance of what it sees is beyond FP16."""
+    """Stages 4 to 6 with a BatchNorm, and inputs so large that the variance of its input exceeds FP16."""
     torch.manual_seed(0)
     x, y = 1024 * torch.randn(N, D_in, device=device), torch.randn(N, D_out, device=device)
     network = torch.nn.Sequential(torch.nn.Linear(D_in, D_out), torch.nn.BatchNorm1d(D_out)).to(device)
     rows, trained = [], []
     for stage in (stage_0, stage_4, stage_5, stage_6):
         model = copy.deepcopy(network)
-        # At 1e-3 this network hardly moves in 500 steps: BatchNorm takes the inputs' size out of the gradients.
+        # At 1e-3 this network hardly changes in 500 steps: BatchNorm makes the gradients independent of the inputs' scale.
         losses, weights = train(stage, model, x, y, steps, 1.0)
         row = {
             "last loss in training": f"{losses[-1].item():.5f}",
@@ -223,7 +223,7 @@ def keep_gradient(kept: list[Tensor]) -> Callable[..., None]:
 
 
 def is_subnormal(gradient: Tensor) -> Tensor:
-    """Where a value has fewer bits than its dtype's others, or none: it was flushed to zero."""
+    """Return where a value is subnormal or zero in its dtype."""
     return gradient.abs() < torch.finfo(gradient.dtype).smallest_normal
 
 

@@ -3,8 +3,8 @@
     pip install mpinspect[examples]
     python examples/transformers_gpt2.py
 
-It learns the text of the Python standard library, word by word. Afterwards `probe` holds what the FP32 gradients
-predict against an FP16 pass of the same batch.
+It learns the text of the Python standard library, word by word. Afterwards `probe` compares the prediction from the FP32
+gradients with an FP16 pass of the same batch.
 """
 
 from __future__ import annotations

@@ -69,11 +69,11 @@ def main() -> None:
         # The last line that the Trainer prints holds times.
         trainer.remove_callback(transformers.PrinterCallback)
         if options.fp16:
-            # Before train(), which hands it to the optimizer.
+            # Before train(), which passes it to the optimizer.
             trainer.accelerator.scaler = mpinspect.LossScaler("cuda")
         loss = trainer.train().training_loss
 
-    # Without print_report=False the callback prints this to stderr by itself.
+    # Without print_report=False the callback would print this to stderr.
     print(callback.report())
     print(f"mean loss: {loss:.3f}")
 

@@ -1,4 +1,4 @@
-"""Exponent counts by numpy.frexp: what every histogram is compared with. Looks at nothing of mpinspect but the result."""
+"""Exponent counts by numpy.frexp, the reference for every histogram. It reads only mpinspect's results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpinspect import ExponentHistogram
 
 
 def agrees(histogram: ExponentHistogram, values: np.ndarray) -> bool:
-    """Whether a histogram is, in every field, that of these float64 values."""
+    """Return whether every field of a histogram matches these float64 values."""
     found = (histogram.zeros, histogram.infs, histogram.nans, histogram.min_abs, histogram.max_abs)
     counters = (histogram.counts, histogram.powers_of_two, histogram.near_top)
     exponents = [

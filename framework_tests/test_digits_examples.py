@@ -1,4 +1,4 @@
-"""Each framework's example, run as it stands: its session's histograms are those that NumPy counts in the same arrays."""
+"""Each framework's example runs unmodified, and its session's histograms equal NumPy's counts of the same arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("framework", "precision"), RUNS)
-def test_what_is_recorded_is_what_numpy_counts(framework, precision, tmp_path):
+def test_recorded_histograms_equal_numpys_counts(framework, precision, tmp_path):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     saved = tmp_path / "arrays.npz"
@@ -60,7 +60,7 @@ def test_what_is_recorded_is_what_numpy_counts(framework, precision, tmp_path):
 
 
 def unscaled(saved: Path) -> dict[TensorKey, np.ndarray]:
-    """All values of each tensor over the run, the loss scale divided out."""
+    """Return all values of each tensor over the run, unscaled."""
     parts: dict[TensorKey, list[np.ndarray]] = {}
     for label, values in np.load(saved).items():
         _, kind, name, scale = label.split("|")
@@ -68,7 +68,7 @@ def unscaled(saved: Path) -> dict[TensorKey, np.ndarray]:
     return {key: np.concatenate(arrays) for key, arrays in parts.items()}
 
 
-def test_a_scale_that_overflows_is_told_as_an_event(tmp_path):
+def test_an_overflowing_scale_is_recorded_as_an_event(tmp_path):
     if importlib.util.find_spec("jax") is None:
         pytest.skip("jax is not installed")
     command = [sys.executable, str(EXAMPLES / "jax_digits.py"), "--dtype=float16", "--scale=67108864", "--steps=12"]

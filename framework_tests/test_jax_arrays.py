@@ -1,4 +1,4 @@
-"""JAX's own kinds of arrays, recorded: compared with what JAX's casts give."""
+"""Recordings of JAX's array types, compared with JAX's casts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_tree_is_taken_apart_by_its_names():
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad])
-def test_a_tracer_is_refused_and_the_transform_goes_on(transform):
+def test_a_tracer_is_refused_and_the_transform_continues(transform):
     recorder = Recorder()
 
     def loss(x):

@@ -1,4 +1,4 @@
-"""Paddle's own kinds of arrays: its ``numpy()`` gives bare codes for bfloat16 and FP8, and crashes on sparse tensors."""
+"""Paddle's array types: its ``numpy()`` returns raw codes for bfloat16 and FP8, and crashes on sparse tensors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_dtype(name):
 
 
 def lookup(dtype: str):
-    """The gradient of a sparse embedding, and the same of a dense one."""
+    """Return the gradient of a sparse embedding and of an equal dense one."""
     gradients = []
     for sparse in (True, False):
         paddle.seed(0)
@@ -64,7 +64,7 @@ def test_a_tensor_without_values_is_refused():
         Recorder().observe("x", paddle.Tensor())
 
 
-def test_bfloat16_is_known_for_what_it_is():
+def test_bfloat16_is_recognised():
     recorder = Recorder()
     recorder.observe("x", paddle.to_tensor([1.0, 3.0]).astype("bfloat16"))
     window = recorder.session().totals()["x", "weight_gradient"]

@@ -1,4 +1,4 @@
-"""TensorFlow's and Keras' own kinds of arrays, recorded: compared with what TensorFlow's casts give."""
+"""Recordings of TensorFlow's and Keras' array types, compared with TensorFlow's casts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_sparse_and_ragged():
     assert agrees(histogram(tf.ragged.constant([[1.0, 2.0], [], [4.0]])), np.array([1.0, 2.0, 4.0]))
 
 
-def test_a_tensor_inside_a_graph_is_refused_and_the_graph_goes_on():
+def test_a_tensor_inside_a_graph_is_refused_and_the_graph_continues():
     recorder = Recorder()
 
     @tf.function

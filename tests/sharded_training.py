@@ -219,7 +219,7 @@ def replaced(when: str, ranks: int) -> dict[str, Any]:
                 inspector.attach()
         shard(model, ranks)
         if when == "swapped":
-            # As Accelerate does.
+            # Accelerate does this too.
             optimizer.param_groups[0]["params"] = list(model.parameters())
         if inspects and when == "after":
             inspector = Inspector(model, capture=KINDS)

@@ -2,7 +2,7 @@
 
     python examples/faults/gallery.py [--only NAME ...] [--jobs N] [--json PATH] [--page PATH] [--peers] [--check]
 
-A fault is named where a finding above "info" has its id, its module and its step. A healthy script must get nothing above "info".
+A fault counts as named if a finding above "info" has its id, module and step. A healthy script must have no such finding.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LONGEST_S = 300
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a script.
+    """The fault of a script.
 
     Args:
         script: its file.
-        id: the finding that names it.
-        module: begins with this; "" where the fault is the whole run's.
-        step: in which it begins; None where it belongs to no step.
+        id: the id of its finding.
+        module: a prefix of its module's name; "" if the fault concerns the whole run.
+        step: its first step; None if it belongs to no step.
     """
 
     script: str
@@ -119,7 +119,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Told:
-    """What a report told of one script."""
+    """A report on one script."""
 
     script: str
     outcome: str
@@ -130,7 +130,7 @@ class Told:
         return [finding for finding in self.findings if finding["severity"] != "info"]
 
     def of(self, fault: Fault) -> str:
-        """ "yes", "half" where the module or the step is another one, "no"."""
+        """Return "yes", "half" (another module or step) or "no"."""
         named = [finding for finding in self.above_info() if finding["id"] == fault.id]
         if any(
             _in_module(finding, fault) and (fault.step is None or finding["step"] == fault.step) for finding in named
@@ -159,7 +159,7 @@ def run(script: str) -> Told:
 
 
 def page(faults: list[Fault], told: dict[str, Told]) -> str:
-    """Return the page of the diagnoses: each with what it looks for, what it says of a script of the gallery, and its fix."""
+    """Return the page of the diagnoses: each with its condition, its finding on a script of the gallery, and its fix."""
     parts = [_PAGE_HEAD]
     for diagnosis in DIAGNOSES:
         parts += [f"## {diagnosis.id}\n", f"{diagnosis.about}\n"]
@@ -169,7 +169,7 @@ def page(faults: list[Fault], told: dict[str, Told]) -> str:
 
 
 def _example(fault: Fault, told: Told) -> str:
-    """Return what is said of one script: its first line, its thread, the finding and the fix as code."""
+    """Return the section on one script: its first line, its thread, the finding and the fix as code."""
     text = (HERE / fault.script).read_text("utf-8")
     thread = re.search(r"^# Thread: (https\S+)", text, re.MULTILINE)
     found = next(finding for finding in told.findings if finding["id"] == fault.id)
@@ -244,7 +244,7 @@ def _print_faults(faults: list[Fault], told: dict[str, Told]) -> int:
 
 
 def _print_healthy(healthy: list[str], told: dict[str, Told]) -> int:
-    """Print a row for each healthy script; return how many were told anything above info, or nothing at all."""
+    """Print a row for each healthy script; return how many had a finding above info, or no verdict."""
     alarms = 0
     for script in healthy:
         found = told[script]

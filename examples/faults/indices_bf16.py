@@ -17,7 +17,7 @@ class NearestAttention(nn.Module):
         distances = (places[:, None] - places[None]).abs().to(q.dtype)
         indices = torch.arange(len(x), dtype=distances.dtype).expand_as(distances)
         is_near = distances <= distances.kthvalue(self.nearest, dim=-1, keepdim=True).values
-        # Whatever is too far gets the largest index, and is sorted behind what is near.
+        # Distant elements have the largest index, so they are sorted behind the near ones.
         near = torch.where(is_near, indices, len(x) - 1.0).sort(-1).values[:, : self.nearest].long()
         near = near.clamp(max=len(x) - 1)
         weights = torch.einsum("nd,nkd->nk", q, k[near]).softmax(-1)

@@ -1,4 +1,4 @@
-"""What other tools tell of a script: torch's anomaly detection, a GradScaler alone, DebugUnderflowOverflow and wandb.watch."""
+"""Runs a script with other tools: torch's anomaly detection, a GradScaler alone, DebugUnderflowOverflow and wandb.watch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Peer:
     """Another tool.
 
     Args:
-        name: as the table says.
+        name: its name in the table.
         requires: the package to import.
-        before: code that switches it on, before the script.
-        read: what it told, from the exit code, stdout and stderr.
+        before: code that enables it, run before the script.
+        read: extracts its message from the exit code, stdout and stderr.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Peer:
     read: Callable[[int, str, str], str]
 
     def ask(self, script: Path) -> str:
-        """Run the script with this tool on; "nothing" where it told nothing."""
+        """Run the script with this tool; return its message, or "nothing"."""
         code = f"{self.before}\nimport runpy\nrunpy.run_path({str(script)!r}, run_name='__main__')\nAT_END()"
         code = "AT_END = lambda: None\n" + code
         with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ AT_END = lambda: print('SKIPPED', skipped[0], *scales)
         "wandb",
         f"{_ATTACHING}\nimport wandb\nwandb.init(mode='offline', settings=wandb.Settings(silent=True))\n"
         "attach = lambda model: wandb.watch(model, log='all', log_freq=1)",
-        # Its histograms are pictures: what it says by itself are its errors.
+        # Its histograms are pictures, so only its errors count as messages.
         _last_error,
     ),
 )

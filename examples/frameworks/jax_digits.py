@@ -3,10 +3,10 @@
     pip install mpinspect jax scikit-learn
     python examples/frameworks/jax_digits.py --dtype float16
 
-What there is to know: arrays have values only outside ``jax.jit`` and ``jax.grad``, so the jitted step returns its gradients
-and they are observed there. A gradient tree is handed over whole; its keys become dotted names. The gradients of the float32
-weights are float32 copies of what was computed in ``--dtype``: ``passed_through`` says so. Zeros added to each layer's output
-give the gradients there.
+Arrays have values only outside ``jax.jit`` and ``jax.grad``, so the jitted step returns its gradients, which are observed
+afterwards. ``observe`` accepts a whole tree of gradients; its keys become dotted names. The gradients of the float32 weights
+are float32 copies of values in ``--dtype``, which ``passed_through`` declares. The gradient of zeros that are added to a
+layer's output is the gradient of that output.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     pip install mpinspect tensorflow scikit-learn
     python examples/frameworks/tensorflow_digits.py --precision mixed_float16
 
-The pixels, whole numbers from 0 to 16, are looked up in an embedding, so one of the gradients is a tf.IndexedSlices.
+The pixels, integers from 0 to 16, are the inputs of an embedding, so one of the gradients is a tf.IndexedSlices.
 
-What there is to know: Keras' LossScaleOptimizer keeps its scale in ``dynamic_scale`` and divides it out inside ``apply``: the
-tape's gradients are still multiplied by it, so they are observed before, with the scale of before. Under mixed_float16 the
-gradients of the float32 weights are float32 copies of FP16 ones: ``passed_through="float16"`` says so.
+Keras' LossScaleOptimizer stores its scale in ``dynamic_scale`` and unscales inside ``apply``. The tape's gradients are still
+scaled, so they are observed before ``apply``, with the scale of that time. Under mixed_float16 the gradients of the float32
+weights are float32 copies of FP16 values, which ``passed_through="float16"`` declares.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A plain mixed-precision loop: CPU autocast in FP16, a GradScaler, clipping, and gradients accumulated over micro-batches.
 
-It knows nothing of mpinspect: `mpinspect run accumulation_scaler.py` looks at it from outside. The scale starts so high that
-the first steps overflow and are skipped. The network is tiny because FP16 products are slow on a CPU.
+It does not use mpinspect: `mpinspect run accumulation_scaler.py` inspects it from outside. The scale starts so high that the
+first steps overflow and are skipped. The network is tiny because FP16 products are slow on a CPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A plain loop that breaks: at a known step the gradient of one module turns infinite, and the weights with it.
+"""A plain loop that breaks: at a known step the gradient of one module becomes infinite, and then the weights.
 
-It knows nothing of mpinspect: `mpinspect run breaks.py` names the step and the module. `blocks.1` takes the root of a weight
-that becomes zero: its forward stays finite, the gradient of the root does not. With `--raise` the loop ends in an exception at
-the first loss that is not finite.
+It does not use mpinspect: `mpinspect run breaks.py` names the step and the module. `blocks.1` takes the root of a weight that
+becomes zero: its forward stays finite, the gradient of the root does not. With `--raise` the loop raises an exception at the
+first loss that is not finite.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """Adds what a small network makes of x, scaled by the root of a weight."""
+    """Adds the output of a small network, scaled by the root of a weight, to its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

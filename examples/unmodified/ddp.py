@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 ddp.py
 
-It knows nothing of mpinspect: `torchrun --nproc-per-node 2 --no-python mpinspect run ddp.py` looks at it from outside.
+It does not use mpinspect: `torchrun --nproc-per-node 2 --no-python mpinspect run ddp.py` inspects it from outside.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
     if options.save and dist.get_rank() == 0:
         torch.save(network.state_dict(), options.save)
-    # Whoever is done first waits for the others: an exit while gloo is still busy may abort.
+    # Wait for all ranks: exiting while gloo is still busy may abort the process.
     dist.barrier()
     dist.destroy_process_group()
 

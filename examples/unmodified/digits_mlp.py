@@ -1,6 +1,6 @@
 """A plain training script: a small MLP on scikit-learn's digits, in FP32.
 
-It knows nothing of mpinspect: `mpinspect run digits_mlp.py --epochs 3` looks at it from outside.
+It does not use mpinspect: `mpinspect run digits_mlp.py --epochs 3` inspects it from outside.
 """
 
 from __future__ import annotations

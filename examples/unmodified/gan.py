@@ -1,6 +1,6 @@
-"""A plain GAN on scikit-learn's digits: two networks, two optimizers, taking turns.
+"""A plain GAN on scikit-learn's digits: two networks and two optimizers that alternate.
 
-It knows nothing of mpinspect: `mpinspect run gan.py` looks at it from outside.
+It does not use mpinspect: `mpinspect run gan.py` inspects it from outside.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A plain Transformers script: the Trainer on a tiny GPT-2 made from a config, on the text of Python's standard library.
 
-Nothing is downloaded. It knows nothing of mpinspect: `mpinspect run gpt2_trainer.py` looks at it from outside.
+Nothing is downloaded. It does not use mpinspect: `mpinspect run gpt2_trainer.py` inspects it from outside.
 """
 
 from __future__ import annotations

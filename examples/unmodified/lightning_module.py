@@ -1,6 +1,6 @@
 """A plain Lightning script: a LightningModule around a small network, on scikit-learn's digits.
 
-It knows nothing of mpinspect: `mpinspect run lightning_module.py` looks at it from outside.
+It does not use mpinspect: `mpinspect run lightning_module.py` inspects it from outside.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--save", metavar="PATH", help="where the weights go at the end")
     options = parser.parse_args()
 
-    # No word about workers, hardware or tips: only what this script prints.
+    # Silence messages on workers, hardware and tips, so that only this script's output remains.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     torch.manual_seed(0)

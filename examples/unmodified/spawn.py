@@ -1,6 +1,6 @@
 """A plain script that starts its own training processes: torch.multiprocessing.spawn, gloo, gradients averaged by hand.
 
-It knows nothing of mpinspect: `mpinspect run spawn.py` looks at it from outside, and into its processes.
+It does not use mpinspect: `mpinspect run spawn.py` inspects it and its processes from outside.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Regressor(nn.Module):
 
 
 def train(rank: int, processes: int, meeting: str, steps: int, save: str | None) -> None:
-    """What each process does."""
+    """Train in one process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=processes)
     torch.manual_seed(0)

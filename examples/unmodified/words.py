@@ -1,7 +1,7 @@
-"""A plain word-level language model on the text of the Python standard library, in FP32. It needs torch alone.
+"""A plain word-level language model on the text of the Python standard library, in FP32. It needs only torch.
 
-It knows nothing of mpinspect: `mpinspect run words.py` looks at it from outside, and finds that in FP16 its output layer
-would need loss scaling.
+It does not use mpinspect: `mpinspect run words.py` inspects it from outside, and finds that in FP16 its output layer would
+need loss scaling.
 """
 
 from __future__ import annotations

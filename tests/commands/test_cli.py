@@ -1,4 +1,4 @@
-"""The command line: exit statuses, sentences on stderr, and what it writes."""
+"""The command line: exit statuses, messages on stderr, and written files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_report_prints_text(run_dir, capsys):
     assert err == ""
 
 
-def test_report_prints_json_and_nothing_else(run_dir, capsys):
+def test_report_prints_only_json(run_dir, capsys):
     assert cli.main(["report", str(run_dir), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "mpinspect.report"
@@ -145,7 +145,7 @@ def test_demo_passes_its_options_on(tmp_path, monkeypatch, capsys):
     assert seen == {"log_dir": "runs/demo", "seed": 0, "quiet": True}
 
 
-def test_the_help_tells_how_many_steps_the_demo_takes(capsys):
+def test_the_help_names_the_demos_number_of_steps(capsys):
     import inspect
 
     from mpinspect.demo import curves as demo_curves
@@ -159,7 +159,7 @@ def test_the_help_tells_how_many_steps_the_demo_takes(capsys):
 
 @pytest.fixture
 def curves(monkeypatch):
-    """A stand-in for mpinspect.demo.curves: what it was called with; ``outcome`` is returned or raised."""
+    """A stand-in for mpinspect.demo.curves that records its arguments, and returns or raises ``outcome``."""
     fake = types.ModuleType("mpinspect.demo.curves")
     report = sessions.report_by_hand(sessions.word_model())
     fake.outcome = types.SimpleNamespace(report=report, to_json=lambda: '{"report": 1, "curves": 2}\n')
@@ -201,7 +201,7 @@ def test_demo_with_curves_prints_one_json_document(curves, capsys):
         (KeyboardInterrupt(), "mpinspect: stopped\n"),
     ],
 )
-def test_a_stopped_demo_says_so_without_a_traceback(stop, words, curves, capsys):
+def test_a_stopped_demo_prints_a_message_without_a_traceback(stop, words, curves, capsys):
     curves.outcome = stop
     assert cli.main(["demo", "--curves", "--json"]) == 130
     assert capsys.readouterr() == ("", words)
@@ -223,7 +223,7 @@ def test_names_that_the_terminal_can_not_print_do_not_end_the_report(tmp_path):
     assert b"schicht.gr\\xf6\\xdfe" in done.stdout.replace(b"\n", b"")
 
 
-def test_a_reader_that_leaves_early_is_no_error(run_dir):
+def test_a_closed_pipe_is_not_an_error(run_dir):
     command = f"{sys.executable} -m mpinspect report {run_dir} --json | head -c 20; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
     assert done.stdout == b'{\n  "schema": "mpins'
@@ -267,14 +267,14 @@ def test_python_m_mpinspect(run_dir):
     assert done.stdout.startswith(b"WordModel against float16")
 
 
-def test_compile_leaves_nothing_to_compile(capsys):
-    """The suite has compiled the loops, or compiles them here."""
+def test_compile_completes_the_cache(capsys):
+    """The loops may already be compiled."""
     pytest.importorskip("numba")
     assert cli.main(["compile"]) == 0
     assert "are compiled" in capsys.readouterr().out
 
 
-def test_compile_without_numba_says_what_to_install(monkeypatch, capsys):
+def test_compile_without_numba_names_the_package_to_install(monkeypatch, capsys):
     from mpinspect.counting import fastest
 
     monkeypatch.setattr(fastest, "warm_up", lambda compile_here: [])
@@ -302,7 +302,7 @@ def _run(arguments, env=None):
 
 
 def test_help_and_the_package_import_little():
-    """A command's modules only if it is called, and of the standard library what argparse imports anyway."""
+    """Commands' modules are imported only when called, and of the standard library only argparse's dependencies."""
     program = """
 import sys
 import argparse
@@ -332,7 +332,7 @@ print(*sorted(set(sys.modules) - before), file=sys.stderr)
     }
 
 
-def test_fail_on_something_that_no_finding_is_called(run_dir, capsys):
+def test_fail_on_refuses_unknown_findings(run_dir, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["report", str(run_dir), "--fail-on", "warnings"])
     assert stopped.value.code == 2

@@ -1,4 +1,4 @@
-"""``mpinspect kernels``: what it prints and writes, its exit statuses, and --fail-on in every form."""
+"""``mpinspect kernels``: its output and files, its exit statuses, and every form of --fail-on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_text(capsys):
     assert err == ""
 
 
-def test_json_and_nothing_else(capsys):
+def test_output_is_only_json(capsys):
     assert cli.main(["kernels", BERT, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schema"] == "mpinspect.kernels"
@@ -68,7 +68,7 @@ def test_the_gpu_can_be_named(tmp_path, capsys):
     assert named["losses"]
 
 
-def test_a_trace_of_a_cpu_run_says_that_there_is_no_gpu_in_it(tmp_path, capsys):
+def test_a_trace_of_a_cpu_run_is_reported_as_without_a_gpu(tmp_path, capsys):
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -81,7 +81,7 @@ def test_a_trace_of_a_cpu_run_says_that_there_is_no_gpu_in_it(tmp_path, capsys):
     assert cli.main(["kernels", str(path), "--fail-on", "no-gpu-activity"]) == 1
 
 
-def test_a_file_that_is_cut_short_is_said_to_be_that(tmp_path, capsys):
+def test_a_truncated_file_is_reported_as_truncated(tmp_path, capsys):
     path = tmp_path / "cut.json"
     content = gzip.decompress(Path(BERT).read_bytes())
     path.write_bytes(content[: len(content) // 2])
@@ -145,7 +145,7 @@ def test_wrong_usage_is_status_2(arguments, capsys):
     assert "usage: mpinspect" in capsys.readouterr().err
 
 
-def test_a_wrong_comparison_lists_what_there_is(capsys):
+def test_the_error_for_a_wrong_comparison_lists_the_valid_ones(capsys):
     with pytest.raises(SystemExit):
         cli.main(["kernels", "x", "--fail-on", "tensorcore share < 60%"])
     shown = capsys.readouterr().err
@@ -192,19 +192,19 @@ def test_several_fail_on(capsys):
     assert cli.main(["kernels", BERT, "--fail-on", "off share > 0%", "--fail-on", "error"]) == 0
 
 
-def test_a_share_of_nothing_is_no_silent_pass(capsys):
+def test_a_share_of_zero_kernels_does_not_pass_silently(capsys):
     assert cli.main(["kernels", CPU, "--fail-on", "tensor-core share < 60%"]) == 2
     out, err = capsys.readouterr()
     assert out.startswith("Kernels of edge_cpu_only")
     assert "can't be told: the traces lack the total that it is a share of (the matrix products' time)" in err
 
 
-def test_a_condition_that_can_not_be_told_does_not_hide_behind_one_that_holds(capsys):
+def test_an_undecidable_condition_is_reported_even_if_another_holds(capsys):
     options = ["--fail-on", "attributed share > 50%", "--fail-on", "tensor-core share < 60%"]
     assert cli.main(["kernels", str(made.TRACES / "a100_triton.json.gz"), *options]) == 2
 
 
-def test_a_share_that_depends_on_unknown_verdicts_is_not_told():
+def test_a_share_that_depends_on_unknown_verdicts_is_undecided():
     report = analyse_kernels([trace(kernel(made.NATIVE, 50, mm(64, 64, 64)), kernel(made.TRITON, 50))])
     assert parse("tensor-core share < 60%").holds(report) is None
     assert parse("tensor-core share < 40%").holds(report) is False
@@ -238,7 +238,7 @@ def test_a_mix_of_files_and_folders(tmp_path, capsys):
 
 
 def test_products_of_unknown_names_do_not_make_a_share_perfect(tmp_path, capsys):
-    """Half of the time is on Tensor Cores by name, the other half in a kernel of which no name tells: between 50% and 100%."""
+    """Half of the time is in kernels whose names prove Tensor Cores, half in unknown ones: between 50% and 100%."""
     names = {
         "fused_moe_kernel": 500,
         "void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<(flashinfer::MaskMode)1> >(P)": 200,
@@ -262,7 +262,7 @@ def test_products_of_unknown_names_do_not_make_a_share_perfect(tmp_path, capsys)
     assert cli.main(["kernels", str(path), "--gpu", "NVIDIA H100 80GB HBM3", "--fail-on", "unknown-kernels"]) == 1
     assert cli.main(["kernels", str(path), "--fail-on", "tensor-core share < 60%"]) == 2
     assert "it lies between 50% and 100%" in capsys.readouterr().err
-    # Whatever it is, it is not under half, and it is under all there is.
+    # The unknown share is at least 50%.
     assert cli.main(["kernels", str(path), "--fail-on", "tensor-core share < 50%"]) == 0
     assert cli.main(["kernels", str(path), "--fail-on", "off share > 60%"]) == 0
     assert cli.main(["kernels", str(path), "--fail-on", "unknown share >= 50%"]) == 1
@@ -273,7 +273,7 @@ def test_the_gpu_is_named_as_nvidia_smi_does(gpu, capsys):
     assert cli.main(["kernels", BERT, "--gpu", gpu]) == 0
 
 
-def test_a_gpu_that_is_misspelt_gets_near_names(capsys):
+def test_a_misspelt_gpu_has_suggestions(capsys):
     with pytest.raises(SystemExit):
         cli.main(["kernels", BERT, "--gpu", "RTX 4091"])
     assert "near it: RTX 4090" in capsys.readouterr().err

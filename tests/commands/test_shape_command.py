@@ -158,7 +158,7 @@ def test_inputs_are_made_on_the_meta_device_or_for_real():
     assert {name: value.dtype for name, value in kwargs.items()} == {
         "input_ids": torch.int64, "attention_mask": torch.int64, "keep": torch.bool,
     }  # fmt: skip
-    # Models look into masks and indices, whatever device they are on themselves.
+    # Masks and indices have values even for a model on the meta device, since models may read them.
     for device in ("meta", "cpu"):
         _, kwargs = build_inputs(specs, device)
         assert kwargs["input_ids"].sum() == 0
@@ -177,7 +177,7 @@ def test_inputs_given_twice_or_too_large_are_refused(models):
     assert "can't be made: Storage size" in refused(*clean, "9999999999999,9999999999999")
 
 
-def test_ctrl_c_while_a_model_is_made_is_no_error_of_it(models):
+def test_ctrl_c_while_a_model_is_built_is_not_reported_as_an_error(models):
     with pytest.raises(KeyboardInterrupt):
         run("shape_lint_models:interrupted")
 
@@ -212,7 +212,7 @@ def test_bad_targets(models, target, words):
     assert words in refused(target, "--input", "4,4")
 
 
-def test_a_failing_build_is_told_with_its_line(models):
+def test_a_failing_build_is_reported_with_its_line(models):
     line = 1 + MODEL.splitlines().index('    raise RuntimeError("no weights\\nat all")')
     assert f"shape_lint_models.py, line {line}" in refused("shape_lint_models:broken")
 
@@ -247,7 +247,7 @@ def test_no_backward(models, capsys):
     assert {row["role"] for row in json.loads(capsys.readouterr().out)["matmuls"]} == {"forward"}
 
 
-def test_fail_on_a_severity_an_id_and_nothing(models, capsys):
+def test_fail_on_a_severity_an_id_and_none(models, capsys):
     assert small("--fail-on", "warning") == 1
     assert small("--fail-on", "odd-size") == 1
     assert small("--fail-on", "error") == 0
@@ -267,7 +267,7 @@ def test_bad_gpu_and_dtype(models):
     assert "autocast takes float16 or bfloat16" in refusal
 
 
-def test_missing_inputs_are_told(models):
+def test_missing_inputs_are_reported(models):
     assert "add one for each argument of its forward, as --input 64,1024" in refused(
         "shape_lint_models:Small", "--gpu", "hopper"
     )
@@ -296,7 +296,7 @@ def masked(*argv):
     return run("shape_lint_models:Masked", *inputs, "--dtype", "bfloat16", "--gpu", "hopper", *argv)
 
 
-def test_a_model_that_looks_into_its_mask_is_recorded_on_the_meta_device(models, capsys):
+def test_a_model_that_reads_its_mask_is_recorded_on_the_meta_device(models, capsys):
     assert masked("--json", "--fail-on", "error") == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["device"], document["complete"], document["notes"]) == ("meta", True, [])
@@ -324,7 +324,7 @@ def test_a_recording_that_stopped_is_an_error_with_the_next_step(models, capsys)
     assert stops("--real", "--fail-on", "error") == 0
 
 
-def test_json_says_that_it_is_incomplete_once(models, capsys):
+def test_json_notes_once_that_it_is_incomplete(models, capsys):
     assert stops("--json") == 0
     captured = capsys.readouterr()
     document = json.loads(captured.out)
@@ -335,7 +335,7 @@ def test_json_says_that_it_is_incomplete_once(models, capsys):
 
 
 @pytest.mark.parametrize("option", [("--fix",), ("--write-baseline", "base.json")])
-def test_what_is_made_of_an_incomplete_recording_is_told_on_stderr(models, capsys, option):
+def test_output_of_an_incomplete_recording_has_a_warning_on_stderr(models, capsys, option):
     assert stops(*option) == 0
     assert "the recording is incomplete: the forward stopped" in capsys.readouterr().err
     assert small(*option) == 0
@@ -345,7 +345,7 @@ def test_what_is_made_of_an_incomplete_recording_is_told_on_stderr(models, capsy
 @pytest.mark.parametrize(
     ("target", "sizes"), [("shape_lint_models:relu", "4,4"), ("shape_lint_models:clean", "0,1024")]
 )
-def test_no_baseline_of_nothing(models, capsys, target, sizes):
+def test_an_empty_recording_writes_no_baseline(models, capsys, target, sizes):
     message = refused(target, "--input", sizes, "--gpu", "hopper", "--write-baseline", "base.json")
     assert "base.json is not written: nothing was recorded" in message
     assert not (models / "base.json").exists()
@@ -389,7 +389,7 @@ def test_a_baseline_lets_known_findings_pass_and_new_ones_fail(models, capsys):
     assert "new   warning  odd-size fc 1023" in capsys.readouterr().out
 
 
-def test_a_baseline_that_can_not_be_written_is_as_it_was(models, monkeypatch):
+def test_a_baseline_that_can_not_be_written_is_unchanged(models, monkeypatch):
     small("--write-baseline", "base.json")
     before = (models / "base.json").read_text(encoding="utf-8")
 
@@ -404,7 +404,7 @@ def test_a_baseline_that_can_not_be_written_is_as_it_was(models, monkeypatch):
     assert [path.name for path in models.glob("base*")] == ["base.json"]
 
 
-def test_a_baseline_beside_json_leaves_stdout_alone(models, capsys):
+def test_a_baseline_with_json_leaves_stdout_unchanged(models, capsys):
     small("--write-baseline", "base.json")
     capsys.readouterr()
     assert small("--baseline", "base.json", "--json") == 0
@@ -413,7 +413,7 @@ def test_a_baseline_beside_json_leaves_stdout_alone(models, capsys):
     assert "1 known" in captured.err
 
 
-def test_a_baseline_for_another_gpu_or_dtype_is_told(models, capsys):
+def test_a_baseline_for_another_gpu_or_dtype_is_reported(models, capsys):
     small("--write-baseline", "base.json")
     assert small("--baseline", "base.json") == 0
     assert "was made for" not in "".join(capsys.readouterr())
@@ -495,7 +495,7 @@ def test_dtypes_by_name(dtype):
     assert lint_shapes(linear_model(), (torch.empty(64, 64),), dtype=dtype, gpu="hopper").dtype == "float16"
 
 
-def test_auto_without_a_gpu_is_ampere_and_says_so(monkeypatch):
+def test_auto_without_a_gpu_assumes_ampere_with_a_note(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     report = lint_shapes(linear_model(), (torch.empty(64, 64),), dtype="float16")
     assert report.gpu.architecture == "ampere"
@@ -512,7 +512,7 @@ def test_auto_with_a_gpu_is_that_gpu(monkeypatch):
     assert (gpu.architecture, notes) == ("hopper", ())
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_unchanged():
     model = linear_model()
     before = model.weight.clone()
     lint_shapes(model, (torch.empty(64, 64),), dtype=torch.float16, gpu="hopper")

@@ -20,7 +20,7 @@ GONE = 2**22 + 1
 
 @pytest.fixture
 def looks(monkeypatch):
-    """What happens between two looks, in order; Ctrl-C when that is over."""
+    """A list of actions that replace the sleeps of ``watch``, in order; after the last, Ctrl-C."""
     todo = []
 
     def sleep(seconds):
@@ -63,7 +63,7 @@ def test_a_folder_that_is_not_there_is_waited_for_and_the_end_ends_it(looks, tmp
     assert "\x1b" not in out
 
 
-def test_what_does_not_change_is_not_shown_again_and_ctrl_c_ends_it(looks, tmp_path, capsys):
+def test_an_unchanged_report_is_not_shown_again_and_ctrl_c_ends_it(looks, tmp_path, capsys):
     writes(tmp_path, ended=False)
     looks += [lambda: None] * 3
     assert watch(tmp_path) == 130
@@ -119,7 +119,7 @@ def test_only_a_terminal_is_cleared(looks, tmp_path, capsys, monkeypatch):
         assert capsys.readouterr().out.count("\x1b[2J") == cleared
 
 
-def test_the_time_is_that_of_the_last_change(looks, tmp_path, capsys, monkeypatch):
+def test_the_shown_time_is_the_last_change(looks, tmp_path, capsys, monkeypatch):
     writes(tmp_path, ended=True)
     os.utime(tmp_path / "session.mpinspect", (86400, 86400))
     watch(tmp_path)

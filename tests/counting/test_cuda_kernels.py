@@ -286,7 +286,7 @@ def test_magnitudes_are_read_only_if_broken(gpu: HostGpu) -> None:
     assert largest(tensors, broken=1) == ([1.0, 1.0], True)
 
 
-def test_a_slot_keeps_the_larger_magnitude(gpu: HostGpu) -> None:
+def test_a_slot_stores_the_larger_magnitude(gpu: HostGpu) -> None:
     ascending: list[float] = [0.0, 1.0, 3.0, -INF, INF, NAN]
     for first, second in itertools.product(range(len(ascending)), repeat=2):
         tensors = [torch.tensor([ascending[index]]) for index in (first, second)]

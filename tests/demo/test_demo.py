@@ -1,4 +1,4 @@
-"""The demo: its text, its model, and what a short run prints and leaves behind."""
+"""The demo: its text, its model, and the output and files of a short run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_text_is_the_same_every_time():
     assert len(first.tokens) == 30_000
     assert len(first.words) == len(set(first.words)) == 512
     assert int(first.tokens.max()) == 511
-    # A word that is more frequent has the smaller number.
+    # More frequent words have smaller numbers.
     counts = torch.bincount(first.tokens)[1:]
     assert (counts[:-1] >= counts[1:]).all()
 
@@ -66,7 +66,7 @@ def test_a_text_in_order_gives_every_word_once():
 
 def test_a_run_takes_the_first_free_directory(tmp_path):
     assert demo.free_directory(tmp_path / "a") == tmp_path / "a"
-    # Without a run in it a directory is free.
+    # A directory without a run is free.
     assert demo.free_directory(tmp_path / "a") == tmp_path / "a"
     for name in ("a", "a-2"):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -97,7 +97,7 @@ def test_the_model_is_the_seeds_and_leaves_the_random_state_alone():
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory):
-    """Three steps: what was printed, the report, the directory."""
+    """Run three steps; return the output, the report and the directory."""
     import contextlib
     import io
 

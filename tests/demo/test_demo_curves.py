@@ -1,4 +1,4 @@
-"""The demo's curves: what each run keeps, the table, the chart, the document, and what a Ctrl-C leaves."""
+"""The demo's curves: the results of each run, the table, the chart, the document, and the results after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """Two seeds of the tiny setting: the comparison, what was printed, the directory."""
+    """Run two seeds of the tiny setting; return the comparison, the output and the directory."""
     import contextlib
     import io
 
@@ -43,21 +43,21 @@ def compared(tmp_path_factory):
 
 @pytest.fixture
 def only_curves(monkeypatch):
-    """Without the report's pictures, which take longer than the tiny runs."""
+    """Disable the report's pictures, which take longer than the tiny runs."""
     monkeypatch.setattr(demo_curves, "draw", lambda report, directory: [])
 
 
 def curve(name, seed=0, final=4.0, *, scales=(None, None), skipped=0, best=None):
-    """Twenty steps whose training losses fall from 4 by 0.1 a step."""
+    """Return twenty steps whose training losses fall from 4 by 0.1 per step."""
     validation = ((10, final + 1 if best is None else best), (20, final))
     return Curve(name, seed, *scales, skipped, tuple(4 - 0.1 * step for step in range(20)), validation, name != "FP32")
 
 
-# -- what scaling is for ----------------------------------------------------------------------------------------------
+# -- the purpose of scaling -------------------------------------------------------------------------------------------
 
 
 def test_diff_names_the_output_layer_and_the_first_step_of_fp16_without_scaling(tmp_path):
-    """The demo's own vocabulary, and as many words a step as a test has time for."""
+    """Uses the demo's vocabulary, and fewer words per step."""
     setting = Setting(steps=2, batch_tokens=2048, tokens=20_000, validate_every=2)
     text = Text.read(setting)
     demo_runs.inspected(setting, text, 0, tmp_path / "fp32", lambda loss: None)
@@ -69,7 +69,7 @@ def test_diff_names_the_output_layer_and_the_first_step_of_fp16_without_scaling(
     assert model.ranges.moved.kind == "activation_gradient"
     assert model.ranges.moved.first_step == 0
     assert {"computes in", "scaler"} <= {change.name for change in model.ranges.settings}
-    # With a loss scale all differ by rounding, and none moved.
+    # With a loss scale, the tensors differ only by rounding.
     (model,) = diff(tmp_path / "fp32", tmp_path / "scaled").models
     assert model.ranges.differs.first_step == 0
     assert model.ranges.moved is None
@@ -96,7 +96,7 @@ def test_the_unscaled_run_of_the_first_seed_is_recorded(compared):
     assert f"diff {directory} {directory / 'fp16-no-scaling'}" in printed
 
 
-def test_the_scales_are_those_of_each_way(compared):
+def test_each_run_has_its_own_loss_scale(compared):
     comparison, _, _ = compared
     recommended = comparison.report.loss_scale.recommended
     scales = {run.name: (run.loss_scale_start, run.loss_scale_end) for run in comparison.curves}
@@ -148,7 +148,7 @@ def test_validation_leaves_the_run_as_it_is(text):
     assert runs[0].validation_losses[-1:] == runs[1].validation_losses
 
 
-def test_every_step_is_told(text):
+def test_every_step_is_reported_to_the_callback(text):
     seen = []
     run = demo_runs.trained(FP32, TINY, text, 0, lambda loss: seen.append(loss.item()))
     assert tuple(seen) == run.training_losses
@@ -167,10 +167,10 @@ def test_seeds_must_differ(seeds, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# -- what is printed and left -------------------------------------------------------------------------------------------
+# -- output and files ---------------------------------------------------------------------------------------------------
 
 
-def test_the_report_comes_before_the_table_and_the_paths_last(compared):
+def test_the_report_precedes_the_table_and_the_paths_are_last(compared):
     comparison, printed, directory = compared
     places = [
         printed.index(part)
@@ -190,7 +190,7 @@ def test_the_report_comes_before_the_table_and_the_paths_last(compared):
     assert not list(directory.glob("*.part"))
 
 
-def test_the_notes_tell_the_setting(compared):
+def test_the_notes_describe_the_setting(compared):
     comparison, _, _ = compared
     setting, scales, emulated = comparison.notes
     assert setting == (
@@ -227,7 +227,7 @@ def test_quiet_prints_nothing(only_curves, tmp_path, capsys):
     assert (tmp_path / "curves.png").exists()
 
 
-def test_without_a_recommendation_that_run_is_left_out(only_curves, tmp_path, monkeypatch, capsys):
+def test_without_a_recommendation_its_run_is_skipped(only_curves, tmp_path, monkeypatch, capsys):
     def without(*arguments):
         report, run = inspected(*arguments)
         advice = dataclasses.replace(report.loss_scale, recommended=None, reason="nothing was counted.")
@@ -242,7 +242,7 @@ def test_without_a_recommendation_that_run_is_left_out(only_curves, tmp_path, mo
     )
 
 
-def test_what_was_finished_when_stopped_is_drawn(only_curves, tmp_path, monkeypatch, capsys):
+def test_finished_runs_are_drawn_after_an_interruption(only_curves, tmp_path, monkeypatch, capsys):
     def stop(self):
         if self.loss_scale == 2.0**31:
             raise KeyboardInterrupt
@@ -258,7 +258,7 @@ def test_what_was_finished_when_stopped_is_drawn(only_curves, tmp_path, monkeypa
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_stopped_in_the_first_run_there_are_no_curves(tmp_path, monkeypatch, capsys):
+def test_no_curves_are_drawn_if_stopped_in_the_first_run(tmp_path, monkeypatch, capsys):
     def stop(*arguments, **options):
         raise KeyboardInterrupt
 
@@ -338,7 +338,7 @@ def chart(curves):
 
 
 def drawn(axes):
-    """The lines over steps as {(steps): (losses)}; the labels' keys and leaders lie right of the axes."""
+    """Return the curves' points, without the lines of the labels to the right of the axes."""
     return [line.get_xydata().tolist() for line in axes.lines if line.get_transform() == axes.transData]
 
 
@@ -380,7 +380,7 @@ def test_losses_that_are_not_finite_are_drawn_around():
     assert "FP16: nan (+nan)" in words
 
 
-def test_labels_keep_their_distance_and_their_order():
+def test_labels_preserve_their_distance_and_order():
     assert plot_curves._spread([0.9, 0.2, 0.2, 0.2], 0.1) == pytest.approx([0.9, 0.3, 0.2, 0.1])
     assert plot_curves._spread([0.1, 0.5], 0.1) == [0.1, 0.5]
     # A label that moves may touch the next.

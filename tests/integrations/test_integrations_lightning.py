@@ -1,4 +1,4 @@
-"""Lightning's callback records what an Inspector in a loop by hand records, and leaves the training as it is."""
+"""Lightning's callback records the same as an Inspector in a plain loop, and leaves the training unchanged."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from mpinspect.integrations.lightning import InspectorCallback  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch, tmp_path):
-    """The Trainer writes into a temporary directory, and says nothing of workers and hardware."""
+    """Let the Trainer write into a temporary directory; silence its messages on workers and hardware."""
     monkeypatch.chdir(tmp_path)
     for name in ("lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setattr(logging.getLogger(name), "level", logging.ERROR)
-    # Words about the data loaders' workers and tensorboardX; and what Lightning itself does that torch deprecates.
+    # Warnings about data loaders' workers and tensorboardX, and Lightning's use of deprecated torch functions.
     for package in ("lightning", "pytorch_lightning", "torch.jit", "torch.utils._pytree"):
         warnings.filterwarnings("ignore", module=package)
 
@@ -74,7 +74,7 @@ def loader() -> torch.utils.data.DataLoader:
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_it_records_what_an_inspector_in_a_loop_by_hand_records(accumulate, capsys):
+def test_the_callback_records_the_same_as_an_inspector_in_a_plain_loop(accumulate, capsys):
     callback, module, bare = InspectorCallback(), Module(), Module()
     make_trainer(callback, accumulate_grad_batches=accumulate).fit(module, loader(), loader())
     make_trainer(accumulate_grad_batches=accumulate).fit(bare, loader(), loader())
@@ -213,7 +213,7 @@ def test_each_fit_has_its_own_record():
     assert callback.session().progress.sampled_steps == 2
 
 
-def test_validation_alone_is_no_training():
+def test_validation_alone_is_not_recorded_as_training():
     callback = InspectorCallback()
     make_trainer(callback).validate(Module(), loader(), verbose=False)
     with pytest.raises(RuntimeError, match="train first"):
@@ -229,16 +229,16 @@ def test_it_writes_below_the_loggers_directory(tmp_path):
     assert list(directory.glob("events.out.tfevents*"))
 
 
-def test_without_a_logger_nothing_is_written_unless_asked(tmp_path):
+def test_without_a_logger_no_file_is_written_unless_requested(tmp_path):
     make_trainer(InspectorCallback(print_report=False)).fit(Module(), loader())
     assert list(tmp_path.iterdir()) == []
     make_trainer(InspectorCallback(print_report=False, log_dir=tmp_path / "here")).fit(Module(), loader())
     assert Session.load(tmp_path / "here").progress.steps == 8
 
 
-def test_an_inspector_that_fails_stops_nothing(monkeypatch):
+def test_a_failing_inspector_does_not_stop_the_training(monkeypatch):
     callback, module, (_, by_hand) = InspectorCallback(), Module(), train_by_hand()
-    # Half-way: some hooks are on the model then.
+    # Fails half-way, when some hooks are already on the model.
     monkeypatch.setattr("mpinspect.ranges.capture.optimizer_steps.listen", lambda capture: 1 / 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -273,7 +273,7 @@ def _old_init(self: Any) -> None:
     self.net, self.break_at = make_net(), -1
 
 
-def test_the_base_class_is_that_of_the_package_in_use():
+def test_the_base_class_is_from_the_imported_lightning_package():
     pytest.importorskip("pytorch_lightning")
     code = (
         "import pytorch_lightning, sys; from mpinspect.integrations.lightning import InspectorCallback;"

@@ -80,7 +80,7 @@ def test_the_entry_point_names_the_plugin() -> None:
     assert getattr(import_module(module), name) is RangesPlugin
 
 
-def test_starting_tensorboard_imports_nothing_heavy() -> None:
+def test_starting_tensorboard_imports_no_heavy_modules() -> None:
     code = (
         "import sys; from tensorboard import default, program; default.get_static_plugins(); before = set(sys.modules)\n"
         "from mpinspect.integrations.tensorboard import RangesPlugin; print(*(set(sys.modules) - before))"
@@ -105,7 +105,7 @@ def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
     assert ended.stdout == "False\n"
 
 
-def test_the_shapes_of_a_run_directory_are_beside_the_layers_of_their_modules(tmp_path: Path) -> None:
+def test_a_run_directorys_shapes_are_shown_with_their_modules_layers(tmp_path: Path) -> None:
     session = sessions.session({TensorKey("hidden.weight", WEIGHT_GRADIENT): sessions.bell(-26)})
     products = (
         *shape_records.linear(64, 1023, 4096, name="Net.hidden"),
@@ -125,7 +125,7 @@ def test_the_shapes_of_a_run_directory_are_beside_the_layers_of_their_modules(tm
     assert notes["columns"][0][0] == "shapes"
     assert notes["cells"] == {"hidden": [["degraded", "warning", 3]]}
     assert any("64 x 1023 x 4096 in FP16: degraded on H100" in line for line in notes["lines"]["hidden"])
-    # A report that leads out of the log directory is not read, one that is damaged is named.
+    # A report that is a link out of the log directory is not read, and a damaged one is named.
     elsewhere = tmp_path.parent / f"{tmp_path.name}.json"
     (tmp_path / "run" / "report.json").rename(elsewhere)
     (tmp_path / "run" / "report.json").symlink_to(elsewhere)
@@ -136,7 +136,7 @@ def test_the_shapes_of_a_run_directory_are_beside_the_layers_of_their_modules(tm
     assert any("the shapes can't be read" in note for note in told(board, "run", id=runs(board)["run/Net"])["notes"])
 
 
-def test_the_names_of_files_are_those_of_their_writers() -> None:
+def test_file_names_equal_the_writers_constants() -> None:
     assert BESIDE == (record.FILE_NAME, "report.json", record.TRACE)
     assert record.REPORTS[1] == "report.json"
     assert FILE_NAME == store.FILE_NAME
@@ -173,21 +173,21 @@ def test_a_model_of_several_ranks_is_served_added_up(tmp_path: Path) -> None:
     merged = analyse(merge_ranks(map(of_rank, range(2))))
     assert answer["map"] == packed(merged)
     assert told(board, "run", id=id, version=answer["version"]) == {"version": answer["version"]}
-    # The verdict leads with a rank that died.
+    # The verdict begins with the dead rank.
     died = {"command": "train.py", "outcome": "ValueError: 3", "by_error": True, "saw": [], "models": []}
     (tmp_path / "a" / "rank1" / "run.json").write_text(json.dumps(died))
     (tmp_path / "a" / "rank0" / "run.json").write_text(json.dumps({**died, "outcome": "ended", "by_error": False}))
     assert any(
         "Rank 1 ended in step 40 by ValueError: 3" in line["text"] for line in told(board, "run", id=id)["verdict"]
     )
-    # A rank whose file is gone is left out; one that does not fit is said.
+    # A rank without a file is omitted, and a rank that does not fit is noted.
     (tmp_path / "a" / "rank1" / "Net" / FILE_NAME).unlink()
     assert told(board, "run", id=id)["version"] != answer["version"]
     written(tmp_path / "a" / "rank1" / "Net", of_rank(0))
     assert "there are two sessions of rank 0" in told(board, "run", id=id)["error"]
 
 
-def test_a_run_that_goes_on_is_read_again(tmp_path: Path) -> None:
+def test_a_running_run_is_read_again(tmp_path: Path) -> None:
     session = sessions.word_model()
     goes_on = replace(session, windows=session.windows[:1], progress=replace(session.progress, ended=False, steps=10))
     path = written(tmp_path / "run", goes_on)
@@ -229,7 +229,7 @@ def test_it_is_active_where_there_is_a_run(tmp_path: Path) -> None:
     assert active() is True
 
 
-def test_nothing_outside_of_the_log_directory_is_read(tmp_path: Path) -> None:
+def test_files_outside_of_the_log_directory_are_not_read(tmp_path: Path) -> None:
     outside = written(tmp_path / "outside", sessions.word_model())
     logs = tmp_path / "logs"
     (logs / "linked file").mkdir(parents=True)
@@ -243,7 +243,7 @@ def test_nothing_outside_of_the_log_directory_is_read(tmp_path: Path) -> None:
         response = board.get(f"{HERE}/run", query_string={"id": wanted})
         assert response.status_code == 404
         assert "gone" in response.json["error"]
-    # What was a file when it was found, and is a link when it is asked for.
+    # A file that is replaced by a link between the listing and the request.
     (id,) = runs(board).values()
     inside.unlink()
     inside.symlink_to(outside)
@@ -261,7 +261,7 @@ def test_nothing_outside_of_the_log_directory_is_read(tmp_path: Path) -> None:
         (store.frames.MAGIC + (99).to_bytes(4, "little"), "was written by a newer mpinspect"),
     ],
 )
-def test_what_can_not_be_read_is_a_sentence(data: bytes, sentence: str, tmp_path: Path) -> None:
+def test_unreadable_files_give_a_sentence(data: bytes, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / FILE_NAME).write_bytes(data)
     written(tmp_path / "good", sessions.word_model())
@@ -279,7 +279,7 @@ def test_every_session_is_served(name: str, tmp_path: Path) -> None:
     assert all(text.isprintable() for text in (answer["title"], *answer["notes"]))
 
 
-def test_where_it_looks_is_said(tmp_path: Path) -> None:
+def test_the_searched_folder_is_named(tmp_path: Path) -> None:
     (trouble,) = told(client(tmp_path / "missing"), "runs")["troubles"]
     assert trouble == f"{tmp_path / 'missing'} can't be searched: No such file or directory."
     assert told(client("gs://bucket/logs"), "runs")["where"] == "no local directory"
@@ -303,7 +303,7 @@ def test_a_listing_is_searched_again_only_after_a_while(tmp_path: Path) -> None:
 
 @pytest.fixture
 def page(tmp_path: Path) -> Any:
-    """The page of the real TensorBoard, served here, in a browser; ``frame`` waits for the plugin's."""
+    """The page of a real TensorBoard server in a browser; ``frame`` waits for the plugin's frame."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'mpinspect[browser]'")
     chromium = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
     if chromium is None:
@@ -333,7 +333,7 @@ def frame(page: Any) -> Any:
     return page.wait_for_selector("iframe[src*=mpinspect_ranges]", state="attached").content_frame()
 
 
-def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
+def test_two_runs_one_of_them_running(page: Any, tmp_path: Path) -> None:
     session = sessions.word_model()
     totals = {key: tensor.histogram for key, tensor in session.totals().items()}
     other = {key: counts.shifted(-6 if key.name == "hidden.weight" else 0) for key, counts in totals.items()}
@@ -351,7 +351,7 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     assert formats.first.input_value() == "bfloat16"
     here.get_by_text("<b>ended").click()
     here.wait_for_selector(".part >> nth=1 >> .explorer tbody tr[data-name]")
-    # They are compared in the narrower of their formats. What is chosen in one map is chosen in the other.
+    # The runs are compared in the narrower of their formats, and a selection applies to both maps.
     here.wait_for_function(
         "[...document.querySelectorAll('.explorer select')].filter((each) => each.value === 'float16').length === 2"
     )
@@ -359,14 +359,14 @@ def test_two_runs_of_which_one_goes_on(page: Any, tmp_path: Path) -> None:
     here.locator(".explorer input[type=range]").first.fill("12")
     here.locator(".explorer input[type=search]").first.fill("hidden")
     here.click(".explorer tbody tr[data-name='hidden.weight'] >> nth=0")
-    # A map that is out of sight follows once it is seen.
+    # A hidden map is updated once it becomes visible.
     here.locator(".explorer .legend").last.scroll_into_view_if_needed()
     here.wait_for_selector(".explorer .detail h3 >> nth=1")
     assert here.locator(".explorer .detail h3").all_text_contents() == ["hidden.weight"] * 2
     assert "2¹²" in here.locator(".explorer .said").nth(1).text_content()
     assert here.locator(".differences thead th").all_text_contents() == ["layer", "going on", "<b>ended"]
     assert here.locator(".differences tbody th").all_text_contents() == ["hidden.weight"]
-    # The choice outlives what the run writes.
+    # The selection survives updates of the run.
     path.unlink()
     written(tmp_path / "going on", session)
     here.wait_for_function("!document.querySelector('.part > p').textContent.includes('so far')")

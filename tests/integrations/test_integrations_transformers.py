@@ -1,4 +1,4 @@
-"""Transformers' callback records what an Inspector in a loop by hand records, and leaves the training as it is."""
+"""Transformers' callback records the same as an Inspector in a plain loop, and leaves the training unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpinspect.integrations.transformers import InspectorCallback  # noqa: E402
 
 
 class Model(Regressor):
-    """Gives its loss, as the Trainer wants."""
+    """Returns its loss, as the Trainer requires."""
 
     def __init__(self, break_at: int = -1) -> None:
         super().__init__()
@@ -82,13 +82,13 @@ def make_trainer(model: nn.Module, *callbacks: object, directory: str = "out", *
 
 @pytest.fixture(autouse=True)
 def _inside(monkeypatch, tmp_path):
-    """The Trainer writes into a temporary directory."""
+    """Let the Trainer write into a temporary directory."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_it_records_what_an_inspector_in_a_loop_by_hand_records(accumulate, capsys):
-    """With evaluations in between, which are no training."""
+def test_the_callback_records_the_same_as_an_inspector_in_a_plain_loop(accumulate, capsys):
+    """Evaluations in between must not be recorded."""
     callback, model, bare = InspectorCallback(), Model(), Model()
     options = {"gradient_accumulation_steps": accumulate, "eval_strategy": "steps", "eval_steps": 1}
     make_trainer(model, callback, **options).train()
@@ -135,8 +135,8 @@ def test_it_writes_below_the_output_directory(tmp_path):
     assert not (tmp_path / "other" / "mpinspect").exists()
 
 
-def test_after_an_exception_the_next_training_begins_anew(capsys):
-    """The Trainer tells its callbacks nothing of an exception."""
+def test_after_an_exception_the_next_training_starts_a_new_record(capsys):
+    """The Trainer does not notify its callbacks of an exception."""
     callback, broken, model = InspectorCallback(log_dir=None), Model(break_at=5), Model()
     with pytest.raises(RuntimeError, match="the data ran out"):
         make_trainer(broken, callback).train()
@@ -180,7 +180,7 @@ def test_after_an_exception_that_ends_the_process_the_report_is_printed(tmp_path
     assert session.ended_by.text == "RuntimeError: the data ran out"
 
 
-def test_evaluation_alone_is_no_training():
+def test_evaluation_alone_is_not_recorded_as_training():
     callback = InspectorCallback()
     make_trainer(Model(), callback).evaluate()
     with pytest.raises(RuntimeError, match="train first"):

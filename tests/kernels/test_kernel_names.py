@@ -1,4 +1,4 @@
-"""classify_kernel against the labelled corpus, the names in real traces, and the traps that names set."""
+"""classify_kernel against the labelled corpus, the names in real traces, and misleading names."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ ALLOWED = {
     "none": ("other", "helper", "off", "unknown"),
 }
 
-#: What the corpus' column means: a kernel that uses Tensor Cores may still be held back.
+#: The permitted verdicts for each label of the corpus. A kernel that uses Tensor Cores may still be degraded.
 VERDICTS_OF_LABEL = {
     "yes": ("native", "degraded"),
     "no": ("off",),
     "helper": ("helper",),
     "unknown": ("unknown",),
-    # No product; whether beside one is a matter of taste.
+    # Not a product; helper or other, since the boundary is unclear.
     "none": ("other", "helper"),
 }
 
@@ -68,7 +68,7 @@ def test_the_corpus_is_there():
 
 
 def test_names_with_a_truth_from_source_get_no_wrong_verdict():
-    """Measures the rules: at most 4 of 1,000 names are wrong, and one in six that compute no product is unknown."""
+    """Measures the rules: at most 4 of 1,000 names are wrong, and one in six names without a product is unknown."""
     assert len({row["name"] for row in FROM_SOURCE}) == 1000
     verdicts = {row["name"]: classify_kernel(row["name"]).verdict for row in FROM_SOURCE}
     wrong = [row["name"] for row in FROM_SOURCE if verdicts[row["name"]] not in ALLOWED[row["truth"]]]
@@ -81,7 +81,7 @@ def test_names_with_a_truth_from_source_get_no_wrong_verdict():
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
-        # The class decides, and the module's path proves nothing.
+        # The class decides; the module's path is not evidence.
         ("kernel_cutlass_kernel_flashinfermoe_epkernelsSm100SwigluMxfp8Fc12Kernel_object_at__t", "native"),
         ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100FlashAttentionForwardSm100_object_at__t", "native"),
         ("kernel_cutlass_kernel_flash_attncuteflash_fwd_combineFlashAttentionForwardCombine_object_at__t", "helper"),
@@ -90,7 +90,7 @@ def test_names_with_a_truth_from_source_get_no_wrong_verdict():
         ("kernel_cutlass_kernel_flashinferattentionPrepareBlockSparseRoutes_object_at__t", "unknown"),
         ("kernel_cutlass_kernel_flashinfergemmkernelsGemvBf16Fp4Sm12x_object_at__t", "off"),
         ("kernel_cutlass_kernel_vllmkernelslinearCuteSkinnyGemm_object_at__t", "unknown"),
-        # Weak words stand in the names of products too.
+        # Weak words also occur in the names of products.
         ("_scatter2scatter", "unknown"),
         ("_swiglu_kernel_forward", "unknown"),
         ("_fp8_indexer_kernel", "unknown"),
@@ -102,7 +102,7 @@ def test_names_with_a_truth_from_source_get_no_wrong_verdict():
         ("_fwd_kernel_split_kv", "unknown"),
         ("_rotate_quantize_q_kernel", "unknown"),
         ("kernel_cutlass_kernel_flashinfermoe_epkernel_fp8Sm90MegaMoESwapABFp8Kernel_object_at__t", "unknown"),
-        # They prove that there is none where all words of a name are known, and a verb stands beside its noun.
+        # They exclude a product if all words of a name are known, and a verb is next to its noun.
         ("_gather_tokens_kernel", "other"),
         ("_shift_input_ids_kernel", "other"),
         ("calc_gather_index_from_scatter_index_kernel", "other"),
@@ -111,7 +111,7 @@ def test_names_with_a_truth_from_source_get_no_wrong_verdict():
         ("_eq_kernel", "other"),
         ("_tile_eq_kernel", "unknown"),
         ("kernel_cutlass_kernel_flash_attncutecu_blocks_kernelCuSeqlensToBlocksKernel_object_at__t", "other"),
-        # Strong ones prove it alone.
+        # A strong word excludes a product by itself.
         ("kernel_cutlass_saxpy_kernel_tensorptrbf16gmem_o1_0", "other"),
         ("_temperature_kernel", "other"),
         ("_nan_to_num_kernel", "other"),
@@ -124,14 +124,14 @@ def test_names_with_a_truth_from_source_get_no_wrong_verdict():
         ("prepare_prefill_inputs_kernel", "helper"),
     ],
 )
-def test_weak_words_and_paths_prove_nothing(name, verdict):
+def test_weak_words_and_paths_are_not_evidence(name, verdict):
     assert classify_kernel(name).verdict == verdict
 
 
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
-        # 884 inside another number, or without the letter of an accumulator, is nothing.
+        # 884 inside another number, or without the letter of an accumulator, is not evidence.
         ("my_tile_18840_kernel", "unknown"),
         ("my_kernel_x8841", "unknown"),
         ("volta_sgemm_128x64_8841", "off"),
@@ -157,7 +157,7 @@ def test_weak_words_and_paths_prove_nothing(name, verdict):
         ("bmm_Bfloat16_E2m1E2m1_Fp32_t128x8x512u2_s6_et64x8_m64x8x64_cga1x1x1_16dp256b_sm100f", "native"),
         ("void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 4096u>(float*)", "native"),
         ("nvjet_sm90_hss_320x128_64x3_1x2_h_bz_coopB_NNT", "native"),
-        # Pointwise, though a product's name is in it: the epilogue of one.
+        # Pointwise, although it holds a product's name: the product's epilogue.
         ("triton_poi_fused_addmm_relu_0", "other"),
         ("triton_per_fused_mm_native_layer_norm_3", "other"),
         ("triton_mm", "unknown"),
@@ -182,11 +182,11 @@ def test_weak_words_and_paths_prove_nothing(name, verdict):
         ("some_vendor_gemm_v7", "unknown"),
         ("LSTM_elementWise_fp", "other"),
         ("", "unknown"),
-        # What looks like nothing known is never called no product.
+        # Unfamiliar names are unknown, rather than "not a product".
         ("my_kernel", "unknown"),
         ("_fwd_kernel", "unknown"),
         ("void acme::warp_specialized<128, 128>(float*)", "unknown"),
-        # A word of no product in the arguments of a template is not the function's.
+        # Words in template arguments do not describe the function.
         ("void acme::forward<acme::gemm_traits<4>, acme::softmax_policy>(P)", "unknown"),
         ("void acme::rms_norm<acme::gemm_traits<4> >(P)", "other"),
         ("void acme::launch<acme::RMSNorm<4> >(acme::GemmParams)", "other"),
@@ -194,7 +194,7 @@ def test_weak_words_and_paths_prove_nothing(name, verdict):
         ("_fused_gemm_a8w8_blockscale_mul_add_kernel", "unknown"),
         ("_fused_gemm_a8w8_blockscale_mul_add_reduce_kernel", "helper"),
         ("moe_gemm_int8_smoothquant", "unknown"),
-        # Tensor operators of MIOpen are no Tensor Core's, gamma no mma.
+        # MIOpen's tensor operators do not use Tensor Cores, and gamma is not mma.
         ("SubTensorOpWithTransform3d", "other"),
         ("compute_gamma_beta_kernel", "unknown"),
     ],
@@ -217,7 +217,7 @@ def test_names_that_set_traps(name, verdict):
         ("cutlass_tensorop_special_align4", "float16", "degraded"),
         ("cutlass_tensorop_special_align4", "float32", "native"),
         ("cutlass_tensorop_special_align4", None, "native"),
-        # An older generation's kernel, or a small wmma tile, is no evidence.
+        # A kernel of an older generation, or a small wmma tile, is not evidence.
         ("cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align8", None, "native"),
     ],
 )
@@ -248,7 +248,7 @@ def test_the_gpu_is_an_argument(name, gpu, verdict):
     assert classify_kernel(name, gpu=gpu).verdict == verdict
 
 
-def test_a_gpu_without_tensor_cores_runs_nothing_on_them():
+def test_a_gpu_without_tensor_cores_has_no_native_kernels():
     gpu = gpus.of_device("Quadro GP100", 6, 0)
     found = classify_kernel("triton_tem_fused_addmm_0", gpu=gpu)
     assert (found.verdict, found.reason) == ("off", "Quadro GP100 has no Tensor Cores")
@@ -303,12 +303,12 @@ def test_a_name_is_a_string(name):
         ("triton_tem_fused_addmm_0", ()),
     ],
 )
-def test_dtypes_that_names_tell(name, dtypes):
+def test_dtypes_from_kernel_names(name, dtypes):
     assert classify_kernel(name).dtypes == dtypes
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
-def test_every_kernel_of_real_traces_gets_a_verdict(path):
+def test_every_kernel_of_real_traces_has_a_verdict(path):
     for name in set(kernel_names(path)):
         found = classify_kernel(name)
         assert found.verdict in VERDICTS
@@ -323,7 +323,7 @@ def test_every_kernel_of_real_traces_gets_a_verdict(path):
         ("a100_switch_transformer_fp32.json.gz", ("native", "degraded", "unknown")),
         ("gp100_no_tensor_cores.json.gz", ("native", "degraded", "unknown")),
         ("ranks/worker0.json.gz", ("native", "degraded", "unknown")),
-        # Nothing there is a product on CUDA cores, and nothing is left open.
+        # These traces have no product on CUDA cores, and every name is known.
         ("h100_vit.json.gz", ("off", "unknown", "degraded")),
         ("h100_bert_small.json.gz", ("off", "unknown")),
     ],
@@ -336,7 +336,7 @@ def test_verdicts_that_a_trace_cannot_have(trace, wrongly):
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
 def test_every_rule_decides_about_its_example(rule):
-    """A rule whose words stand behind another's, or whose pattern contradicts them, could never run."""
+    """A rule could never apply if another's words shadow its words, or if its pattern contradicts them."""
     assert first_match(rule.example) is rule
 
 
@@ -351,11 +351,11 @@ def test_every_rule_has_a_verdict_a_meaning_and_a_source():
 
 
 @given(st.text(max_size=300))
-def test_any_text_gets_a_verdict(name):
+def test_any_text_has_a_verdict(name):
     assert classify_kernel(name).verdict in VERDICTS
 
 
-# Mangled names spell their words with numbers and letters of one case.
+# Mangled names write words with numbers and in one case.
 @given(st.sampled_from([row["name"] for row in LABELLED if row["name"][:2] != "_Z"]), st.sampled_from(["void ", ""]))
 def test_case_does_not_matter(name, prefix):
     assert classify_kernel(prefix + name.upper()).verdict == classify_kernel(prefix + name.lower()).verdict

@@ -1,4 +1,4 @@
-"""profile_kernels and read_trace: on a CPU there is no kernel, and they say so; ranges name modules and leave nothing behind."""
+"""profile_kernels and read_trace: a CPU run is reported as without kernels; ranges name modules and are removed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def no_hook_stays():
 
 
 def ranges(path: Path) -> list[str]:
-    """The modules' ranges of a trace, in order of their start."""
+    """Return the modules' ranges of a trace, in order of their start."""
     opened = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as stream:
         events = json.load(stream)["traceEvents"]
@@ -57,7 +57,7 @@ def ranges(path: Path) -> list[str]:
     return [event["name"].removeprefix(MODULE_RANGE) for event in sorted(named, key=lambda event: event["ts"])]
 
 
-def test_a_cpu_run_says_that_there_is_no_gpu_in_it(training):
+def test_a_cpu_run_is_reported_as_without_a_gpu(training):
     report = mpinspect.profile_kernels(training.step)
     assert report.kernels == ()
     assert report.tensor_core_fraction is None
@@ -82,15 +82,15 @@ def test_a_given_model_names_its_modules(training, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_the_trace_is_kept_where_asked_and_reads_back(training, tmp_path, name):
+def test_the_trace_is_saved_on_request_and_can_be_read(training, tmp_path, name):
     report = mpinspect.profile_kernels(training.step, trace=tmp_path / name)
     assert ranges(tmp_path / name)
     again = mpinspect.read_trace(tmp_path / name)
     assert [finding.id for finding in again.findings] == [finding.id for finding in report.findings]
 
 
-def test_a_compiled_model_keeps_its_graph_and_gets_the_models_range(training, tmp_path):
-    # What was compiled in a dispatch mode by other tests is skipped from then on, nn.Sequential's forward among it.
+def test_a_compiled_model_is_not_recompiled_and_has_the_models_range(training, tmp_path):
+    # After a compilation within a dispatch mode in other tests, Dynamo skips the function, such as nn.Sequential's forward.
     torch._dynamo.reset()
     compiled = torch.compile(training.model, backend="aot_eager", fullgraph=True)
     compiled(torch.ones(4, 8))
@@ -104,7 +104,7 @@ def test_a_compiled_model_keeps_its_graph_and_gets_the_models_range(training, tm
 
 
 @pytest.mark.parametrize("when", ["warm-up", "recorded"])
-def test_an_exception_of_the_step_passes_through_and_leaves_nothing(training, when):
+def test_an_exception_of_the_step_propagates_and_ranges_are_removed(training, when):
     def step() -> None:
         training.step()
         if training.calls == (1 if when == "warm-up" else 5):
@@ -112,7 +112,7 @@ def test_an_exception_of_the_step_passes_through_and_leaves_nothing(training, wh
 
     with pytest.raises(KeyError, match="mine"):
         mpinspect.profile_kernels(step)
-    # The profiler is free again.
+    # The profiler can be started again.
     assert mpinspect.profile_kernels(training.step).kernels == ()
 
 
@@ -125,7 +125,7 @@ def test_training_is_bit_identical_to_without(training):
         assert torch.equal(mine, theirs)
 
 
-def test_wrong_arguments_say_what_to_do(training):
+def test_errors_for_wrong_arguments_have_advice(training):
     with pytest.raises(TypeError, match=r"step must be a function.*lambda"):
         mpinspect.profile_kernels(training.model.state_dict())
     with pytest.raises(ValueError, match="warmup=-1"):
@@ -143,7 +143,7 @@ def test_wrong_arguments_say_what_to_do(training):
     assert training.calls == 0
 
 
-def test_a_trace_that_cannot_be_written_is_said_before_anything_runs(training, tmp_path):
+def test_an_unwritable_trace_path_raises_before_the_step_runs(training, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         mpinspect.profile_kernels(training.step, trace=tmp_path / "file" / "trace.json")
@@ -154,14 +154,14 @@ def test_a_trace_that_cannot_be_written_is_said_before_anything_runs(training, t
     assert (tmp_path / "new" / "folder" / "trace.json").stat().st_size
 
 
-def test_a_model_that_the_step_does_not_call_is_said(training):
+def test_a_model_that_the_step_does_not_call_is_reported(training):
     report = mpinspect.profile_kernels(training.step, model=nn.Linear(2, 2))
     assert any("called none of its modules" in finding.message for finding in report.findings)
     report = mpinspect.profile_kernels(training.step, model=training.model)
     assert not any("called none of its modules" in finding.message for finding in report.findings)
 
 
-def test_another_profiler_running_is_said(training):
+def test_another_running_profiler_is_reported(training):
     with torch.profiler.profile() as theirs:
         torch.ones(2) + 1
         with pytest.raises(RuntimeError, match=r"another torch profiler.*read_trace"):
@@ -177,14 +177,14 @@ def test_a_folder_of_ranks_and_a_list_of_traces():
     assert folder.verdict_time_us == both.verdict_time_us
 
 
-def test_names_without_what_wrappers_add():
+def test_parts_of_names_from_wrappers_are_removed():
     model = nn.Sequential(nn.Linear(2, 2))
     assert plain_parts(model, "_orig_mod.0._checkpoint_wrapped_module.fc") == ["0", "fc"]
     assert plain_parts(nn.DataParallel(model), "module.0") == ["0"]
     assert plain_parts(model, "module.0") == ["module", "0"]
 
 
-def test_the_largest_root_gets_the_bare_names():
+def test_the_largest_root_has_unprefixed_names():
     small, large = nn.Linear(2, 2), nn.Sequential(nn.Linear(64, 64))
     named = ModuleRanges()
     with named.installed():

@@ -70,7 +70,7 @@ def test_without_products_the_share_of_products_is_unknown_and_not_0():
 
 
 @pytest.mark.parametrize("traces", [[], [trace()]])
-def test_nothing_has_a_report_too(traces):
+def test_empty_traces_have_a_report(traces):
     report = analyse_kernels(traces)
     assert (report.tensor_core_fraction, report.tensor_core_fraction_of_all) == (None, None)
     assert report.attributed_fraction is None
@@ -163,7 +163,7 @@ def test_dtypes_as_the_profiler_writes_them(written, name):
     assert dtype_name(written) == name
 
 
-def test_an_operator_becomes_its_product():
+def test_a_product_is_derived_from_its_operator():
     (product,) = products_of(mm(8, 24, 16))
     assert (product.m, product.n, product.k, product.dtype, product.flops) == (8, 24, 16, "bfloat16", 2 * 8 * 24 * 16)
 
@@ -213,7 +213,7 @@ def test_unlike_kernels_of_one_call_have_unknown_flops():
     assert [row.flops for row in rows] == [None, None]
 
 
-def test_without_numbers_of_calls_a_shared_operator_tells_no_flops():
+def test_without_numbers_of_calls_a_shared_operators_flops_are_unknown():
     again = mm(4096, 4096, 4096)
     rows = analyse_kernels([trace(*(kernel(made.NATIVE, 200, op, call=None) for op in (LARGE, LARGE, again)))]).kernels
     assert [row.flops for row in rows] == [None, None, LARGE_FLOPS]
@@ -226,7 +226,7 @@ def convolution_backward():
     return TraceOp("aten::convolution_backward", shapes, None, dtypes, scalars)
 
 
-def test_the_gradients_of_a_convolution_are_told_apart_by_name():
+def test_the_gradients_of_a_convolution_are_distinguished_by_kernel_name():
     op = convolution_backward()
     names = (made.DGRAD, made.WGRAD, made.TF32)
     rows = analyse_kernels([trace(*(kernel(name, 100, op, call=1) for name in names), device=made.A100)]).kernels
@@ -246,14 +246,14 @@ def test_above_the_cuda_cores_peak_an_unknown_kernel_ran_on_tensor_cores():
     assert report.tensor_core_fraction == 1
 
 
-def test_just_above_the_peak_is_no_proof():
+def test_a_rate_just_above_the_peak_is_not_proof():
     # 133.8 TFLOP/s is the peak of an H100's CUDA cores in 16 bits; a card's clock can be above the data sheet's.
     at_peak_us = LARGE_FLOPS / 133.8e6
     rows = analyse_kernels([trace(kernel(made.TRITON, at_peak_us / 1.15, LARGE))]).kernels
     assert rows[0].verdict == "unknown"
 
 
-def test_a_name_that_its_rate_contradicts_is_said():
+def test_a_rate_that_contradicts_the_name_is_reported():
     report = analyse_kernels([trace(kernel(made.HGEMM, 200, mm(4096, 4096, 4096, "c10::Half")))])
     (row,) = report.kernels
     assert (row.verdict, row.named.verdict, row.basis) == ("native", "off", "rate")
@@ -261,7 +261,7 @@ def test_a_name_that_its_rate_contradicts_is_said():
     assert "rate-contradicts-name" in {finding.id for finding in report.findings}
 
 
-def test_more_than_the_tensor_cores_can_do_is_no_kernels_flops():
+def test_flops_beyond_the_tensor_cores_peak_are_not_attributed():
     rows = analyse_kernels([trace(kernel(made.TRITON, 50, LARGE), kernel(made.NATIVE, 50, LARGE))]).kernels
     assert [row.flops for row in rows] == [None, None]
     assert [row.verdict for row in rows] == ["unknown", "native"]
@@ -273,7 +273,7 @@ def test_a_winograd_convolution_may_exceed_the_peak():
     scalars = ("", "", "", "[1, 1]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "1")
     op = TraceOp("aten::convolution", shapes, None, dtypes, scalars)
     flops = 2 * 32 * 56 * 56 * 256 * 256 * 9
-    # Twice what the CUDA cores of an A100 do in FP32.
+    # Twice the FP32 peak of an A100's CUDA cores.
     time = flops / 39e6
     rows = analyse_kernels(
         [trace(kernel("void cudnn::winograd_nonfused::x<float>()", time, op), device=made.A100)]
@@ -296,13 +296,13 @@ def test_far_under_its_like_a_native_kernel_is_degraded():
     assert saving.saved_us == pytest.approx(850)
 
 
-def test_less_than_a_factor_of_4_is_none():
+def test_a_rate_within_a_factor_of_4_is_not_degraded():
     like = [kernel(made.NATIVE, 250, LARGE) for _ in range(3)]
     slow = kernel("nvjet_tst_128x128_64x4_1x2_h_bz_NNT", 950, LARGE)
     assert verdicts(analyse_kernels([trace(*like, slow)])) == ["native"] * 4
 
 
-def test_one_slow_run_of_many_equal_ones_is_none():
+def test_one_slow_run_of_many_equal_ones_is_not_degraded():
     runs = [kernel(made.NATIVE, 250, LARGE) for _ in range(4)] + [kernel(made.NATIVE, 9000, LARGE)]
     assert verdicts(analyse_kernels([trace(*runs)])) == ["native"] * 5
 
@@ -319,7 +319,7 @@ def test_small_and_memory_bound_products_are_not_judged_by_rate():
     assert verdicts(report) == ["native", "native"]
 
 
-def test_a_smaller_tile_or_an_older_generation_alone_is_no_evidence():
+def test_a_smaller_tile_or_an_older_generation_alone_is_not_evidence():
     wmma = "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align8"
     assert verdicts(analyse_kernels([trace(kernel(wmma, 6, mm(128, 512, 512)))])) == ["native"]
 
@@ -340,7 +340,7 @@ def test_fp32_on_an_a100_is_eligible_with_its_roofline():
     assert by_way["TF32"].limited_by == "math"
 
 
-def test_fp32_beside_tf32_was_allowed_and_not_chosen():
+def test_fp32_next_to_tf32_means_tf32_was_allowed_but_not_chosen():
     report = analyse_kernels(
         [
             trace(
@@ -380,7 +380,7 @@ def test_fp16_on_cuda_cores_is_joined_with_the_shape_rule():
         (made.SGEMM, mm(512, 512, 512, "float"), made.NAMELESS),
     ],
 )
-def test_what_is_not_eligible(name, op, device):
+def test_products_that_are_not_eligible(name, op, device):
     report = analyse_kernels([trace(kernel(name, 100, op), device=device)])
     assert verdicts(report) == ["off"]
     assert report.losses == ()
@@ -395,14 +395,14 @@ def test_equal_products_of_several_modules_are_one_loss():
 
 
 def test_a_saving_is_never_below_0():
-    # At the roofline already: nothing to save.
+    # Already at the roofline, so there is no saving.
     op = mm(4096, 4094, 4096)
     report = analyse_kernels([trace(kernel(made.DEGRADED, 130, op))])
     (saving,) = report.degraded[0].savings
     assert saving.saved_us == 0
 
 
-def test_a_lint_of_the_model_says_the_cause_of_its_module():
+def test_a_lint_of_the_model_gives_the_cause_for_its_module():
     class Row:
         module, role, verdict, reason = "head", "forward", "degraded", "N 30,522 is odd"
 
@@ -447,7 +447,7 @@ def test_native_tf32_can_still_go_to_16_bits():
     assert limits.saved_at_most_us["native TF32 products in 16 bits"] == pytest.approx(50)
 
 
-def test_native_16_bit_products_gain_nothing():
+def test_native_16_bit_products_have_no_gain():
     limits = analyse_kernels([trace(kernel(made.NATIVE, 100, LARGE))]).limits
     assert limits.speedup_at_most == 1
 
@@ -475,7 +475,7 @@ def test_amd_is_unknown_and_never_off():
     assert {finding.id for finding in report.findings} >= {"not-nvidia"}
 
 
-def test_a_gpu_without_tensor_cores_ran_nothing_on_them():
+def test_all_products_are_off_on_a_gpu_without_tensor_cores():
     report = analyse_kernels([trace(kernel(made.NATIVE, 10), device=made.GP100)])
     assert verdicts(report) == ["off"]
     assert [finding.message for finding in report.findings if finding.id == "no-tensor-cores"] == [
@@ -531,7 +531,7 @@ def test_a_kernels_row_knows_its_trace():
     assert [(row.trace, row.name) for row in report.kernels] == [(0, made.NATIVE), (1, made.SGEMM)]
 
 
-def test_the_verdicts_of_products_come_first():
+def test_the_verdicts_of_products_are_listed_first():
     assert PRODUCTS == ("native", "degraded", "off", "unknown")
 
 
@@ -579,7 +579,7 @@ def test_durations_have_three_digits(us, words):
             None,
         ),
         ("void vectorized_elementwise_kernel<4, CUDAFunctorOnSelf_add<int>, Array<char*, 2> >(int)", None, None),
-        # An index type, and a flag: these tell nothing of the numbers.
+        # An index type and a flag are not evidence of the values' dtype.
         (
             "void indexing_kernel<OpaqueType<4>, long, (bool)1>(int)",
             None,
@@ -587,7 +587,7 @@ def test_durations_have_three_digits(us, words):
         ),
     ],
 )
-def test_what_16_bits_could_halve_is_told_by_dtype(name, op, cause):
+def test_the_saving_of_16_bits_is_listed_by_dtype(name, op, cause):
     saved = analyse_kernels([trace(kernel(name, 10, op))]).limits.saved_at_most_us
     assert {key: time for key, time in saved.items() if time} == ({cause: 5} if cause else {})
 
@@ -603,7 +603,7 @@ def test_sizes_that_no_tensor_has_cost_the_flops_and_not_the_report():
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_garbage_collection_is_left_as_it_was(enabled):
+def test_garbage_collection_settings_are_unchanged(enabled):
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
@@ -624,7 +624,7 @@ ATTENTION = TraceOp("aten::_flash_attention_forward")
 )
 @pytest.mark.parametrize("name", ["acme_kernel", "attn_fwd", "acme_reduce_rows", "acme_copy"])
 def test_a_product_without_a_product_by_name_is_unknown(name, op):
-    """Whatever words are in the name of a product's only kernel, it computes that product."""
+    """The only kernel of a product computes that product, whatever its name."""
     (row,) = analyse_kernels([trace(kernel(name, 50, op))]).kernels
     assert (row.verdict, row.op) == ("unknown", op.name)
 
@@ -637,7 +637,7 @@ def test_only_the_longest_kernel_of_such_a_call_is_unknown():
     assert "aten::_flash_attention_forward" in rows[1].reason
 
 
-def test_beside_a_product_by_name_an_unfamiliar_kernel_is_a_helper_unless_it_is_longer():
+def test_an_unfamiliar_kernel_next_to_a_known_product_is_a_helper_unless_it_is_longer():
     rows = analyse_kernels(
         [
             trace(
@@ -656,13 +656,13 @@ def test_beside_a_product_by_name_an_unfamiliar_kernel_is_a_helper_unless_it_is_
 
 
 @pytest.mark.parametrize("op", ["aten::add_", "aten::native_layer_norm", "aten::upsample_linear1d", "_C::rms_norm"])
-def test_an_unfamiliar_kernel_of_an_operator_that_is_no_product_is_none(op):
+def test_an_unfamiliar_kernel_of_another_operator_is_not_a_product(op):
     (row,) = analyse_kernels([trace(kernel("acme", 50, TraceOp(op)))]).kernels
     assert (row.verdict, row.basis) == ("other", "operator")
 
 
-def test_what_encloses_another_product_is_not_judged_by_its_own_kernels():
-    """aten::_convolution adds the bias that cudnn_convolution leaves to it; an empty product only fills its result."""
+def test_an_operator_that_encloses_a_product_is_not_judged_by_its_own_kernels():
+    """aten::_convolution only adds the bias around cudnn_convolution, and an empty product only fills its result."""
     rows = analyse_kernels(
         [
             trace(
@@ -675,7 +675,7 @@ def test_what_encloses_another_product_is_not_judged_by_its_own_kernels():
 
 
 def test_siblings_are_compared_in_linear_time():
-    """Every product of another size has a median of its own; those of 20,000 kernels took 10 s of CPU."""
+    """Each size of product has its own median. For 20,000 kernels, these once took 10 s of CPU time."""
     sizes = [(64 * (1 + n % 80), 64 * (1 + n // 80), 4096) for n in range(4000)]
     products = [mm(*size) for size in sizes]
     # Between 300 and 390 TFLOP/s on an H100.

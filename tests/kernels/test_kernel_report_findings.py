@@ -26,11 +26,11 @@ def test_every_finding_is_listed():
     assert made_ids == set(KERNEL_FINDING_IDS)
 
 
-def test_a_healthy_trace_has_none():
+def test_a_healthy_trace_has_no_findings():
     assert findings(trace(kernel(made.NATIVE, 200, mm(4096, 4096, 4096)), kernel(made.ADD_BF16, 10, mm(1, 1, 1)))) == {}
 
 
-def test_the_gravest_come_first():
+def test_findings_are_sorted_by_severity():
     runs = (kernel(made.SGEMM, 10, mm(64, 64, 64, "float")), kernel(made.LAYOUT, 5))
     found = analyse_kernels([trace(*runs, device=made.A100, idle_us=10, notes=("A note.",)), trace()]).findings
     severities = [SEVERITIES.index(finding.severity) for finding in found]
@@ -67,7 +67,7 @@ def test_amd():
     assert "unknown, not off" in found["not-nvidia"].message
 
 
-def test_a_gpu_that_the_trace_does_not_tell():
+def test_a_gpu_that_the_trace_does_not_name():
     found = findings(trace(kernel(made.NATIVE, 10, mm(64, 64, 64)), device=made.NAMELESS))
     assert set(found) == {"unknown-gpu"}
     assert "--gpu" in found["unknown-gpu"].fix
@@ -79,7 +79,7 @@ def test_tensor_cores_unused():
     assert found["tensor-cores-unused"].severity == "warning"
     assert "1 kernel of matrix products, 50% of all kernel time" in found["tensor-cores-unused"].message
     assert "tensor-cores-unused" not in findings(trace(run, kernel(made.TF32, 1), device=made.A100))
-    # What is unknown is not off.
+    # Unknown kernels do not count as off.
     assert "tensor-cores-unused" not in findings(trace(run, kernel(made.TRITON, 1), device=made.A100))
 
 
@@ -112,14 +112,14 @@ def test_a_small_share_is_information():
         (None, "Make every row stride"),
     ],
 )
-def test_used_but_degraded_says_what_to_pad(op, fix):
+def test_used_but_degraded_names_the_size_to_pad(op, fix):
     found = findings(trace(kernel(made.DEGRADED, 40, op, module="lm_head"), kernel(made.NATIVE, 40, mm(64, 64, 64))))
     finding = found["used-but-degraded"]
     assert (finding.severity, finding.layer) == ("warning", "lm_head")
     assert finding.fix.startswith(fix)
 
 
-def test_degraded_by_rate_tells_no_cause():
+def test_degraded_by_rate_has_no_known_cause():
     like = [kernel(made.NATIVE, 250, mm(4096, 4096, 4096)) for _ in range(3)]
     slow = kernel("nvjet_tst_128x128_64x4_1x2_h_bz_NNT", 1100, mm(4096, 4096, 4096))
     finding = findings(trace(*like, slow))["used-but-degraded"]
@@ -130,7 +130,7 @@ NVJET = "nvjet_tst_128x128_64x4_1x2_h_bz_NNT"
 
 
 def test_degraded_by_rate_where_the_shape_rule_knows_the_cause():
-    """nvjet's names tell no alignment: the rate says that it was slow, the strides why."""
+    """nvjet's names hold no alignment: the rate shows that the kernel was slow, and the strides show the cause."""
     report = analyse_kernels([trace(kernel(NVJET, 2750, mm(4096, 4096, 4095, strides=((4095, 1), (4096, 1)))))])
     (loss,), (finding,) = report.losses, report.findings
     assert (loss.cause_id, loss.uneven_rows) == ("rate-alignment", (4095,))
@@ -146,13 +146,13 @@ def test_degraded_by_rate_at_healthy_shapes():
     (loss,), (finding,) = report.losses, report.findings
     assert (loss.cause_id, loss.uneven_rows) == ("rate", ())
     assert "a rate alone shows no cause" in finding.fix
-    # There is nothing like it in this trace.
+    # This trace has no similar product.
     assert "like" not in finding.message
     assert "at full speed at most 2.61 ms (by the roofline)" in finding.message
 
 
-def test_what_to_pad_is_the_size_between_two_rows():
-    """A wgrad reads both operands transposed: its odd k is no stride."""
+def test_the_size_to_pad_is_the_row_stride():
+    """A wgrad reads both operands transposed, so its odd k is not a stride."""
     op = mm(1000, 1003, 1023, strides=((1, 1000), (1003, 1)))
     assert findings(trace(kernel(made.DEGRADED, 40, op)))["used-but-degraded"].fix.startswith("Pad 1003 -> 1008:")
     unknown = dataclasses.replace(op, strides=None)
@@ -174,7 +174,7 @@ def test_a_name_that_its_rate_contradicts(runs, words):
 
 
 def test_matrix_vector_products_alone_are_information():
-    """Decoding a single request: Tensor Cores would change nothing, so there is nothing to warn of."""
+    """Decoding a single request would not be faster on Tensor Cores, so the finding is not a warning."""
     runs = [kernel("gemv2T_kernel_val<__half>", 30, mm(1, 4096, 4096, "c10::Half")) for _ in range(5)]
     (finding,) = analyse_kernels([trace(*runs)]).findings
     assert (finding.id, finding.severity) == ("tensor-cores-unused", "info")
@@ -184,7 +184,7 @@ def test_matrix_vector_products_alone_are_information():
     assert (mixed.severity, mixed.fix) == ("warning", "See eligible-not-used for the causes.")
 
 
-def test_products_of_which_none_is_eligible_have_a_fix_too():
+def test_a_trace_without_eligible_products_has_a_fix():
     wide = findings(trace(kernel("volta_dgemm_64x64_nn", 100, mm(512, 512, 512, "double")), device=made.V100))
     assert "none is known to be eligible (FP64)" in wide["tensor-cores-unused"].message
     assert wide["tensor-cores-unused"].fix == "Compute in FP16 wherever its range suffices."
@@ -219,7 +219,7 @@ def test_a_file_that_is_cut_short_after_some_kernels():
     assert "1 kernel was read" in found["trace-cut-short"].message
 
 
-def test_kernels_that_no_name_can_tell():
+def test_kernels_with_unknown_names():
     found = findings(trace(kernel(made.TRITON, 50, mm(64, 64, 64)), kernel(made.NATIVE, 50, mm(64, 64, 64))))
     assert set(found) == {"unknown-kernels"}
     assert found["unknown-kernels"].evidence["fraction"] == 0.5
@@ -277,14 +277,14 @@ def test_the_same_product_of_several_ranks_is_one():
         ("nt", ["1003 -> 1008", "1001 -> 1008"]),
     ],
 )
-def test_without_strides_the_layout_in_the_name_says_which_sizes_bind(layout, padded):
+def test_without_strides_the_layout_in_the_name_determines_the_sizes_to_pad(layout, padded):
     op = dataclasses.replace(mm(1001, 1003, 1023), strides=None)
     fix = findings(trace(kernel(made.DEGRADED.replace("_tn_", f"_{layout}_"), 40, op)))["used-but-degraded"].fix
     assert fix.startswith(f"Pad {', '.join(padded)}:")
 
 
 def test_a_fix_asks_for_no_recording_that_is_there():
-    """The shapes are in the trace, so recording them again would settle nothing."""
+    """If the trace has shapes, recording them again is not recommended."""
     known = findings(trace(kernel(made.TRITON, 10, mm(64, 64, 64)), device=made.NAMELESS))["unknown-kernels"]
     assert "record_shapes" not in known.fix
     blind = dataclasses.replace(mm(64, 64, 64), shapes=None, strides=None)
@@ -293,8 +293,8 @@ def test_a_fix_asks_for_no_recording_that_is_there():
     assert "ProfilerActivity" not in findings(trace(launches=270))["no-kernels"].fix
 
 
-def test_a_bound_above_any_gpus_ratio_is_none():
-    """A product off Tensor Cores without FLOPs counts as saved wholly: 99.9% of the time gave 1000 times."""
+def test_a_bound_above_any_gpus_ratio_is_not_reported():
+    """The whole time of a product with unknown FLOPs counts as saved: 99.9% would give a speedup of 1000."""
     runs = [kernel(made.HGEMM, 999), kernel(made.NATIVE, 1, mm(64, 64, 64))]
     assert analyse_kernels([trace(*runs)]).limits.speedup_at_most is None
     assert analyse_kernels(
@@ -354,7 +354,7 @@ def test_ranks_of_one_job():
     assert findings(*ranks) == {}
 
 
-def test_what_reading_noted():
+def test_notes_of_the_reader_become_a_finding():
     ranks = [trace(kernel(made.NATIVE, 10, OP), rank=rank, notes=("It is cut.",)) for rank in (0, 1)]
     (finding,) = analyse_kernels(ranks).findings
     assert (finding.id, finding.severity) == ("trace-note", "info")

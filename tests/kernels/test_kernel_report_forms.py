@@ -1,4 +1,4 @@
-"""Forms of the kernel report: text, Markdown, JSON, picture; hostile names, narrow terminals."""
+"""Formats of the kernel report: text, Markdown, JSON, picture; hostile names, narrow terminals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_no_line_is_wider_than_the_terminal(make, width):
     assert "\x1b" not in rendered
 
 
-def test_text_says_the_denominators():
+def test_text_names_the_denominators():
     text = render(everything(), ".txt", width=140)
     assert "71% of the matrix products' time (140 us); unknown for another 14%" in text
     assert "50% of all kernel time (200 us, communication included)" in text
@@ -63,17 +63,17 @@ def test_measured_estimated_and_unknown_look_different():
     assert any("at most, by the roofline" in line for line in lines)
 
 
-def test_html_escapes_what_it_shows():
+def test_html_is_escaped():
     html = render(hostile(), ".html")
     assert "<script" not in html
     assert "&lt;script&gt;" in html
 
 
-def test_markdown_escapes_what_it_shows():
+def test_markdown_is_escaped():
     text = render(hostile(), ".md")
     assert "<script" not in text
     assert "\x1b" not in text
-    # A row a kernel and a row a module: no name made one, or a column of its own.
+    # One row per kernel and per module: names added neither rows nor columns.
     rows = [line for line in text.splitlines() if "evil" in line and line.startswith("| ")]
     assert [len(re.findall(r"(?<!\\)\|", line)) for line in rows] == [7, 7, 5]
 
@@ -108,7 +108,7 @@ def test_the_schema_page_names_every_key():
 
 
 def _keys(plain, *, free=("evidence", "verdict_time_us", "verdict_calls", "tensor_core_tflops", "cuda_core_tflops")):
-    """Keys at any depth; not those of mappings whose keys are data."""
+    """Yield keys at any depth, except those of mappings whose keys are data."""
     if isinstance(plain, list):
         for item in plain:
             yield from _keys(item)
@@ -132,7 +132,7 @@ def test_bars_add_up_to_all_time_but_communication():
     assert sum(bar.regained_us for bar in found) == pytest.approx(sum(report.limits.saved_at_most_us.values()))
 
 
-def test_bars_are_sorted_by_what_could_be_regained():
+def test_bars_are_sorted_by_possible_saving():
     runs = [
         kernel(made.NATIVE, 90, mm(64, 64, 64), module="fine"),
         kernel(made.SGEMM, 40, mm(64, 64, 64), module="off"),
@@ -144,7 +144,7 @@ def test_bars_are_sorted_by_what_could_be_regained():
     assert any("Communication, which no precision shortens, is in the first bar only." in text for text in shown)
 
 
-def test_kernels_stand_for_modules_where_none_is_known():
+def test_kernels_replace_modules_where_no_module_is_known():
     report = analyse_kernels([trace(kernel(made.ADD_BF16, 5), kernel(made.NATIVE, 7), kernel(made.NCCL, 1))])
     assert [bar.times for bar in plot_kernels.bars(report)] == [{"native": 7}, {"other": 5}]
 
@@ -158,7 +158,7 @@ def test_every_report_has_a_picture(make, tmp_path):
     assert plot_kernels.save(report, tmp_path / "k.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_no_more_bars_than_one_looks_through():
+def test_the_number_of_bars_is_limited():
     runs = [kernel(made.NATIVE, 5, mm(64, 64, 64), module=f"layer.{number}") for number in range(40)]
     assert len(plot_kernels.bars(analyse_kernels([trace(*runs)]))) == plot_kernels.MAX_BARS
 
@@ -168,7 +168,7 @@ def test_every_label_in_the_picture_is_whole(make):
     labels.assert_readable(plot_kernels.kernels(escaped(make())))
 
 
-def test_every_colour_of_a_verdict_can_be_told():
+def test_the_verdicts_colours_are_distinguishable():
     labels.assert_distinct(plot_kernels.COLOURS)
 
 
@@ -192,7 +192,7 @@ def test_short_names(name, short):
 
 
 @pytest.mark.parametrize("length", range(4, 60))
-def test_a_short_name_is_no_longer_than_asked(length):
+def test_a_shortened_name_has_at_most_the_requested_length(length):
     assert len(shortened(clean_name(made.LAYOUT), length, "middle")) <= length
     assert len(shortened("encoder.layers.0.self_attention.out_proj" * 3, length, "start")) <= length
 

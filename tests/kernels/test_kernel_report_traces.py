@@ -1,4 +1,4 @@
-"""Real traces: the figures that an independent sum of the file's own events gives, and a report in every form."""
+"""Real traces: figures equal independent sums of the file's events, and every format can be rendered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reports() -> dict[str, KernelReport]:
 
 
 def summed(name: str, pattern: str) -> tuple[float, float]:
-    """(time of kernels whose names the pattern finds, of all), in us, from the file itself."""
+    """Return (the time of kernels whose names match the pattern, the time of all kernels), in us, from the file's events."""
     events = json.loads(gzip.decompress((made.TRACES / f"{name}.json.gz").read_bytes()))["traceEvents"]
     times = [(event["name"], event["dur"]) for event in events if str(event.get("cat", "")).lower() == "kernel"]
     return sum(time for kernel, time in times if re.search(pattern, kernel)), sum(time for _, time in times)
@@ -68,7 +68,7 @@ def test_no_product_that_ran_native_is_flagged_by_the_stride_rule(name, reports)
 
 @pytest.mark.parametrize("name", ["h100_bert_small", "h100_vit"])
 def test_flops_of_a_whole_model(name, reports):
-    """Kernels of equal calls have equal FLOPs, and all together what the shapes of the operators say."""
+    """Kernels of equal calls have equal FLOPs, whose sum equals the FLOPs of the operators' shapes."""
     products = [row for row in reports[f"{name}.json.gz"].kernels if row.is_product]
     assert sum(row.flops for row in products) == sum(row.matmul.flops for row in products)
 
@@ -89,7 +89,7 @@ def test_the_switch_transformer_used_no_tensor_core(reports):
 
 
 def test_no_verdict_of_a_real_trace_hangs_on_its_rate(reports):
-    """The names of all of them tell, and no rate contradicts one: thresholds that flag healthy kernels would show here."""
+    """All verdicts follow from names, and no rate contradicts them: wrong thresholds would flag healthy kernels."""
     assert {row.basis for report in reports.values() for row in report.kernels} == {"name"}
 
 

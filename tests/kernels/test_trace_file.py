@@ -1,4 +1,4 @@
-"""Traces that others recorded, against a reading by brute force: every event, every pair, no index."""
+"""Public traces, compared with a brute-force reader: every event, every pair, no index."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def events(name: str, *categories: str) -> list[dict[str, Any]]:
 
 
 def enclosing(name: str, launch: dict[str, Any], category: str) -> list[dict[str, Any]]:
-    """Events of the launch's thread that it is in, outermost first."""
+    """Return the events of the launch's thread that enclose it, outermost first."""
     thread = launch["pid"], launch["tid"]
     found = [
         event
@@ -56,7 +56,7 @@ def launches(name: str) -> dict[int, dict[str, Any]]:
 
 
 def by_brute_force(name: str, limit: int = 10**9) -> dict[tuple[float, int, str], str]:
-    """(start, device, name) of a kernel -> its operator's name, or why it has none."""
+    """Return (start, device, name) of a kernel -> its operator's name, or the reason of its absence."""
     first = min((launch["ts"] for launch in launches(name).values()), default=0)
     found = {}
     for kernel in events(name, "kernel")[:limit]:
@@ -88,8 +88,8 @@ def test_every_trace_reads_with_its_counts(name):
 
 
 @pytest.mark.parametrize("name", WITH_KERNELS)
-def test_operators_are_those_of_brute_force(name):
-    """In the two large traces, of the first kernels only: brute force looks at every operator for every kernel."""
+def test_operators_equal_those_of_brute_force(name):
+    """The two large traces are compared only in their first kernels, since brute force tests every operator for each kernel."""
     large = len(events(name, "kernel")) > 1000
     expected = by_brute_force(name, 150 if large else 10**9)
     read = {
@@ -100,8 +100,8 @@ def test_operators_are_those_of_brute_force(name):
 
 
 @pytest.mark.parametrize("name", ["a100_tf32_convnet.json.gz", "v100_fp32_training.json.gz", "h100_vit.json.gz"])
-def test_operators_are_those_of_the_external_id_where_torch_writes_it_right(name):
-    """All kernels: these versions of torch write the innermost operator's id at the kernel too."""
+def test_operators_match_external_ids_where_torch_writes_them_correctly(name):
+    """All kernels are compared, since these versions of torch write the innermost operator's id to the kernel."""
     by_id = {event["args"]["External id"]: event["name"] for event in events(name, "cpu_op")}
     expected = {(event["ts"], event["name"]): by_id[event["args"]["External id"]] for event in events(name, "kernel")}
     read = {(kernel.start_us, kernel.name): kernel.op.name for kernel in trace(name).kernels}
@@ -110,7 +110,7 @@ def test_operators_are_those_of_the_external_id_where_torch_writes_it_right(name
 
 
 def test_no_kernel_is_credited_by_an_external_id_that_is_a_correlation():
-    """The trap: External ids equal correlations there, and are ids of operators too, of the wrong ones."""
+    """In these traces External ids equal correlations, which are also ids of unrelated operators."""
     name = "a100_switch_transformer_fp32.json.gz"
     read = trace(name)
     assert read.external_id_is_correlation
@@ -211,7 +211,7 @@ def test_only_devices_that_ran_kernels(name, devices):
 
 @pytest.mark.parametrize("name", ["h100_vit.json.gz", "ranks/worker0.json.gz"])
 def test_busy_time_is_the_union_over_streams(name):
-    """Against a sweep over all moments at which something begins or ends."""
+    """Compared with a sweep over all starts and ends of events."""
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in events(name, "kernel", "gpu_memcpy", "gpu_memset")]
     moments = sorted({moment for span in spans for moment in span})
     busy = sum(
@@ -235,7 +235,7 @@ def test_busy_time_is_the_union_over_streams(name):
         ("gp100_no_tensor_cores.json.gz", "record_shapes=True"),
     ],
 )
-def test_what_is_missing_is_said(name, says):
+def test_missing_data_is_noted(name, says):
     assert any(says in note for note in trace(name).notes)
 
 
@@ -302,7 +302,7 @@ def test_properties_may_be_written_as_a_string(form, tmp_path):
     assert (read.rank, read.world_size) == (3, 4)
 
 
-def test_gzip_is_told_by_the_content(tmp_path):
+def test_gzip_is_detected_by_the_content(tmp_path):
     source = DATA / "h100_bert_small.json.gz"
     zipped, plain = tmp_path / "zipped.json", tmp_path / "plain.json.gz"
     zipped.write_bytes(source.read_bytes())
@@ -349,7 +349,7 @@ def test_a_folder_without_traces(tmp_path):
         read_trace_files([tmp_path / "missing"])
 
 
-def test_two_traces_of_one_rank_are_kept_and_noted():
+def test_two_traces_of_one_rank_are_both_read_with_a_note():
     worker = DATA / "ranks" / "worker0.json.gz"
     first, second, other = read_trace_files([worker, worker, DATA / "ranks" / "worker1.json.gz"])
     assert first.kernels == second.kernels

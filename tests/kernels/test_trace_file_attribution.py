@@ -1,4 +1,4 @@
-"""Attribution on traces made for it: modules, the backward's forward, phases, graphs, merged ranks, clocks."""
+"""Attribution on synthetic traces: modules, forwards of backward nodes, phases, graphs, merged ranks, clocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Event = dict[str, Any]
 
 
 class Made:
-    """Events in the making; identifiers count on by themselves."""
+    """A builder of events that numbers their identifiers."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -106,7 +106,7 @@ def test_the_innermost_range_names_the_module(made, tmp_path):
         "outer": "",
         "outside": "",
     }
-    # The model's own path is "": the flag tells it from none.
+    # The model's own path is ""; the flag distinguishes it from a missing path.
     assert {name: kernel.module_is_path for name, kernel in kernels.items()} == {
         "inner": True,
         "middle": True,
@@ -148,11 +148,11 @@ def backward_node(made: Made, name: str, start: float, sequence: int, *, thread:
     made.op(name, start + 1, start + 9, tid=tid, **args)
 
 
-def test_a_backward_kernel_gets_the_module_of_its_forward(made, tmp_path):
-    """Of the operators with one sequence number the last to begin made the node: those before made none, or enclose it."""
+def test_a_backward_kernel_has_the_module_of_its_forward(made, tmp_path):
+    """Of operators with one sequence number, the last to begin made the node; earlier ones made no node or enclose it."""
     made.range("mpinspect::module::first", 0, 20)
     made.op("aten::relu", 1, 5, Sequence_number=6, Fwd_thread_id=0)
-    # Makes no node: its number is that of the next one, which is another module's.
+    # Makes no node, so it has the number of the next operator, which belongs to another module.
     made.op("aten::detach", 10, 12, Sequence_number=7, Fwd_thread_id=0)
     made.range("mpinspect::module::second", 20, 40)
     made.op("aten::linear", 21, 39, Sequence_number=7, Fwd_thread_id=0)
@@ -184,7 +184,7 @@ def test_a_forward_outside_all_modules_has_a_backward_without_module(made, tmp_p
     assert by_name(made.read(tmp_path))["loss"].module == ""
 
 
-def test_without_sequence_numbers_the_range_of_the_backward_tells(made, tmp_path):
+def test_without_sequence_numbers_the_backwards_range_gives_the_module(made, tmp_path):
     made.range("mpinspect::backward::decoder", 90, 200, tid=ENGINE)
     made.range("mpinspect::backward::decoder.out", 95, 150, tid=ENGINE)
     made.op("autograd::engine::evaluate_function: AddmmBackward0", 100, 110, tid=ENGINE)
@@ -196,7 +196,7 @@ def test_without_sequence_numbers_the_range_of_the_backward_tells(made, tmp_path
     assert kernels["inner"].module_is_path
 
 
-def test_without_sequence_numbers_arrows_tell(made, tmp_path):
+def test_without_sequence_numbers_arrows_give_the_module(made, tmp_path):
     made.range("mpinspect::module::layer", 0, 50)
     made.op("aten::addmm", 10, 20)
     made.op("autograd::engine::evaluate_function: AddmmBackward0", 100, 110, tid=ENGINE)
@@ -209,7 +209,7 @@ def test_without_sequence_numbers_arrows_tell(made, tmp_path):
 
 
 def test_two_threads_with_the_same_numbers(made, tmp_path):
-    """Sequence numbers are a thread's own (DataParallel): numbers that only one thread has tell which thread is which."""
+    """Each thread has its own sequence numbers (DataParallel): numbers that occur in only one thread identify the threads."""
     for tid, module in ((MAIN, "left"), (11, "right")):
         made.range(f"mpinspect::module::{module}", 0, 50, tid=tid)
         made.op("aten::addmm", 10, 20, tid=tid, Sequence_number=5, Fwd_thread_id=0)
@@ -247,8 +247,8 @@ def test_recomputation_in_the_backward_belongs_to_its_own_module(made, tmp_path)
     assert kernels["again"].phase == "backward"
 
 
-def test_ranges_that_overlap_operators_take_nothing_from_them(made, tmp_path):
-    """A backward range begins in one node's hook and ends in another's."""
+def test_ranges_that_overlap_operators_do_not_change_their_nesting(made, tmp_path):
+    """A backward range begins in one node's hook and ends in another node's."""
     made.op("autograd::engine::evaluate_function: AddmmBackward0", 100, 120, tid=ENGINE)
     made.op("aten::mm", 112, 118, tid=ENGINE)
     made.range("mpinspect::backward::net", 105, 150, tid=ENGINE)
@@ -259,7 +259,7 @@ def test_ranges_that_overlap_operators_take_nothing_from_them(made, tmp_path):
 
 @pytest.mark.parametrize("name", ["a100_tf32_convnet", "ranks/worker0"])
 def test_nodes_of_real_traces_find_the_operator_they_are_named_after(name):
-    """AddmmBackward0 is of aten::addmm: hundreds of nodes; and where Kineto drew arrows, sequence numbers say the same."""
+    """Hundreds of nodes AddmmBackward0 belong to aten::addmm, and sequence numbers agree with Kineto's arrows."""
     recording = Recording()
     for batch in EventStream(TextChunks(DATA / f"{name}.json.gz")).batches():
         recording.add(batch)
@@ -293,7 +293,7 @@ def test_phases_and_steps(made, tmp_path):
     made.op("aten::sum", 210, 220)
     made.kernel("after", 215)
     made.kernel("bare", 230)
-    # The engine's thread has no ProfilerStep range of its own.
+    # The autograd engine's thread has no ProfilerStep ranges.
     made.op("autograd::engine::evaluate_function: AddBackward0", 160, 170, tid=ENGINE)
     made.kernel("backward", 165, tid=ENGINE)
     kernels = by_name(made.read(tmp_path))
@@ -334,7 +334,7 @@ def test_names_of_categories_and_types_of_numbers_drift(made, tmp_path):
     assert kernels["old"].op.strides is None
 
 
-def test_arguments_that_are_no_tensors(made, tmp_path):
+def test_arguments_other_than_tensors(made, tmp_path):
     made.op(
         "aten::cat",
         0,
@@ -367,7 +367,7 @@ def test_a_product_inside_its_wrappers_and_a_wrapper_alone(made, tmp_path):
 # -- launches ---------------------------------------------------------------------------------------------------------------
 
 
-def test_kernels_without_operators_say_why(made, tmp_path):
+def test_kernels_without_operators_have_a_reason(made, tmp_path):
     made.op("aten::mm", 100, 120)
     made.kernel("launched", 110, correlation=500)
     made.kernel("early", None, start=50, correlation=900)
@@ -391,8 +391,8 @@ def test_kernels_without_operators_say_why(made, tmp_path):
     assert kernels["graph"].matmul_op is None
 
 
-def test_kernels_that_share_a_launch_have_none(made, tmp_path):
-    """One launch starts one kernel: of three with its correlation two are wrong, and which is not known."""
+def test_kernels_that_share_a_launch_have_no_operator(made, tmp_path):
+    """A launch starts one kernel: if three have its correlation, two are wrong, and the right one is unknown."""
     made.op("aten::index_select", 0, 10)
     made.kernel("select", 1, correlation=5)
     made.kernel("gemm", None, correlation=5, start=2000)
@@ -429,7 +429,7 @@ def test_calls_that_start_several_kernels(made, tmp_path, call, why):
 
 
 def test_the_same_correlation_in_two_processes(made, tmp_path):
-    """Ranks merged into one file. The GPU that is ahead can't be the late process's; the other one gets what is left."""
+    """Ranks merged into one file. A GPU whose kernels precede a process's launches can't belong to that process."""
     for pid, device, late in ((1, 0, 0), (2, 1, 500)):
         for number in range(20):
             at = late + 10 * number
@@ -442,7 +442,7 @@ def test_the_same_correlation_in_two_processes(made, tmp_path):
     }
 
 
-def test_the_same_correlation_where_nothing_tells_the_process(made, tmp_path):
+def test_equal_correlations_without_evidence_of_the_process(made, tmp_path):
     for pid in (1, 2):
         made.op(f"rank{pid}::op", 0, 10, pid=pid)
         made.kernel(f"k{pid}", 5, pid=pid, device=0, correlation=1)
@@ -475,7 +475,7 @@ def test_an_operators_end_is_outside_and_its_beginning_inside(made, tmp_path):
     assert (alike.op.name, alike.matmul_op.name) == ("aten::add", "aten::bmm")
 
 
-def test_a_clock_that_rounds_makes_neighbours_overlap_and_not_enclose(made, tmp_path):
+def test_operators_that_overlap_by_rounded_times_do_not_enclose_each_other(made, tmp_path):
     """Microseconds since 1970 in a double have steps of a quarter: a product may end after the next operator's beginning."""
     made.op("aten::mm", 1.7e15, 1.7e15 + 10.25)
     made.op("aten::copy_", 1.7e15 + 10, 1.7e15 + 20)
@@ -524,7 +524,7 @@ POINTS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 20)), max_size=8)
 
 @settings(deadline=None)
 @given(spans=SPANS, points=POINTS)
-def test_innermost_is_the_last_begun_of_those_around(spans, points):
+def test_innermost_is_the_last_started_enclosing_span(spans, points):
     columns = Columns("thread", "id")
     for number, (thread, start, duration) in enumerate(spans):
         columns.add((start, duration, thread, number))

@@ -1,4 +1,4 @@
-"""Files that are damaged, cut short, or no traces at all; and JSON that falls apart at every possible place of a chunk."""
+"""Files that are damaged, truncated or not traces; and JSON that is split at every position of a chunk."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def notes(folder: Path, content: str | bytes) -> str:
         (b"\x1f\x8b\x08\x00junk that is no deflate stream", "damaged"),
     ],
 )
-def test_what_is_no_trace_is_refused_in_a_sentence(tmp_path, content, says):
+def test_other_files_are_refused_with_a_sentence(tmp_path, content, says):
     with pytest.raises(TraceError, match=says) as caught:
         read_trace_file(written(tmp_path, content))
     assert str(tmp_path) in str(caught.value)
@@ -88,7 +88,7 @@ def test_no_file_a_folder_and_a_file_that_may_not_be_read(tmp_path):
 
 
 @pytest.mark.parametrize("content", ['{"traceEvents": []}', "[]", '{"traceEvents": [], "deviceProperties": []}'])
-def test_a_trace_of_nothing(tmp_path, content):
+def test_a_trace_without_events(tmp_path, content):
     read = read_trace_file(written(tmp_path, content))
     assert (read.kernels, read.devices, read.window_us, read.busy_us) == ((), (), (0.0, 0.0), {})
     assert "nothing ran while the profiler recorded" in read.notes[0]
@@ -99,7 +99,7 @@ def test_cut_json_gives_the_events_before_the_cut(tmp_path, cut):
     content = gzip.decompress(BERT.read_bytes())
     content = content[: int(len(content) * cut)]
     read = read_trace_file(written(tmp_path, content))
-    # The last event that is whole in the text, told without any of the reader's help.
+    # The number of complete events in the text, counted independently of the reader.
     whole = content.count(b'\n    },\n    {\n      "ph"') + content.count(b'\n    },\n    {\n      "name"')
     (note,) = [note for note in read.notes if "cut short" in note]
     assert f"it ends at byte {len(content):,}" in note
@@ -131,7 +131,7 @@ def test_damaged_gzip_gives_the_events_before_the_damage(tmp_path):
     read = read_trace_file(written(tmp_path, bytes(damaged)))
     assert read.operators > 0
     assert "cut short or damaged: its gzip data are" in read.notes[0]
-    # Nothing is said of what may have stood in the rest.
+    # The note covers only the part that could be read.
     assert "What could be read has no GPU kernels" in read.notes[1]
 
 
@@ -152,7 +152,7 @@ def test_gzip_of_several_members_and_padding(tmp_path):
 
 
 @pytest.mark.parametrize("junk", [b"\x80\x81\xff", b"{}", b'{"traceEvents": []}', b"\0\0\0junk"])
-def test_what_follows_the_end_is_ignored(tmp_path, junk):
+def test_data_after_the_end_is_ignored(tmp_path, junk):
     content = json.dumps({"traceEvents": [kernel()]}).encode()
     read = read_trace_file(written(tmp_path, content + b"\n" + junk))
     assert len(read.kernels) == 1
@@ -160,7 +160,7 @@ def test_what_follows_the_end_is_ignored(tmp_path, junk):
         assert f"from byte {len(content) + 1} on, is ignored" in read.notes[0]
 
 
-def test_zeros_at_the_end_are_nothing(tmp_path):
+def test_zeros_at_the_end_are_not_noted(tmp_path):
     assert "ignored" not in notes(tmp_path, json.dumps([kernel()]).encode() + bytes(100))
 
 
@@ -194,7 +194,7 @@ def test_damage_before_the_events(tmp_path):
         ('{"ph": "X", "cat": "kernel", "name": "k", "ts": 1' + "0" * 5000 + ', "dur": 1.0}', 1),
     ],
 )
-def test_an_event_that_is_no_json_is_mended_or_left_out(tmp_path, separators, bad, left_out):
+def test_an_event_with_invalid_json_is_repaired_or_skipped(tmp_path, separators, bad, left_out):
     good = [json.dumps(kernel(f"k{number}"), separators=separators) for number in range(40)]
     text = '{"traceEvents": [' + ",".join([*good[:20], bad, *good[20:]]) + "]}"
     read = read_trace_file(written(tmp_path, text))
@@ -203,7 +203,7 @@ def test_an_event_that_is_no_json_is_mended_or_left_out(tmp_path, separators, ba
 
 
 @pytest.mark.parametrize("ending", ["}", ""])
-def test_a_last_event_that_is_no_json(tmp_path, ending):
+def test_a_last_event_with_invalid_json(tmp_path, ending):
     text = '{"traceEvents": [' + json.dumps(kernel()) + ', {"ph": "X" "cat": 3}]' + ending
     read = read_trace_file(written(tmp_path, text))
     assert len(read.kernels) == 1
@@ -254,7 +254,7 @@ def test_odd_fields_of_a_kernel(tmp_path, changes, time_us, says):
         [kernel()],
     ],
 )
-def test_what_is_no_event_is_left_out(tmp_path, event):
+def test_other_values_among_the_events_are_skipped(tmp_path, event):
     read = read_trace_file(written(tmp_path, json.dumps([kernel(), event, kernel("other")])))
     assert [each.name for each in read.kernels] == ["gemm", "other"]
     assert any("1 events are left out" in note for note in read.notes)
@@ -265,7 +265,7 @@ def test_begin_and_end_pairs_are_noted(tmp_path):
     assert "2 events are halves of begin and end pairs" in notes(tmp_path, json.dumps([*pair, kernel()]))
 
 
-def test_names_that_are_no_utf8_are_kept_as_far_as_they_go(tmp_path):
+def test_names_with_invalid_utf8_are_decoded_as_far_as_possible(tmp_path):
     text = json.dumps({"traceEvents": [kernel("aXb")]}).encode().replace(b"aXb", b"a\xff\xfeb")
     (read,) = read_trace_file(written(tmp_path, text)).kernels
     assert read.name == "a\ufffd\ufffdb"
@@ -275,7 +275,7 @@ def test_a_byte_order_mark(tmp_path):
     assert len(read_trace_file(written(tmp_path, b"\xef\xbb\xbf" + json.dumps([kernel()]).encode())).kernels) == 1
 
 
-def test_another_tools_trace_says_that_nothing_of_torch_is_in_it(tmp_path):
+def test_another_tools_trace_is_reported_as_without_torch_events(tmp_path):
     event = {"ph": "X", "cat": "toplevel", "name": "RunTask", "ts": 1, "dur": 1, "pid": 1, "tid": 1}
     assert "another tool wrote it" in notes(tmp_path, json.dumps({"traceEvents": [event]}))
 
@@ -396,7 +396,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-#: Nested lists of dicts look like events; names hold what separates events.
+#: Nested lists of dicts look like events, and names contain the separators of events.
 EVENTS = st.lists(
     st.fixed_dictionaries(
         {"ph": st.sampled_from("XBsfiM"), "name": st.text(alphabet='},{"\\ \né漢😀', max_size=8)},
@@ -416,7 +416,7 @@ LAYOUTS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 2}, {"inde
 # Pieces that end within a number, which is a number up to there.
 @example(events=[], layout={}, chunk_bytes=1, before=-0.5, after=10.25, zipped=False)
 @example(events=[{"ph": "X", "name": ""}], layout={}, chunk_bytes=1, before=1e-07, after=1e16, zipped=False)
-def test_any_json_in_any_pieces_gives_what_json_gives(tmp_path, events, layout, chunk_bytes, before, after, zipped):
+def test_any_json_in_any_pieces_is_read_as_by_json(tmp_path, events, layout, chunk_bytes, before, after, zipped):
     content = {"before": before, "traceEvents": events, "after": after}
     text = json.dumps(content, **layout).encode()
     stream, read = streamed(written(tmp_path, gzip.compress(text, 1, mtime=0) if zipped else text), chunk_bytes)
@@ -442,7 +442,7 @@ def test_any_cut_gives_the_events_before_it(tmp_path, events, layout, chunk_byte
 
 
 def whole_values(text: str, at: int) -> list[Any]:
-    """JSON values from a place on, one after the other, as far as they are whole."""
+    """Yield the complete JSON values from a position on."""
     found = []
     while True:
         while at < len(text) and text[at] in " ,\n":
@@ -478,8 +478,8 @@ def test_events_that_are_not_needed_are_counted_and_not_decoded(tmp_path, chunk_
         assert len(read) < len(needed) + 10
 
 
-def test_an_event_inside_an_event_does_not_confuse_what_is_left_out(tmp_path):
-    """A list of events in an event's arguments, laid out so that its parts look like events of the trace."""
+def test_an_event_inside_an_event_does_not_confuse_the_reader(tmp_path):
+    """An event's arguments hold a list of events, formatted like events of the trace."""
     inner = {
         "ph": "f",
         "id": 5,
@@ -498,7 +498,7 @@ def test_an_event_inside_an_event_does_not_confuse_what_is_left_out(tmp_path):
 
 
 def test_memory_stays_bounded_by_the_chunk(tmp_path):
-    """The text at hand is never much more than a chunk and the longest event."""
+    """The buffered text never exceeds a chunk and the longest event by much."""
     path = written(tmp_path, json.dumps([kernel(f"k{number}") for number in range(5000)]))
     stream = EventStream(TextChunks(path, 4096))
     longest = max(len(stream._text.text) for _ in stream.batches())

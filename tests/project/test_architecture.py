@@ -1,4 +1,4 @@
-"""One room for each question; imports between rooms run one way, and what reads files needs no torch."""
+"""One room for each question: imports between rooms have no cycle, and modules that read files need no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpinspect.runtime import own_code
 PACKAGE = Path(mpinspect.__file__).parent
 GROUND = {"numeric", "reporting", "runtime"}
 
-#: What a room may import of the others, inside functions too. What it takes for annotations alone is free.
+#: The rooms that each room may import, also inside functions. Imports for annotations alone are unrestricted.
 LAWS = {
     "numeric": set(),
     "runtime": set(),
@@ -34,7 +34,7 @@ LAWS = {
     "demo": {*GROUND, "ranges", "training"},
     "commands": {*GROUND, "counting", "ranges", "shapes", "kernels", "run", "demo"},
 }
-#: Inside rooms: who never imports what. An object's own ``str()`` and ``to_dataframe()`` ask its report when they are called.
+#: Imports that are forbidden inside rooms. An object's ``str()`` and ``to_dataframe()`` may import its report when called.
 OWN_FORMS = {"mpinspect.ranges.analysis.report"}
 NEVER = [
     ("ranges.capture", ("ranges.faults", "ranges.analysis", "ranges.report", "ranges.store.sinks")),
@@ -66,7 +66,7 @@ WITHOUT_TORCH = (
 )
 TRACKERS = ("wandb", "mlflow", "trackio")
 HEAVY = {"torch", "matplotlib", "tensorboard", "transformers", "pandas", "sklearn", "numba", *TRACKERS}
-#: Drawing asks for matplotlib, and is imported where a picture is asked for.
+#: Drawing needs matplotlib, and is imported on demand.
 DRAWS = ("plot", "picture")
 CATCH_ALLS = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
@@ -76,7 +76,7 @@ IMPORTS = {name: list(imports(path, MODULES)) for name, path in MODULES.items()}
 
 
 def _is_in(name: str, *places: str) -> bool:
-    """Whether a module is one of these places below the package, or in one of them."""
+    """Return whether a module is one of these places below the package, or inside one."""
     return any(f"{name}.".startswith(f"mpinspect.{place}.") for place in places)
 
 
@@ -126,8 +126,8 @@ def test_inside_a_room_capture_never_analyses_and_analysis_never_formats(place, 
     assert wrong == []
 
 
-def test_what_reads_files_needs_no_torch():
-    """Followed through whatever is imported on the way, functions aside."""
+def test_modules_that_read_files_need_no_torch():
+    """Follows imports transitively, except inside functions."""
     begun = [name for name in MODULES if _is_in(name, *WITHOUT_TORCH) and not name.split(".")[-1].startswith(DRAWS)]
     assert len(begun) > 100
     waiting, seen = [(name, (name,)) for name in begun], set(begun)
@@ -144,7 +144,7 @@ def test_what_reads_files_needs_no_torch():
                     waiting.append((found, (*way, found)))
 
 
-def test_nobody_inside_imports_the_face_or_the_command_line():
+def test_the_package_never_imports_its_root_or_its_command_line():
     for name, found in IMPORTS.items():
         if name not in ("mpinspect", "mpinspect.__main__"):
             assert not any(each.name in ("mpinspect", "mpinspect.commands.cli") for each in found), name
@@ -155,14 +155,14 @@ def test_no_module_is_a_catch_all():
 
 
 def test_importing_the_package_stays_light():
-    """Neither torch nor NumPy: a script sets how many threads they may have before it imports them."""
+    """Importing mpinspect must not import torch or NumPy: scripts set their numbers of threads before importing them."""
     code = "import sys, mpinspect; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"numpy", "rich", *HEAVY} & set(loaded)
 
 
-def test_names_kept_as_strings_name_something():
-    """A careless move would make a stack check match nothing, a public name fail, a form disappear, without an error."""
+def test_names_stored_as_strings_exist():
+    """Moving a module could silently break a stack check, a public name or a format."""
     named = [name for value in vars(own_code).values() if isinstance(value, tuple) for name in value]
     assert len(named) > 10
     for name in [*named, *(f"mpinspect.{where}" for where in mpinspect._WHEN_USED.values())]:
@@ -174,8 +174,8 @@ def test_names_kept_as_strings_name_something():
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "examples", "framework_tests"])
-def test_what_stands_beside_the_package_imports_what_there_is(folder):
-    """Most of it runs on no test machine, so that a name that has moved away would be found by a user."""
+def test_imports_of_benchmarks_and_examples_exist(folder):
+    """Most of these files are not run by tests, which would miss a moved name."""
     found = [
         (path, node.module, alias.name)
         for path in sorted((PACKAGE.parent / folder).rglob("*.py"))
@@ -188,7 +188,7 @@ def test_what_stands_beside_the_package_imports_what_there_is(folder):
         assert f"{module}.{name}" in MODULES or hasattr(importlib.import_module(module), name), (path, module, name)
 
 
-def test_public_names_are_where_type_checkers_are_told_they_are():
+def test_public_names_agree_with_the_imports_for_type_checkers():
     tree = ast.parse((PACKAGE / "__init__.py").read_text("utf-8"))
     told = {
         alias.name: str(node.module)
@@ -203,7 +203,7 @@ def test_public_names_are_where_type_checkers_are_told_they_are():
         assert getattr(mpinspect, name) is not None
 
 
-#: Constructors of torch that follow ``torch.set_default_device``; of the second kind the default dtype is without effect.
+#: Constructors of torch that follow ``torch.set_default_device``; the second group ignores the default dtype.
 CONSTRUCTORS = {
     *(
         "empty",
@@ -238,8 +238,8 @@ def test_no_tensor_is_made_on_the_users_default_device_or_of_the_default_dtype(n
     assert not without
 
 
-def test_the_checks_above_see_what_they_should(tmp_path):
-    """A check of this file's own eyes: every form of import is seen, annotations are not."""
+def test_the_import_reader_finds_every_form_of_import(tmp_path):
+    """The helpers of this file must find every form of import, except those for annotations."""
     path = tmp_path / "bad.py"
     path.write_text(
         "from typing import TYPE_CHECKING\n"
@@ -258,11 +258,11 @@ def test_the_checks_above_see_what_they_should(tmp_path):
     ]
 
 
-#: Circles of modules, each with the reason for which it stands.
+#: The permitted cycles of modules, each with its reason.
 CIRCLES = {
     # Session.load and save, and windows made of columns, are the session's own methods; store is made of its records.
     "mpinspect.ranges.session": "mpinspect.ranges.store",
-    # A report's own forms, str() and to_dataframe(), ask for the code that makes them when they are called.
+    # A report's str() and to_dataframe() import their code when called.
     "mpinspect.ranges.analysis.report": "mpinspect.ranges.report",
 }
 

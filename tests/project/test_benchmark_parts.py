@@ -1,4 +1,4 @@
-"""What the benchmarks are made of does what its name says. No times here: those are the benchmarks' own."""
+"""The benchmarks' components, without measuring times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("data", hard_data.KINDS)
-def test_hard_data_is_what_its_name_says(data, dtype):
+def test_hard_data_has_the_named_distribution(data, dtype):
     torch.manual_seed(0)
     values = hard_data.fresh(data, 20_000, dtype)
     assert (values.dtype, values.shape) == (dtype, (20_000,))
@@ -65,7 +65,7 @@ def test_large_data_repeats_a_block_and_fills_all_of_the_memory(monkeypatch):
 # -- counting ----------------------------------------------------------------------------------------------------------
 
 
-def test_ratios_are_to_what_ran_on_dense_data():
+def test_ratios_are_relative_to_dense_data():
     medians = {("dense", "sum"): 2.0, ("dense", "mpinspect"): 6.0, ("zeros", "mpinspect"): 9.0}
     row = counting.row(torch.float16, 1000, "zeros", "mpinspect", medians)
     assert (row.dtype, row.over_sum, row.over_dense) == ("float16", 4.5, 1.5)
@@ -74,7 +74,7 @@ def test_ratios_are_to_what_ran_on_dense_data():
     assert row.gb_per_s == pytest.approx(2000 / 9 / 1e9)
 
 
-def test_everybody_goes_first_once():
+def test_every_contestant_is_first_once():
     ways = dict.fromkeys("abc")
     assert ["".join(counting.in_turn(ways, turn)) for turn in range(3)] == ["abc", "bca", "cab"]
 
@@ -151,7 +151,7 @@ def test_an_entrance_that_is_not_listed_is_found(monkeypatch):
         "mpinspect.runtime.hooks:gone",
     ],
 )
-def test_an_entrance_that_is_gone_is_named(monkeypatch, gone):
+def test_a_missing_entrance_is_named(monkeypatch, gone):
     monkeypatch.setattr(entrances, "ENTRANCES", (*entrances.ENTRANCES, gone))
     with pytest.raises(LookupError, match=gone), entrances.Stopwatch().around_entrances():
         pass
@@ -171,14 +171,14 @@ def test_an_entrance_inside_another_counts_once(monkeypatch):
     inner = watch.timed(lambda: None)
     outer = watch.timed(lambda: (inner(), inner()))
     outer()
-    # From 0 to 5: the four looks at the clock of the inner ones lie between.
+    # Readings 0 to 3: inner calls read the clock only at their start.
     assert watch.seconds == 3
 
 
 # -- models, onlookers -------------------------------------------------------------------------------------------------
 
 
-def test_the_models_are_those_of_the_literature():
+def test_the_models_have_their_published_sizes():
     resnet50 = networks.resnet50()
     assert len(list(resnet50.parameters())) == 161
     assert sum(parameter.numel() for parameter in resnet50.parameters()) == 25_557_032
@@ -188,7 +188,7 @@ def test_the_models_are_those_of_the_literature():
 
 
 @pytest.mark.parametrize("onlooker", onlookers.ONLOOKERS, ids=lambda onlooker: onlooker.name)
-def test_every_onlooker_looks_and_leaves_nothing_behind(onlooker):
+def test_every_onlooker_measures_and_removes_its_hooks(onlooker):
     trainer = onlookers.Trainer(networks.tiny_layers(2, 8, 4), networks.sgd, networks.vectors(4, 8, 4))
     if "wandb" in onlooker.name:
         pytest.importorskip("wandb")
@@ -202,7 +202,7 @@ def test_every_onlooker_looks_and_leaves_nothing_behind(onlooker):
 
 
 @pytest.mark.parametrize("outputs", [False, True])
-def test_what_reading_costs_reads_what_the_inspector_counts(outputs, monkeypatch):
+def test_the_reading_benchmark_reads_the_tensors_that_the_inspector_counts(outputs, monkeypatch):
     summed = []
     monkeypatch.setattr(
         entrances.Stopwatch, "timed", lambda watch, original: lambda tensor: summed.append(tensor.numel())
@@ -210,7 +210,7 @@ def test_what_reading_costs_reads_what_the_inspector_counts(outputs, monkeypatch
     trainer = onlookers.Trainer(networks.tiny_layers(2, 8, 4), networks.sgd, networks.vectors(5, 8, 4))
     onlookers.with_sums(trainer, 2, outputs=outputs)
     gradients = [8 * 8, 8, 8 * 8, 8, 8 * 4, 4] + 4 * [5 * 8] + [5 * 4]
-    # The container hands on the last layer's output: the watch looks at it, too.
+    # The watch also reads the container's output, which is the last layer's.
     returned = 4 * [5 * 8] + 2 * [5 * 4] if outputs else []
     assert sorted(summed) == sorted(3 * (gradients + returned))
 
@@ -240,7 +240,7 @@ def test_module_calls_are_timed_bare_and_between_samples(monkeypatch):
     seen = []
 
     def seconds(model, x, passes):
-        # Of an inspector that is attached and sees nothing no hook is left, but for those on optimizers.
+        # An attached inspector without samples or watch has hooks only on optimizers.
         seen.append(len(optimizer_steps._listeners))
         assert not any(module._forward_hooks for module in model.modules())
         assert not any(parameter._backward_hooks for parameter in model.parameters())
@@ -252,10 +252,10 @@ def test_module_calls_are_timed_bare_and_between_samples(monkeypatch):
     assert seen == [0, 1, 0, 1]
 
 
-# -- where it goes -----------------------------------------------------------------------------------------------------
+# -- where_it_goes -----------------------------------------------------------------------------------------------------
 
 
-def test_time_outside_of_the_package_goes_to_the_function_of_ours_that_called_it():
+def test_time_outside_of_the_package_is_charged_to_the_calling_function():
     def ours(name):
         return str(where_it_goes._PACKAGE / "ranges" / "capture" / "watch.py"), 1, name
 

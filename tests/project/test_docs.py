@@ -1,10 +1,10 @@
-"""Every Python block of README.md and docs/ runs, in order, and every link to a file in the repository leads somewhere.
+"""Every Python block of README.md and docs/ runs, in order, and every link to a file in the repository is valid.
 
-A block that can't run here stands below ``<!-- no-run -->`` and must compile all the same.
+A block that can't run here follows ``<!-- no-run -->`` and must still compile.
 
-In docs/tutorials/ what is shown as printed is compared with what is. A Python block that begins with ``# train.py`` is that file,
-and a ``diff`` block makes another file of it. The command of a ``console`` block runs, and the lines below it are what it prints.
-The lines of a ``text`` block were printed, in this order, by one of the page's commands or by its other Python blocks.
+In docs/tutorials/ the shown output is compared with the real output. A Python block that begins with ``# train.py`` is that
+file, and a ``diff`` block makes a new file from it. The command of a ``console`` block must print the lines below it. One of
+the page's commands or its other Python blocks must print the lines of each ``text`` block, in this order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INEXACT = re.compile(r"\d+\.\d+|\d+(?=%)")
 
 
 def blocks(page: Path) -> list[tuple[int, bool, str]]:
-    """First line, whether it is to run, and code of each block."""
+    """Yield each block's first line, whether it runs, and its code."""
     text = page.read_text(encoding="utf-8")
     return [
         (text.count("\n", 0, found.start("code")) + 1, found["skip"] is None, found["code"])
@@ -40,7 +40,7 @@ def blocks(page: Path) -> list[tuple[int, bool, str]]:
 
 
 def script(page: Path) -> str:
-    """The page's running blocks, but for files, as one program whose line numbers are those of the page."""
+    """Return the page's running blocks, without files, as one program with the page's line numbers."""
     lines: list[str] = []
     for first, runs, code in blocks(page):
         if runs and not FILE.match(code):
@@ -53,7 +53,7 @@ def identity(page: Path) -> str:
 
 
 def output(words: list[str], directory: Path) -> str:
-    """What ``python WORDS...`` prints, on both streams; it must end with 0."""
+    """Run ``python WORDS...``, which must exit with 0; return the output of both streams."""
     status, printed, _ = warm.run(directory, words, {"MPLBACKEND": "agg", "COLUMNS": "88"}, is_one_stream=True)
     assert status == 0, f"{shlex.join(words)}:\n{printed[-6000:]}"
     return printed
@@ -75,7 +75,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", TUTORIALS, ids=identity)
-def test_a_tutorial_prints_what_it_shows(page, tmp_path):
+def test_a_tutorials_output_is_as_shown(page, tmp_path):
     cwd = tmp_path / "cwd"
     cwd.mkdir()
     (cwd / "tests").symlink_to(ROOT / "tests")
@@ -102,7 +102,7 @@ def test_a_tutorial_prints_what_it_shows(page, tmp_path):
 
 
 def apply(diff: str, directory: Path) -> None:
-    """Make the file that a diff names by ``+++`` of the one that it names by ``---``."""
+    """Apply a diff to its ``---`` file; write the result as its ``+++`` file."""
     old, new, *lines = diff.splitlines()
     text = (directory / old.removeprefix("--- ")).read_text(encoding="utf-8")
     for hunk in "\n".join(lines).split("\n@@\n"):
@@ -115,9 +115,10 @@ def apply(diff: str, directory: Path) -> None:
 
 
 def printed_as_shown(shown: str, printed: str) -> bool:
-    """Whether these lines were printed, where ``...`` stands for lines, or for a line's end.
+    """Return whether these lines were printed. ``...`` matches any lines, or the end of a line.
 
-    Decimals and percentages may be 5% off: the last bit of a product in 16 bits is the processor's, and training amplifies it.
+    Decimals and percentages may differ by 5%: the last bit of 16-bit products depends on the processor, and training
+    amplifies it.
     """
     lines = [
         r"(?:.*\n)*?"
@@ -148,7 +149,7 @@ def test_the_code_of_a_page_compiles(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)
 def test_every_python_block_is_found(page):
-    """A fence that is indented or oddly marked would be passed over in silence."""
+    """Fences that are indented or have an unknown marker would be skipped silently."""
     text = page.read_text(encoding="utf-8")
     assert len(re.findall(r"```\s*(?:python|py\b)", text)) == len(blocks(page))
 
@@ -160,7 +161,7 @@ def test_links_within_the_repository_lead_somewhere(page):
 
 
 def test_the_readme_reads_outside_of_the_repository():
-    """On a package index a relative link leads nowhere. Those into the repository lead to files that are there."""
+    """Relative links do not work on a package index. Links into the repository must point to existing files."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not LINK.findall(text)
     raw = SOURCE.replace("github.com", "raw.githubusercontent.com")

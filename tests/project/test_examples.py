@@ -1,4 +1,4 @@
-"""The examples run as scripts and print what they promise."""
+"""The examples run as scripts and print their documented results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_example_is_tested():
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
-def test_talk_network_tells_the_same_ranges_in_fp32_and_in_scaled_fp16(monkeypatch, capsys):
+def test_talk_network_reports_the_same_ranges_in_fp32_and_in_scaled_fp16(monkeypatch, capsys):
     printed = run_example("talk_network.py", monkeypatch, capsys, "--steps=10")
     fp32, fp16 = printed.split("--- FP16 with FP32 master weights, loss scale 128 ---")
     for part in (fp32, fp16):
@@ -69,7 +69,7 @@ def test_transformers_gpt2_trains_and_is_probed(monkeypatch, capsys):
     assert "3 steps, 3 sampled" in printed
     assert "FP16 against FP32 on 1 batch" in printed
     rows = re.findall(r"^transformer\.\S+ +\S+%? .*0\.99\d+|^transformer\.\S+ .* 1\.000000 ", printed, re.MULTILINE)
-    # 28 parameters, at scale 1 and, where a scale is needed, at that scale too.
+    # 28 parameters: at scale 1 and, if a scale is needed, also at that scale.
     assert len(rows) in (28, 56)
 
 
@@ -80,7 +80,7 @@ def test_talk_stages_cure_one_thing_each(monkeypatch, capsys):
     printed = run_example("talk_stages.py", monkeypatch, capsys, "--steps=8")
     assert ("emulated" in printed) == (not torch.cuda.is_available())
     first, second = printed.split("last loss in training")
-    #            final loss, moved, off FP32's way, subnormal, told apart, largest scale
+    #            final loss, moved, distance from FP32, subnormal, distinguished, largest scale
     rows = {row[0]: [figure.rstrip("%") for figure in row.split()[-6:]] for row in stages(first)}
     assert list(rows) == list("01234")
     moved, off, subnormal = ({stage: float(row[column]) for stage, row in rows.items()} for column in (1, 2, 3))
@@ -103,7 +103,7 @@ def stages(printed: str) -> list[str]:
     return re.findall(r"^\d  .*", printed, re.MULTILINE)
 
 
-def test_gan_digits_keeps_the_generator_out_of_the_discriminators_overflow(monkeypatch, capsys):
+def test_gan_digits_discriminator_overflow_does_not_affect_the_generator(monkeypatch, capsys):
     pytest.importorskip("sklearn")
     printed = run_example("gan_digits.py", monkeypatch, capsys, "--steps=32", "--jump")
     rows = [row.split() for row in re.findall(r"^ +\d+ .*", printed, re.MULTILINE)]
@@ -111,7 +111,7 @@ def test_gan_digits_keeps_the_generator_out_of_the_discriminators_overflow(monke
     before, after = rows[3], rows[-1]
     skipped = int(after[5]) - int(before[5])
     assert skipped >= 4
-    # Each skipped step halves the discriminator's scale and nobody else's.
+    # Each skipped step halves only the discriminator's scale.
     assert power(before[3]) - power(after[3]) == skipped
     assert before[4] == after[4]
     assert before[6] == after[6]
@@ -126,7 +126,7 @@ def power(scale: str) -> int:
     return int(scale.removeprefix("2^"))
 
 
-def test_gan_digits_skips_nothing_in_bf16(monkeypatch, capsys):
+def test_gan_digits_skips_no_step_in_bf16(monkeypatch, capsys):
     pytest.importorskip("sklearn")
     printed = run_example("gan_digits.py", monkeypatch, capsys, "--steps=8", "--jump", "--precision=bf16-master")
     assert printed.count("bf16-master: 8 steps, 0 skipped") == 2
@@ -161,7 +161,7 @@ def test_lost_updates_are_predicted_and_measured(monkeypatch, capsys):
     assert 0.1 < against["FP16 weights without"] < against["BF16 weights without"]
 
 
-def test_fp16_reductions_prints_what_fp16_makes_of_them(monkeypatch, capsys):
+def test_fp16_reductions_prints_results_in_fp16(monkeypatch, capsys):
     printed = run_example("fp16_reductions.py", monkeypatch, capsys, "--steps=20")
     rows = {row[:44].strip(): row[44:].split() for row in printed.splitlines()}
     assert rows["sum of 65,536 ones"] == ["inf", "65536.0", "65536.0"]
@@ -186,7 +186,7 @@ def test_digits_parity_has_a_row_for_each_precision(monkeypatch, capsys):
     assert max(abs(float(row[3])) for row in rows) < 1
 
 
-def test_shape_lint_says_of_well_known_models_what_an_expert_would(monkeypatch, capsys):
+def test_shape_lint_reports_expected_findings_on_well_known_models(monkeypatch, capsys):
     pytest.importorskip("transformers")
     printed = run_example("shape_lint.py", monkeypatch, capsys)
     assert "pad 1023" not in printed

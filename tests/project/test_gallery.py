@@ -1,4 +1,4 @@
-"""The gallery of faults: its scripts, its table and the page that is made from it belong together."""
+"""The gallery of faults: its scripts, its table and its generated page agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "diagnoses.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_says_what_it_is_and_where_it_comes_from(script):
+def test_a_script_has_a_docstring_and_a_source(script):
     text = script.read_text("utf-8")
     assert ast.get_docstring(ast.parse(text))
     assert re.search(r"^# Thread: \S+", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What is installed: an editable install that type checkers and editors can follow, and the files of a wheel."""
+"""Packaging: an editable install that type checkers and editors can follow, and the files of a wheel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is built: building leaves things beside it."""
+    """A copy of the sources, since building adds files next to them."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -27,7 +27,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(source: Path, hook: str) -> zipfile.ZipFile:
-    """The wheel that a build hook of setuptools makes, as pip calls it, with the setuptools that is here."""
+    """Build a wheel with a hook of the installed setuptools, as pip does."""
     pytest.importorskip("setuptools", minversion="77", reason="pyproject.toml asks for setuptools >= 77")
     code = f"from setuptools import build_meta; print(build_meta.{hook}('dist-{hook}'))"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
@@ -36,7 +36,7 @@ def built(source: Path, hook: str) -> zipfile.ZipFile:
 
 
 def test_an_editable_install_is_a_path_that_editors_follow(source: Path) -> None:
-    """setuptools' import hook, its other way, is code that neither mypy nor pyright runs."""
+    """setuptools' alternative, an import hook, is code that neither mypy nor pyright runs."""
     wheel = built(source, "build_editable")
     (path,) = [name for name in wheel.namelist() if name.endswith(".pth")]
     (line,) = wheel.read(path).decode().splitlines()
@@ -44,8 +44,8 @@ def test_an_editable_install_is_a_path_that_editors_follow(source: Path) -> None
     assert not [name for name in wheel.namelist() if name.endswith(".py")]
 
 
-def test_the_least_tensorboard_starts_beside_any_setuptools() -> None:
-    """Up to 2.20 its command imports pkg_resources, which setuptools has no more."""
+def test_the_oldest_tensorboard_works_with_any_setuptools() -> None:
+    """Up to 2.20, its command imports pkg_resources, which setuptools has removed."""
     (floor,) = re.findall(
         r'^ +"tensorboard>=(\d+)\.(\d+)",$', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE
     )
@@ -59,7 +59,7 @@ def test_the_least_tensorboard_starts_beside_any_setuptools() -> None:
     assert done.stdout.strip() == version("tensorboard"), done.stderr
 
 
-def test_a_wheel_holds_the_package_and_nothing_else(source: Path) -> None:
+def test_a_wheel_contains_only_the_package(source: Path) -> None:
     names = {name for name in built(source, "build_wheel").namelist() if ".dist-info/" not in name}
     package = {path.relative_to(source).as_posix() for path in (source / "mpinspect").rglob("*") if path.is_file()}
     assert names == package

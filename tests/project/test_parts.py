@@ -1,4 +1,4 @@
-"""``make gpu`` without a GPU: parts share their time and lose nothing, packages are brought along, and all of it is rehearsed."""
+"""``make gpu`` without a GPU: parts share the time, results survive, packages are unpacked, and a rehearsal runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parts import Part, run_parts
 
 ROOT = Path(__file__).parents[2]
 WRITES = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('{}'); print('written'); "
-#: Ignores the request to end, and leaves a process behind that would write a second later.
+#: A part that ignores SIGTERM and starts a process that would write a second later.
 CLINGS = (
     "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     "late = 'import sys, time; time.sleep(6); open(sys.argv[1], \"w\")'; "
@@ -80,20 +80,20 @@ def test_a_part_that_hangs_is_ended_with_all_it_started_and_its_results_stay(tmp
     assert not (tmp_path / "hangs.json.late").exists()
 
 
-def test_what_one_part_leaves_over_the_next_may_use(tmp_path):
+def test_the_next_part_may_use_unused_time(tmp_path):
     first, second = ran(tmp_path, part(tmp_path, "a", "", 1.0), part(tmp_path, "b", "", 3.0), seconds=1000)[0]
     assert first.limit == pytest.approx(250, abs=1)
     assert second.limit > 900
 
 
-def test_a_part_with_too_little_time_is_skipped_and_said_to_be(tmp_path):
+def test_a_part_with_too_little_time_is_skipped_with_a_note(tmp_path):
     outcomes, told = ran(tmp_path, part(tmp_path, "a", WRITES), seconds=5, least=10)
     assert [(one.state, one.file, one.seconds) for one in outcomes] == [("skipped", None, 0.0)]
     assert "fewer than 10" in outcomes[0].said[0]
     assert told == [["skipped"]]
 
 
-def test_a_run_that_is_stopped_has_told_how_far_it_came(tmp_path):
+def test_a_stopped_run_has_reported_its_progress(tmp_path):
     told = []
 
     def tell(outcomes):
@@ -161,7 +161,7 @@ def brought(folder, *names):
     return gpu_python.wheels(folder)
 
 
-def test_only_what_is_missing_is_unpacked_and_never_torch(tmp_path):
+def test_only_missing_packages_are_unpacked_and_never_torch(tmp_path):
     wheels = brought(
         tmp_path,
         "torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl",
@@ -215,7 +215,7 @@ def test_this_python_is_found_and_asked(tmp_path, monkeypatch):
     assert said == []
 
 
-def test_a_torch_without_a_gpu_is_told_of_and_not_used(monkeypatch):
+def test_a_torch_without_a_gpu_is_reported_and_not_used(monkeypatch):
     monkeypatch.setattr(gpu_python, "candidates", lambda first: iter(["/a", "/b", "/c", "/d"]))
     known = {
         "/a": replace(THERE, path="/a", cuda=None, gpu=None),
@@ -232,7 +232,7 @@ def test_a_torch_without_a_gpu_is_told_of_and_not_used(monkeypatch):
     ]
 
 
-def test_the_parts_get_this_tree_first_and_what_was_unpacked_last(tmp_path, monkeypatch):
+def test_the_parts_import_this_tree_first_and_unpacked_packages_last(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/theirs")
     monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
     monkeypatch.setenv("HOME", "/nowhere")
@@ -261,7 +261,7 @@ def test_every_gpu_test_is_in_a_file_that_is_chosen():
     assert chosen[:2] == ["test_gpu.py", "test_gpu_kernels.py"]
 
 
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
+def test_without_a_gpu_a_message_is_printed_and_no_file_written(tmp_path):
     (tmp_path / "torch.py").write_text(
         "__version__ = '2.11.0'\n"
         "class version: cuda = '13.0'\n"
@@ -282,7 +282,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_rehearsal_goes_nowhere_near_the_results():
+def test_a_rehearsal_refuses_to_write_to_the_results_folder():
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--rehearse", "--out", str(machine.RESULTS)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""docs/performance.md says what the committed results say: a missed promise is shown as missed, others as not yet measured."""
+"""docs/performance.md agrees with the committed results, including missed targets and unmeasured ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def document(*rows):
     return {"date": "2026-01-01", "machine": {"processor": "x", "cores": 2}, "results": {"checked": list(rows)}}
 
 
-def test_the_committed_page_is_what_the_committed_results_give():
+def test_the_committed_page_equals_the_page_of_the_committed_results():
     made = performance_page.page(performance_page.load(), performance_page.TEMPLATE.read_text("utf-8"))
     assert performance_page.PAGE.read_text("utf-8") == made, "run: python benchmarks/performance_page.py"
 
@@ -67,7 +67,7 @@ def test_without_results_the_last_section_names_everything_and_how_to_measure_it
     assert "{{" not in made
 
 
-def test_what_is_measured_stands_in_its_place_and_the_rest_last():
+def test_measured_results_are_in_their_section_and_the_rest_are_listed_last():
     documents = {"gpu_counting-gpu": document(checked("gpu.count_over_read", 1.1))}
     documents["gpu_counting-gpu"]["results"]["rows"] = [{"case": "1 GiB"}]
     made = performance_page.page(documents, TEMPLATE)
@@ -86,26 +86,26 @@ def test_what_is_measured_stands_in_its_place_and_the_rest_last():
     assert TARGETS["gpu.count_many"].what in last
 
 
-def test_where_everything_is_measured_there_is_no_last_section():
+def test_without_missing_results_there_is_no_last_section():
     rows = [checked(key, target.limit) for key, target in TARGETS.items()]
     documents = {"gpu_counting-gpu": document(*rows), "training_modes-gpu": document()}
     assert "Not yet measured" not in performance_page.page(documents, TEMPLATE)
 
 
-def test_results_that_were_cut_short_say_so():
+def test_incomplete_results_are_marked():
     documents = {"training_modes-gpu": {**document(), "results": [{"task": "LSTM"}], "complete": False}}
     assert performance_page.page(documents, TEMPLATE).count(page_tables.CUT_SHORT) == 1
     documents["training_modes-gpu"].pop("complete")
     assert page_tables.CUT_SHORT not in performance_page.page(documents, TEMPLATE)
 
 
-def test_a_rehearsal_is_no_result(tmp_path):
+def test_rehearsals_are_not_read_as_results(tmp_path):
     (tmp_path / "a-gpu.json").write_text('{"rehearsal": true}')
     (tmp_path / "b-gpu.json").write_text("{}")
     assert list(performance_page.load(tmp_path)) == ["b-gpu"]
 
 
-def test_of_the_gpu_tests_those_that_did_not_pass_are_named():
+def test_gpu_tests_that_did_not_pass_are_named():
     rows = [
         {"test": "test_a", "outcome": "passed", "said": ""},
         {"test": "test_b", "outcome": "failed", "said": "line 1\nE  assert 1 == 2\n"},
@@ -168,7 +168,7 @@ def test_the_committed_results_were_judged_by_the_promises_of_today():
             assert (row["what"], row["limit"], row["met"]) == (target.what, target.limit, target.met(row["value"]))
 
 
-def test_every_results_file_tells_its_machine_its_date_and_its_device():
+def test_every_results_file_has_its_machine_date_and_device():
     for path in RESULTS.glob("*.json"):
         assert path.stem.endswith(("-cpu", "-gpu")), path.name
         found = performance_page.load()[path.stem]
@@ -192,7 +192,7 @@ def test_every_promise_names_a_benchmark_that_is_run():
 
 
 class Runs:
-    """Stands in for the processes."""
+    """Replaces the benchmarks' processes."""
 
     def __init__(self, monkeypatch, returncode=0):
         self.commands = []
@@ -215,7 +215,7 @@ def run(monkeypatch, *arguments):
     return run_all.main()
 
 
-def test_a_quick_run_keeps_nothing(monkeypatch, capsys):
+def test_a_quick_run_stores_no_results(monkeypatch, capsys):
     runs = Runs(monkeypatch)
     assert run(monkeypatch, "--quick") == 0
     assert len(runs.commands) == sum(one.quick is not None and one.device != "gpu" for one in run_all.BENCHMARKS)
@@ -224,7 +224,7 @@ def test_a_quick_run_keeps_nothing(monkeypatch, capsys):
     assert "counting 25 M float32, over sum()" in capsys.readouterr().out
 
 
-def test_a_full_run_keeps_its_results_and_writes_the_page(monkeypatch):
+def test_a_full_run_stores_its_results_and_writes_the_page(monkeypatch):
     runs = Runs(monkeypatch)
     assert run(monkeypatch, "counting", "gpu_overhead") == 0
     assert [command[-1] for command in runs.commands] == [
@@ -242,7 +242,7 @@ def test_one_that_fails_does_not_stop_the_rest(monkeypatch, capsys, tmp_path):
     assert "failed, or missed a bound of their own: counting, traces" in capsys.readouterr().out
 
 
-def test_an_unknown_name_is_answered_with_those_there_are(monkeypatch):
+def test_the_error_for_an_unknown_name_lists_the_known_ones(monkeypatch):
     Runs(monkeypatch)
     with pytest.raises(SystemExit, match="no benchmark is called nothing; there are counting"):
         run(monkeypatch, "nothing")

@@ -1,4 +1,4 @@
-"""The page's scripts: types, sizes, and modules that become one."""
+"""The page's scripts: their types and sizes, and joining their modules."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def test_no_module_is_longer_than_a_few_screens():
 
 
 @pytest.mark.skipif(NODE is None, reason="needs Node.js")
-def test_the_modules_become_one_without_imports(tmp_path):
+def test_the_modules_are_joined_without_imports(tmp_path):
     script = tmp_path / "script.mjs"
     script.write_text(bundled("mpinspect.ranges.report", "explorer"), "utf-8")
     assert "import {" not in script.read_text("utf-8")
-    # Node names what two modules declare both, and what one imports that no other exports.
+    # Node reports names that two modules declare, and imports that no module exports.
     driver = f'const all = await import("{script.as_uri()}"); console.log(Object.keys(all).includes("render"));'
     assert node("--input-type=module", "--eval", driver) == "true\n"

@@ -1,4 +1,4 @@
-"""The registry of faults and the sentences that they print belong together."""
+"""The registry of faults agrees with the faults' sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks that need a GPU run unattended: they say so where there is none, and their toy sizes work on a CPU."""
+"""The benchmarks that need a GPU: they print a message without one, and their toy sizes run on a CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["training_modes.py", "tensor_cores.py", "gpu_overhead.py", "gpu_counting.py"])
-def test_without_a_gpu_it_says_so_in_one_sentence(monkeypatch, capsys, tmp_path, name):
+def test_without_a_gpu_one_sentence_is_printed(monkeypatch, capsys, tmp_path, name):
     run(monkeypatch, name, "--json", str(tmp_path / "results.json"))
     printed = capsys.readouterr().out
     assert printed.startswith("There is no CUDA GPU here")
@@ -53,7 +53,7 @@ def test_toy_sizes_run_in_every_mode(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out.count("images/s") == 7
 
 
-def test_every_tensor_core_case_runs_and_nothing_is_said_of_rates_without_a_gpu(monkeypatch, capsys, tmp_path):
+def test_every_tensor_core_case_runs_without_rates_on_a_cpu(monkeypatch, capsys, tmp_path):
     run(
         monkeypatch,
         "tensor_cores.py",
@@ -76,7 +76,7 @@ def test_the_inspector_rides_along_at_toy_sizes(monkeypatch, capsys, tmp_path):
     assert all(row["step_ms"] > 0 and row["added_memory_mib"] is None for row in results["rows"])
     inspected = [row for row in results["rows"] if row["name"] != "bare"]
     assert all(row["callbacks_ms"] > 0 for row in inspected)
-    # Toys and CPUs answer no promise.
+    # Toy sizes and CPUs are not measured against targets.
     assert results["checked"] == []
     assert capsys.readouterr().out.count("in callbacks") == len(inspected)
 

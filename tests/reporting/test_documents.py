@@ -1,4 +1,4 @@
-"""Documents made by hand: what a form shows of long blocks, and how tables keep to a width."""
+"""Hand-written documents: truncated blocks and the widths of tables in each format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wide(name: str, priorities: int = 0) -> Document:
 
 @pytest.mark.parametrize("width", [20, 33, 40, 60, 80, 100, 140])
 @pytest.mark.parametrize("name", ["a", "encoder.layers.11.attention.self.query.weight" * 3, "schicht.größe.层.🔥" * 9])
-def test_any_number_of_columns_keeps_to_any_width(name, width):
+def test_tables_of_any_number_of_columns_fit_any_width(name, width):
     from rich.cells import cell_len
 
     for priorities in (0, 1):
@@ -79,7 +79,7 @@ def test_a_name_may_be_cut(cut, shown):
     assert name in markdown.render(Document("cut", (table(columns, [["1 us", name]]),)))
 
 
-def test_each_form_shows_as_much_as_its_limit_and_says_what_it_left_out():
+def test_each_format_truncates_at_its_limit_with_a_note():
     limit = Limit(2, 3, "more in JSON", "more elsewhere")
     rows = [[f"row{number}"] for number in range(5)]
     said = Document("t", (table([Column("name")], rows[:3], limit=limit, total=5),))
@@ -102,12 +102,12 @@ def test_tables_of_one_block_share_its_limit_by_rank():
         names = ("mild", "worst", "bad", "middling", "good", "first", "second", "third")
         return [line.strip() for line in rendered.splitlines() if line.strip() in names]
 
-    # All in their own order; some by rank.
+    # All rows are in their own order; a selection is in order of rank.
     assert order(5) == ["first", "mild", "worst", "second", "bad", "middling", "third", "good"]
     assert order(3) == ["first", "worst", "second", "bad", "middling"]
 
 
-def test_an_optional_column_goes_where_nothing_stands_in_it():
+def test_an_empty_optional_column_is_dropped():
     columns = [Column("name"), Column("here", is_optional=True), Column("gone", is_optional=True)]
     said = Document("t", (table(columns, [["a", "1", "-"], ["b", "-", "-"]]),))
     for form in (text.render(said, 80), markdown.render(said), html.render(said)):
@@ -145,7 +145,7 @@ def test_a_strip_is_drawn_as_finely_as_there_is_room_for():
     assert "range" not in markdown.render(said)
 
 
-def test_the_verdict_comes_first_and_a_summary_ends_a_terminals_report():
+def test_the_verdict_is_first_and_the_summary_ends_a_terminals_report():
     brief, seen = Section("In brief", lines(["brief words"])), Section("Seen", lines(["seen words"]))
     said = Document("t", (Line("middle words"),), "alarm words", lines(["verdict words"]), (brief, seen))
     terminal, pages = text.render(said, 80), [markdown.render(said), html.render(said)]
@@ -186,7 +186,7 @@ def test_documents_in_documents_are_one_level_deeper():
     assert "... and 1 more models" in terminal
 
 
-def test_the_gravest_findings_come_first():
+def test_findings_are_sorted_by_severity():
     found = [Finding(severity, severity, "", "m", {}) for severity in ("info", "error", "warning")]
     for form in (text.render, markdown.render, html.render):
         rendered = form(Document("t", section("Findings", Findings(tuple(found)))))
@@ -203,13 +203,13 @@ def test_no_sentence_opens_as_a_mark_of_markdown(opening):
     assert rendered.splitlines()[4] == f"- {first}"
 
 
-def test_a_section_of_nothing_is_none():
+def test_an_empty_section_is_omitted():
     assert section("Findings", Findings(())) == ()
     assert section("Rows", table([Column("a")], [])) == ()
     assert section("Lines", Line("")) == ()
 
 
-def test_a_legend_tells_what_a_dash_is_where_there_is_one():
+def test_a_legend_explains_dashes_only_if_there_are_any():
     def legend(*figures):
         return text.render(
             Document("", (table([Column("n"), Column("a"), Column("b")], [figures], legend="? not known"),)), 80

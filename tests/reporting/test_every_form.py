@@ -1,4 +1,4 @@
-"""Every kind of report, the empty and the hostile one among them, through every form."""
+"""Every kind of report, including empty and hostile ones, in every format."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def probe(*names):
 
 
 def hostile_diff():
-    """Two runs of hostile layers, whose names, settings, findings and events differ, of hostile models."""
+    """Return the diff of two runs with hostile names, whose layers, settings, findings and events differ."""
     names = (*sessions.HOSTILE_NAMES, HOSTILE)
     first, second = (
         sessions.session(
@@ -112,7 +112,7 @@ REPORTS = {
 
 
 def run():
-    """A run of one model whose modules all three parts know."""
+    """Return the report of a run of one model, with ranges, shapes and kernels of its modules."""
     gradients = {TensorKey(f"{name}.weight", WEIGHT_GRADIENT): sessions.bell(-20) for name in ("hidden", "head")}
     products = [
         *shape_records.linear(64, 1023, 4096, name="hidden"),
@@ -133,7 +133,7 @@ def run():
     )
 
 
-#: One report of each question; those of the ranges, and the lint's text and Markdown, are golden beside their own tests.
+#: One report of each question. The golden files of ranges, and the lint's text and Markdown, belong to their own tests.
 GOLDEN = {
     "shapes_small": (shape_records.small, (".html",)),
     "kernels_everything": (made_kernels.everything, (".txt", ".md", ".html")),
@@ -146,7 +146,7 @@ GOLDEN = {
     ("name", "suffix"), [(name, suffix) for name, (_, forms) in GOLDEN.items() for suffix in forms]
 )
 def test_golden(name, suffix, golden):
-    """Of a page without its style and its maps, whose scripts are tested in a browser."""
+    """HTML is compared without its style and its maps, whose scripts are tested in a browser."""
     report = GOLDEN[name][0]()
     size = {"width": 100} if suffix == ".txt" else {}
     page = html_form.render(static(document(report))) if suffix == ".html" else render(report, suffix, **size)
@@ -163,7 +163,7 @@ def reports():
 
 
 def assert_plain(text):
-    """Nothing steers a terminal, and no name made a line."""
+    """Assert that the text is free of control characters and of lines that a name injected."""
     assert all(character.isprintable() or character == "\n" for character in text)
     assert not any(line.startswith(("\x1b", "</pre>")) for line in text.splitlines())
     assert " object at 0x" not in text
@@ -180,7 +180,7 @@ def test_text(name, reports):
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_colour_is_all_that_colour_adds(name, reports):
+def test_coloured_text_differs_only_by_its_colours(name, reports):
     import io
 
     from rich.console import Console
@@ -208,7 +208,7 @@ def test_markdown(name, reports):
 
 
 def has_widget(blocks):
-    """Whether a block is a widget, or one of the documents in it holds one."""
+    """Return whether a block is a widget or contains one."""
     return any(
         isinstance(block, Widget)
         or (isinstance(block, Parts) and any(has_widget(part.document.blocks) for part in block.parts))
@@ -217,7 +217,7 @@ def has_widget(blocks):
 
 
 class Page(html.parser.HTMLParser):
-    """The tags of a page, and whether each is closed by its own."""
+    """Checks that each tag of a page is closed by its own end tag."""
 
     EMPTY = ("meta",)
 
@@ -290,7 +290,7 @@ def test_json(name, reports):
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_every_form_has_the_same_sections(name, reports):
-    """A section that is written once appears everywhere."""
+    """A new section appears in every format."""
     from mpinspect.reporting.document import Section, without_front_sections
     from mpinspect.reporting.markdown import escape
     from mpinspect.reporting.page import said_once

@@ -1,4 +1,4 @@
-"""The table of colours: text can be read on its ground, and what a colour distinguishes stays apart."""
+"""The table of colours: text is legible on its background, and meaningful colours are distinguishable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = ("ink", "soft", "good", "warning", "error", "unknown", "info")
 
 
 def luminance(colour: str) -> float:
-    """The relative luminance of WCAG 2.1."""
+    """Return the relative luminance of WCAG 2.1."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -49,7 +49,7 @@ def test_a_tint_lies_between_white_and_the_colour():
 
 
 def test_no_other_file_has_a_colour_of_its_own():
-    # The demo's curves are styles of lines, not colours with a meaning.
+    # The colours of the demo's curves are line styles without a meaning.
     spared = {"palette.py", "plot_curves.py", "plot_heat_map.py"}
     package = Path(mpinspect.__file__).parent
     files = [path for kind in ("py", "css", "js") for path in package.rglob(f"*.{kind}") if path.name not in spared]

@@ -246,7 +246,7 @@ def test_two_models_without_a_layer_in_common(tmp_path, pair, capsys):
     assert "have no layer in common ('embedding.weight', 'hidden.weight', 'hidden.bias', ... against" in err
 
 
-def test_models_of_other_names(tmp_path, capsys):
+def test_models_with_different_names_are_refused(tmp_path, capsys):
     first = run_of(tmp_path / "a", Net=sessions.word_model(), Critic=sessions.word_model())
     second = run_of(tmp_path / "b", Actor=sessions.word_model())
     err = refused(first, second, capsys)
@@ -254,7 +254,7 @@ def test_models_of_other_names(tmp_path, capsys):
     assert "Give one model of each" in err
 
 
-def test_nothing_to_compare(tmp_path, pair, capsys):
+def test_runs_without_counts_are_refused(tmp_path, pair, capsys):
     empty = saved(tmp_path / "empty", dataclasses.replace(Session(), progress=sessions.word_model().progress))
     assert "holds no counts to compare: no step was sampled" in refused(pair[0], empty, capsys)
     begun = saved(tmp_path / "begun", Session())

@@ -271,7 +271,7 @@ def test_a_run_without_a_record_is_read_with_a_note(tmp_path, capsys):
     assert "run.json is missing" in capsys.readouterr().out
 
 
-def test_a_folder_of_runs_is_no_run(tmp_path, capsys):
+def test_a_folder_of_runs_is_not_read_as_a_run(tmp_path, capsys):
     for name in ("train-1", "train-2"):
         make_run(tmp_path / name, "Net")
     assert main(["report", str(tmp_path)]) == 2

@@ -433,7 +433,7 @@ def module_names(trace) -> set[str]:
     return {event["name"].removeprefix(prefix) for event in events if event["name"].startswith(prefix)}
 
 
-def test_a_script_that_profiles_itself_keeps_its_profile(tmp_path):
+def test_a_scripts_own_profile_is_preserved(tmp_path):
     with watched(tmp_path / "a", kernels=True) as run:
         model = nn.Sequential(nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters())
@@ -470,7 +470,7 @@ def test_a_profile_without_a_gpu_is_noted_but_is_not_a_finding(tmp_path):
     assert not any("could not be analysed" in sentence for sentence in report.saw)
 
 
-def test_a_profile_of_a_gpu_whose_kernels_are_missing_is_kept(tmp_path):
+def test_a_gpu_profile_without_kernels_is_still_reported(tmp_path):
     import json
 
     launch = {

@@ -1,4 +1,4 @@
-"""``mpinspect run`` runs a script as Python does: compared with Python itself, byte for byte, in processes of their own."""
+"""``mpinspect run`` runs a script exactly as Python does: both are run in new processes and compared byte for byte."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ except ValueError as error:
     raise RuntimeError("three") from error
 """
 
-#: Whole scripts whose stdout, stderr and exit status are those of Python.
+#: Scripts whose stdout, stderr and exit status must equal plain Python's.
 SCRIPTS = {
     "facts": FACTS,
     "docstring": '"""doc"""\nprint(__doc__)',
@@ -115,8 +115,8 @@ def test_output_and_status_are_pythons(name, tmp_path):
         assert (folder / "unclosed.txt").read_text() == "kept"
 
 
-def test_a_neighbour_of_the_script_named_like_a_module_that_we_use(tmp_path):
-    """Python would import the neighbour."""
+def test_a_file_next_to_the_script_may_shadow_a_module_that_mpinspect_uses(tmp_path):
+    """The script must import the file next to it, as under Python."""
     folder = tmp_path / "work"
     look = "import argparse, shlex\nprint(argparse.__file__, shlex.__file__)"
     write(folder, {"src/train.py": look, "src/argparse.py": "", "src/shlex/__init__.py": ""})
@@ -160,7 +160,7 @@ def test_ctrl_c_is_reported(tmp_path):
     assert (record["outcome"], record["status"]) == ("stopped by Ctrl-C", None)
 
 
-#: Other ways to name what is run: files, and the words after the options.
+#: Other ways to name the program: files, and the arguments after the options.
 PROGRAMS = {
     "module": (
         {"package/__init__.py": "import sys; print(sys.argv)", "package/train.py": FACTS},
@@ -192,9 +192,9 @@ def test_programs_of_every_form(name, tmp_path):
 @pytest.mark.parametrize(
     "name", ["facts", "exception", "syntax error", "handlers after an exception", "pickling", "another directory"]
 )
-def test_a_program_that_is_no_file(name, stdin, tmp_path):
+def test_programs_from_an_argument_or_stdin(name, stdin, tmp_path):
     folder = tmp_path / "work"
-    # The working directory leads the path.
+    # The working directory is first on the path.
     write(folder, {"beside.py": "print('beside')"})
     code = f"import beside\n{SCRIPTS[name]}\n"
     words, how = (["-"], {"stdin": code}) if stdin else (["-c", code], {})
@@ -231,8 +231,8 @@ def test_pythons_own_modes_reach_the_script(mode, tmp_path):
     assert with_us == alone
 
 
-def test_a_reader_that_has_gone(tmp_path):
-    """As under ``| head``: Python's complaint, and its exit status."""
+def test_a_closed_stdout(tmp_path):
+    """As with ``| head``, Python's error message and exit status are preserved."""
     folder = tmp_path / "work"
     write(folder, "for i in range(100_000): print(i)")
     outcomes = []
@@ -244,7 +244,7 @@ def test_a_reader_that_has_gone(tmp_path):
     assert "BrokenPipeError" in with_us.stderr
 
 
-def test_an_import_of_torch_that_fails_looks_the_same(tmp_path):
+def test_a_failing_import_of_torch_prints_the_same_traceback(tmp_path):
     for number, torch in enumerate(
         ["def load():\n    raise OSError('no library')\nload()", "import nothing", "x = = 2"]
     ):
@@ -254,7 +254,7 @@ def test_an_import_of_torch_that_fails_looks_the_same(tmp_path):
         assert with_us == alone
 
 
-def test_what_is_imported_is_what_python_imports(tmp_path):
+def test_imported_modules_equal_pythons(tmp_path):
     folder = tmp_path / "work"
     look = "import sys, torch\nprint(torch.__spec__.loader is torch.__loader__, vars(torch.__loader__), len(sys.meta_path))"
     write(
@@ -262,7 +262,7 @@ def test_what_is_imported_is_what_python_imports(tmp_path):
         {"train.py": look + "\nimport multiprocessing.process\nprint(len(sys.meta_path))", "torch.py": "print(1)"},
     )
     alone, with_us = silent(folder, "train.py")
-    # Whoever waits for a module leaves when it has come.
+    # The import hook removes itself once its module is imported.
     assert with_us.out.splitlines()[-1] == alone.out.splitlines()[-1]
     assert with_us.out.splitlines()[0] == "1"
     assert with_us.out.split("} ")[0] == alone.out.split("} ")[0]
@@ -290,7 +290,7 @@ def test_what_is_imported_is_what_python_imports(tmp_path):
         ([], [], []),
     ],
 )
-def test_what_follows_the_script_is_the_scripts(words, ours, theirs):
+def test_arguments_after_the_script_belong_to_the_script(words, ours, theirs):
     assert run_command.split(words) == (ours, theirs)
 
 
@@ -384,7 +384,7 @@ def test_a_script_that_is_not_there(tmp_path, monkeypatch, capsys):
 # -- the run directory ------------------------------------------------------------------------------------------------
 
 
-def test_the_run_directory_says_what_ran_and_how_it_ended(tmp_path):
+def test_the_run_directory_records_the_command_and_its_outcome(tmp_path):
     write(tmp_path, "print('out')\nraise ValueError('one\\ntwo')")
     ended = launched.run(tmp_path, [*launched.MPINSPECT, "train.py", "a b"])
     (directory,) = (tmp_path / "runs").iterdir()
@@ -469,7 +469,7 @@ def test_a_script_that_can_not_be_compiled_leaves_no_run(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_a_fault_of_ours_at_the_end_is_one_line(tmp_path):
+def test_an_internal_error_at_the_end_is_reported_in_one_line(tmp_path):
     folder = tmp_path / "work"
     write(folder, "import sys\nsys.modules['mpinspect.run.report'] = None\nprint(1)\nsys.exit(3)")
     ended = watched(folder, "train.py")
@@ -503,7 +503,7 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def test_a_forked_process_stands_in_for_one_of_its_own(tmp_path):
+def test_a_forked_process_behaves_like_a_new_one(tmp_path):
     folder = tmp_path / "work"
     write(
         folder,
@@ -537,7 +537,7 @@ def test_a_training_script_is_watched_from_its_import_of_torch_on(tmp_path):
     ("what", "own", "status"), [("gradients-flushed", 0, 1), ("warning", 0, 0), ("gradients-flushed", 3, 3)]
 )
 def test_fail_on(what, own, status, tmp_path):
-    """Its gradients are far below what FP16 holds, in which it does not compute: no warning, but a finding with an id."""
+    """The gradients are far below FP16's range, but the script does not use FP16: a finding, but no warning."""
     folder = tmp_path / "work"
     write(folder, TRAINS)
     ended = watched(folder, "train.py", str(own), options=["--fail-on", what], forked=own == 0)
@@ -545,7 +545,7 @@ def test_fail_on(what, own, status, tmp_path):
     assert (folder / "open.txt").read_text() == "kept"
 
 
-def test_a_pattern_that_matches_nothing_is_said_first(tmp_path):
+def test_a_pattern_without_a_match_is_reported_first(tmp_path):
     folder = tmp_path / "work"
     write(folder, TRAINS)
     watched(folder, "train.py", "0", options=["--include", "encodre.*", "--include", "*"], forked=True)

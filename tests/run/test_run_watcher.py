@@ -1,4 +1,4 @@
-"""`mpinspect run`, the torch side: what is found in a training that knows nothing of us, and that it trains as it would alone."""
+"""``mpinspect run``'s watcher: it finds models in unmodified trainings, and leaves the trainings unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hooks_of(model: nn.Module) -> int:
     return on_modules + sum(len(parameter._backward_hooks or ()) for parameter in model.parameters())
 
 
-# -- what is found -----------------------------------------------------------------------------------------------------------
+# -- found models ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_unmodified_loop_is_inspected(tmp_path):
@@ -54,7 +54,7 @@ def test_an_unmodified_loop_is_inspected(tmp_path):
     assert run.seen.sentences() == ["1 optimizer was made; 1 model was inspected"]
 
 
-def test_what_was_not_seen_is_said(tmp_path):
+def test_missing_backwards_are_noted(tmp_path):
     with watched(tmp_path) as nothing:
         pass
     assert nothing.seen.sentences() == [f"no optimizer was made and {NO_BACKWARD}"]
@@ -67,7 +67,7 @@ def test_what_was_not_seen_is_said(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_inference_attaches_nothing(tmp_path, mode):
+def test_inference_attaches_no_inspector(tmp_path, mode):
     with watched(tmp_path) as run:
         model = net()
         optimizer = torch.optim.SGD(model.parameters())
@@ -98,7 +98,7 @@ def test_a_gan_has_an_inspector_for_each_network(tmp_path):
             discriminator(fake).mean().backward()
             optimizers[0].step()
     assert run.names == ["Generator", "Discriminator"]
-    # The generator's last backward goes through the discriminator too, after its last step: no step of its own.
+    # The generator's last backward passes through the discriminator after its last step, and is not counted as a step.
     assert [run.steps(0), run.steps(1)] == [4, 4]
     assert len(run.gradients(0)) == len(run.gradients(1)) == 4
 
@@ -133,7 +133,7 @@ def test_accumulation_under_a_loss_scaler(tmp_path):
     assert [change.scale for change in progress.scales] == [256.0]
 
 
-def test_the_first_event_is_said_at_once(tmp_path):
+def test_the_first_event_is_printed_at_once(tmp_path):
     with watched(tmp_path) as run:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -185,7 +185,7 @@ def test_tensors_without_module_and_optimizer(tmp_path):
     assert "parameters that belong to no module are named by number: 0 (4, 3)" in " ".join(run.seen.notes)
 
 
-def test_inputs_that_need_gradients_are_no_parameters(tmp_path):
+def test_inputs_that_need_gradients_are_not_taken_for_parameters(tmp_path):
     with watched(tmp_path) as run:
         model = net().requires_grad_(False)
         for _ in range(6):
@@ -238,7 +238,7 @@ def test_training_in_a_thread(tmp_path):
 
 def test_several_threads_at_once(tmp_path, monkeypatch):
     def slowly(*given: object) -> object:
-        # Long enough for every thread to come here before the first has left.
+        # Long enough for every thread to arrive before the first one leaves.
         together.wait(0.2)
         return made(*given)
 
@@ -261,7 +261,7 @@ def test_several_threads_at_once(tmp_path, monkeypatch):
     assert [hooks_of(model) for model in models] == [0] * 4
 
 
-def test_an_optimizer_that_dies_while_another_thread_attaches_keeps_nobody_waiting(tmp_path):
+def test_freeing_an_optimizer_does_not_wait_for_an_attaching_thread(tmp_path):
     with watched(tmp_path) as run:
         model = net()
         optimizers = [torch.optim.SGD(model.parameters())]
@@ -295,7 +295,7 @@ def test_an_optimizer_that_was_unpickled(tmp_path):
 
 
 class Layer(nn.Module):
-    """With a forward of its own: torch.compile leaves those of torch.nn alone."""
+    """Defines its own forward, since torch.compile ignores those of torch.nn."""
 
     def __init__(self, given: int, made: int) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ WAYS = [compiled_before, compiled_in_place, compiled_in_part, compiled_function]
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("steps_before", [None, 0, 2], ids=["first", "after-the-optimizer", "while-inspected"])
-def test_what_is_compiled_is_compiled_as_often_as_alone(tmp_path, way, steps_before):
+def test_the_number_of_compilations_is_unchanged(tmp_path, way, steps_before):
     from torch._dynamo.testing import CompileCounter
 
     def training() -> int:
@@ -363,7 +363,7 @@ def test_what_is_compiled_is_compiled_as_often_as_alone(tmp_path, way, steps_bef
 
 @pytest.mark.parametrize("way", [compiled_before, compiled_in_part], ids=lambda way: way.__name__)
 def test_samples_run_eagerly_where_that_is_asked(tmp_path, way):
-    """Compiled as often as alone; found at the first backward, so the first step is compiled where the whole model is."""
+    """The number of compilations is unchanged. The model is found at the first backward, so the first step is compiled."""
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()
@@ -394,7 +394,7 @@ def test_the_part_that_is_not_compiled_is_seen_whole(tmp_path):
     assert (run.steps(), len(run.gradients())) == (6, 4)
 
 
-def test_models_beyond_the_limit_are_counted_and_not_kept(tmp_path):
+def test_models_beyond_the_limit_are_not_inspected(tmp_path):
     with watched(tmp_path) as run:
         for _ in range(20):
             model = net()
@@ -418,7 +418,7 @@ def test_steps_ends_the_inspection_of_a_model(tmp_path):
 
 
 def test_a_model_that_is_deleted_is_freed_at_once(tmp_path):
-    # A process's first optimizer step imports torch._dynamo, which leaves frames in cycles, this optimizer in them.
+    # The first optimizer step of a process imports torch._dynamo, which leaves this optimizer in a reference cycle.
     first = net()
     train(first, torch.optim.Adam(first.parameters()))
     gc.disable()
@@ -437,7 +437,7 @@ def test_a_model_that_is_deleted_is_freed_at_once(tmp_path):
     assert [run.steps(number) for number in range(3)] == [3, 3, 3]
 
 
-def test_a_model_whose_optimizer_is_in_a_cycle_goes_with_a_collection(tmp_path):
+def test_a_model_whose_optimizer_is_in_a_cycle_is_freed_by_a_collection(tmp_path):
     with watched(tmp_path):
         model = net()
         optimizer = torch.optim.Adam(model.parameters())
@@ -471,10 +471,10 @@ def test_a_model_that_is_never_called_is_freed(tmp_path):
         assert gone() is None
 
 
-# -- the script's own ways ---------------------------------------------------------------------------------------------------
+# -- unusual scripts ---------------------------------------------------------------------------------------------------------
 
 
-def test_copies_and_pickles_made_meanwhile_take_nothing_of_ours_along(tmp_path):
+def test_copies_and_pickles_of_watched_objects_hold_no_hooks(tmp_path):
     with watched(tmp_path) as run:
         model = net()
         optimizer = torch.optim.SGD(model.parameters())
@@ -493,7 +493,7 @@ def test_copies_and_pickles_made_meanwhile_take_nothing_of_ours_along(tmp_path):
     assert run.names == ["Net"]
 
 
-def test_warnings_that_are_errors_stop_nothing(tmp_path):
+def test_warnings_as_errors_do_not_stop_the_training(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with watched(tmp_path / "file" / "x", lint=True, kernels=True) as run:
@@ -573,12 +573,12 @@ def test_scripting_exporting_and_tracing(tmp_path, trained):
         train(model, optimizer, steps=2)
         expected = model(x)
     assert all(output.shape == expected.shape for output in outputs)
-    # The first call ends the waiting of those that are armed.
+    # Armed hooks wait for the first call of the model, which removes them.
     assert after == hooks if trained else hooks > 0
     assert (run.names, len(run.gradients())) == (["Net"], 4)
 
 
-def test_modules_that_the_collector_was_told_to_forget(tmp_path):
+def test_modules_in_the_collectors_permanent_generation(tmp_path):
     try:
         with watched(tmp_path) as run:
             model = net()
@@ -590,7 +590,7 @@ def test_modules_that_the_collector_was_told_to_forget(tmp_path):
     assert (run.names, run.steps()) == (["Net"], 3)
 
 
-def test_a_fault_of_ours_is_noted_and_the_training_goes_on(tmp_path, monkeypatch):
+def test_an_internal_error_is_noted_and_the_training_continues(tmp_path, monkeypatch):
     def broken(*_: object) -> None:
         raise ZeroDivisionError("made for this test")
 
@@ -617,7 +617,7 @@ def test_a_forked_child_is_left_alone(tmp_path):
         optimizer = torch.optim.SGD(model.parameters())
         train(model, optimizer)
         run.watcher.abandon()
-        # A child would not have the thread that writes what was handed over before.
+        # A forked child would lack the thread that writes pending data.
         for thread in threading.enumerate():
             if thread.name == "mpinspect-write":
                 thread.join()
@@ -657,7 +657,7 @@ def test_training_is_bit_identical(tmp_path, deterministic_torch, options):
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
-#: Every activation that torch.nn has, as far as it is made of nothing and takes one tensor.
+#: Every activation of torch.nn without constructor arguments that takes one tensor.
 ACTIVATIONS = [
     name
     for name in nn.modules.activation.__all__

@@ -1,4 +1,4 @@
-"""A script that never detaches its Inspector: what was recorded is written when it ends, however it ends."""
+"""A script that never detaches its Inspector: the recording is written at any kind of exit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ os.waitpid(child, 0)
 
 
 def _run(tmp_path: Path, code: str, *, warnings: str = "error", forked: bool = True) -> launched.Ended:
-    """In a process that ends as any interpreter does; forked: from one that has imported torch."""
+    """Run in a process with a normal interpreter shutdown. ``forked``: from a process that has imported torch."""
     launched.write(tmp_path, _TRAINS + code)
     return launched.run(tmp_path, [sys.executable, "-W", warnings, "train.py", str(tmp_path / "run")], forked=forked)
 
@@ -77,7 +77,7 @@ def test_after_an_exception_too(tmp_path: Path) -> None:
     _check(tmp_path)
 
 
-def test_a_step_that_was_broken_off_is_no_step(tmp_path: Path) -> None:
+def test_an_interrupted_step_is_not_counted(tmp_path: Path) -> None:
     code = """
 model, optimizer, inspector = train()
 model(torch.randn(3, 4)).sum().backward()
@@ -87,7 +87,7 @@ raise KeyboardInterrupt
     assert Session.load(tmp_path / "run").progress.steps == 7
 
 
-def test_a_fault_of_ours_at_the_end_is_a_warning(tmp_path: Path) -> None:
+def test_an_internal_error_at_the_end_is_a_warning(tmp_path: Path) -> None:
     code = """
 everything = train()
 def fails():
@@ -118,13 +118,13 @@ if __name__ == "__main__":
 
 
 def test_a_process_of_multiprocessing_ends_alike(tmp_path: Path) -> None:
-    """A forked one leaves by os._exit, without the functions of atexit."""
+    """A forked process exits by os._exit, without running atexit functions."""
     ran = _run(tmp_path, _SEVERAL)
     assert (ran.status, ran.out, ran.err) == (0, "", "")
     _check(tmp_path)
 
 
-def test_what_ctrl_c_broke_off_in_detach_is_done_at_the_end(tmp_path: Path) -> None:
+def test_a_detach_interrupted_by_ctrl_c_is_completed_at_exit(tmp_path: Path) -> None:
     code = """
 model, optimizer, inspector = train()
 collect = inspector._capture.collect
@@ -141,7 +141,7 @@ inspector.detach()
     assert session.progress.steps == 7
 
 
-def test_without_hooks_between_samples_a_dropped_inspector_goes_on(tmp_path: Path) -> None:
+def test_a_dropped_inspector_continues_without_hooks_between_samples(tmp_path: Path) -> None:
     code = """
 import gc
 train(2)
@@ -159,7 +159,7 @@ for step in range(21):
     assert (progress.steps, progress.sampled_steps, progress.ended) == (21, 5, True)
 
 
-#: Keeps the globals of __main__ until torch's modules have been cleared, as dill's reference to __main__ does.
+#: Holds the globals of __main__ until torch's modules have been cleared, like dill's reference to __main__.
 _KEEPS_MAIN = """
 import sys
 sys.kept = sys.modules["__main__"]
@@ -199,7 +199,7 @@ _HELD = {
 
 
 @pytest.mark.parametrize("code", _HELD.values(), ids=_HELD.keys())
-def test_nothing_of_ours_fails_while_the_interpreter_ends(tmp_path: Path, code: str) -> None:
+def test_mpinspect_raises_no_error_during_interpreter_shutdown(tmp_path: Path, code: str) -> None:
     launched.write(tmp_path / "work", _TRAINS_UNSEEN + code)
     alone, ran = launched.silent(tmp_path / "work", "train.py", forked=True)
     assert ran == alone
@@ -247,7 +247,7 @@ def test_an_inspector_that_outlives_the_modules(tmp_path: Path, code: str) -> No
     assert Session.load(tmp_path / "run").progress is not None
 
 
-def test_detaching_leaves_nothing_for_the_end(tmp_path: Path) -> None:
+def test_detaching_removes_the_exit_handler(tmp_path: Path) -> None:
     code = """
 model, optimizer, inspector = train()
 inspector.detach()
@@ -259,7 +259,7 @@ inspector.detach()
     _check(tmp_path)
 
 
-def test_what_is_kept_in_memory_alone_needs_no_end() -> None:
+def test_an_inspector_without_files_has_no_exit_handler() -> None:
     with Inspector(nn.Linear(2, 1)) as inspector:
         assert inspector._at_exit is None
 
@@ -274,7 +274,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert type(inspector.session().progress.scales[0].scale) is float
 
 
-def test_before_the_first_step_a_budget_has_sampled_none() -> None:
+def test_before_the_first_step_no_step_of_a_budget_is_sampled() -> None:
     text = " ".join(str(Inspector(nn.Linear(2, 1), max_overhead=0.02).report()).split())
     assert "sampled none so far" in text
     assert "all 0 steps" not in text

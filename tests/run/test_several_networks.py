@@ -1,4 +1,4 @@
-"""Several networks that train together, each with a scale of its own; several optimizers with one; gradient penalties."""
+"""Several networks that train together with separate scales; several optimizers with one scale; gradient penalties."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_discriminators_overflow_leaves_the_generator_alone(precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_two_unrelated_networks_train_as_if_alone(precision):
-    """Side by side, one of them overflowing now and then: the other is, bit for bit, what it is without the first."""
+    """One network overflows now and then; the other is bit-identical to training alone."""
 
     def trained(overflows: frozenset[int]) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -119,7 +119,7 @@ def test_a_jump_of_one_networks_gradients_is_ridden_out(precision):
         gan.step()
     scale, skipped = gan.discriminator.loss_scale, gan.discriminator.skipped_steps
     other_scale, other_skipped = gan.generator.loss_scale, gan.generator.skipped_steps
-    # From 2^32 each scale has come down to where its gradients fit.
+    # Each scale falls from 2^32 until its gradients fit.
     assert scale == 2.0 ** (32 - skipped) < 2.0**25
     assert other_scale == 2.0 ** (32 - other_skipped) < 2.0**25
     taken = [gan.step(discriminator_times=2.0**8) for _ in range(40)]
@@ -291,7 +291,7 @@ def test_a_discriminator_with_a_gradient_penalty_trains(precision):
 
 
 def test_half_arithmetic_alone_carries_a_double_backward():
-    """In a loop written by hand: FP16 weights, the talk's way, a penalty whose gradient is exact."""
+    """A loop written by hand as in the talk, with FP16 weights and a penalty whose gradient is exact."""
     weight = torch.tensor([[3.0], [4.0]], dtype=torch.float16, requires_grad=True)
     x = torch.ones(4, 2, dtype=torch.float16, requires_grad=True)
     with mpinspect.half_arithmetic():
@@ -304,7 +304,7 @@ def test_half_arithmetic_alone_carries_a_double_backward():
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("loss_scale", ["dynamic", "talk"])
 def test_a_penalty_that_overflows_lowers_the_scale_though_the_loss_was_not_finite(precision, loss_scale):
-    """The penalty is computed from a scaled gradient: its infinity is the scale's doing, and no reason to hold the scale."""
+    """The penalty is computed from a scaled gradient, so the scale causes its infinity and must be lowered."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
     mp = MixedPrecision(model, torch.optim.Adam(model.parameters(), lr=0.01), precision, loss_scale)

@@ -1,4 +1,4 @@
-"""Work beside the training: in order, waited for where it matters, and never in a forked child."""
+"""The background thread runs calls in order, can be waited for, and never runs in a forked child."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpinspect.runtime import background
 from mpinspect.runtime.background import Background, give_way
 
 
-def test_calls_come_in_order_on_another_thread() -> None:
+def test_calls_run_in_order_on_another_thread() -> None:
     beside, seen = Background(), []
     for number in range(50):
         beside.call(lambda number=number: seen.append((number, threading.current_thread())))
@@ -34,7 +34,7 @@ def test_the_caller_does_not_wait_and_the_thread_ends_with_the_work() -> None:
 
 
 def test_work_may_ask_for_more_and_may_wait() -> None:
-    """A finalizer that closes a recording may run on the thread that writes it."""
+    """A finalizer that closes a recording may run on its writing thread."""
     beside, seen = Background(), []
 
     def first() -> None:
@@ -80,7 +80,7 @@ def test_it_rests_between_its_parts_until_somebody_waits(monkeypatch: pytest.Mon
     monkeypatch.setattr(background, "_WORK_S", 0.0)
     monkeypatch.setattr(background.time, "sleep", rests.append)
     beside = Background()
-    # Elsewhere than on a background thread nothing happens.
+    # On other threads, ``give_way`` has no effect.
     give_way()
     assert not rests
     rested, go_on = threading.Event(), threading.Event()
@@ -101,12 +101,12 @@ def test_it_rests_between_its_parts_until_somebody_waits(monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_does_nothing_and_waits_for_nothing() -> None:
+def test_a_forked_child_neither_runs_calls_nor_waits() -> None:
     beside, go, seen = Background(), threading.Event(), []
     beside.call(go.wait)
     child = os.fork()
     if not child:
-        # The thread is not here, and its lock may never be given back.
+        # The thread does not exist in the child, and its lock may stay held forever.
         beside.call(lambda: seen.append("child"))
         beside.wait()
         os._exit(len(seen))
@@ -134,7 +134,7 @@ def test_the_interpreter_waits_for_work_at_its_end(end: str) -> None:
     assert done.stdout == "done\n"
 
 
-def test_work_that_comes_after_the_threads_is_done_at_once() -> None:
+def test_calls_after_the_threads_end_run_at_once() -> None:
     done = run(
         """
         import atexit

@@ -1,4 +1,4 @@
-"""Training with the inspector on, every kind captured, is bit-identical to training without."""
+"""Training with an inspector that captures every kind is bit-identical to training without."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _scaled_bfloat16_autocast(subject, optimizer, scaler, losses) -> None:  # ty
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_training_is_bit_identical(name: str, step: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "lstm":
-        # oneDNN has no LSTM in BF16 for a processor without BF16, and raises; torch's own layers run everywhere.
+        # oneDNN's LSTM raises in BF16 on processors without BF16; torch's own layers run everywhere.
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     losses, state, random_state = _run(name, step, inspect=False)
     seen_losses, seen_state, seen_random_state = _run(name, step, inspect=True)

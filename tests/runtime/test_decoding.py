@@ -1,4 +1,4 @@
-"""Decoding: what a few bytes may become is bounded, and a value is what the annotation of its field says or an error."""
+"""Decoding: sizes are bounded, and a value either matches its field's annotation or raises an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Record:
     is_known: bool | None = None
 
 
-def test_a_record_comes_back_with_its_defaults_and_without_fields_of_a_later_version() -> None:
+def test_a_record_is_decoded_with_defaults_and_without_fields_of_a_later_version() -> None:
     found = typed(Record, {"name": "x", "pairs": [[1, "inf"], [2, None]], "versions": {"torch": "2"}, "mood": [[]]})
     assert found == Record("x", pairs=(Pair(1, math.inf), Pair(2, None)), versions={"torch": "2"})
     assert typed(Record, {"name": "", "share": 1, "is_known": False}) == Record("", share=1.0, is_known=False)
@@ -62,7 +62,7 @@ def test_a_record_comes_back_with_its_defaults_and_without_fields_of_a_later_ver
         ([], "is an array, not an object"),
     ],
 )
-def test_what_is_no_record_is_an_error_that_names_the_field(fields: Any, says: str) -> None:
+def test_the_error_for_an_invalid_record_names_the_field(fields: Any, says: str) -> None:
     with pytest.raises(DecodingError) as caught:
         typed(Record, fields)
     assert says in str(caught.value)
@@ -108,13 +108,13 @@ def test_any_json_is_a_record_or_an_error(value: Any) -> None:
         ("[" + " " * 100 + "]", "has 102 bytes of JSON, more than 100"),
     ],
 )
-def test_what_json_must_not_hold(text: str | bytes, says: str) -> None:
+def test_invalid_json_is_refused(text: str | bytes, says: str) -> None:
     with pytest.raises(DecodingError) as caught:
         parsed(text, 100 if "102" in says else 1 << 20)
     assert says in str(caught.value)
 
 
-def test_a_lone_surrogate_of_a_name_comes_back() -> None:
+def test_a_lone_surrogate_in_a_name_survives() -> None:
     assert parsed(json.dumps("\udcff", ensure_ascii=False).encode("utf-8", "surrogatepass")) == "\udcff"
 
 

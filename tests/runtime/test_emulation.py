@@ -27,7 +27,7 @@ HALVES = [torch.float16, torch.bfloat16]
 
 
 def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Largest distance in units in the last place: 16-bit codes, counted through zero."""
+    """Return the largest distance in units in the last place, between 16-bit codes ordered through zero."""
     assert a.dtype == b.dtype
     assert a.dtype in HALVES
     assert a.shape == b.shape
@@ -37,7 +37,7 @@ def ulps(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """In every bit, NaN with NaN."""
+    """Return whether dtypes and values are equal; NaN equals NaN."""
     return all(
         a.dtype == b.dtype and torch.equal(a.nan_to_num(0.123), b.nan_to_num(0.123))
         for a, b in zip(made, expected, strict=True)
@@ -45,12 +45,12 @@ def equal(made: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 def as_near_as_torchs_own(made: torch.Tensor, own: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Within one unit in the last place of torch's own; where torch's own is off, nearer to the exact FP64 result."""
+    """Return whether a result is within one unit in the last place of torch's, or nearer to the exact FP64 result."""
     return ulps(made, own) <= 1 or bool((made - exact).square().sum() < (own - exact).square().sum())
 
 
 def forward_and_gradients(function: Callable[..., Any], operands: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The result, and the gradients of the operands for one upstream gradient, small whole numbers."""
+    """Return the result, and the operands' gradients for an upstream gradient of small integers."""
     leaves = [operand.detach().requires_grad_() for operand in operands]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream(out))]
@@ -61,7 +61,7 @@ def upstream(out: torch.Tensor) -> torch.Tensor:
 
 
 class Products(TorchDispatchMode):
-    """Entered before ``half_arithmetic()``: what is left for torch's kernels to multiply, name and dtype."""
+    """Entered before ``half_arithmetic()``: records the name and dtype of products that reach torch's kernels."""
 
     NAMES = ("mm", "addmm", "bmm", "conv", "mv", "dot", "addr", "mkldnn", "attention", "encoder", "linear", "matmul")
 
@@ -139,7 +139,7 @@ def whole_numbers(name: str, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in ROUNDED_OFTEN])
 def test_products_and_their_gradients_are_as_near_as_torchs_own(name, dtype):
-    """Where both sum in FP32, in another order, the sums may round to neighbours."""
+    """Both sum in FP32 but in different orders, so results may differ by one rounding."""
     function, operands = PRODUCTS[name][0], drawn(name, dtype)
     own = forward_and_gradients(function, operands)
     exact = forward_and_gradients(function, [operand.double() for operand in operands])
@@ -152,7 +152,7 @@ def test_products_and_their_gradients_are_as_near_as_torchs_own(name, dtype):
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name not in CHAINS])
 def test_products_and_their_gradients_are_within_one_ulp_of_the_exact_result(name, dtype):
-    """The FP64 result, rounded once: one product, one rounding."""
+    """A product is rounded once, so it equals the rounded FP64 result."""
     function, operands = PRODUCTS[name][0], drawn(name, dtype)
     exact = forward_and_gradients(function, [operand.double() for operand in operands])
     with half_arithmetic():
@@ -164,7 +164,7 @@ def test_products_and_their_gradients_are_within_one_ulp_of_the_exact_result(nam
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_of_whole_numbers_are_exact(name, dtype):
-    """No sum of these needs more than FP32's 24 bits, so the order of summation does not matter: equal in every bit."""
+    """Sums of these integers fit FP32's 24 bits, so the order of summation does not matter and all bits are equal."""
     function, operands = PRODUCTS[name][0], whole_numbers(name, dtype)
     exact = [one.to(dtype) for one in forward_and_gradients(function, [operand.double() for operand in operands])]
     with half_arithmetic():
@@ -190,7 +190,7 @@ def test_no_16_bit_product_is_left_to_torch(name):
             assert inside.dtypes == {torch.float32}
 
 
-def test_sums_are_kept_in_fp32_and_the_result_is_rounded():
+def test_sums_are_in_fp32_and_the_result_is_rounded():
     ones = torch.ones(1, 4097)
     with half_arithmetic():
         # Summed in FP16 this would stop at 2048, in BF16 at 256.
@@ -198,7 +198,7 @@ def test_sums_are_kept_in_fp32_and_the_result_is_rounded():
         assert torch.mm(ones.bfloat16(), ones.bfloat16().t()).item() == 4096
         assert torch.isinf(torch.mm(torch.full((1, 2), 256.0).half(), torch.full((2, 1), 256.0).half())).all()
         assert torch.mm(torch.full((1, 1), 2.0**-13).half(), torch.full((1, 1), 2.0**-12).half()).item() == 0
-        # Processors' BF16 instructions take such operands for zero; Tensor Cores do not.
+        # CPUs' BF16 instructions treat subnormal operands as zero; Tensor Cores do not.
         subnormal, large = torch.full((64, 64), 2.0**-130).bfloat16(), torch.full((64, 64), 2.0**100).bfloat16()
         assert (torch.mm(subnormal, large) == 2.0**-24).all()
 
@@ -286,7 +286,7 @@ def test_an_error_in_a_part_is_raised(small_parts):
     assert torch.get_num_threads() == threads
 
 
-def test_parts_keep_the_memory_small(monkeypatch):
+def test_parts_bound_the_memory(monkeypatch):
     """No FP32 tensor is larger than the small operand or two parts."""
     monkeypatch.setattr(blocks, "PART", 2**10)
     before = torch.get_num_threads()
@@ -325,10 +325,10 @@ def drawn_heads(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def rounding_bounds(name: str, operands: list[torch.Tensor], u: float) -> list[torch.Tensor]:
-    """How far the gradients of query and key may be from the exact ones, when the output is kept rounded to ``u``.
+    """Return the bound on the errors of the gradients of query and key, if the output is saved rounded to ``u``.
 
-    Both hold P * (dP - D), a difference, with D the row sums of upstream gradient times output: each is off by up to u
-    of the sum of the magnitudes. P, dP and everything else stay in FP32. The last rounding adds u of the result.
+    Both depend on the difference P * (dP - D), where D holds the row sums of upstream gradient times output. D's error is up to
+    u times the sum of the magnitudes. P, dP and all other terms are in FP32. The last rounding adds u of the result.
     """
     query, key, value = operands
     options = attention(name, torch.float64).keywords
@@ -347,9 +347,9 @@ def rounding_bounds(name: str, operands: list[torch.Tensor], u: float) -> list[t
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_is_as_near_as_torchs_own_where_it_sums_and_within_its_roundings_where_it_cancels(name, dtype):
-    """The output and the value's gradient are sums of positive terms here: within one unit in the last place of the exact
-    result, and nearer to it than torch's own kernel, which rounds the weights too. The gradients of query and key are
-    differences of nearly equal terms: the last place means nothing there, the bound of the one rounding does."""
+    """The output and the value's gradient are sums of positive terms, so they are within one unit in the last place of the
+    exact result, and nearer to it than torch's kernel, which also rounds the weights. The gradients of query and key are
+    differences of nearly equal terms, so their errors are compared with the bound of the one rounding."""
     operands = drawn_heads(dtype)
     own = forward_and_gradients(attention(name, dtype), operands)
     with half_arithmetic():
@@ -378,8 +378,8 @@ def test_attention_of_whole_numbers_is_exact(zero):
     assert equal(made, [one.half() for one in exact])
 
 
-def test_attention_keeps_no_scores():
-    """16-bit query, key, value and output, and one FP32 number a row, as CUDA's flash kernel."""
+def test_attention_saves_no_scores():
+    """As in CUDA's flash kernel: 16-bit query, key, value and output, and one FP32 number per row are saved."""
     heads = [torch.randn(1, 2, 64, 8).half().requires_grad_() for _ in range(3)]
     with half_arithmetic(), kept() as saved:
         F.scaled_dot_product_attention(*heads)
@@ -389,7 +389,7 @@ def test_attention_keeps_no_scores():
 
 
 def test_attention_where_the_flash_kernel_does_not_serve():
-    """Dropout and trained masks go the plain way; so does whoever asks for it, and has second derivatives."""
+    """Dropout, trained masks and an explicit request use the plain implementation, which has second derivatives."""
     heads = [torch.randn(1, 2, 8, 8).half().requires_grad_() for _ in range(3)]
     mask = torch.zeros(8, 8).half().requires_grad_()
     with Products() as inside, half_arithmetic():
@@ -409,7 +409,7 @@ def test_attention_where_the_flash_kernel_does_not_serve():
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_recurrent_layers_are_as_torchs_own(kind, dtype, monkeypatch):
-    """Within one unit in the last place of torch's plain 16-bit layers, forward and backward; oneDNN's has no FP16 everywhere."""
+    """Within one unit in the last place of torch's plain 16-bit layers, forward and backward. oneDNN may lack FP16."""
     torch.manual_seed(0)
     layer = kind(8, 6).to(dtype)
     x = torch.randn(3, 8).to(dtype) if "Cell" in kind.__name__ else torch.randn(5, 3, 8).to(dtype)
@@ -511,7 +511,7 @@ def test_a_model_stored_in_half_precision_with_normalisation():
 
 @contextmanager
 def kept() -> Iterator[list[torch.Tensor]]:
-    """The tensors that autograd keeps for the backward."""
+    """Yield the tensors that autograd saves for the backward."""
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
         yield saved
@@ -524,7 +524,7 @@ def small_network() -> nn.Sequential:
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 3))
 
 
-def test_half_of_the_bytes_of_activations_are_kept():
+def test_saved_activations_take_half_of_the_bytes():
     batch = 7  # no layer's width
 
     def activations(half: bool) -> int:
@@ -537,7 +537,7 @@ def test_half_of_the_bytes_of_activations_are_kept():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_changes_nothing(reentrant):
+def test_checkpointing_changes_no_gradient(reentrant):
     def gradients(checkpointed: bool) -> list[torch.Tensor]:
         model = small_network()
         x = torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -659,7 +659,7 @@ def test_out_and_in_place_variants(dtype):
         (lambda: torch.mm(torch.ones(2, 3).half(), torch.ones(3, 2).half(), out=torch.empty(2, 2)), "dtype"),
     ],
 )
-def test_what_torch_refuses_is_refused(call, message):
+def test_operations_that_torch_refuses_are_refused(call, message):
     with half_arithmetic(), pytest.raises(RuntimeError, match=message):
         call()
 
@@ -717,7 +717,7 @@ def settings() -> tuple[Any, ...]:
 
 
 def emulated() -> bool:
-    """Whether this thread is inside: by a product and by a function of CUDA's lists."""
+    """Return whether this thread is inside the context, by a product and by a function of CUDA's lists."""
     with Products() as seen:
         pass
     assert seen.seen == []
@@ -751,7 +751,7 @@ def test_it_nests():
         assert emulated()
         with Products() as inner:
             a @ b
-        assert inner.dtypes == {torch.float16}  # entered inside: sees the product as it was asked for
+        assert inner.dtypes == {torch.float16}  # entered inside: receives the original product
     assert not emulated()
 
 
@@ -772,7 +772,7 @@ def test_other_threads_are_as_they_were():
     assert seen == [False, True, False]
 
 
-def test_threads_that_run_recurrent_layers_leave_onednn_as_it_was():
+def test_threads_that_run_recurrent_layers_restore_onednn():
     before = torch.backends.mkldnn.enabled
     errors: list[BaseException] = []
 

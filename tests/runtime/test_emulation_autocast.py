@@ -43,8 +43,8 @@ def pointwise(name: str, t: Tensors) -> torch.Tensor:
     return getattr(t.h(2, 3), name)()
 
 
-#: Every name of CUDA's lists, with a call that reaches it. 16-bit operands where CUDA's list says FP32, FP32 ones where it
-#: says FP16, and both kinds where it says the widest.
+#: Every name of CUDA's lists, with a call that reaches it. Operands are 16-bit for CUDA's list of FP32, FP32 for its list of
+#: FP16, and mixed for its list of the widest type.
 CASES: dict[str, Callable[[Tensors], Any]] = {
     # -- FP16
     "_convolution": lambda t: torch._convolution(
@@ -164,7 +164,7 @@ CASES: dict[str, Callable[[Tensors], Any]] = {
     "scatter_add": lambda t: torch.scatter_add(t.f(3), 0, t.i(2), t.h(2)),
 }
 
-#: In CUDA's lists, but no operation of a CPU, or refused by CUDA's autocast.
+#: Names in CUDA's lists that are not CPU operations, or that CUDA's autocast refuses.
 ELSEWHERE = {
     "_thnn_fused_lstm_cell",
     "_thnn_fused_gru_cell",
@@ -176,7 +176,7 @@ ELSEWHERE = {
     "cudnn_convolution_transpose",
     "_cudnn_rnn",  # from torch 2.15 on
     "binary_cross_entropy",
-    # Of named tensors, which later versions than torch 2.6 leave out.
+    # Overloads for named tensors, which versions after torch 2.6 omit.
     "cumprod.dimname",
     "cumsum.dimname",
     "log_softmax.Dimname",
@@ -186,7 +186,7 @@ ELSEWHERE = {
     "sum.dim_DimnameList",
 }
 
-#: Reached in other ways, with other dtypes, or where CUDA's autocast does nothing and the CPU's own something.
+#: Other ways to call them, other dtypes, and operations that the CPU's autocast casts but CUDA's does not.
 ALSO: dict[str, Callable[[Tensors], Any]] = {
     "cross_entropy": lambda t: F.cross_entropy(t.h(2, 3), t.i(2)),
     "cross_entropy of probabilities": lambda t: F.cross_entropy(t.h(2, 3), t.h(2, 3), label_smoothing=0.1),
@@ -248,12 +248,12 @@ def cuda_autocast(dtype: torch.dtype) -> Iterator[None]:
         torch.set_autocast_dtype("cuda", before[1])
 
 
-#: What torch 2.6 built for CUDA says where its fake tensors of CUDA ask for the GPU itself.
+#: Error messages of torch 2.6 with CUDA for operations of fake CUDA tensors that need a real GPU.
 NEEDS_GPU = ("NVIDIA driver", "CUDA driver", "convolution_overrideable")
 
 
 def on_cuda(case: Callable[[Tensors], Any], dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype that CUDA's autocast gives; None where this torch can't tell without a GPU."""
+    """Return the result's dtype under CUDA's autocast; None where this torch needs a GPU to determine it."""
     try:
         with FakeTensorMode(), cuda_autocast(dtype):
             return case(Tensors("cuda", dtype)).dtype
@@ -281,7 +281,7 @@ def test_a_result_has_the_dtype_that_cuda_gives_it(name, dtype):
     made = on_cpu(case, dtype)
     assert made.dtype == expected
     if name != "gumbel_softmax":
-        # In FP32 the values are right to its rounding; else to that of the operands and the result.
+        # FP32 results are exact up to FP32's rounding; others up to the rounding of operands and result.
         exact = case(Tensors("cpu", dtype, exact=True))
         eps = 2.0**-20 if made.dtype == torch.float32 else 3 * torch.finfo(dtype).eps
         torch.testing.assert_close(made.double(), exact.double(), rtol=eps, atol=eps)
@@ -296,7 +296,7 @@ def test_every_name_of_cudas_lists_has_its_case():
 
 @pytest.mark.filterwarnings("ignore:(at..(frobenius|nuclear)_norm|torch.chain_matmul) is deprecated")
 def test_the_cpus_own_lists_differ():
-    """Else the cases above would show nothing."""
+    """The cases above are meaningful only if the CPU's own autocast differs from CUDA's."""
     differing = []
     for name, case in {**CASES, **ALSO}.items():
         with torch.autocast("cpu", torch.float16):
@@ -325,7 +325,7 @@ def test_grid_sample_has_the_widest_dtype_of_its_operands(dims):
         assert sample(torch.float16, torch.float16) == torch.float32
 
 
-def test_without_autocast_a_function_keeps_its_dtype():
+def test_without_autocast_a_function_preserves_its_dtype():
     with half_arithmetic():
         for name in ("exp", "softmax.int", "sum", "rms_norm", "mse_loss", "linalg_vector_norm", "cumsum"):
             assert CASES[name](Tensors("cpu", torch.float16)).dtype == torch.float16
@@ -342,7 +342,7 @@ def test_outside_the_context_the_cpus_autocast_is_as_before():
         assert t.h(2, 3).sum(1).dtype == torch.float16
         assert t.f(2, 3).mv(t.f(3)).dtype == torch.float32
         assert F.pad(t.h(1, 2, 4, 4), (1, 1, 1, 1), mode="reflect").dtype == torch.float32
-        # Made of others: the products inside are still autocast's.
+        # A composite operation, whose inner products are still under autocast.
         assert torch.linalg.multi_dot([t.f(2, 3), t.f(3, 4)]).dtype == torch.float16
         assert torch.einsum("ij,jk->ik", t.f(2, 3), t.f(3, 4)).dtype == torch.float16
 

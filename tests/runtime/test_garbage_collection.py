@@ -1,4 +1,4 @@
-"""What is asked of the garbage collector must leave nothing behind: a reference too many breaks other threads."""
+"""Searches of the garbage collector's objects must leave no reference, which would break other threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpinspect.runtime.garbage_collection import living, without_collection
 
 
 class Proxy:
-    """An object that would load something if any of its attributes were read."""
+    """A lazy object: reading any attribute would load a module."""
 
     def __getattribute__(self, name):
         raise AssertionError(f"{name} was read")
@@ -50,7 +50,7 @@ def fails(tensor):
 
 @pytest.mark.parametrize("having", [None, HALF, (fails, ())], ids=["types", "attributes", "failing"])
 def test_living_refers_to_no_other_object_when_it_returns(having):
-    """``tuple(generator)`` in another thread fails if somebody else refers to the tuple: not until a collection, at once."""
+    """``tuple(generator)`` in another thread fails as long as another reference to the tuple exists."""
     others = [[number] for number in range(1000)] + [torch.ones(1) for _ in range(1000)]
     with without_collection():
         before = [sys.getrefcount(each) for each in others]
@@ -60,7 +60,7 @@ def test_living_refers_to_no_other_object_when_it_returns(having):
     assert having == (fails, ()) or isinstance(found, list)
 
 
-def test_collection_is_as_it_was_afterwards():
+def test_garbage_collection_is_restored_afterwards():
     assert gc.isenabled()
     living([])
     assert gc.isenabled()

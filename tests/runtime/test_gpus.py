@@ -1,4 +1,4 @@
-"""GPUs as data: what devices call themselves, architectures, and rates that make sense."""
+"""GPUs as data: names of devices, architectures, and plausible rates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_devices_are_known_by_their_names(name, major, minor, card, architecture
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA H1000X"])
-def test_a_card_that_only_resembles_a_known_one_gets_no_rates(name):
+def test_a_card_that_only_resembles_a_known_one_has_no_rates(name):
     found = gpus.of_device(name, 9 if "H1000" in name else 8, 0 if "H1000" in name else 9)
     assert found.architecture in ("ada", "hopper")
     assert found.tensor_core_tflops == {}
@@ -58,7 +58,7 @@ def test_who_has_tensor_cores(name, major, minor, has):
     assert gpus.of_device(name, major, minor).has_tensor_cores is has
 
 
-def test_amd_has_none_of_this():
+def test_amd_gpus_have_no_known_architecture_or_tensor_cores():
     found = gpus.of_device("", 9, 4, vendor="AMD")
     assert (found.vendor, found.architecture, found.has_tensor_cores) == ("AMD", "", None)
     assert found.multiplies("float16") is None
@@ -90,7 +90,7 @@ def test_an_architecture_stands_for_a_card_with_rates(architecture):
         ("hopper", "complex64", False),
     ],
 )
-def test_what_tensor_cores_multiply(architecture, dtype, answer):
+def test_the_dtypes_that_tensor_cores_multiply(architecture, dtype, answer):
     assert gpus.named(architecture).multiplies(dtype) is answer
 
 
@@ -188,12 +188,12 @@ def test_a_trace_without_a_compute_capability_is_judged_by_the_model():
 
 
 @pytest.mark.parametrize(("text", "near"), [("RTX 4091", "RTX 4090"), ("h110", "H100"), ("hoper", "hopper")])
-def test_a_misspelt_name_gets_near_ones(text, near):
+def test_a_misspelt_name_has_suggestions(text, near):
     with pytest.raises(ValueError, match=rf"near it: .*{near}"):
         gpus.named(text)
 
 
-def test_an_unknown_name_lists_what_there_is():
+def test_the_error_for_an_unknown_name_lists_known_gpus():
     with pytest.raises(ValueError, match=r"'pascal' is no GPU known here.*volta.*H100 PCIe"):
         gpus.named("pascal")
 

@@ -1,4 +1,4 @@
-"""Functions of torch are wrapped while someone listens, and restored afterwards."""
+"""Functions of torch are wrapped while a listener is registered, and restored afterwards."""
 
 from __future__ import annotations
 

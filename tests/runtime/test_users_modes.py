@@ -1,4 +1,4 @@
-"""Modes that the user has active see the operators of the training, and none of ours."""
+"""The user's active dispatch modes receive the training's operators, but not the inspector's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Functions(TorchFunctionMode):
 def seen(
     mode: Any, inspected: bool, broken: bool = False
 ) -> tuple[Counter[str], mpinspect.Session | None, torch.Tensor]:
-    """What a mode sees of a training, the session, and the weights after it."""
+    """Train; return the operators that a mode receives, the session, and the final weights."""
     calls: Counter[str] = Counter()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))
@@ -61,7 +61,7 @@ def seen(
                 session = inspector.session()
         else:
             train()
-        # The mode is active again, and as often as before.
+        # The mode is active again, exactly once.
         before = calls.total()
         torch.ones(1).add(1)
         assert calls.total() > before
@@ -108,7 +108,7 @@ def test_a_subclass_that_logs_functions_sees_the_training_alone() -> None:
 
     plain, _ = trained(Logged, inspected=False)
     inspected, session = trained(Logged, inspected=True)
-    # The first tensor's dtype is asked for before its class is known.
+    # The first tensor's dtype is read before its class is known.
     assert inspected.total() - plain.total() <= 1
     assert session.totals() == trained(torch.Tensor, inspected=True)[1].totals()
 

@@ -1,4 +1,4 @@
-"""Results of pointwise operators that are remembered are the results that torch gives."""
+"""Cached results of pointwise operators equal torch's results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tensors_with_values_are_computed():
 @pytest.mark.parametrize(
     "func", [aten.add_.Tensor, aten.add.out, aten.view.default, aten.mm.default, aten.native_layer_norm.default]
 )
-def test_what_changes_or_shows_its_arguments_is_not_remembered(func):
+def test_operators_that_change_or_alias_their_arguments_are_not_cached(func):
     assert not is_pointwise(func)
 
 

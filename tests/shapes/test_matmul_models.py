@@ -58,7 +58,7 @@ def flops(recording, *roles):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_flops_are_those_of_torchs_counter(name, attention):
+def test_flops_equal_torchs_counter(name, attention):
     if name == "resnet" and attention == "sdpa":
         pytest.skip("a ResNet has no attention")
     make, inputs = MODELS[name]
@@ -70,7 +70,7 @@ def test_flops_are_those_of_torchs_counter(name, attention):
     assert flops(recording, "forward") == forward.get_total_flops()
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    # Fused attention computes the scores once more in its backward; the counter's run on meta tensors takes it apart.
+    # Fused attention recomputes the scores in its backward; the counter's run on meta tensors decomposes it.
     again = sum(record.flops // 5 for record in recording.matmuls if record.role == "backward")
     assert flops(recording, "dgrad", "wgrad", "backward") - again == backward.get_total_flops()
 
@@ -109,8 +109,8 @@ def test_vocabularies_and_their_names():
     assert recording.embeddings == {"lm_head.weight": "transformer.wte.weight"}
 
 
-def test_a_mask_is_looked_at_where_the_model_looks_at_it():
-    """Transformers drops a mask of ones, so flash attention runs; a real one needs the memory-efficient kernel."""
+def test_the_mask_has_values_for_models_that_read_it():
+    """Transformers drops a mask of ones, so flash attention runs; other masks need the memory-efficient kernel."""
     ones, padded = torch.ones(2, 32, dtype=torch.long), torch.ones(2, 32, dtype=torch.long)
     padded[1, 20:] = 0
     for mask, backend in ((ones, "flash"), (padded, "efficient")):
@@ -131,7 +131,7 @@ def test_gradient_checkpointing():
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     recording = record_matmuls(model, (), TEXT)
     assert recording.notes == ()
-    # Without a cache Transformers makes its causal mask another way, so attention aside.
+    # Without a cache Transformers builds its causal mask differently, so attention is excluded.
     once = {record for record in recording.matmuls if not record.recomputed and record.kind == "gemm"}
     assert once == {record for record in plain.matmuls if record.kind == "gemm"}
     again = [record for record in recording.matmuls if record.recomputed]
@@ -163,7 +163,7 @@ def test_experts(way, op, roles):
 
 
 class OnGpu(torch.Tensor):
-    """A meta tensor that says that it is on a GPU, which autocast goes by."""
+    """A meta tensor that claims to be on a GPU, which determines autocast."""
 
     @staticmethod
     def __new__(cls, meta):
@@ -179,9 +179,9 @@ class OnGpu(torch.Tensor):
 
 
 class Dtypes(TorchDispatchMode):
-    """What products were computed in, by torch's own autocast.
+    """Records the dtypes of products under torch's own autocast.
 
-    torch's fake tensors would serve, but for a torch 2.6 that is built for CUDA: there they ask for its driver.
+    torch's fake tensors can't be used, since they need the driver in a torch 2.6 that is built for CUDA.
     """
 
     def __init__(self):
@@ -227,8 +227,8 @@ def conv_stack():
 
 @pytest.mark.parametrize("make", [Mixed, conv_stack], ids=["mixed", "convolutions"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_dtypes_are_those_of_torchs_autocast_on_a_gpu(make, dtype, monkeypatch):
-    """Forward: autograd of torch without CUDA refuses tensors that say that they are on a GPU."""
+def test_dtypes_equal_torchs_autocast_on_a_gpu(make, dtype, monkeypatch):
+    """Forward only: without CUDA, autograd refuses tensors that claim to be on a GPU."""
     model = make()
     recording = record_matmuls(model, torch.randn(2, 3, 6, 6), dtype=dtype, backward=False)
     assert recording.notes == ()

@@ -49,7 +49,7 @@ def written(value):
 
 
 class Calls(TorchDispatchMode):
-    """The products of what runs within, by matmuls_of; the profiler's strings must give the same."""
+    """Collects the products of the operators that run inside, by matmuls_of; the profiler's strings must give the same."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Calls(TorchDispatchMode):
             found = matmuls_of(name, inputs(args), scalars=scalars(args), output=output)
             assert found, name
             assert found == matmuls_of(name, inputs(args), scalars=[written(value) for value in args], output=output)
-            # A result that is not told is taken as torch allocates it: its size must be right.
+            # An unknown result is assumed to be allocated by torch, and must have the right size.
             for record, told in zip(matmuls_of(name, inputs(args), scalars=scalars(args)), found, strict=True):
                 assert record.out.shape == told.out.shape
                 assert (record.m, record.n, record.k, record.flops) == (told.m, told.n, told.k, told.flops)
@@ -107,7 +107,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_flops_are_those_of_torchs_counter_forward_and_backward(case):
+def test_flops_equal_torchs_counter_forward_and_backward(case):
     # The counter takes key and value heads from the query in the backward; torch 2.6's refuses them to differ.
     counts = nullcontext() if "grouped" in case else FlopCounterMode(display=False)
     with counts as counter, Calls() as calls:
@@ -123,7 +123,7 @@ def test_flops_are_those_of_torchs_counter_forward_and_backward(case):
 @pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_convolutions_count_the_channels_of_a_group_only(groups, transposed):
-    """Torch's counter forgets the groups in the backward and in transposed ones, so: all positions by hand."""
+    """Torch's counter ignores groups in the backward and in transposed convolutions, so all positions are counted by hand."""
     x = meta(2, 8, 9, 9)
     with Calls() as calls:
         if transposed:
@@ -183,7 +183,7 @@ def test_convolution_forward_dgrad_and_wgrad_are_the_guides_implicit_gemms():
 
 
 @pytest.mark.parametrize(("mask", "roles"), [([True, False, True], ["dgrad"]), ([False, True, False], ["wgrad"])])
-def test_a_convolutions_backward_gives_what_it_was_asked_for(mask, roles):
+def test_a_convolutions_backward_gives_only_the_requested_gradients(mask, roles):
     grad, image, weight = (Operand(shape, None, "float16") for shape in ((1, 2, 4, 4), (1, 3, 4, 4), (2, 3, 1, 1)))
     geometry = [None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, mask]
     found = matmuls_of("aten::convolution_backward", [grad, image, weight], scalars=[None, None, None, *geometry])
@@ -197,7 +197,7 @@ def test_depthwise_convolutions_are_known():
     assert record.convolution.is_depthwise
 
 
-def test_a_convolution_whose_stride_was_not_written_down_is_told_by_its_result():
+def test_a_convolutions_unknown_stride_is_derived_from_its_result():
     image, weight = Operand((2, 32, 8, 8), None, "float16"), Operand((16, 32, 3, 3), None, "float16")
     assert matmuls_of("aten::cudnn_convolution", [image, weight]) == ()
     (record,) = matmuls_of("aten::cudnn_convolution", [image, weight], output=Operand((2, 16, 4, 4), None, "float16"))
@@ -280,7 +280,7 @@ def test_attention_with_a_mask():
     query, mask = Operand((2, 8, 141, 64), None, "float16"), Operand((2, 8, 141, 141), (19881, 0, 141, 1), "float16")
     (record,) = matmuls_of("aten::_scaled_dot_product_efficient_attention", [query, query, query, mask])
     assert record.attention.bias == mask
-    assert record.bytes == 2 * (4 * math.prod(query.shape) + 2 * 141 * 141)  # what is expanded is read once
+    assert record.bytes == 2 * (4 * math.prod(query.shape) + 2 * 141 * 141)  # expanded operands are read once
 
 
 def test_an_lstm_as_cudnn_computes_it():
@@ -306,7 +306,7 @@ def test_an_lstm_as_cudnn_computes_it():
         ([False, False, False, True], 4, ["dgrad", "wgrad", "wgrad"]),
     ],
 )
-def test_the_backward_of_a_recurrent_layer_gives_what_it_was_asked_for(mask, steps, roles):
+def test_a_recurrent_layers_backward_gives_only_the_requested_gradients(mask, steps, roles):
     scalars = [None] * 10 + [3, 16, 0, 1, False, 0.0, True, False, [], None, None, mask]
     found = matmuls_of("aten::_cudnn_rnn_backward", [Operand((5, 3, 8), None, "float16")], scalars=scalars)
     assert [record.role for record in found] == roles
@@ -355,13 +355,13 @@ def test_the_stack_of_torchscripts_interpreter_is_no_list_of_operands():
     assert matmuls_of("aten::mm", stack) == ()
 
 
-def test_what_is_no_product_gives_none():
+def test_other_operators_give_no_product():
     assert matmuls_of("aten::add", [Operand((2, 2), None, "float16")] * 2) == ()
     assert matmuls_of("", []) == ()
     assert matmuls_of("mm", []) == ()
 
 
-def test_sizes_that_do_not_fit_give_none():
+def test_sizes_that_do_not_fit_give_no_product():
     assert matmuls_of("aten::mm", [Operand((5, 7), None, "float16"), Operand((6, 3), None, "float16")]) == ()
     assert matmuls_of("aten::bmm", [Operand((2, 5, 7), None, "float16"), Operand((3, 7, 3), None, "float16")]) == ()
     assert matmuls_of("aten::mm", [None, None]) == ()
@@ -403,8 +403,8 @@ def test_odd_input_never_raises(op, given_inputs, given_scalars, output):
     st.booleans(),
     st.integers(0, 3),
 )
-def test_operands_are_told_as_they_lie_in_memory(m, n, k, batch, a_is_transposed, b_is_transposed, offset):
-    """Transposed, sliced and folded operands: the record's strides reach the same elements."""
+def test_operands_have_their_strides_in_memory(m, n, k, batch, a_is_transposed, b_is_transposed, offset):
+    """The recorded strides of transposed, sliced and folded operands address the same elements."""
     a = torch.arange(100.0 + batch * m * k)[offset : offset + batch * m * k].view(batch, m, k)
     b = torch.arange(float(n * k)).view(n, k).t() if b_is_transposed else torch.arange(float(k * n)).view(k, n)
     if a_is_transposed:

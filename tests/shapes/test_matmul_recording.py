@@ -45,7 +45,7 @@ def by_role(recording, role):
     return [record for record in recording.matmuls if record.role == role]
 
 
-# -- products and whose they are -----------------------------------------------------------------------------------------
+# -- products and their modules ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", ["meta", "real"])
@@ -138,7 +138,7 @@ def test_a_weight_on_the_left_is_a_weight_too():
     assert (wgrad.m, wgrad.n, wgrad.k) == (5, 8, 3)
 
 
-def test_gradients_of_square_products_are_told_apart():
+def test_gradients_of_square_products_are_distinguished():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     recording = record_matmuls(model, torch.randn(8, 8))
     assert lines(recording, "module", "role") == [
@@ -224,7 +224,7 @@ def test_custom_functions_are_attributed_to_the_module_that_called_them():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.float16])
-def test_a_recomputation_is_kept_apart(reentrant, dtype):
+def test_a_recomputation_is_recorded_separately(reentrant, dtype):
     def forward(self, x):
         return checkpoint(self.inner, self.first(x), use_reentrant=reentrant).relu()
 
@@ -291,7 +291,7 @@ def heads(heads=4, kv_heads=4, head_dim=16, dtype=torch.float16, length=32):
         (None, {"head_dim": 264}, {}, "efficient"),
     ],
 )
-def test_attention_is_what_a_gpu_would_take(mask, arguments, options, backend):
+def test_attention_is_recorded_as_on_a_gpu(mask, arguments, options, backend):
     recording = record_matmuls(attend(mask, **options), heads(**arguments))
     assert recording.notes == ()
     assert lines(recording, "kind", "role") == [("attention", "forward"), ("attention", "backward")]
@@ -311,7 +311,7 @@ def test_attention_is_what_a_gpu_would_take(mask, arguments, options, backend):
         ({"head_dim": 20}, torch.ones(32, 32, dtype=torch.bool)),
     ],
 )
-def test_what_no_fused_kernel_takes_is_two_products(arguments, mask):
+def test_attention_without_a_fused_kernel_is_two_products(arguments, mask):
     recording = record_matmuls(attend(mask), heads(**arguments))
     assert {record.kind for record in recording.matmuls} == {"gemm"}
     assert [record.role for record in recording.matmuls] == ["forward"] * 2 + ["dgrad"] * 4
@@ -356,7 +356,7 @@ def test_recurrent_layers_as_cudnn_computes_them(kind, gates, dtype):
     assert lines(recording, "role", "parameter", "m", "n", "k", "calls") == [
         ("forward", "rnn.weight_ih_l0", 15, gates * 16, 12, 1),
         ("forward", "rnn.weight_hh_l0", 3, gates * 16, 16, 5),
-        # Nobody asks for the gradient of the input, nor of the state that the first of five steps begins with.
+        # Neither the input nor the initial state needs a gradient.
         ("dgrad", "rnn.weight_hh_l0", 3, 16, gates * 16, 4),
         ("wgrad", "rnn.weight_ih_l0", gates * 16, 12, 15, 1),
         ("wgrad", "rnn.weight_hh_l0", gates * 16, 16, 15, 1),
@@ -371,7 +371,7 @@ def flops(recording):
 
 
 def flops_taken_apart(model, *args):
-    """By torch's counter, of the products that the layer is made of where no library computes it as a whole."""
+    """FLOPs equal torch's counter on the layer's separate products, without a fused library call."""
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
         model(*args).sum().backward()
     return counter.get_total_flops()
@@ -385,7 +385,7 @@ STACKED = [(1, False), (2, False), (1, True), (3, True)]
 @pytest.mark.parametrize("device", ["meta", "real"])
 @pytest.mark.parametrize(("layers", "bidirectional"), STACKED)
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_a_recurrent_layers_gradients_are_those_that_are_asked_for(kind, layers, bidirectional, device):
+def test_a_recurrent_layer_has_only_the_requested_gradients(kind, layers, bidirectional, device):
     make, options = RECURRENT[kind]
     layer = make(12, 16, layers, bidirectional=bidirectional, **options)
     model = Of(lambda self, x, *state: self.rnn(x, *state)[0], rnn=layer)
@@ -409,7 +409,7 @@ def test_a_recurrent_layers_gradients_are_those_that_are_asked_for(kind, layers,
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize(("layers", "bidirectional"), STACKED)
-def test_gradients_of_packed_sequences_are_those_that_are_asked_for(kind, layers, bidirectional):
+def test_packed_sequences_have_only_the_requested_gradients(kind, layers, bidirectional):
     model = Of(lambda self, x: self.rnn(x)[0].data, rnn=kind(12, 16, layers, bidirectional=bidirectional))
     for needs in (False, True):
         packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 4, 12), torch.tensor([5, 3, 3, 1]))
@@ -471,7 +471,7 @@ def test_float64_is_not_cast():
     assert {(record.dtype, record.autocast) for record in recording.matmuls} == {("float64", False)}
 
 
-def test_a_half_model_keeps_its_dtype_without_autocast():
+def test_a_half_models_products_are_half_without_autocast():
     recording = record_matmuls(nn.Linear(8, 4).bfloat16(), torch.randn(2, 8).bfloat16())
     assert {(record.dtype, record.autocast) for record in recording.matmuls} == {("bfloat16", None)}
     assert recording.autocast_dtype is None
@@ -521,7 +521,7 @@ def test_layout_changes_are_counted_as_copies():
 def test_tf32_settings_are_read():
     assert record_matmuls(nn.Linear(2, 2), torch.randn(1, 2)).tf32["matmul"] is False
     settings = torch.backends.cuda.matmul
-    # torch 2.6 has the older one alone.
+    # torch 2.6 has only the older API.
     name, value = ("fp32_precision", "tf32") if hasattr(settings, "fp32_precision") else ("allow_tf32", True)
     before = getattr(settings, name)
     setattr(settings, name, value)
@@ -576,7 +576,7 @@ def test_outputs_without_a_gradient_are_a_note(model):
     assert "requires a gradient" in recording.notes[0]
 
 
-def test_inference_mode_takes_operators_apart_all_the_same():
+def test_products_are_recorded_in_inference_mode():
     @torch.inference_mode()
     def forward(self, x):
         return F.scaled_dot_product_attention(*self.qkv(self.conv(x).flatten(2).mT).unflatten(-1, (3, 1, 8)).unbind(-3))
@@ -600,7 +600,7 @@ def test_a_model_that_is_on_meta_already():
     assert model.weight.grad is None
 
 
-def test_inputs_that_are_slices_keep_their_offset_and_strides():
+def test_sliced_inputs_preserve_their_offset_and_strides():
     x = torch.randn(4, 33)[:, 1:]
     recording = record_matmuls(nn.Linear(32, 8), x)
     assert recording.matmuls[0].a.strides == (33, 1)
@@ -617,8 +617,8 @@ def test_in_place_models_run():
         assert recording.notes == ()
 
 
-def test_tensors_that_are_no_buffers_are_taken_along():
-    """A plain attribute, a constant made in the forward and an index stay where they are."""
+def test_tensors_other_than_parameters_and_buffers_work():
+    """A plain attribute, a constant made in the forward, and an index remain on their device."""
     model = Of(lambda self, x: self.inner(x * self.scale)[torch.arange(2)] + torch.ones(4), inner=nn.Linear(8, 4))
     object.__setattr__(model, "scale", torch.randn(8))
     assert record_matmuls(model, torch.randn(3, 8)).notes == ()
@@ -628,7 +628,7 @@ def test_tensors_that_are_no_buffers_are_taken_along():
 
 
 def finding(recording):
-    """What a lint says of a recording that stopped."""
+    """Return the lint's finding on a recording that stopped."""
     return next(one for one in analyse_shapes(recording, named("hopper")).findings if one.id == "recording-incomplete")
 
 
@@ -665,7 +665,7 @@ def test_sentences_have_one_full_stop(message, end):
     assert f"{end}; every figure here" in finding(recording).message
 
 
-def test_values_of_integers_are_kept_where_the_forward_needs_them():
+def test_integers_have_values_where_the_forward_needs_them():
     def forward(self, x, lengths):
         return self.inner(x[:, : int(lengths.to(x.device).max())])
 
@@ -674,7 +674,7 @@ def test_values_of_integers_are_kept_where_the_forward_needs_them():
     assert recording.matmuls[0].m == 3 * 5
 
 
-def test_values_of_small_buffers_are_kept_where_the_forward_needs_them():
+def test_small_buffers_have_values_where_the_forward_needs_them():
     model = Of(lambda self, x: self.inner(x) * self.scale.item(), inner=nn.Linear(8, 4))
     model.register_buffer("scale", torch.tensor(2.0), persistent=False)
     assert record_matmuls(model, torch.randn(3, 8)).notes == ()
@@ -698,7 +698,7 @@ def test_numpy_in_a_forward():
     assert "device='real'" in advice(recording)
 
 
-def test_a_fault_in_the_backward_is_told():
+def test_an_error_in_the_backward_is_reported():
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -792,7 +792,7 @@ def test_a_setting_names_a_size_only_if_the_size_follows(capsys):
     assert sizes["out"][9] == ("config.width", "out.in_features")
     assert sizes["embed"] == {9: ("config.width", "embed.embedding_dim"), 50: ("embed.num_embeddings",)}
     assert recording.size_values == {9, 50, 30522}
-    # The settings of a model that was changed since name nothing.
+    # Settings do not name sizes of a model that was changed after its construction.
     built.embed = nn.Embedding(51, 9)
     assert record_matmuls(built, torch.randint(0, 50, (2, 3))).sizes["out"][9] == ("out.in_features",)
 
@@ -822,7 +822,7 @@ def test_fp8_products_are_recorded_and_their_missing_backward_is_a_note():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_jagged_tensors_run_on_what_they_hold():
+def test_jagged_tensors_run_on_their_values():
     parts = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
     recording = record_matmuls(nn.Linear(8, 4), parts, device="real")
     assert sizes(recording) == [("forward", 1, 5, 4, 8), ("wgrad", 1, 4, 8, 5)]
@@ -852,7 +852,7 @@ def test_mixed_dtypes_are_refused_as_on_a_device(given):
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_autocast_mends_mixed_dtypes(dtype):
+def test_autocast_resolves_mixed_dtypes(dtype):
     recording = record_matmuls(nn.Linear(64, 32), torch.zeros(8, 64, dtype=torch.float16), dtype=dtype)
     assert {record.raises for record in recording.matmuls} == {""}
 
@@ -871,7 +871,7 @@ def scaled_product(k, n):
 
 
 @pytest.mark.parametrize(("k", "n", "refused"), [(1000, 512, True), (1024, 520, True), (1024, 512, False)])
-def test_what_a_meta_kernel_refuses_is_recorded_and_the_run_goes_on(k, n, refused):
+def test_products_that_a_meta_kernel_refuses_are_recorded_and_the_run_continues(k, n, refused):
     recording = record_matmuls(scaled_product(k, n), torch.empty(64, k), backward=False)
     assert lines(recording, "op", "m", "n", "k", "dtype") == [
         ("aten::_scaled_mm", 64, n, k, "float8_e4m3fn"),
@@ -894,7 +894,7 @@ def test_attention_of_three_dimensions_takes_the_math_path(device, dtype):
     model = Of(lambda self, x: F.scaled_dot_product_attention(self.q(x), x, x), q=nn.Linear(16, 16))
     recording = record_matmuls(model, torch.randn(4, 8, 16, requires_grad=True), dtype=dtype, device=device)
     paths = {(record.op, record.role): record.math_path for record in recording.matmuls}
-    # Newer torch has a fused kernel for it on a CPU, and CUDA has none.
+    # Newer versions of torch have a fused kernel for it on a CPU, but not on CUDA.
     attends = [op == "aten::bmm" or "flash_attention_for_cpu" in op for op, _ in paths]
     assert list(paths.values()) == ["dimensions" if one else "" for one in attends]
     assert any(attends)

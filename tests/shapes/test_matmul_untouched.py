@@ -98,7 +98,7 @@ def test_gradients_are_the_same_objects_and_hooks_on_parameters_stay_silent(devi
 
 
 @DEVICES
-def test_a_model_without_gradients_has_none_afterwards(device):
+def test_a_model_without_gradients_still_has_no_gradients_afterwards(device):
     model = nn.Linear(4, 4)
     record_matmuls(model, torch.randn(2, 4), device=device)
     assert model.weight.grad is None
@@ -244,7 +244,7 @@ def test_hooks_of_an_attached_inspector_stay_silent():
 
 
 def test_weights_are_not_copied(monkeypatch):
-    """On meta no parameter is read: cloning or copying one would need its memory."""
+    """On the meta device, parameters are neither cloned nor copied, which would need memory."""
     model = nn.Linear(64, 64)
     copied = []
     original = torch.Tensor.clone

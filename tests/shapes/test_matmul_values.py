@@ -1,4 +1,4 @@
-"""Values beside meta tensors: models that ask for one are recorded as on real tensors, or refused; never otherwise."""
+"""Values of meta tensors: models that read one are recorded exactly as with real tensors, or refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpinspect.shapes.record.recording import record_matmuls
 
 
 class Asks(nn.Module):
-    """Multiplies as many rows of its input as a function of the model and its arguments tells."""
+    """Multiplies a number of rows of its input, which a function of the model and its arguments returns."""
 
     def __init__(self, rows):
         super().__init__()
@@ -113,7 +113,7 @@ def test_a_value_that_is_not_known_is_refused(name):
     assert "record a real run, with device='real', mpinspect lint --real or mpinspect run --lint" in recording.stopped
 
 
-def test_what_is_to_be_given_is_named():
+def test_required_inputs_are_named():
     def rows(self, x, mask, lengths=None):
         return self.four[1] if lengths is None and mask.all() else lengths.max()
 
@@ -135,8 +135,8 @@ def test_what_is_to_be_given_is_named():
     )
 
 
-def test_values_of_arguments_are_those_that_were_given():
-    """Also of a slice, whose stand-in has its strides, and of floats, which a model may compare."""
+def test_arguments_have_their_given_values():
+    """Values of slices, whose twins have the same strides, and of floats, which a model may compare."""
     ids = torch.arange(24).view(4, 6)
     boxes = [{"boxes": torch.tensor([[1.0, 2.0], [3.0, 1.0]])}]
 
@@ -155,16 +155,16 @@ def test_a_tensor_that_is_too_large_has_no_values(monkeypatch):
     assert "the limit for stored values; give a smaller batch" in stopped
 
 
-def test_a_model_that_asks_for_nothing_keeps_no_values(monkeypatch):
+def test_a_model_that_reads_no_values_stores_none(monkeypatch):
     monkeypatch.setattr(values.Values, "run", None)
     assert record_matmuls(nn.Linear(8, 4), X).complete
 
 
-# -- programs at random: what is answered on meta is what a real run answers ------------------------------------------------
+# -- random programs: values on the meta device equal a real run's -----------------------------------------------------------
 
 
 def made(rng, x):
-    """A new tensor; half of the kinds follow from nothing but their sizes."""
+    """Return a new tensor; half of the kinds depend only on their sizes."""
     n = rng.choice([1, 2, 4])
     return rng.choice(
         [
@@ -221,14 +221,14 @@ def shown(rng, a, b):
 
 def program(seed, answers):
     def forward(self, x):
-        answers.clear()  # the second attempt begins anew
+        answers.clear()  # the second attempt starts from the beginning
         rng = random.Random(seed)
         pool = [made(rng, x) for _ in range(4)]
         with torch.no_grad():
             for _ in range(14):
                 kind, a, b = rng.choice("mwwvva"), rng.choice(pool), rng.choice(pool)
-                # Sizes that do not fit are no part of the question: they raise alike on both. A value that is missing raises
-                # on meta alone, and ends the program there; each torch has its own words for it.
+                # Sizes that do not fit raise on both devices and are ignored. A missing value raises only on the meta device,
+                # and ends the program; the message depends on torch's version.
                 try:
                     if kind == "m":
                         pool.append(made(rng, x))
@@ -249,7 +249,7 @@ def program(seed, answers):
     return model
 
 
-def test_what_is_answered_is_what_a_real_run_answers():
+def test_values_on_the_meta_device_equal_a_real_runs():
     answered = 0
     for seed in range(300):
         on_meta, real = [], []
@@ -326,7 +326,7 @@ def test_models_that_ask_for_values_of_their_own_have_torchs_flops(make):
     assert sum(record.flops * record.calls for record in recording.matmuls) == counter.get_total_flops()
 
 
-def test_a_mixture_of_experts_says_that_its_routing_is_computed():
+def test_a_mixture_of_experts_is_refused_because_its_routing_is_computed():
     transformers = pytest.importorskip("transformers")
     config = transformers.SwitchTransformersConfig(
         d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=99, num_experts=4

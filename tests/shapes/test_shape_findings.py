@@ -1,4 +1,4 @@
-"""Findings: one a cause, what an expert would say, on recordings written by hand."""
+"""Findings on hand-written recordings: one per cause, as an expert would state them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_known_vocabularies(size, gpu, advised, least):
     assert -(-size // multiple) * multiple == advised
 
 
-def test_the_width_of_a_tied_embedding_is_no_vocabulary():
+def test_the_width_of_a_tied_embedding_is_not_taken_for_a_vocabulary():
     record = recording(
         *linear(4096, 100, 100, name="h"),
         *linear(4096, 100, 512, name="o"),
@@ -116,7 +116,7 @@ def test_the_width_of_a_tied_embedding_is_no_vocabulary():
     assert [padding.size for padding in report.padding] == [100]
 
 
-def test_both_sizes_of_a_tied_head_are_told_apart():
+def test_both_sizes_of_a_tied_head_have_findings():
     record = recording(*linear(4096, 100, 513, name="o"), embeddings={"o.weight": "e.weight"})
     assert {(finding.id, finding.evidence["size"]) for finding in analyse_shapes(record, HOPPER).findings} == {
         ("odd-vocabulary", 513),
@@ -157,7 +157,7 @@ def test_heads_are_padded_with_the_hidden_size_that_they_make_up():
     assert [(padding.size, padding.advised) for padding in report.padding] == [(300, 384), (25, 32)]
 
 
-def test_few_classes_are_no_base_of_the_hidden_size():
+def test_the_hidden_size_is_not_explained_by_a_few_classes():
     record = recording(*linear(4096, 512, 100, name="a"), *linear(4096, 100, 25, name="classifier"))
     sizes = {
         one.evidence["size"]: one.evidence.get("consequent_sizes") for one in analyse_shapes(record, HOPPER).findings
@@ -165,15 +165,15 @@ def test_few_classes_are_no_base_of_the_hidden_size():
     assert sizes == {100: None, 25: None}
 
 
-def test_a_few_coordinates_are_no_hidden_size():
+def test_a_few_coordinates_are_not_taken_for_a_hidden_size():
     """2 coordinates make 10 features: 5 x 8 would be 40 of them."""
     report = analyse_shapes(recording(*linear(65536, 2, 10)), HOPPER)
     assert {padding.size: padding.to for padding in report.padding} == {2: 8, 10: 16}
     assert "split" not in "".join(finding.fix for finding in report.findings)
 
 
-def test_what_heads_make_up_follows_from_nothing_else():
-    """300 outputs are 3 x 100 and 12 heads of 25: 312 would be heads of 26."""
+def test_a_size_made_of_heads_is_explained_only_by_heads():
+    """300 outputs are 3 x 100 and also 12 heads of 25; 312 would need heads of 26."""
     record = recording(*linear(4096, 100, 300, name="c_attn"), attention(25))
     report = analyse_shapes(record, HOPPER)
     assert {padding.size: padding.advised for padding in report.padding} == {100: 104, 300: 384, 25: 32}
@@ -183,8 +183,8 @@ def test_what_heads_make_up_follows_from_nothing_else():
     assert sizes == {100: None, 300: [25]}
 
 
-def test_an_unrelated_size_is_no_consequence():
-    """301 is no multiple of 100; 300 is, and the layer that makes it neither takes 100 nor feeds who does."""
+def test_an_unrelated_size_is_not_listed_as_a_consequence():
+    """301 is not a multiple of 100. 300 is, but its layer neither takes 100 inputs nor feeds a layer that does."""
     other = recording(*linear(4096, 100, 301))
     assert {one.evidence["size"] for one in analyse_shapes(other, HOPPER).findings} == {100, 301}
     taken = recording(
@@ -194,14 +194,14 @@ def test_an_unrelated_size_is_no_consequence():
 
 
 @pytest.mark.parametrize("name", ["attn.qkv", "h.0.c_attn", "self.in_proj"])
-def test_parts_that_a_name_tells_are_padded_each(name):
+def test_parts_known_from_a_layers_name_are_padded_separately(name):
     finding = found(recording(*linear(4096, 256, 300, name=name)))["odd-size"]
     assert "300 -> 312" in finding.fix
     assert "each of its 3 parts 100 -> 104" in finding.fix
     assert "if its output is not split, 304 will do" in finding.fix
 
 
-def test_halves_that_a_name_tells_are_padded_each():
+def test_halves_known_from_a_layers_name_are_padded_separately():
     finding = found(recording(*linear(4096, 256, 2 * 1001, name="mlp.gate_up_proj")))["odd-size"]
     assert "2002 -> 2016" in finding.fix
     assert "each of its 2 parts 1001 -> 1008" in finding.fix
@@ -250,7 +250,7 @@ def test_a_tied_head_is_a_vocabulary_without_a_name():
     st.sampled_from(["float16", "bfloat16"]),
     st.sampled_from(["volta", "hopper"]),
 )
-def test_padding_mends_a_linear_layer(inputs, outputs, dtype, architecture):
+def test_padding_fixes_a_linear_layer(inputs, outputs, dtype, architecture):
     gpu = named(architecture)
     dtype = "float16" if architecture == "volta" else dtype
     products = linear(64, inputs, outputs, dtype)
@@ -272,7 +272,7 @@ def test_a_small_size_is_not_padded_to_128_bytes():
 
 
 def test_a_memory_bound_product_promises_little():
-    """A thin product of 100 inputs is memory-bound at full rate: what alignment can bring is capped."""
+    """A thin product of 100 inputs is memory-bound at full rate, which limits the gain of alignment."""
     gain = {
         rows: found(recording(*linear(rows, 4096, 4095)))["odd-size"].evidence["estimated_speedup_high"]
         for rows in (64, 8192)
@@ -313,7 +313,7 @@ def test_an_odd_batch_of_images_is_the_talks_matter_only():
 # -- dtypes ---------------------------------------------------------------------------------------------------------
 
 
-def test_tf32_off_comes_before_padding():
+def test_disabled_tf32_is_reported_before_padding():
     record = recording(*linear(4096, 1023, 1024, "float32"))
     report = analyse_shapes(record, HOPPER)
     assert report.findings[0].id == "tf32-off"
@@ -352,7 +352,7 @@ def test_fp32_under_autocast_is_named():
     assert finding.evidence["estimated_speedup_high"] == pytest.approx(989.4 / 66.9, rel=1e-6)
 
 
-def test_fp32_of_the_scripts_own_code_beside_autocast_is_information():
+def test_fp32_products_of_the_scripts_own_code_outside_autocast_are_info():
     own = [replace(product, module="", parameter="", autocast=False) for product in linear(4096, 1024, 1024, "float32")]
     assert severities(recording(*linear(4096, 1024, 1024), *own, autocast_dtype="float16")) == {
         "float32-beside-autocast": "info"
@@ -383,14 +383,14 @@ def test_a_card_without_rates_gives_no_gain():
     assert finding.severity == "warning"
 
 
-def test_what_raises_is_an_error():
+def test_products_that_raise_are_errors():
     product = gemm(row_major((16, 72), "float8_e4m3fn"), row_major((72, 64), "float8_e4m3fn"), op="aten::_scaled_mm")
     finding = found(recording(product))["product-raises"]
     assert finding.severity == "error"
     assert "K a multiple of 16 (72 -> 80)" in finding.message
 
 
-def test_what_torch_refused_is_an_error_on_any_gpu():
+def test_products_that_torch_refused_are_errors_on_any_gpu():
     product = gemm(
         row_major((4096, 1024)),
         row_major((1024, 64), "float32"),
@@ -406,7 +406,7 @@ def test_what_torch_refused_is_an_error_on_any_gpu():
     assert "torch.autocast" not in found(recording(product, autocast_dtype="float16"))["product-raises"].fix
 
 
-def test_what_is_never_computed_takes_no_time_from_the_estimate():
+def test_products_that_never_run_do_not_change_the_estimate():
     bad = gemm(row_major((64, 72)), row_major((72, 64)), raises="no")
     good = linear(4096, 1023, 1024)
     alone, beside = found(recording(*good))["odd-size"], found(recording(bad, *good))["odd-size"]
@@ -419,7 +419,7 @@ def test_what_is_never_computed_takes_no_time_from_the_estimate():
 @pytest.mark.parametrize(
     ("high", "saved", "nothing"), [(1.04, 0.04, True), (1.06, 0.04, False), (3.0, 0.009, True), (3.0, 0.02, False)]
 )
-def test_a_gain_that_rounds_to_none_is_none(high, saved, nothing):
+def test_a_gain_that_rounds_to_zero_is_not_worth_it(high, saved, nothing):
     gain = Gain(1.0, high, saved, "memory")
     assert is_worth_it(gain, 1.0) is not nothing
     words = gain_words(gain, by_padding=True)
@@ -467,7 +467,7 @@ def test_an_odd_head_of_eager_attention_is_no_number_of_tokens():
     ],
 )
 def test_torchs_own_math_attention_is_one_finding(path, why, fix):
-    """FP32 within FP16 autocast, odd tokens: all of it goes where a fused kernel takes its place."""
+    """All findings on FP32 attention under FP16 autocast with odd tokens are replaced by the advice to use a fused kernel."""
     products = [replace(one, math_path=path, autocast=False) for one in eager_attention(96, 197, 197, 64, "float32")]
     by_id = found(recording(*products, *linear(64, 64, 64), autocast_dtype="float16"))
     assert set(by_id) == {"unfused-attention"}
@@ -479,7 +479,7 @@ def test_torchs_own_math_attention_is_one_finding(path, why, fix):
     assert finding.evidence["math_path"] == [path]
 
 
-def test_math_attention_beside_eager_attention_says_both():
+def test_math_attention_and_eager_attention_are_both_reported():
     math = [replace(one, math_path="dimensions") for one in eager_attention(96, 64, 64, 64, name="a")]
     finding = found(recording(*math, *eager_attention(96, 64, 64, 64, name="b")))["unfused-attention"]
     assert "need 4 dimensions" in finding.message
@@ -489,14 +489,14 @@ def test_math_attention_beside_eager_attention_says_both():
 @pytest.mark.parametrize(
     ("queries", "keys", "head", "is_told"), [(1, 8, 16, False), (8, 8, 64, False), (64, 64, 64, True)]
 )
-def test_few_scores_are_no_reason_to_fuse_attention(queries, keys, head, is_told):
-    """Eight scores beside 144 elements of queries and keys cost next to nothing, wherever they are kept."""
+def test_attention_with_few_scores_need_not_be_fused(queries, keys, head, is_told):
+    """Eight scores per 144 elements of queries and keys take negligible time, fused or not."""
     told = found(recording(*eager_attention(4096, queries, keys, head)))
     assert ("unfused-attention" in told) is is_told
 
 
 @pytest.mark.parametrize("is_attention", [True, False])
-def test_what_runs_in_fp32_beside_autocast_is_mended_by_autocast_unless_it_is_attention(is_attention):
+def test_fp32_products_outside_autocast_are_fixed_by_autocast_unless_they_are_attention(is_attention):
     products = eager_attention(96, 64, 64, 64, "float32") if is_attention else linear(64, 64, 64, "float32")
     record = recording(*(replace(one, autocast=False) for one in products), autocast_dtype="bfloat16")
     ways = found(record)["float32-beside-autocast"].fix.split("; ")
@@ -504,14 +504,14 @@ def test_what_runs_in_fp32_beside_autocast_is_mended_by_autocast_unless_it_is_at
     assert "without enabled=False" in ways[-2]
 
 
-def test_products_without_a_module_or_a_weight_are_not_said_to_be_the_models():
+def test_products_without_a_module_or_a_weight_are_not_attributed_to_the_model():
     product = replace(gemm(row_major((64, 512), "float32"), row_major((512, 64), "float32")), module="", autocast=False)
     told = found(recording(product, *linear(64, 64, 64), autocast_dtype="float16"))["float32-beside-autocast"]
     assert "in code outside of submodules (the model's own, or the script's) runs in FP32" in told.message
     assert "the model itself" not in told.message + told.fix
 
 
-def test_an_images_channels_are_no_other_layers_size():
+def test_an_images_channels_are_not_taken_for_another_layers_size():
     record = recording(
         convolution(channels=(3, 64), kernel=7, size=112, module="0"),
         *linear(4096, 64, 3, name="3"),
@@ -531,7 +531,7 @@ def test_fp64_attention_is_its_dtype():
     assert set(found(recording(*products))) == {"float64"}
 
 
-def test_chained_products_of_other_sizes_are_no_attention():
+def test_chained_products_of_other_sizes_are_not_taken_for_attention():
     a, b, c = row_major((4, 64, 32)), row_major((4, 32, 128)), row_major((4, 64, 16))
     assert "unfused-attention" not in found(
         recording(gemm(a, b, module="x"), gemm(c, row_major((4, 16, 32)), module="x"))
@@ -608,7 +608,7 @@ def test_a_misaligned_view_is_not_blamed_on_a_size():
 
 
 def test_heads_side_by_side_are_blamed_on_the_heads_size():
-    """Rows of 240 elements, heads of 60 of them: only the step from head to head is odd."""
+    """Rows have 240 elements and heads 60, so only the stride between heads is odd."""
     q = Operand((4, 64, 60), (60, 240, 1), "float16")
     record = recording(
         gemm(q, row_major((4, 60, 64)), module="heads"),
@@ -633,7 +633,7 @@ def test_the_row_of_a_fused_projection_is_its_named_size():
 
 
 def copied(*matmuls, module, share=0.5):
-    """The layout copies beside products, by what they take of the products' time, and their fix."""
+    """Return the finding on layout copies that take this share of the products' time."""
     us = analyse_shapes(recording(*matmuls), HOPPER).estimated_us
     moved = int(us * share * HOPPER.bandwidth_gb_s * 1e3)
     return found(recording(*matmuls, copies=(LayoutCopy(module, "layout", moved, 1),)))["layout-copies"]
@@ -668,7 +668,7 @@ def test_an_incomplete_recording_is_the_first_finding():
 
 
 @pytest.mark.parametrize(("products", "words"), [((), "no matrix product"), (linear(0, 64, 64), "0 FLOP")])
-def test_a_recording_of_nothing_is_an_error(products, words):
+def test_an_empty_recording_is_an_error(products, words):
     finding = found(recording(*products))["nothing-recorded"]
     assert finding.severity == "error"
     assert words in finding.message
@@ -719,7 +719,7 @@ def test_repeated_calls_weigh_as_often():
     assert report.matmuls[1].share == pytest.approx(3 * often.flops / report.flops)
 
 
-# -- fixes of what is so already, findings that change nothing, order ----------------------------------------------------
+# -- fixes that are already applied, findings without effect, order -------------------------------------------------------
 
 
 def test_four_input_channels_are_not_padded_to_four():
@@ -754,7 +754,7 @@ def test_tf32_is_not_advised_on_a_gpu_without_it():
         assert ("set_float32_matmul_precision" in found(record, named(gpu))["float32-beside-autocast"].fix) == has_tf32
 
 
-def test_findings_that_change_nothing_are_counted_and_not_listed():
+def test_findings_without_effect_are_counted_but_not_listed():
     record = recording(
         *linear(4096, 4096, 4096, name="a"),
         *linear(4096, 4096, 3, name="tiny"),

@@ -1,4 +1,4 @@
-"""Known models, as their configurations make them, on the meta device: the findings that an expert would state."""
+"""Well-known models, built from their configurations on the meta device, have the findings that an expert would state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from mpinspect.shapes.lint import lint_shapes
 
-# torch 2.6 can't import its compiler, which Transformers asks for, while a device is set.
+# torch 2.6 can't import its compiler, which Transformers imports, while a default device is set.
 importlib.import_module("torch._dynamo")
 transformers = pytest.importorskip("transformers")
 
@@ -68,7 +68,7 @@ def test_gpt2_is_its_vocabulary():
     assert degraded == {("lm_head", role) for role in ("forward", "dgrad", "wgrad")}
     # 2 x 50257 x 768 of 2 x (12 x 12 x 768^2 + 50257 x 768) FLOPs a token, and attention: a good quarter.
     assert 0.2 < finding.evidence["flops_fraction"] < 0.32
-    # The same three break the talk's rule, and nothing else does.
+    # Only the same three products violate the talk's rule.
     assert {(row.module, row.role) for row in report.matmuls if row.multiples_of_8 is False} == degraded
 
 
@@ -133,7 +133,7 @@ def test_a_resnets_stem_is_small_and_its_layout_is_not():
     assert {row.module for row in report.matmuls if row.verdict == "degraded"} == {stem.layer}
 
 
-def test_a_resnet_in_channels_last_has_nothing_above_info():
+def test_a_resnet_in_channels_last_has_only_info_findings():
     report = lint("resnet", channels_last=True)
     assert above_info(report) == set()
     assert set(by_id(report)) == {"few-input-channels"}
@@ -177,7 +177,7 @@ def tiny(name):
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", "gpt2", "t5", "mixtral"])
-def test_models_that_look_into_their_mask_are_recorded_to_the_end(name):
+def test_models_that_read_their_mask_are_recorded_completely(name):
     with torch.device("meta"):
         model = tiny(name)
     kwargs = {
@@ -194,7 +194,7 @@ def test_models_that_look_into_their_mask_are_recorded_to_the_end(name):
 
 
 def test_a_gpt2_of_an_odd_width_is_one_finding():
-    """100 wide, 4 heads of 25, 300 outputs of the fused projection, a vocabulary of 512 that is fine."""
+    """Width 100, 4 heads of 25, 300 outputs of the fused projection, and a vocabulary of 512, which is suitable."""
     config = transformers.GPT2Config(n_embd=100, n_head=4, vocab_size=512, n_layer=2, bos_token_id=1, eos_token_id=1)
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
@@ -264,7 +264,7 @@ def test_a_setting_of_equal_number_is_not_named():
     assert names_of(lint_shapes(llama, (), text, "bfloat16", "hopper")) == {
         4: ["model.layers.{0..3}.feed_forward.router.out_features"]
     }
-    # Keys have fewer heads, of the same size: what pads the heads pads them.
+    # Keys have fewer heads of the same size, so padding the heads pads them too.
     report = lint_shapes(mistral, (), text, "bfloat16", "hopper")
     (size,) = (finding for finding in report.findings if finding.id == "odd-size")
     assert size.evidence["size_names"][0] == "config.hidden_size"

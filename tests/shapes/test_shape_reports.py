@@ -1,4 +1,4 @@
-"""The lint's reports: golden files, JSON, hostile names, and the empty recording through every one of them."""
+"""The lint's reports: golden files, JSON, hostile names, and the empty recording in every format."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_json_names_every_public_field_of_a_row():
     assert row["roofline_us"] <= row["estimated_us"][0] <= row["estimated_us"][1]
 
 
-def test_hostile_names_do_nothing():
+def test_hostile_names_are_escaped():
     assert "<script" not in hostile()._repr_html_()
     for text in (str(hostile()), render(hostile(), ".md")):
         assert "\x1b" not in text
@@ -105,7 +105,7 @@ def test_a_model_off_tensor_cores_is_not_called_suited_to_them():
     assert "Nothing to fix" in str(analyse_shapes(few, named("hopper")))
 
 
-def test_the_empty_recording_says_so():
+def test_the_empty_recording_is_reported_as_empty():
     text = render(empty(), ".txt", width=200)
     assert "No matrix product was recorded." in text
     assert "the forward failed before its first product" in text
@@ -130,7 +130,7 @@ def test_equal_layers_share_a_row():
     assert text.count("h.{0..2}.mlp") == 3
 
 
-def test_the_worst_products_come_first_and_the_rest_is_counted():
+def test_the_worst_products_are_listed_first_and_the_rest_are_counted():
     layers = [product for index in range(30) for product in linear(64, 64, 64 + 8 * index, name=f"layer{index}")]
     text = render(analyse_shapes(recording(*layers, *linear(64, 1023, 64)), named("hopper")), ".txt", width=140)
     table = text[text.index("Products, worst first") :].splitlines()

@@ -1,4 +1,4 @@
-"""judge(): each rule by products written by hand, and the arithmetic of alignment against brute force."""
+"""judge(): each rule on hand-written products, and the arithmetic of alignment against brute force."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_int8_needs_multiples_of_16():
     assert judge(gemm(row_major((32, 16), "int8"), row_major((16, 32), "int8")), HOPPER).multiples_of_8 is True
 
 
-def test_the_talks_rule_says_nothing_of_fp64_fp8_and_depthwise_convolutions():
+def test_the_talks_rule_does_not_apply_to_fp64_fp8_and_depthwise_convolutions():
     assert judge(linear(64, 64, 64, "float64")[0], HOPPER).multiples_of_8 is None
     assert judge(linear(64, 64, 64, "float8_e4m3fn")[0], HOPPER).multiples_of_8 is None
     assert judge(convolution(channels=(64, 64), groups=64), HOPPER).multiples_of_8 is None
 
 
-def test_fp32_products_are_held_to_what_fp16_would_need():
+def test_fp32_products_are_judged_by_the_requirements_of_fp16():
     assert judge(linear(64, 64, 64, "float32")[0], named("volta")).multiples_of_8 is True
     assert judge(linear(64, 60, 64, "float32")[0], named("volta")).multiples_of_8 is False
 
@@ -115,8 +115,10 @@ def test_m_of_a_row_major_product_is_free(m, n, k):
     st.integers(2, 64), st.integers(2, 64), st.integers(0, 40), st.integers(0, 64),
     st.sampled_from(["float16", "bfloat16", "float32", "int8", "float64"]), st.booleans(), st.integers(1, 3),
 )  # fmt: skip
-def test_alignment_is_what_every_address_shares(rows, columns, extra, offset, dtype, is_transposed, batch):
-    """Against the addresses themselves: the largest power of two up to 128 that divides the address of every row's start."""
+def test_alignment_is_the_common_power_of_two_of_all_addresses(
+    rows, columns, extra, offset, dtype, is_transposed, batch
+):
+    """Compared with the largest power of two up to 128 that divides the start address of every row."""
     size = {"float16": 2, "bfloat16": 2, "float32": 4, "int8": 1, "float64": 8}[dtype]
     down = columns + extra
     operand = Operand((batch, rows, columns), (rows * down, down, 1), dtype, offset)
@@ -177,7 +179,7 @@ def test_an_expanded_operand_is_copied():
     assert layout.is_copied
 
 
-def test_unknown_strides_are_assumed_contiguous_and_that_is_said():
+def test_unknown_strides_are_assumed_contiguous_with_a_note():
     product = replace(linear(64, 1023, 64)[0], a=Operand((64, 1023), None, "float16"), b=None)
     verdict = judge(product, HOPPER)
     assert verdict.verdict == "degraded"
@@ -259,12 +261,12 @@ def test_matrix_vector_products_are_memory_bound(m, n):
 
 
 @pytest.mark.parametrize("sizes", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
-def test_an_empty_product_is_no_question(sizes):
+def test_an_empty_product_is_judged_as_empty(sizes):
     m, n, k = sizes
     assert judge(gemm(row_major((m, k)), row_major((k, n))), HOPPER).cause == "empty"
 
 
-# -- what raises ----------------------------------------------------------------------------------------------------
+# -- products that raise --------------------------------------------------------------------------------------------
 
 
 def fp8(m, n, k, *, b_column_major=True, a_row_major=True):
@@ -315,7 +317,7 @@ def test_convolutions_are_judged_by_their_channels():
     assert judge(convolution(channels=(64, 60), dtype="float32"), HOPPER).verdict == "native"
 
 
-def test_a_stem_is_told_from_a_layer():
+def test_a_stem_is_distinguished_from_other_layers():
     verdict = judge(convolution(channels=(3, 64), kernel=7), HOPPER)
     assert (verdict.verdict, verdict.cause) == ("degraded", "stem")
     assert "first layers" in verdict.reason
@@ -328,7 +330,7 @@ def test_groups_divide_the_channels():
     assert (verdict.verdict, verdict.cause) == ("off", "depthwise")
 
 
-def test_nchw_is_native_and_its_conversions_are_said():
+def test_nchw_is_native_with_a_note_on_its_conversions():
     verdict = judge(convolution(channels_last=False), HOPPER)
     assert verdict.verdict == "native"
     assert any("NCHW" in remark for remark in verdict.remarks)
@@ -385,7 +387,7 @@ def test_recurrent_products_follow_the_stride_rule():
     st.sampled_from(["float16", "float32", "int8", "float8_e4m3fn", "float64", "bool", "something"]),
     st.sampled_from(ARCHITECTURES),
 )  # fmt: skip
-def test_every_product_gets_a_verdict(m, n, k, dtype, architecture):
+def test_every_product_has_a_verdict(m, n, k, dtype, architecture):
     product = replace(linear(8, 8, 8)[0], m=m, n=n, k=k, dtype=dtype, a=None, b=None, out=None)
     verdict = judge(product, named(architecture))
     assert verdict.verdict in ("native", "degraded", "off", "unknown")

@@ -1,4 +1,4 @@
-"""loss_scale="auto": a block of steps is inspected, and the scale follows what it says, at no cost to the training."""
+"""loss_scale="auto": inspects a block of steps and sets the scale from it, without affecting the training."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_scale_moves_into_the_window_when_the_block_is_over(precision):
     assert mp.skipped_steps == 0
 
 
-def test_what_is_recommended_is_what_an_inspector_recommends():
+def test_the_recommendation_equals_an_inspectors():
     mp = make(loss_scale=2.0**16)
     with Inspector(mp.model, optimizers=mp.optimizers, scalers=mp.scaler) as inspector:
         train(mp, batches(), BLOCK)
@@ -136,7 +136,7 @@ def test_training_is_bit_identical_to_the_same_scales_without_the_inspector(prec
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_nothing_is_left_of_the_inspector_after_the_block(precision):
+def test_the_inspector_is_removed_after_the_block(precision):
     original = (torch.amp.GradScaler.step, LossScaler.step, torch.optim.Adam.step)
     mp, plain = make(precision), make(precision, 2.0**10)
     assert any(module._forward_hooks for module in mp.model.modules())
@@ -163,7 +163,7 @@ def test_a_model_that_needs_no_scaling_gets_scale_one_and_room_to_move():
 
 
 def test_overflows_within_the_block_lower_the_scale_and_count():
-    """Gradients up to about 2^10: 2^16 overflows, and what did so is no scale that is recommended."""
+    """Gradients reach about 2^10, so scale 2^16 overflows and must not be recommended."""
     mp = make()
     scales = train(mp, batches(), BLOCK, times=2.0**10)
     assert 0 < mp.skipped_steps < BLOCK
@@ -218,7 +218,7 @@ def test_layers_that_no_scale_serves_get_the_largest_that_does_not_overflow():
         mp.backward(loss)
         mp.step()
     lowest, highest = mp.scaler.window
-    # 2^8 * 2^7 is the last power of two below 65520; one is kept in reserve, since peaks are known to their octave alone.
+    # 2^8 * 2^7 is the last power of two below 65520. One power is reserved, since only the exponents of peaks are known.
     assert lowest == highest == mp.loss_scale == 2.0**6
 
 
@@ -252,7 +252,7 @@ def test_gradients_that_shrink_are_followed_once_every_growth_interval():
     assert mp.scaler.window == window
     train(mp, data, BLOCK, times=SMALL * 2.0**-8)
     moved = [math.log2(after / before) for before, after in zip(window, mp.scaler.window, strict=True)]
-    # 2^8, and a little for what was learnt meanwhile.
+    # 2^8, with a tolerance for the progress of training.
     assert all(7 <= powers <= 11 for powers in moved)
     assert mp.scaler.window[0] <= mp.loss_scale <= mp.scaler.window[1]
     assert mp.skipped_steps == 0
@@ -268,8 +268,8 @@ def test_gradients_that_always_overflow_are_still_a_collapse():
     assert mp.loss_scale == 2.0**-16
 
 
-def test_half_the_picture_is_no_advice(caplog):
-    """As after torch.compile, where later module hooks stay silent: a block that sees fewer gradients changes nothing."""
+def test_incomplete_captures_do_not_change_the_scale(caplog):
+    """After torch.compile, new module hooks do not fire. A block that captures fewer gradients must not change the scale."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = LossScaler("cpu", growth_interval=5)

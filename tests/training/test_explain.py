@@ -1,4 +1,4 @@
-"""The culprit of a skipped step: in the order of the backward, whatever the model is made of; and the broken forward's module."""
+"""The culprit of a skipped step, in backward order, for any structure of the model; and the module of a broken forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpinspect.training.skipped_steps import NonFinite
 
 
 class Spoil(torch.autograd.Function):
-    """The identity, whose gradient is multiplied."""
+    """The identity, with a multiplied gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
@@ -40,7 +40,7 @@ def spoil(x: torch.Tensor, factor: float = math.inf) -> torch.Tensor:
 def explain(
     model: nn.Module, loss: torch.Tensor, explainer: ModelExplainer | None = None, optimizer: Any = None
 ) -> NonFinite | None:
-    """The culprit of one backward."""
+    """Return the culprit of one backward."""
     explainer = explainer or ModelExplainer(model)
     loss.backward()
     return explainer.gradient(optimizer or torch.optim.SGD(model.parameters(), lr=0.1))
@@ -50,7 +50,7 @@ def explain(
 
 
 class Backwards(nn.Module):
-    """Runs its layers in the reverse of the order in which they are registered; the gradient breaks before the second to run."""
+    """Runs its layers in reverse order of registration; the gradient breaks before the second to run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Backwards(nn.Module):
 
 @pytest.mark.parametrize("order", [list, lambda parameters: list(reversed(parameters))])
 def test_the_order_is_the_backwards_not_the_definitions(order):
-    """Of a model that runs backwards and of one that does not the layer named is the one that the backward meets first."""
+    """The first broken layer in backward order is named, for a model that runs in reverse and for one that does not."""
     model = Backwards()
     culprit = explain(
         model, model(torch.ones(1, 2)).sum(), optimizer=torch.optim.SGD(order(list(model.parameters())), lr=0.1)
@@ -90,7 +90,7 @@ def test_finite_gradients_have_no_culprit():
 
 
 def test_the_last_backward_counts():
-    """The layer that broke in an earlier step, in another order, is not remembered."""
+    """A layer that broke in an earlier step, in another order, does not affect the result."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     explainer = ModelExplainer(model)
     model[0](spoil(model[1](torch.ones(1, 2)))).sum().backward()
@@ -99,7 +99,7 @@ def test_the_last_backward_counts():
 
 
 @pytest.mark.parametrize(("factor", "value"), [(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "nan")])
-def test_inf_and_nan_are_told_apart(factor, value):
+def test_inf_and_nan_are_distinguished(factor, value):
     model = nn.Linear(2, 1, bias=False)
     assert explain(model, spoil(model(torch.ones(1, 2)), factor).sum()) == NonFinite("", "weight", value)
 
@@ -131,7 +131,7 @@ def test_frozen_parameters_are_passed_over():
     assert explain(model, model[2](spoil(model[1](model[0](torch.ones(1, 2))))).sum()).layer == "0"
 
 
-def test_only_the_optimizers_own_parameters_are_looked_at():
+def test_only_the_optimizers_own_parameters_are_searched():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     assert explain(model, spoil(model(torch.ones(1, 2))).sum(), optimizer=optimizer).layer == "0"
@@ -250,7 +250,7 @@ def test_detach_takes_every_hook_off():
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
-def test_a_model_that_is_gone_has_no_culprit():
+def test_a_deleted_model_has_no_culprit():
     model = nn.Linear(2, 2)
     explainer = ModelExplainer(model)
     explainer._names.clear()
@@ -262,7 +262,7 @@ def test_a_model_that_is_gone_has_no_culprit():
 
 
 def broken_forward(model: nn.Module, *inputs: torch.Tensor, spoiled: Any = None) -> NonFinite:
-    """What is known after the second forward in a row that was not finite."""
+    """Return the explanation after the second consecutive non-finite forward."""
     explainer = ModelExplainer(model)
     model(*inputs)
     first = explainer.forward()
@@ -297,7 +297,7 @@ def test_a_module_inside_containers(factor, value):
 
 
 class Functions(nn.Module):
-    """Code of its own between its two layers, or after them."""
+    """Runs a function between its two layers, or after them."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ def test_keyword_arguments_are_inputs():
     assert "before" in found.detail
 
 
-def test_a_poisoned_weight_is_told_at_once():
+def test_a_non_finite_weight_is_named_at_once():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     with torch.no_grad():
         model[1].bias[0] = math.inf
@@ -383,7 +383,7 @@ def test_a_poisoned_weight_is_told_at_once():
     assert (found.layer, found.name, found.value) == ("1", "1.bias", "inf")
 
 
-def test_a_poisoned_statistic_is_told_and_a_mask_is_none():
+def test_a_non_finite_statistic_is_named_but_a_mask_is_not():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("mask", torch.full((2, 2), -math.inf))
     explainer = ModelExplainer(model)
@@ -393,7 +393,7 @@ def test_a_poisoned_statistic_is_told_and_a_mask_is_none():
 
 
 class Attention(nn.Module):
-    """A module makes the mask, of 0 and -inf; scores with it go through a softmax; and then something may break."""
+    """A module makes a mask of 0 and -inf, which softmax consumes; a later module may break."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -413,8 +413,8 @@ def test_masks_are_passed_over():
     assert (found.layer, found.value) == ("times", "nan")
 
 
-def test_what_was_not_finite_while_the_loss_was_is_no_suspect():
-    """A module that returns +inf where nobody minds it: known once a forward with it was fine."""
+def test_a_module_that_is_non_finite_in_good_forwards_is_not_suspected():
+    """A module returns a harmless +inf, which is recognised after one forward with a finite loss."""
 
     class Inverse(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -489,7 +489,7 @@ def test_one_bad_batch_ends_the_search_at_the_next_good_one():
     assert (mp.skipped_steps, mp.loss_scale) == (1, 2.0**10)
 
 
-def test_what_is_known_at_once_is_warned_about_once():
+def test_a_cause_found_at_once_is_warned_about_once():
     model = nn.Linear(2, 1)
     scaler = LossScaler("cpu", 2.0**10, forward_nonfinite="hold")
     mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16-amp", scaler)
@@ -509,7 +509,7 @@ def test_what_is_known_at_once_is_warned_about_once():
     assert len(caught) == 1
 
 
-def test_a_compiled_forward_says_that_no_module_was_heard_of():
+def test_a_compiled_forward_is_explained_without_a_module():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     explainer = ModelExplainer(model)
     # Torch 2.6 counts compilations of nn.Sequential.forward over all models, and runs it uncompiled from the ninth on.

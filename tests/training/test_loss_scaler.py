@@ -1,4 +1,4 @@
-"""LossScaler decides as torch.amp.GradScaler does, and by the rules that GradScaler does not have, as simulated here."""
+"""LossScaler decides as torch.amp.GradScaler does; its additional rules are compared with a simulation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENS = torch.randint(12, (8, 4), generator=torch.Generator().manual_seed(0)).u
 
 
 class Training:
-    """A small network, and one way of training it."""
+    """A small network and its training."""
 
     def __init__(self, kind: str) -> None:
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ class Training:
 
 
 def poisons(steps: int) -> list[float | None]:
-    """An infinity or NaN in about one step of twenty, and a run of them."""
+    """Return multipliers: an infinity or NaN in about one step of twenty, and several in a row."""
     chance = random.Random(7)
     plan = [chance.choice([math.inf, -math.inf, math.nan]) if chance.random() < 0.05 else None for _ in range(steps)]
     plan[100:108] = [math.inf] * 8
@@ -100,7 +100,7 @@ KINDS = [
     ids=str,
 )
 def test_every_step_as_grad_scaler(kind: str, interval: int, steps: int) -> None:
-    """Scale, growth tracker and weights at every step, bit for bit."""
+    """Compares scale, growth tracker and weights at every step, bit for bit."""
     theirs, ours = Training(kind), Training(kind)
     stock, scaler = Scaler("cpu", growth_interval=interval), LossScaler("cpu", growth_interval=interval)
     plan = poisons(steps)
@@ -141,7 +141,7 @@ def test_skips_that_scaling_itself_brings_about(fused: bool) -> None:
 
 
 def one_step(scaler: Scaler, gradient: float = 1.0) -> torch.Tensor:
-    """One iteration of a single weight, 1.0 before, by SGD with a learning rate of 1."""
+    """Run one iteration of SGD with learning rate 1 on a single weight of 1.0."""
     weight = torch.ones((), requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler.scale(weight * 1.0).backward()
@@ -153,7 +153,7 @@ def one_step(scaler: Scaler, gradient: float = 1.0) -> torch.Tensor:
 
 
 def outcomes(scaler: Scaler, overflows: list[bool]) -> list[float]:
-    """The scale after each step, some of which overflow in the backward."""
+    """Return the scale after each step, given which steps overflow in the backward."""
     scales = []
     for overflow in overflows:
         one_step(scaler, math.inf if overflow else 1.0)
@@ -162,7 +162,7 @@ def outcomes(scaler: Scaler, overflows: list[bool]) -> list[float]:
 
 
 def test_growth_is_refused_where_the_scale_would_not_be_finite() -> None:
-    """FP32's largest power of two is 2^127. The count of clean steps starts again all the same."""
+    """FP32's largest power of two is 2^127. At the limit, the count of clean steps still restarts."""
     for scaler in (Scaler("cpu", 2.0**126, growth_interval=3), LossScaler("cpu", 2.0**126, growth_interval=3)):
         assert outcomes(scaler, [False] * 10) == [2.0**126] * 2 + [2.0**127] * 8
         assert scaler._get_growth_tracker() == 1
@@ -183,7 +183,7 @@ def test_it_is_a_grad_scaler_made_lazily_with_its_defaults() -> None:
 
 
 def test_the_inverse_is_taken_in_fp64() -> None:
-    """3 is no power of two: its inverse must be the FP32 value nearest to 1/3."""
+    """The inverse of a scale of 3 must be the FP32 value nearest to 1/3."""
     weight = torch.ones(1, requires_grad=True)
     with pytest.warns(LossScaleWarning, match="no power of two"):
         scaler = LossScaler("cpu", 3.0)
@@ -210,11 +210,11 @@ def test_generators_of_losses_are_scaled_lazily() -> None:
     assert scaler._iteration.losses.any_failed()
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- cost -------------------------------------------------------------------------------------------------------------
 
 
 class CountOperations(TorchDispatchMode):
-    """The operations that reach the device, in order. ``detach`` makes a view and reaches none."""
+    """Records the operations on the device, in order. ``detach`` only makes a view and is excluded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class CountOperations(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_operations_on_the_device_as_grad_scaler(kind: str) -> None:
-    """No kernel and no read of the device more: ``_local_scalar_dense`` is a read."""
+    """As many kernels and reads of the device as GradScaler; ``_local_scalar_dense`` is a read."""
     counted = []
     for scaler in (Scaler("cpu"), LossScaler("cpu")):
         training = Training(kind)
@@ -241,7 +241,7 @@ def test_the_same_operations_on_the_device_as_grad_scaler(kind: str) -> None:
     assert any("_amp_update_scale_" in operation for operation in counted[1])
 
 
-def test_no_graph_and_no_large_tensor_is_kept() -> None:
+def test_the_scaler_holds_neither_a_graph_nor_a_large_tensor() -> None:
     scaler = LossScaler("cpu")
     weight = torch.ones(1000, requires_grad=True)
     scaler.scale((weight * 2)[0])
@@ -260,7 +260,7 @@ def test_many_micro_batches_are_folded() -> None:
 
 
 def test_steps_on_the_device_are_read_after_a_while() -> None:
-    """Fused: nothing is read while the run goes on, but what is remembered does not grow without bound."""
+    """With a fused optimizer, outcomes are not read during the run, but the number of stored outcomes is bounded."""
     weight = torch.ones((), requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.0, fused=True)
     scaler = LossScaler.static(2.0**16, device="cpu")
@@ -322,7 +322,7 @@ def simulated(
     tolerance: float,
     static: bool,
 ) -> list[float]:
-    """The rules once more, as one loop. Ends where the scale would have to go below the floor."""
+    """Simulate the rules in one loop, which ends where the scale would fall below the floor."""
     scale, clean, in_a_row, since_move, skips_since_move, scales = 8.0, 0, 0, 0, 0, []
     for overflow in overflows:
         since_move += 1
@@ -403,7 +403,7 @@ def test_a_static_scale_that_never_starts_training() -> None:
     outcomes(scaler, [True] * 20)
 
 
-def test_a_collapse_without_a_floor_is_told_once() -> None:
+def test_a_collapse_without_a_floor_is_warned_about_once() -> None:
     scaler = LossScaler("cpu", 2.0**-22)
     outcomes(scaler, [True] * 2)
     with pytest.warns(LossScaleWarning, match=r"fell to 2\^-25 and still steps overflow") as told:
@@ -435,7 +435,7 @@ def test_bounds_and_window() -> None:
 
 
 def test_bounds_in_the_middle_of_a_fused_run() -> None:
-    """Steps that only the device knows are read before the rules change."""
+    """Outcomes that are only on the device are read before the rules change."""
     weight = torch.ones((), requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.0, fused=True)
     scaler = LossScaler("cpu", 2.0**16, growth_interval=3)
@@ -475,13 +475,13 @@ def test_an_overflow_at_the_floor() -> None:
         "or lower the floor."
     )
     assert caught.value.skipped is scaler.skips[-1]
-    # The iteration is over: whoever catches the error trains on.
+    # The iteration is complete, so training can continue after the error is caught.
     assert outcomes(scaler, [False, False, False]) == [2.0, 2.0, 4.0]
     assert (scaler.steps, scaler.skipped_steps) == (7, 2)
 
 
 def test_learning_rates_need_no_change() -> None:
-    """The talk's question: the scale is taken out of the gradients again, so weights are the same bits at any scale."""
+    """Gradients are unscaled, so the weights are bit-identical at any scale (a question from the talk)."""
     torch.manual_seed(0)
     x, y = torch.randn(16, 6), torch.randn(16, 2)
     for make in (
@@ -505,7 +505,7 @@ def test_learning_rates_need_no_change() -> None:
             assert all(map(torch.equal, weights, results[0]))
 
 
-# -- why a step was skipped -------------------------------------------------------------------------------------------
+# -- reasons of skipped steps -----------------------------------------------------------------------------------------
 
 
 def nan_steps(scaler: Scaler, steps: int, fused: bool = False) -> None:
@@ -541,11 +541,11 @@ def test_hold_leaves_the_scale_alone(fused: bool) -> None:
     assert len(told) == 1
     assert (scaler.get_scale(), scaler._get_growth_tracker(), scaler.skipped_steps) == (8.0, 3, 40)
     assert {(skip.phase, skip.loss_scale, skip.next_loss_scale) for skip in scaler.skips} == {("forward", 8.0, 8.0)}
-    # The scale moves on as if those steps had not been, and backs off where the scale is to blame.
+    # Those steps do not affect the scale, which still backs off after a true overflow.
     assert outcomes(scaler, [False, False, True]) == [8.0, 16.0, 8.0]
 
 
-def test_hold_at_the_floor_is_no_collapse() -> None:
+def test_hold_at_the_floor_is_not_a_collapse() -> None:
     scaler = LossScaler("cpu", 8.0, floor=8.0, forward_nonfinite="hold")
     with pytest.warns(LossScaleWarning):
         nan_steps(scaler, 3)
@@ -563,8 +563,8 @@ def test_without_hold_the_floor_ends_a_run_whose_forward_fails() -> None:
     assert scaler.steps == 2
 
 
-def test_every_loss_of_the_iteration_is_looked_at() -> None:
-    """Micro-batches: the first one's loss is infinite. Losses in lists and larger tensors count too."""
+def test_every_loss_of_the_iteration_is_checked() -> None:
+    """The first micro-batch's loss is infinite. Losses in lists and in larger tensors are checked too."""
     for losses in (
         [torch.tensor(math.inf), torch.tensor(1.0)],
         [[torch.tensor(1.0), (torch.tensor(math.nan),)]],
@@ -583,7 +583,7 @@ def test_every_loss_of_the_iteration_is_looked_at() -> None:
 
 
 def test_an_fp16_loss_cannot_hold_the_scale() -> None:
-    """Its own gradient is the scale, and 2^16 is infinite in FP16."""
+    """The loss's own gradient is the scale, and 2^16 overflows FP16."""
     scaler = LossScaler("cpu", 2.0**16)
     weight = torch.ones((), requires_grad=True)
     for _ in range(2):
@@ -597,7 +597,7 @@ def test_an_fp16_loss_cannot_hold_the_scale() -> None:
 
 
 class Explains:
-    """Counts what it is asked, and answers."""
+    """An explainer that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -618,7 +618,7 @@ class Explains:
 
 @pytest.mark.parametrize("when", ["in step", "asked before update", "in update"])
 def test_the_explainer_is_asked_only_about_skipped_steps(when: str) -> None:
-    """A fused optimizer's outcome is known when somebody asks, or in update() where the rules need it."""
+    """A fused optimizer's outcome is read on request, or in update() if the rules need it."""
     explainer = Explains()
     rules = {"floor": 2.0**-10} if when == "in update" else {}
     scaler = LossScaler("cpu", 8.0, explainer=explainer, **rules)
@@ -670,8 +670,8 @@ def test_a_fault_of_the_explainer_does_not_end_the_training(caplog: pytest.LogCa
     ]
 
 
-def test_what_is_known_of_the_last_step() -> None:
-    """Two optimizers on one scaler: the first one's infinity backs off for both, each knows its own outcome."""
+def test_last_step_skipped_is_set_for_each_optimizer() -> None:
+    """With two optimizers on one scaler, the first one's infinity lowers the scale of both; outcomes are separate."""
     for fused in (False, True):
         scaler = LossScaler("cpu", 8.0)
         assert not scaler.last_step_skipped
@@ -679,7 +679,7 @@ def test_what_is_known_of_the_last_step() -> None:
         optimizers = [torch.optim.SGD([weight], lr=1.0, fused=fused) for weight in weights]
         scaler.scale(weights[0] + weights[1]).backward()
         weights[0].grad.fill_(math.inf)
-        # Unscaled in the other order: torch adds the flags into that of the first.
+        # Unscaled in the other order: torch accumulates the flags in the first optimizer's.
         scaler.unscale_(optimizers[1])
         for optimizer, bad in zip(optimizers, (True, False), strict=True):
             scaler.step(optimizer)
@@ -696,7 +696,7 @@ def test_what_is_known_of_the_last_step() -> None:
 
 
 def test_an_iteration_that_is_only_unscaled() -> None:
-    """Whoever decides by the norm alone not to step calls update() all the same; GradScaler allows it."""
+    """A loop may skip a step because of the norm and still call update(), as GradScaler allows."""
     scaler = LossScaler("cpu", 8.0)
     weight = torch.ones((), requires_grad=True)
     scaler.scale(weight * math.inf).backward()
@@ -706,7 +706,7 @@ def test_an_iteration_that_is_only_unscaled() -> None:
         assert (scaler.get_scale(), scaler.skipped_steps, scaler.steps) == (4.0, 1, 1)
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- invalid input ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, -math.inf, 1e-60, 2.0**-128, 2.0**128])
@@ -771,7 +771,7 @@ def test_settings_are_checked_too() -> None:
     assert outcomes(scaler, [False]) == [2.0**18]
 
 
-def test_scales_that_are_no_numbers() -> None:
+def test_scales_that_are_not_numbers_are_refused() -> None:
     for bad in ("8", None, True):
         with pytest.raises(TypeError, match="init_scale must be a number"):
             LossScaler("cpu", bad)
@@ -779,7 +779,7 @@ def test_scales_that_are_no_numbers() -> None:
         LossScaler("cpu").scale(3.0)
 
 
-def test_a_scale_that_is_no_power_of_two() -> None:
+def test_a_scale_other_than_a_power_of_two_warns() -> None:
     with pytest.warns(LossScaleWarning, match="loss scale 1000 is no power of two") as told:
         scaler = LossScaler("cpu", 1000.0)
     assert told[0].filename == __file__
@@ -873,7 +873,7 @@ def test_fp16_gradients_are_refused_unless_asked_for(unscale: bool) -> None:
 
 
 def test_sparse_fp16_gradients_are_coalesced_first() -> None:
-    """40000 + 40000 is infinite in FP16: each value alone is not."""
+    """40000 + 40000 overflows FP16, although each value fits."""
     scaler = LossScaler("cpu", 2.0, allow_fp16_gradients=True)
     weight = torch.zeros(4, 1, dtype=torch.float16, requires_grad=True)
     scaler.scale(torch.ones(()))
@@ -888,7 +888,7 @@ def test_sparse_fp16_gradients_are_coalesced_first() -> None:
     assert scaler.get_scale() == 1.0
 
 
-def test_a_disabled_scaler_does_nothing() -> None:
+def test_a_disabled_scaler_has_no_effect() -> None:
     scaler = LossScaler("cpu", enabled=False)
     weight = torch.ones((), requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -907,7 +907,7 @@ def test_a_disabled_scaler_does_nothing() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_where_there_is_none_disables_as_in_grad_scaler() -> None:
+def test_without_cuda_the_scaler_is_disabled_as_in_grad_scaler() -> None:
     with pytest.warns(UserWarning, match="CUDA is not available"):
         assert not LossScaler("cuda").is_enabled()
 
@@ -962,7 +962,7 @@ def test_two_ranks_hold_together(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
 def test_no_wait_of_its_own_on_a_gpu(fused: bool) -> None:
-    """Everything but step() with an optimizer that is not fused, which waits in GradScaler too."""
+    """Only step() with an optimizer that is not fused may wait, as in GradScaler."""
     weight = torch.ones(8, device="cuda", requires_grad=True)
     optimizer = torch.optim.Adam([weight], fused=fused)
     scaler = LossScaler()

@@ -1,4 +1,4 @@
-"""Steps with closures under a loss scaler: the same weights as without one, and an overflow leaves everything as it was."""
+"""Steps with closures under a loss scaler: weights equal those without one, and an overflow restores the previous state."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Run:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two optimizer states are equal, bit for bit."""
+    """Return whether two optimizer states are equal, bit for bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, dict):
@@ -144,7 +144,7 @@ def test_an_overflow_in_the_first_evaluation(kind: str, first: bool, by_keyword:
 @pytest.mark.parametrize("kind", ["lbfgs", "lbfgs with line search"])
 @pytest.mark.parametrize("begun", [0, 1, 2])
 def test_an_overflow_in_a_later_evaluation(kind: str, begun: int) -> None:
-    """L-BFGS has moved by then. Afterwards it goes on as if the step had never begun."""
+    """L-BFGS has already moved the weights. Afterwards it continues as if the step had not started."""
     runs = [Run(kind, LossScaler("cpu", 1024.0)) for _ in range(2)]
     for run in runs:
         for _ in range(begun):
@@ -167,7 +167,7 @@ def test_an_overflow_in_a_later_evaluation(kind: str, begun: int) -> None:
     assert (run.scaler.steps, run.scaler.skipped_steps) == (begun + 5, 1)
 
 
-def test_a_forward_that_fails_is_told_from_a_backward() -> None:
+def test_a_failing_forward_is_distinguished_from_a_failing_backward() -> None:
     scaler = LossScaler("cpu", 1024.0, forward_nonfinite="hold")
     weight = torch.ones((), requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=4)
@@ -212,7 +212,7 @@ def test_clipping_inside_the_closure() -> None:
 
 
 class SharpnessAware(torch.optim.Optimizer):
-    """Moves uphill along the gradients that are there, asks for those at that place, and steps with them from where it was."""
+    """Moves uphill along the present gradients, evaluates the gradients there, and applies them to the original weights."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -221,7 +221,7 @@ class SharpnessAware(torch.optim.Optimizer):
     def step(self, closure: Closure) -> torch.Tensor:
         (weight,) = self.param_groups[0]["params"]
         before, self.state[weight]["uphill"] = weight.clone(), weight.grad * 0.5
-        # Through .data: no version counter tells of it.
+        # Writes through .data do not change the version counter.
         weight.data.add_(self.state[weight]["uphill"])
         with torch.enable_grad():
             loss = closure()
@@ -255,7 +255,7 @@ def test_an_optimizer_that_moves_before_it_asks(poisoned: int | None) -> None:
 
 
 def test_options_that_an_optimizer_changes_are_put_back() -> None:
-    """Some keep their progress in the param_groups, some a tensor learning rate."""
+    """Some optimizers store their progress in param_groups, some have a tensor as learning rate."""
 
     class Restless(torch.optim.Optimizer):
         def step(self, closure: Closure) -> torch.Tensor:
@@ -283,11 +283,11 @@ def test_options_that_an_optimizer_changes_are_put_back() -> None:
     assert (rate.item(), optimizer.param_groups[0]["progress"]) == (1.0, (0, []))
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refused closures -------------------------------------------------------------------------------------------------
 
 
 def refused(change: str) -> tuple[LossScaler, Run, Closure]:
-    """A run of L-BFGS one step old, and a closure that is faulty from its second evaluation on."""
+    """Return a run of L-BFGS after one step, and a closure that is faulty from its second evaluation on."""
     scaler = LossScaler("cpu", 1024.0)
     run = Run("lbfgs", scaler)
     run.step()
@@ -327,7 +327,7 @@ def refused(change: str) -> tuple[LossScaler, Run, Closure]:
         ("raise", KeyError, "the closure's own fault"),
     ],
 )
-def test_an_error_in_a_closure_leaves_everything_as_it_was(change: str, error: type[Exception], words: str) -> None:
+def test_an_error_in_a_closure_restores_the_state(change: str, error: type[Exception], words: str) -> None:
     scaler, run, closure = refused(change)
     weights, state = run.weights, copy.deepcopy(run.optimizer.state_dict())
     with pytest.raises(error, match=words):
@@ -340,7 +340,7 @@ def test_an_error_in_a_closure_leaves_everything_as_it_was(change: str, error: t
     assert not all(map(torch.equal, run.weights, weights))
 
 
-def test_closures_that_are_none() -> None:
+def test_invalid_closures_are_refused() -> None:
     scaler = LossScaler("cpu", 8.0)
     weight = torch.ones((), requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -403,7 +403,7 @@ def test_the_inspector_counts_a_skipped_closure_step_as_skipped(kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["lbfgs", "lbfgs with line search"])
 def test_the_inspector_counts_a_step_undone_in_a_later_evaluation_as_skipped(kind: str) -> None:
-    """Its optimizer's step begins and does not end."""
+    """The optimizer's step starts but does not complete."""
     run, session = inspected(kind, {2})
     assert run.scaler.skipped_steps == 1
     assert (session.progress.steps, session.progress.skipped_steps) == (4, 1)

@@ -1,4 +1,4 @@
-"""State dicts of LossScaler, GradScaler and apex.amp into one another; pickles and copies."""
+"""Conversion between state dicts of LossScaler, GradScaler and apex.amp; pickles and copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Scaler = torch.amp.GradScaler
 
 
 def train(scaler: Scaler, overflows: list[bool], fused: bool = False) -> list[float]:
-    """The scale after each step."""
+    """Return the scale after each step."""
     scales = []
     for overflow in overflows:
         weight = torch.ones((), requires_grad=True)
@@ -35,7 +35,7 @@ PLAN = [False, False, True, False, True, True, False, False, False, False, True,
 
 
 def full() -> LossScaler:
-    """One with everything set, some steps old."""
+    """Return a scaler without default settings, after some steps."""
     scaler = LossScaler(
         "cpu",
         2.0**10,
@@ -94,7 +94,7 @@ def test_a_state_dict_is_plain_data() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("started", [False, True])
 def test_there_and_back_with_grad_scaler(started: bool, fused: bool) -> None:
-    """At any step one takes over from the other, and decides on as it would have."""
+    """At any step, either scaler can replace the other without changing later decisions."""
     alone = train(Scaler("cpu", growth_interval=3), PLAN, fused)
     for cut in (1, 3, 6, 11):
         for first, second in ((Scaler, LossScaler), (LossScaler, Scaler), (LossScaler, LossScaler)):
@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_state_of_a_scaler(name: str) -> None:
+def test_invalid_states_are_refused(name: str) -> None:
     state, words = REFUSED[name]
     scaler = full()
     before = everything(scaler), dict(vars(scaler))
@@ -219,7 +219,7 @@ def test_what_is_no_state_of_a_scaler(name: str) -> None:
 
 
 def test_an_empty_state_and_disabled_scalers() -> None:
-    """As in GradScaler: a disabled one saves {}, which no enabled one loads, and loads anything without a word."""
+    """As in GradScaler, a disabled scaler saves {}, which enabled ones refuse, and accepts any state."""
     disabled, scaler = LossScaler("cpu", enabled=False), full()
     assert disabled.state_dict() == disabled.to_apex_state_dict() == Scaler("cpu", enabled=False).state_dict() == {}
     before = everything(scaler)
@@ -253,7 +253,7 @@ def test_pickles_and_copies(fused: bool) -> None:
         assert everything(copied) == everything(scaler)
         assert list(copied.skips) == list(scaler.skips)
         assert copied.skips[-1].culprit == NonFinite("head", "head.weight", "inf")
-        # The explainer belongs to a model, of which the copy knows nothing.
+        # The copy has no explainer, which belongs to a model.
         assert copied.explainer is None
         assert copied.process_group is False
         assert copied.last_step_skipped is True

@@ -1,4 +1,4 @@
-"""FP32 master weights: for any model and optimizer, and kept by hand as NVIDIA's GTC 2018 talk shows it."""
+"""FP32 master weights, for any model and optimizer, and by hand as in NVIDIA's GTC 2018 talk."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_masters_hold_the_weights_from_before_the_conversion(precision):
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
-def test_groups_keep_their_order_and_options_and_their_state_moves(optimizers):
+def test_groups_preserve_their_order_and_options_and_their_state_moves(optimizers):
     model = small_model()
     parameters = list(model.parameters())
     groups = [{"params": parameters[:3], "lr": 0.5}, {"params": parameters[3:], "weight_decay": 0.25, "tag": "rest"}]
@@ -113,7 +113,7 @@ def test_groups_keep_their_order_and_options_and_their_state_moves(optimizers):
     }
 
 
-def test_a_half_model_gets_masters_from_its_weights_and_its_state_becomes_fp32():
+def test_masters_of_a_half_model_start_from_its_weights_with_fp32_state():
     model = small_model().half()
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -175,7 +175,7 @@ def test_parameters_that_the_model_does_not_have_are_left_alone():
     assert half.grad is None
 
 
-def test_a_mode_without_masters_converts_the_state_and_nothing_is_swapped():
+def test_a_mode_without_masters_converts_only_the_state():
     model = small_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     backward(model)
@@ -193,7 +193,7 @@ def test_a_mode_without_masters_converts_the_state_and_nothing_is_swapped():
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16-amp", "bf16-amp"])
-def test_a_mode_that_stores_fp32_changes_nothing(name):
+def test_a_mode_that_stores_fp32_leaves_the_model_unchanged(name):
     model = small_model()
     parameters, kinds = list(model.parameters()), [type(module) for module in model.modules()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -204,7 +204,7 @@ def test_a_mode_that_stores_fp32_changes_nothing(name):
     assert [type(module) for module in model.modules()] == kinds
 
 
-def test_an_error_comes_before_any_change():
+def test_an_error_leaves_the_model_unchanged():
     model = small_model()
     with torch.no_grad():
         model[4].bias[0] = 1e6
@@ -252,7 +252,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_steps_the_masters_as_it_would_step_fp32_weights(name):
-    """The same FP32 gradients give bit-equal weights in a plain FP32 model, state from before the split included."""
+    """With equal FP32 gradients, weights are bit-identical to a plain FP32 model's, also with optimizer state from before."""
     plain, model = small_model(), small_model()
     plain_optimizer, optimizer = OPTIMIZERS[name](plain.parameters()), OPTIMIZERS[name](model.parameters())
     for each, its in ((plain, plain_optimizer), (model, optimizer)):
@@ -313,7 +313,7 @@ def plain_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.T
 
 
 def test_a_sparse_half_gradient_is_summed_in_fp32():
-    """Row 1 is looked up twice, with a gradient of 40000 each: beyond FP16 together."""
+    """Row 1 is used twice with a gradient of 40000, whose sum overflows FP16."""
     model = nn.Embedding(5, 2, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
     masters = MasterWeights.split(model, [optimizer], FP16_MASTER)
@@ -338,7 +338,7 @@ def test_a_sparse_half_gradient_is_summed_in_fp32():
     assert torch.equal(master.grad, torch.ones(5, 2))
 
 
-def test_no_gradient_stays_none():
+def test_a_missing_gradient_remains_none():
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights.split(model, [optimizer], FP16_MASTER)
@@ -353,7 +353,7 @@ def test_no_gradient_stays_none():
     assert sum(master.grad is not None for _, master in masters.pairs()) == 2
 
 
-def test_channels_last_weights_keep_their_layout():
+def test_channels_last_weights_preserve_their_layout():
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights.split(model, [optimizer], FP16_MASTER)
@@ -364,8 +364,8 @@ def test_channels_last_weights_keep_their_layout():
     assert torch.equal(optimizer.param_groups[0]["params"][0].grad, model.weight.grad.float())
 
 
-def test_updates_too_small_for_half_weights_are_kept():
-    """1 + 100 * 2^-14 against 1: each update alone is lost in FP16, whose neighbour of 1 is 1 + 2^-10."""
+def test_updates_too_small_for_half_weights_accumulate():
+    """100 updates of 2^-14 to a weight of 1: each is lost in FP16, where 1 + 2^-10 follows 1."""
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -383,7 +383,7 @@ def test_updates_too_small_for_half_weights_are_kept():
     assert results == {"fp16-master": 1 + 6 * 2.0**-10, "fp16-pure": 1.0}
 
 
-# -- weights that come from outside -----------------------------------------------------------------------------------
+# -- weights loaded into the model ------------------------------------------------------------------------------------
 
 
 def test_weights_loaded_into_the_model_are_noticed_and_reach_the_masters():
@@ -469,7 +469,7 @@ def test_check_zeroed_is_silent_after_zeroing_and_never_otherwise(ways, optimize
     for way in ways:
         masters.check_zeroed()
         backward(model)
-        masters.check_zeroed()  # nothing of this step has reached the masters
+        masters.check_zeroed()  # this step has not reached the masters
         backward(model)  # a second micro-batch
         masters.gradients_to_masters()
         with pytest.raises(RuntimeError, match=r"'0\.weight' .* has not been zeroed since.*call model\.zero_grad\(\)"):
@@ -485,7 +485,7 @@ def test_check_zeroed_is_silent_after_zeroing_and_never_otherwise(ways, optimize
         masters.check_zeroed()
 
 
-def test_no_gradient_is_kept_alive():
+def test_gradients_are_freed():
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     masters = MasterWeights.split(model, [optimizer], FP16_MASTER)
@@ -511,7 +511,7 @@ def test_optimizers_and_models_can_be_copied_after_training():
 
 
 def test_views_of_a_bucket_are_not_judged():
-    """DistributedDataParallel(gradient_as_bucket_view=True) gives the same view again after it was set to None."""
+    """DistributedDataParallel(gradient_as_bucket_view=True) sets the same view again after it was set to None."""
     parameter = nn.Parameter(torch.ones(4).half())
     bucket = torch.ones(8).half()
     view = bucket[:4]
@@ -645,8 +645,8 @@ def test_zeroing_the_masters_gradients_only_is_an_error_at_the_second_step(flat_
 
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
-def test_zeroing_the_models_gradients_is_none(set_to_none, micro_batches):
-    """A parameter that gets no gradient in the second step has zeros then, or None."""
+def test_both_ways_of_zeroing_the_models_gradients_work(set_to_none, micro_batches):
+    """A parameter without a gradient in the second step has zeros or None, depending on ``zero_grad``."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
     model_params, master_params = prep_param_lists(model)
     for step in range(4):
@@ -699,7 +699,7 @@ def test_masters_reach_the_model_by_torchs_own_cast(values, stored):
 
 @settings(max_examples=100, deadline=None)
 @given(codes=st.lists(st.integers(-(2**15), 2**15 - 1), min_size=1, max_size=20), bf16=st.booleans())
-def test_gradients_reach_the_masters_as_float_does_and_come_back(codes, bf16):
+def test_gradients_are_converted_to_the_masters_exactly_and_back(codes, bf16):
     dtype = torch.bfloat16 if bf16 else torch.float16
     half = torch.tensor(codes, dtype=torch.int16).view(dtype)
     parameter, master = nn.Parameter(torch.zeros_like(half)), nn.Parameter(torch.zeros(len(codes)))
@@ -730,7 +730,7 @@ def test_model_to_masters_and_back_changes_no_bit(seed, precision):
     assert all(torch.equal(a, b) for a, (_, b) in zip(rounded, masters.pairs(), strict=True))
 
 
-def test_convert_model_alone_is_what_split_does_to_the_model():
+def test_convert_model_converts_as_split_does():
     converted, split = convert_model(small_model(), FP16_MASTER), small_model()
     MasterWeights.split(split, [torch.optim.SGD(split.parameters(), lr=0.1)], FP16_MASTER)
     assert [type(module) for module in converted] == [type(module) for module in split]

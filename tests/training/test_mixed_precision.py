@@ -1,4 +1,4 @@
-"""MixedPrecision: every precision trains, resumes, explains itself and refuses what it can't do."""
+"""MixedPrecision: every precision trains, resumes, explains skipped steps and refuses unsupported input."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(mp: mpinspect.MixedPrecision, data, clip: float | None = None) -> list
 def make(precision: str, loss_scale=None, optimizer=torch.optim.Adam, seed: int = 0, **options):
     model = network(seed)
     if optimizer is torch.optim.Adam:
-        # FP16 weights have FP16 state, where Adam's own 1e-8 is 0 and a gradient of 0 divides 0 by 0.
+        # FP16 weights have FP16 state, in which Adam's default eps of 1e-8 rounds to 0: a gradient of 0 would give 0/0.
         options.setdefault("eps", 1e-4)
     return mpinspect.MixedPrecision(model, optimizer(model.parameters(), lr=0.01, **options), precision, loss_scale)
 
@@ -118,7 +118,7 @@ def test_the_model_holds_the_masters_rounded(precision):
 
 @pytest.mark.parametrize("precision", EVERY)
 def test_accumulation_over_micro_batches_is_the_whole_batch(precision):
-    """Integers and powers of two throughout, so that every sum is exact in FP16 too."""
+    """A model of integers and powers of two, whose sums are exact in FP16 too."""
 
     def trained(parts: int) -> dict[str, torch.Tensor]:
         model = nn.Linear(4, 4, bias=False)
@@ -196,8 +196,8 @@ def test_parameters_added_later_get_masters():
     assert not torch.equal(before, model[4].weight)
 
 
-def test_what_is_written_to_the_model_reaches_the_masters():
-    """A GAN's weight clipping, for one; the weights that were not touched keep their masters' lower bits."""
+def test_writes_to_the_models_weights_reach_the_masters():
+    """For example a GAN's weight clipping. Unchanged weights must not lose their masters' lower bits."""
     mp = make("fp16-master", 128.0)
     train(mp, batches(3))
     before = mp.weights()["0.weight"]
@@ -219,8 +219,8 @@ def test_what_is_written_to_the_model_reaches_the_masters():
 
 
 @pytest.mark.parametrize("precision", WITH_MASTERS)
-def test_half_logits_are_kept_as_they_are(precision):
-    """Their FP32 log-softmax would be the largest tensor that a small language model keeps."""
+def test_half_logits_are_saved_without_an_fp32_copy(precision):
+    """Their FP32 log-softmax would be the largest saved tensor of a small language model."""
     mp = make(precision)
     x, y = batches(1)[0]
     kept = []
@@ -232,11 +232,11 @@ def test_half_logits_are_kept_as_they_are(precision):
     assert {t.dtype for t in kept if t.is_floating_point()} == {PRECISIONS[precision].compute}
 
 
-# -- what it says -------------------------------------------------------------------------------------------------------
+# -- messages -----------------------------------------------------------------------------------------------------------
 
 
 class Overflows(nn.Module):
-    """Five linear layers; the one at index 3 has inputs 2^10 times the others', and so have its weights' gradients."""
+    """Five linear layers. The one at index 3 has inputs, and so weight gradients, 2^10 times the others'."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Overflows(nn.Module):
 
 
 class Times(torch.autograd.Function):
-    """Multiplies going in, and lets gradients through as they are."""
+    """Multiplies its input, and passes gradients through unchanged."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -421,7 +421,7 @@ BAD_STATES = [
 
 
 @pytest.mark.parametrize(("state", "words"), BAD_STATES)
-def test_other_states_are_refused_and_nothing_changes(state, words):
+def test_foreign_states_are_refused_without_any_change(state, words):
     mp = make("fp16-master")
     train(mp, batches(2))
     before = mp.weights()
@@ -486,7 +486,7 @@ def test_impossible_scales_are_refused_before_anything_changes(scale):
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
 
 
-def test_a_scale_that_is_no_power_of_two_only_warns():
+def test_a_scale_other_than_a_power_of_two_only_warns():
     with pytest.warns(LossScaleWarning, match="power of two"):
         mp = make("fp16-amp", 1000.0)
     assert mp.loss_scale == 1000.0
@@ -498,7 +498,7 @@ def test_an_eps_that_vanishes_in_fp16_is_warned_of():
         mpinspect.MixedPrecision(model, torch.optim.Adam(model.parameters()), "fp16-pure")
 
 
-def test_wrong_types_are_told_apart():
+def test_wrong_types_have_separate_errors():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="Module"):
@@ -565,7 +565,7 @@ def test_clipping_leaves_infinities_to_the_step():
     assert mp.skips[0].culprit.value in ("inf", "nan")
 
 
-def test_of_a_half_loss_the_message_says_that_it_is_one():
+def test_the_message_for_a_half_loss_names_its_dtype():
     mp = make("fp16-amp", 2.0**16)
     x, _ = batches(1)[0]
     with mp.autocast():

@@ -25,7 +25,7 @@ FP16_MASTER = PRECISIONS["fp16-master"]
 # -- the table ------------------------------------------------------------------------------------------------------
 
 
-def test_what_each_precision_stores_computes_and_needs():
+def test_each_precisions_storage_arithmetic_and_requirements():
     table = {p.name: (p.compute, p.stored, p.masters, p.autocast, p.scaled) for p in PRECISIONS.values()}
     assert table == {
         "fp32": (FP32, FP32, False, False, False),
@@ -47,7 +47,7 @@ def test_an_unknown_precision_is_answered_with_the_known_ones():
 
 
 class Everything(nn.Module):
-    """One of each kind of layer and tensor that is treated in a way of its own."""
+    """One of each kind of layer and tensor that is converted differently."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_dtypes_after_the_conversion(precision, before):
     assert all(a is b for a, b in zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True))
 
 
-def test_values_are_torchs_own_cast_and_gradients_come_along():
+def test_values_equal_torchs_cast_and_gradients_are_converted():
     model, half = nn.Linear(5, 3), nn.Linear(5, 3)
     half.load_state_dict(model.state_dict())
     model(torch.randn(2, 5)).sum().backward()
@@ -135,7 +135,7 @@ def test_a_parameter_shared_with_a_batch_norm_stays_fp32():
     assert model[1].weight.dtype == FP16
 
 
-def test_converting_twice_changes_nothing():
+def test_converting_twice_equals_converting_once():
     model = convert_model(Everything(), FP16_MASTER)
     before = {name: (tensor.dtype, tensor.data_ptr()) for name, tensor in model.state_dict().items()}
     convert_model(model, FP16_MASTER)
@@ -204,7 +204,7 @@ def test_weights_beyond_fp16_are_refused_and_fit_bf16():
     model.float()
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[65519.0, torch.inf], [torch.nan, 0.0]]))
-    convert_model(model, FP16_MASTER)  # 65519 rounds to 65504; what is not finite is no news
+    convert_model(model, FP16_MASTER)  # 65519 rounds to 65504; existing infinities are ignored
     assert model.weight[0].tolist() == [65504.0, torch.inf]
 
 
@@ -213,7 +213,7 @@ def test_weights_beyond_fp16_are_refused_and_fit_bf16():
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_batch_norm_in_half_loses_its_statistics_and_converted_back_does_not(affine):
-    """Inputs ~ N(0, 400^2) have a variance of 160,000: beyond FP16. apex's BN_convert_float leaves ``affine=False`` in half."""
+    """Inputs ~ N(0, 400^2) have a variance of 160,000, beyond FP16. apex's BN_convert_float skips ``affine=False``."""
     torch.manual_seed(0)
     half = nn.BatchNorm1d(16, affine=affine).half()
     kept = BN_convert_float(nn.Sequential(nn.BatchNorm1d(16, affine=affine)).half())[0]
@@ -232,7 +232,7 @@ def test_batch_norm_in_half_loses_its_statistics_and_converted_back_does_not(aff
         layer.eval()
         assert (layer.running_var / 160_000 - 1).abs().max() < 0.25
         assert (layer(x).float().std() - 1).abs() < 0.1
-    # Where it differs from apex's function the docstring says so.
+    # The docstring documents the difference to apex's function.
     assert "affine=False" in BN_convert_float.__doc__
     assert "apex" in BN_convert_float.__doc__
 
@@ -325,7 +325,7 @@ INPUTS = {
 
 
 def pair(make: Callable[[], nn.Module], stored: torch.dtype = FP16) -> tuple[nn.Module, nn.Module]:
-    """A converted layer, and the FP32 layer with the same, rounded, weights."""
+    """Return a converted layer, and an FP32 layer with the same rounded weights."""
     torch.manual_seed(0)
     layer = make()
     with torch.no_grad():
@@ -375,7 +375,7 @@ def test_any_input_within_60000_gives_finite_outputs_and_gradients(rows, kind):
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_norms_keep_half_tensors_only(name):
+def test_norms_save_only_half_tensors(name):
     layer, _ = pair(NORMS[name])
     x = torch.randn(4, 6, 32).half().requires_grad_()
     kept = []
@@ -390,8 +390,8 @@ def test_norms_keep_half_tensors_only(name):
     assert sum(tensor.numel() for tensor in kept) == x.numel() + sum(p.numel() for p in layer.parameters())
 
 
-def test_torchs_own_half_layer_norm_keeps_half_statistics_on_a_cpu():
-    """Why it is not used: the gradient of an input far from zero is off by more than a percent, not by 2^-11."""
+def test_torchs_half_layer_norm_has_half_statistics_on_a_cpu():
+    """The reason not to use it: for inputs far from zero, the gradient's error exceeds a percent instead of 2^-11."""
     torch.manual_seed(0)
     x = (torch.randn(64, 64) * 20 + 30000).half()
     upstream = torch.randn(64, 64).half()
@@ -435,7 +435,7 @@ def test_hooks_on_the_input_see_the_whole_gradient_once():
 
 
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
-def test_what_needs_no_gradient_gets_none(frozen):
+def test_tensors_that_need_no_gradient_have_none(frozen):
     layer, _ = pair(NORMS["layer"])
     x = torch.randn(4, 6, 32).half().requires_grad_()
     tensors = {"input": x, "weight": layer.weight, "bias": layer.bias}

@@ -1,4 +1,4 @@
-"""What is kept for the backward: half tensors, at most 0.6 of FP32's bytes, counted by autograd's own hooks."""
+"""Tensors saved for the backward are half, and take at most 0.6 of FP32's bytes, measured by autograd's hooks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mpinspect.training.precision import PRECISIONS
 from mpinspect.training.recompute import LeanCrossEntropy
 
 FP16, FP32 = torch.float16, torch.float32
-#: GPT-2 small with a sixth of its width and of its vocabulary: the logits weigh as much beside the blocks as in the original.
+#: GPT-2 small with a sixth of its width and vocabulary, so that the ratio of logits to blocks is preserved.
 WIDTH, HEADS, LAYERS, VOCABULARY, LENGTH = 128, 2, 12, 50257 // 6, 64
 
 
 def _load() -> ModuleType:
-    """The models and the measurement are the benchmark's, which runs them in full size."""
+    """Import the benchmark, which has the models and the measurement, in full size."""
     path = Path(__file__).parents[2] / "benchmarks" / "saved_memory.py"
     spec = importlib.util.spec_from_file_location("saved_memory_benchmark", path)
     assert spec is not None
@@ -47,7 +47,7 @@ SUBJECTS = {
     "gpt-2": (small_gpt2, lambda: benchmark.text_loss(2, LENGTH, VOCABULARY)),
 }
 
-#: BatchNorm's mean and 1/deviation of each of its 26,560 channels; attention's one number for each row and head.
+#: BatchNorm saves mean and 1/deviation of 26,560 channels; attention saves one number per row and head.
 FLOAT32_BYTES = {"resnet-50": 4 * 2 * 26_560, "gpt-2": 4 * LAYERS * HEADS * 2 * LENGTH}
 
 
@@ -62,7 +62,7 @@ def full():
     return {subject: measure(subject, "fp32") for subject in SUBJECTS}
 
 
-def test_the_models_are_what_their_names_say():
+def test_the_models_have_their_published_sizes():
     with torch.device("meta"):
         assert sum(p.numel() for p in benchmark.resnet50().parameters()) == 25_557_032
         assert sum(p.numel() for p in benchmark.GPT2().parameters()) == 124_439_808
@@ -70,27 +70,27 @@ def test_the_models_are_what_their_names_say():
 
 @pytest.mark.parametrize("precision", ["fp16-master", "bf16-master"])
 @pytest.mark.parametrize("subject", SUBJECTS)
-def test_half_weights_keep_at_most_six_tenths_of_fp32s_bytes(full, subject, precision):
+def test_half_weights_save_at_most_six_tenths_of_fp32s_bytes(full, subject, precision):
     saved = measure(subject, precision)
     assert saved.activations <= 0.6 * full[subject].activations
     assert saved.activations + saved.parameters <= 0.6 * (full[subject].activations + full[subject].parameters)
     assert saved.float32_activations == FLOAT32_BYTES[subject]
 
 
-def test_torchs_own_cross_entropy_keeps_its_log_softmax_in_fp32(full):
-    """The only large FP32 tensor left in a language model: without it 0.6 holds, with it not quite."""
+def test_torchs_cross_entropy_saves_its_log_softmax_in_fp32(full):
+    """It is the only large FP32 tensor of a language model, and slightly exceeds the bound of 0.6."""
     saved, lean = measure("gpt-2", "fp16-master", lean=False), measure("gpt-2", "fp16-master")
     tokens = 2 * LENGTH
     assert saved.largest_float32 == f"({tokens}, {VOCABULARY}), {4 * tokens * VOCABULARY} bytes"
     assert (
         saved.float32_activations - lean.float32_activations == 4 * tokens * VOCABULARY + 4
     )  # nll_loss: its weights' sum
-    assert saved.activations - lean.activations == 2 * tokens * VOCABULARY + 4  # the half logits are kept instead
+    assert saved.activations - lean.activations == 2 * tokens * VOCABULARY + 4  # the half logits are saved instead
     assert 0.6 < saved.activations / full["gpt-2"].activations < 0.65
 
 
-def test_under_amp_a_language_model_keeps_nearly_as_much_as_in_fp32(full):
-    """FP32 inputs of LayerNorm, and half copies of FP32 weights: why the weights are stored in half."""
+def test_under_amp_a_language_model_saves_nearly_as_much_as_in_fp32(full):
+    """AMP saves FP32 inputs of LayerNorm and half copies of FP32 weights; storing half weights avoids both."""
     amp, master = measure("gpt-2", "fp16-amp", lean=False), measure("gpt-2", "fp16-master", lean=False)
     assert amp.activations > 0.9 * full["gpt-2"].activations
     assert master.activations < 0.7 * amp.activations
@@ -148,7 +148,7 @@ def test_everything_else_is_left_to_torch():
     assert F.cross_entropy(full, target).grad_fn.name() != "_RecomputedBackward"
 
 
-def test_targets_that_are_learned_get_their_gradient():
+def test_learned_targets_have_a_gradient():
     logits, target = torch.randn(4, 5).half(), torch.rand(4, 5)
     gradients = []
     for mode in (nullcontext(), LeanCrossEntropy()):

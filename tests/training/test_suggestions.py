@@ -1,4 +1,4 @@
-"""Which of torch's switches are suggested, from what was seen of a training."""
+"""The torch settings that are suggested for an observed training."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpinspect import MixedPrecision
 from mpinspect.training.forwards import ForwardShapes
 from mpinspect.training.suggestions import Seen, suggestions
 
-#: An A100 that trains a convolutional network in FP32, ten batches of one shape, torch's switches off.
+#: An A100 that trains a convolutional network in FP32: ten batches of one shape, all settings off.
 PLAIN = Seen("cuda", (8, 0), 10, 1, True, 1.0, False, False, False)
 
 
 def switches(seen: Seen) -> list[str]:
-    """The switches that are named."""
+    """Return the settings that a text names."""
     names = ("cudnn.benchmark", "cuda.matmul.allow_tf32", "cudnn.allow_tf32")
     return [name for name in names if any(f"torch.backends.{name} = True" in said for said in suggestions(seen))]
 
@@ -31,7 +31,7 @@ def test_all_of_them():
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "xpu"])
-def test_nothing_without_a_gpu_of_nvidias(device):
+def test_no_suggestions_without_an_nvidia_gpu(device):
     assert suggestions(replace(PLAIN, device=device, capability=None)) == []
 
 
@@ -61,7 +61,7 @@ def test_the_share_of_weights_is_given():
     assert "25% of the weights" in suggestions(replace(PLAIN, float32_fraction=0.25))[1]
 
 
-# -- what is seen -------------------------------------------------------------------------------------------------------
+# -- observations -------------------------------------------------------------------------------------------------------
 
 
 def test_shapes_of_training_forwards_are_counted():
@@ -95,7 +95,7 @@ def test_keyword_and_nested_inputs_have_shapes():
     assert (seen.forwards, seen.input_shapes, seen.has_convolutions) == (5, 4, False)
 
 
-def test_many_shapes_are_not_kept_for_ever():
+def test_the_number_of_stored_shapes_is_bounded():
     model = nn.Identity()
     shapes = ForwardShapes(model)
     for length in range(100):
@@ -112,7 +112,7 @@ def test_the_switches_are_read_as_they_stand(monkeypatch):
 
 
 class BothSwitches:
-    """torch's TF32 switches since 2.9, after the new one was set."""
+    """torch's TF32 settings since 2.9, after the new one was set."""
 
     def __init__(self, fp32_precision: str) -> None:
         self.fp32_precision = fp32_precision

@@ -1,7 +1,7 @@
-"""Two processes under DistributedDataParallel: one scale, one set of weights, those of one process on the whole batch.
+"""Two processes under DistributedDataParallel have one scale and the weights of one process on the whole batch.
 
-The data are small integers and the learning rate a power of two, so that every sum is exact, in FP16 too, in any order, for
-two steps; a third one runs where one of them is skipped.
+The data are small integers and the learning rate a power of two, so that every sum of two steps is exact in any order, in FP16
+too. If a step is skipped, a third one runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Build = Callable[[str], tuple[MixedPrecision, nn.Module]]
 
 
 def network() -> nn.Module:
-    """4 -> 4 -> 2 of small integers; its ReLU lets all of these inputs through."""
+    """Return a network 4 -> 4 -> 2 of small integers; its ReLU passes all of these inputs."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2, bias=False))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0], [0, 0, 1, 1]]))
@@ -43,7 +43,7 @@ def network() -> nn.Module:
 
 
 def batch(step: int) -> torch.Tensor:
-    """Eight rows of 0, 1 and 2."""
+    """Return eight rows of 0, 1 and 2."""
     return torch.tensor([[(row * 5 + column * 3 + step) % 3 for column in range(4)] for row in range(8)]).float()
 
 
@@ -52,7 +52,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def scaler(precision: str) -> LossScaler | None:
-    """As MixedPrecision's own, from a smaller scale."""
+    """Return a scaler like MixedPrecision's, with a smaller initial scale."""
     return LossScaler("cpu", SCALE, forward_nonfinite="hold") if precision in SCALED else None
 
 
@@ -74,9 +74,9 @@ def wrapped_before(precision: str) -> tuple[MixedPrecision, nn.Module]:
 def train(
     build: Build, precision: str, *, parts: int = 1, spoiled: float | None = None, rank: int | None = None
 ) -> dict[str, Any]:
-    """Two steps on this rank's half of each batch (None: all of it); three with one, OVERFLOWS_AT, whose loss is ``spoiled``.
+    """Train two steps on this rank's half of each batch (None: the whole batch). ``spoiled`` adds a step, OVERFLOWS_AT.
 
-    The half is cut into ``parts`` micro-batches, of which only the last one's backward reduces.
+    The half is split into ``parts`` micro-batches; only the last one's backward reduces.
     """
     mp, model = build(precision)
     stepped = []
@@ -125,7 +125,7 @@ def accumulates_with_no_sync(rank: int) -> dict[str, torch.Tensor]:
 
 
 def finds_its_scale(rank: int) -> tuple[float, tuple[float, float] | None]:
-    """The second rank's inputs, and so the gradients at its activations, are 2^6 times the first's."""
+    """The second rank's inputs, and so its activation gradients, are 2^6 times the first's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=2.0**-6), "fp16-amp", "auto")
@@ -141,10 +141,10 @@ def finds_its_scale(rank: int) -> tuple[float, tuple[float, float] | None]:
 
 
 def on_one_rank(rank: int, directory: str) -> None:
-    """Everything that needs two processes, in one pair of them."""
+    """Run every test that needs two processes in one pair."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of forwards that are not finite, as asked for here
+    warnings.simplefilter("ignore")  # warnings on non-finite forwards, which these tests cause
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
     ours = 2.0**100 if rank == 1 else 1.0
     found: dict[str, Any] = {"refusal": refusal()}
@@ -162,14 +162,14 @@ def on_one_rank(rank: int, directory: str) -> None:
     torch.save(found, Path(directory) / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    # What was found is on the disk. Once a rank ended in std::terminate here ("without an active exception": most likely threads
-    # of gloo that outlive the interpreter), which is not what is tested.
+    # The results are on disk. A normal exit may end in std::terminate ("without an active exception"), most likely from gloo
+    # threads that outlive the interpreter.
     os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of the two processes found."""
+    """The results of the two processes."""
     directory = tmp_path_factory.mktemp("ranks")
     import warm
 
@@ -183,7 +183,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def by_hand(*steps: int) -> dict[str, torch.Tensor]:
-    """The same steps in FP64, where nothing rounds."""
+    """Compute the same steps in FP64, where all results are exact."""
     model = network().double()
     for step in steps:
         model.zero_grad()
@@ -196,7 +196,7 @@ def by_hand(*steps: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_one_process_is_exact(precision):
-    """What the others are held against."""
+    """One process equals the exact computation, so it can serve as a reference."""
     assert equal(train(plain, precision)["weights"], by_hand(0, 1))
 
 

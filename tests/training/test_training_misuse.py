@@ -1,4 +1,4 @@
-"""What would go wrong in silence: dropped batches, optimizers that step by themselves, foreign checkpoints."""
+"""Misuse that would go unnoticed: dropped batches, direct optimizer steps, foreign checkpoints."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_state_loaded_after_unscaling_leaves_no_trace():
 
 
 @pytest.mark.parametrize("precision", [*SCALED, "bf16-master"])
-def test_an_optimizer_that_is_stepped_by_itself_says_so(precision):
+def test_stepping_an_optimizer_directly_raises_an_error(precision):
     mp = make(precision, None)
     (optimizer,) = mp.optimizers
     gradients(mp)
@@ -213,7 +213,7 @@ def test_clipping_the_models_gradients_after_unscaling_is_refused():
 
 
 def test_torchs_clipping_of_the_masters_is_ours():
-    """Wholly alike: the norm and the gradients."""
+    """The norm and the gradients are equal."""
     ours, theirs = make(), make()
     gradients(ours)
     gradients(theirs)
@@ -247,7 +247,7 @@ FORWARDS = {
 
 
 def said(error: BaseException) -> str:
-    """What a traceback ends with."""
+    """Return the last part of a traceback."""
     return "".join(traceback.format_exception_only(error))
 
 
@@ -265,7 +265,7 @@ def test_a_forward_outside_autocast_is_explained(precision, kind):
         layer(x)
 
 
-def test_the_explanation_comes_once_and_nothing_but_a_dtype_is_explained():
+def test_only_dtype_errors_are_explained_and_only_once():
     mp = make()
     x = torch.ones(6, 4)
     for model in (mp.model, nn.Sequential(mp.model), mp.model.forward):
@@ -278,7 +278,7 @@ def test_the_explanation_comes_once_and_nothing_but_a_dtype_is_explained():
     with mp.autocast(), pytest.raises(RuntimeError) as caught:
         mp.model(torch.ones(6, 3))
     assert "autocast()" not in said(caught.value)
-    # What is given in the weights' own dtype needs none.
+    # Inputs in the weights' dtype raise no error.
     assert mp.model[0](x.half()).dtype == torch.float16
     mp.detach()
     for model in (mp.model, copy.deepcopy(make().model)):
@@ -287,11 +287,11 @@ def test_the_explanation_comes_once_and_nothing_but_a_dtype_is_explained():
         assert "autocast()" not in said(caught.value)
 
 
-# -- what a loss scale may be -------------------------------------------------------------------------------------------
+# -- valid loss scales --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", ["automatic", "Dynamic", "", "static"])
-def test_a_loss_scale_of_an_unknown_name_is_told_every_name(given):
+def test_the_error_for_an_unknown_loss_scale_lists_every_name(given):
     with pytest.raises(ValueError, match=f"loss_scale={given!r}") as caught:
         make(loss_scale=given)
     for name in ("dynamic", "auto", "none", "torch", "talk", "apex"):
@@ -302,7 +302,7 @@ def test_a_loss_scale_of_an_unknown_name_is_told_every_name(given):
 # -- checkpoints --------------------------------------------------------------------------------------------------------
 
 
-def test_parameters_beside_the_model_are_saved():
+def test_parameters_outside_the_model_are_saved():
     model, temperature = network(), nn.Parameter(torch.ones(()))
     mp = mpinspect.MixedPrecision(model, torch.optim.SGD([*model.parameters(), temperature], lr=0.1))
     state = mp.state_dict()
@@ -346,7 +346,7 @@ def test_parameters_in_another_order_are_refused():
     ],
     ids=str,
 )
-def test_a_damaged_checkpoint_changes_nothing(damage):
+def test_a_damaged_checkpoint_changes_no_state(damage):
     state = make().state_dict()
     target = make("fp16-master")
     gradients(target)

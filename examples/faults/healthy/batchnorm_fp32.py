@@ -1,4 +1,4 @@
-"""A CNN with BatchNorm in FP32; zero_grad keeps the gradients' memory and fills it with zeros."""
+"""A CNN with BatchNorm in FP32; zero_grad fills the gradients with zeros instead of freeing them."""
 
 # Thread: as batchnorm_half.py and never_zeroed.py, done right
 import torch

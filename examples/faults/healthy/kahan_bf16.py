@@ -1,4 +1,4 @@
-"""Pure BF16 weights stepped by an SGD that keeps what rounding cuts off of them, and adds it in later steps (Kahan)."""
+"""Pure BF16 weights with an SGD that stores their rounding errors and adds them in later steps (Kahan)."""
 
 # Thread: as bf16_finetune.py, done right
 import torch

@@ -1,4 +1,4 @@
-"""FP16 model, FP32 masters, and a loss scale kept by hand: a step that overflows is skipped, and its gradients dropped."""
+"""FP16 model, FP32 masters, and a loss scale managed by hand: a step that overflows is skipped, its gradients dropped."""
 
 # Thread: https://github.com/fastai/fastai/pull/1608
 import torch

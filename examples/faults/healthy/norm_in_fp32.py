@@ -1,4 +1,4 @@
-"""An RMSNorm by hand that squares activations in FP32 and casts what it returns to FP16."""
+"""An RMSNorm by hand that squares activations in FP32 and casts its output to FP16."""
 
 # Thread: as norm_overflows.py, done right
 import torch

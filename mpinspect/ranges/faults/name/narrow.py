@@ -39,7 +39,9 @@ class _Nothing(Sentences):
         "converted: everything is computed as before."
     )
     NOT_LINEAR = "{others:count layer} of the class {kind} can't be converted: torchao converts nn.Linear alone."
-    CHECK_FILTER = "Compare the filter's names with model.named_modules(), and check that the converted model is trained."
+    CHECK_FILTER = (
+        "Compare the filter's names with model.named_modules(), and check that the converted model is trained."
+    )
     CODE = (
         "names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]\nprint(names)"
     )
