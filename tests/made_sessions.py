@@ -212,7 +212,7 @@ def full_session() -> s.Session:
                     ("encoder.重み", "head"),
                     "Float8Linear",
                     (32, 64),
-                    RECIPES["fp8-rowwise-with-gw-hp"].products,
+                    RECIPES["fp8-rowwise"].products,
                     "torchao",
                     True,
                     True,

@@ -175,7 +175,7 @@ def test_the_error_of_mixed_precision_under_fsdp2_names_the_policy_to_use(found:
             said = rank[f"mixed {half}-master"]["error"]
             assert said.startswith("the model was sharded by fully_shard")
             assert f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{dtype})), and use precision='fp32'" in said
-        assert "fully_shard, or whatever replaced them, comes first" in rank["too late"]
+        assert "first call fully_shard, or whatever replaced them, then make the optimizer" in rank["too late"]
 
 
 def test_detaching_after_the_process_group_was_destroyed_works(found: Found) -> None:
