@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.recipes import RECIPES
+from mpinspect.numeric.recipes import STOCHASTIC, WHOLE, Quantization, uniform
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 
@@ -212,7 +212,7 @@ def full_session() -> s.Session:
                     ("encoder.重み", "head"),
                     "Float8Linear",
                     (32, 64),
-                    RECIPES["fp8-rowwise"].products,
+                    uniform(*[Quantization("float8_e4m3", (1, WHOLE), "float32", "amax", STOCHASTIC)] * 3),
                     "torchao",
                     True,
                     True,

@@ -152,7 +152,7 @@ def test_the_verdict_leads_with_a_rank_that_died(suffix, tmp_path):
     said = f"Rank 1 ended in step 40 {killed}. Then rank 0 ended in step 40 by RuntimeError in a collective."
     assert part.ranges.verdict.sentences[0] == f"In trouble: {said}"
     text = render(report, suffix, **({"width": 300} if suffix == ".txt" else {}))
-    assert text.index("In trouble: Rank 1 ended") < text.index("Module by module")
+    assert text.index("In trouble: Rank 1 ended") < text.index("decoder")
     said = f"Rank 1 ended {killed}. Then rank 0 ended by RuntimeError in a collective."
     assert read_run(tmp_path, each_rank=True).first_line == said
 
