@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -136,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
         kinds=options.kinds,
         include=_several(options.include),
         exclude=_several(options.exclude),
-        every=options.every or (1 if options.max_overhead else 10),
+        every=options.every or (10 if options.max_overhead in (None, math.inf) else 1),
         dense=options.dense,
         steps=options.steps,
         lint=options.lint,
@@ -171,8 +172,8 @@ def _scale(text: str) -> float:
 
 
 def _overhead(text: str) -> float:
-    """Parse a share; "none" is 0."""
-    return 0.0 if text == "none" else _below(1, text, "give a share between 0 and 1, 0.02 for 2%, or none")
+    """Parse a share; "none" is inf."""
+    return math.inf if text == "none" else _below(1, text, "give a share between 0 and 1, 0.02 for 2%, or none")
 
 
 def _below(limit: float, text: str, advice: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import platform
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.at_exit import AtExit, print_report
 from mpinspect.ranges.capture import layers as model_layers
 from mpinspect.ranges.capture.broken_off import is_failure, may_be_for_a_value, uncaught
-from mpinspect.ranges.capture.budget import Limit, check_max_overhead
+from mpinspect.ranges.capture.budget import USUAL_LIMIT, check_max_overhead
 from mpinspect.ranges.capture.capture import Capture
 from mpinspect.ranges.capture.optimizers import plain_optimizer
 from mpinspect.ranges.capture.recording import MpinspectWarning, Recording, warn
@@ -86,7 +87,9 @@ class Inspector:
         max_overhead: maximum time of the inspector as a share of the training's own time: 0.02 for 2%. The cost (time
             in the inspector's hooks and, on a CUDA GPU, in its kernels) is measured during training, and steps are
             sampled as often as the budget allows, ``every`` being the smallest interval. If the watch alone exceeds the budget,
-            it covers fewer steps; the report shows how many. None: ``every`` and ``watch`` apply at any cost.
+            it covers fewer steps; the report shows how many. None: ``every`` and ``watch`` apply, until the inspector of a
+            single process has taken half of the training's own time and 20 s more; then a budget of one half begins, with a
+            note. math.inf: at any cost.
         eager_samples: run the model's compiled regions (torch.compile) eagerly in the training forwards of sampled steps, so
             that activations and their gradients inside are seen. This changes results: an eager step rounds differently from a
             compiled one, draws other random numbers, and takes the time and memory of an uncompiled one. Use it with ``every``;
@@ -98,15 +101,13 @@ class Inspector:
     Raises:
         TypeError: model is not a Module, or optimizers, loss_scale, watch, max_overhead, eager_samples or tracker have the
             wrong type.
-        ValueError: an unknown kind or tracker, ``every`` below 1, ``max_overhead`` not between 0 and 1, or a ``loss_scale``
-            that is not positive and finite.
+        ValueError: an unknown kind or tracker, ``every`` below 1, ``max_overhead`` neither between 0 and 1 nor inf, or a
+            ``loss_scale`` that is not positive and finite.
         ImportError: the tracker's package is not installed.
     """
 
     #: Whether the inspector detaches by itself when the process ends.
     _ends_with_the_process = True
-    #: The cost above which the inspector gets a budget by itself; None: never.
-    _limit: Limit | None = None
     #: Called after each write to ``log_dir``, on the thread that writes; must not raise.
     _written: Callable[[], None] | None = None
 
@@ -128,8 +129,10 @@ class Inspector:
         eager_samples: bool = False,
         tracker: str | Tracker | None = None,
     ) -> None:
+        has_limit = max_overhead is None
         if max_overhead is not None:
-            max_overhead = check_max_overhead(max_overhead)
+            share = check_max_overhead(max_overhead)
+            max_overhead = None if math.isinf(share) else share
         if every is not None and not isinstance(every, Schedule):
             every = Schedule(every)
         if not isinstance(model, torch.nn.Module):
@@ -148,6 +151,8 @@ class Inspector:
             *(class_of(model).__name__, now(), kinds, self._schedule.every, watch, _versions(), max_overhead),
             *(*rank_and_world(), selection.include or (), selection.exclude),
         )
+        # The ranks of a job sample the same steps.
+        self._is_limited = has_limit and info.world_size == 1
         self._tracking = None if tracker is None else Tracking(tracker, self.bring_tracker_up_to_date)
         self.log_dir, sinks, troubles = open_sinks(log_dir, info)
         if self._tracking is not None:
@@ -275,7 +280,7 @@ class Inspector:
             scalers=scalers,
             recording=self._recording,
             max_overhead=info.max_overhead,
-            limit=None if info.max_overhead is not None else self._limit,
+            limit=USUAL_LIMIT if self._is_limited else None,
             eager_samples=self._eager_samples,
             diagnosing=diagnosing_observers,
         )

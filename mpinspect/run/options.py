@@ -34,7 +34,7 @@ class LaunchOptions:
         gpu: the GPU that shapes and kernels are judged for; None: this machine's GPU.
         watch: check every step for infinities and NaNs.
         loss_scale: the factor by which the script itself scales its loss; None: read the scale of its scaler, if any.
-        max_overhead: limit on the inspection's time relative to the script's own, 0..1; 0: no limit, use ``every``; None: no
+        max_overhead: limit on the inspection's time relative to the script's own, 0..1; inf: no limit, use ``every``; None: no
             limit until the inspection of a tiny model has taken long.
         eager_samples: run compiled models uncompiled in sampled steps.
         tracker: the tracker whose open run gets scalars and the page: "wandb", "mlflow" or "trackio"; None for no tracker.

@@ -297,9 +297,9 @@ def test_a_first_culprit_after_an_unwatched_step_says_so() -> None:
 
 
 @pytest.mark.parametrize("cost", [0.4, 2.0])
-def test_a_launched_run_is_limited_after_a_long_inspection(cost: float) -> None:
+def test_a_run_is_limited_after_a_long_inspection(cost: float) -> None:
     clock = _Clock()
-    inspector = _trained(clock, 120, lambda capture: cost / 4 * capture._watch.at_work, of=_launched())
+    inspector = _trained(clock, 120, lambda capture: cost / 4 * capture._watch.at_work)
     session = inspector.session()
     progress, notes = session.progress, [note for note in session.notes if "limited" in note]
     assert session.info.max_overhead is None
@@ -311,8 +311,8 @@ def test_a_launched_run_is_limited_after_a_long_inspection(cost: float) -> None:
     first = next(step for step in range(120) if cost * step > 0.5 * step + 20)
     assert notes == [
         f"the inspection took {first * cost:.3g} s of the first {first + 1} steps, the training itself {first} s: in the steps "
-        "after, it is limited to 50% of the training's own time, and not every step is watched. --max-overhead sets another "
-        "limit; --max-overhead none watches every step."
+        "after, it is limited to 50% of the training's own time, and not every step is watched. max_overhead=0.02 sets another "
+        "limit, max_overhead=math.inf none (mpinspect run: --max-overhead 0.02, --max-overhead none)"
     ]
     assert progress.watched_steps is not None
     assert first < progress.watched_steps < 120
@@ -321,7 +321,7 @@ def test_a_launched_run_is_limited_after_a_long_inspection(cost: float) -> None:
     assert f"the watch checked {progress.watched_steps} of 120 steps" in " ".join(str(inspector.report()).split())
 
 
-@pytest.mark.parametrize(("share", "world"), [(0.0, 1), (None, 2)])
+@pytest.mark.parametrize(("share", "world"), [(math.inf, 1), (None, 2)])
 def test_a_launched_run_of_several_ranks_or_with_limit_none_is_not_limited(
     share: float | None, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +341,7 @@ def _launched(share: float | None = None) -> Callable[..., Inspector]:
     return launched
 
 
-@pytest.mark.parametrize("bad", [0, 0.0, -0.1, 1, 1.5, math.nan, math.inf])
+@pytest.mark.parametrize("bad", [0, 0.0, -0.1, 1, 1.5, math.nan, -math.inf])
 def test_a_share_outside_of_0_to_1_is_refused(bad: float) -> None:
     with pytest.raises(ValueError, match=r"max_overhead=.*between 0 and 1"):
         Inspector(nn.Linear(1, 1), max_overhead=bad)
@@ -353,10 +353,10 @@ def test_a_budget_that_is_no_number_is_refused(bad: Any) -> None:
         Inspector(nn.Linear(1, 1), max_overhead=bad)
 
 
-def test_no_step_is_timed_without_a_budget() -> None:
+def test_no_step_is_timed_without_a_limit() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer) as inspector:
+    with Inspector(model, optimizers=optimizer, max_overhead=math.inf) as inspector:
         for _ in range(3):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()

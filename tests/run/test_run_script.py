@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -334,7 +335,7 @@ def test_options_reach_the_launch(monkeypatch, tmp_path):
         ("", 10, None),
         ("--max-overhead 0.02", 1, 0.02),
         ("--every 5 --max-overhead=0.02", 5, 0.02),
-        ("--max-overhead none", 10, 0.0),
+        ("--max-overhead none", 10, math.inf),
     ],
 )
 def test_every_is_the_least_interval_of_a_budget(words, every, share, monkeypatch, tmp_path):

@@ -35,17 +35,19 @@ _MOST_CHARGED, _MOST_CHARGED_STEPS = 8.0, 100
 
 
 def check_max_overhead(max_overhead: object) -> float:
-    """Return the share as a float.
+    """Return the share as a float; inf means no limit.
 
     Raises:
         TypeError: the share is not a number.
-        ValueError: the share is not between 0 and 1, both excluded.
+        ValueError: the share is neither between 0 and 1, both excluded, nor inf.
     """
     if isinstance(max_overhead, bool) or not isinstance(max_overhead, Real):
         raise TypeError(f"max_overhead={max_overhead!r}: give a number, 0.02 for 2% of the training's own time")
     share = float(max_overhead)
-    if not 0 < share < 1:
-        raise ValueError(f"max_overhead={max_overhead!r}: give a share between 0 and 1, 0.02 for 2%")
+    if not 0 < share < 1 and share != math.inf:
+        raise ValueError(
+            f"max_overhead={max_overhead!r}: give a share between 0 and 1, 0.02 for 2%; math.inf for no limit"
+        )
     return share
 
 
@@ -56,16 +58,19 @@ class Limit:
     Args:
         share: the inspector's time as a share of the bare time of the steps so far, 0..1; also the budget's ``max_overhead``.
         seconds: the time that the inspector may take beyond that share.
-        how_to_change: a sentence for the note on the limit.
     """
 
     share: float
     seconds: float
-    how_to_change: str
 
     def is_exceeded(self, own_s: float, bare_s: float) -> bool:
         """Return whether the inspector's seconds exceed its limit for these seconds of bare training."""
         return own_s > self.share * bare_s + self.seconds
+
+
+#: Inspecting a tiny model can take longer than training it. It then gets a budget: half of the training's time plus 20 s.
+#: A short run, or the beginning of a long one, is therefore inspected at any cost.
+USUAL_LIMIT = Limit(0.5, 20.0)
 
 
 class Budget:

@@ -98,7 +98,8 @@ class Capture(Dispatcher):
         )
         is_metered = budget is not None or limit is not None
         if is_metered:
-            self.meter = Meter(time.perf_counter, EventStopwatch())
+            # The limit is for tiny models, whose cost is the host's.
+            self.meter = Meter(time.perf_counter, None if budget is None else EventStopwatch())
         self._model_parameters = ModelParameters(self._layers, self._parameters)
         #: Exists while attached.
         self.listener: Listener | None = None

@@ -3,10 +3,11 @@
 Reading every output and gradient has two costs in a training step on a GPU: the memory is read once more, and each launch takes
 the host as long as a small layer. So tensors are held and read in groups. In a step that is not sampled, most of a group is
 read only if a value in the step is not finite: the kernel receives these tensors too, but each of its blocks first reads one
-word on the device, which a non-finite value sets. Some tensors are always read, because later tensors depend on them: the
-outputs of containers, their gradients, and the last tensor of each group. An infinity that vanishes within a group (in a ReLU,
-for example) is therefore seen only in sampled steps. A group is closed by the first tensor after it is full, so that the
-largest tensors (a language model's logits) are rarely the last ones, which are always read.
+word on the device, which a non-finite value sets. Two kinds are always read, because later tensors depend on them: the outputs
+of containers, and the last tensor of each group. Gradients of containers are not: a broken gradient spreads to all earlier
+ones, whereas a bounded activation can hide a broken output. An infinity that vanishes within a block is therefore seen only in
+sampled steps. A group is closed by the first tensor after it is full, so that the largest tensors (a language model's logits)
+are rarely the last ones, which are always read.
 
 A held tensor is an alias of its memory. If it is changed in place before its group is read, it is lost, and later tensors of
 this name are read at once. The first steps read every tensor at once, to learn these names.
@@ -114,7 +115,7 @@ class _Held(NamedTuple):
     #: None: already read, and held to see whether it is changed.
     slot: int | None
     always: bool
-    is_summed: bool
+    is_spared: bool
     name: str
 
 
@@ -136,13 +137,13 @@ class DeviceMagnitudes:
         #: Names of tensors that are changed in place soon after they were made.
         self._changed: set[str] = set()
 
-    def read(self, tensor: torch.Tensor, name: str, *, always: bool, is_summed: bool = False) -> Slot | None:
+    def read(self, tensor: torch.Tensor, name: str, *, always: bool, is_spared: bool = False) -> Slot | None:
         """Read a tensor, now or together with later ones. Never waits for the GPU.
 
         Args:
             name: the same for the same tensor of every step.
             always: whether to read it although everything is finite.
-            is_summed: whether a norm that contains it was read before: it is then read only if a value is not finite.
+            is_spared: whether to read it only if a value is not finite, even as the last one of its group.
 
         Returns:
             None if these kernels can't read it: another layout or dtype, another stream than the step's first, kernels
@@ -165,7 +166,7 @@ class DeviceMagnitudes:
             is_full = self._bytes > self._most
             self._held.append(
                 _Held(
-                    values, version_of(values), None if is_learning else slot, always and not is_summed, is_summed, name
+                    values, version_of(values), None if is_learning else slot, always and not is_spared, is_spared, name
                 )
             )
             self._bytes += values.nbytes
@@ -184,17 +185,17 @@ class DeviceMagnitudes:
         if step is None or step.slots is None:
             return
         intact: list[tuple[torch.Tensor, int, bool]] = []
-        last_is_summed = False
+        last_is_spared = False
         for each in held:
             if version_of(each.values) != each.version or not each.values.data_ptr():
                 self._changed.add(each.name)
                 step.lost.update(() if each.slot is None else (each.slot,))
             elif each.slot is not None:
                 intact.append((each.values, each.slot, each.always))
-                last_is_summed = each.is_summed
+                last_is_spared = each.is_spared
         if not intact:
             return
-        if not last_is_summed:
+        if not last_is_spared:
             # Later tensors depend on a group's last one.
             intact[-1] = (*intact[-1][:2], True)
         try:

@@ -297,5 +297,6 @@ class Pace:
         recording.note(
             f"the inspection took {self._own_s:.3g} s of the first {self._clock.step + 1:,} steps, the training itself "
             f"{self._bare_s:.3g} s: in the steps after, it is limited to {limit.share:.0%} of the training's own time, and "
-            f"not every step is watched. {limit.how_to_change}"
+            "not every step is watched. max_overhead=0.02 sets another limit, max_overhead=math.inf none (mpinspect run: "
+            "--max-overhead 0.02, --max-overhead none)"
         )

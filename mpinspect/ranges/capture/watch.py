@@ -6,7 +6,8 @@ recent maxima are derived from these values.
 
 Between sampled steps on a GPU, a large model is watched block by block (``layers.outline``), and its weight gradients are read
 when the optimizer steps. If ``clip_grad_norm_`` clips them, the watch reads its norm, and the gradients only if the norm is not
-finite. With a GradScaler, they are read only after a skipped step.
+finite. With a GradScaler, they are read only after a skipped step. Without FP16 operations, they are read only if another value
+of the step is not finite: in FP32 and BF16, sums of products of finite inputs and finite gradients are finite.
 """
 
 from __future__ import annotations
@@ -277,6 +278,7 @@ class Watch(Observer):
             if self._log.dropped_before is not None and self._is_given_broken(optimizer):
                 self._log.dropped_before = None
             if self._log.reads_at_optimizers and not self._log.is_checked:
+                self._read_held()
                 self._weight_gradients(self._optimizers.parameters(optimizer))
                 # An optimizer may change them.
                 self._read_held()
@@ -333,8 +335,8 @@ class Watch(Observer):
             gradient = local_part(watched.parameter.grad)
             if many:
                 self._log.of_all_ranks.add(watched.name)
-            is_summed = gradient.device == summed_on
-            self._weight_gradient(watched, self._clock.micro_batch, gradient, None, is_summed)
+            is_spared = gradient.device == summed_on
+            self._weight_gradient(watched, self._clock.micro_batch, gradient, None, is_spared)
 
     def _weight_gradient(
         self,
@@ -342,10 +344,10 @@ class Watch(Observer):
         micro_batch: int,
         values: torch.Tensor,
         found: Found | None,
-        is_summed: bool = False,
+        is_spared: bool = False,
     ) -> None:
         name, owner = watched.name, watched.owner
-        self._log_reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, micro_batch, values, found, is_summed=is_summed)
+        self._log_reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, micro_batch, values, found, is_spared=is_spared)
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -422,13 +424,14 @@ class Watch(Observer):
         tensor: torch.Tensor,
         found: Found | None,
         is_input: bool = False,
-        is_summed: bool = False,
+        is_spared: bool = False,
     ) -> Reading | None:
         value = self._read(
-            name, what, tensor, found, phase == FORWARD, is_input=is_input and phase == FORWARD, is_summed=is_summed
+            name, what, tensor, found, phase == FORWARD, is_input=is_input and phase == FORWARD, is_spared=is_spared
         )
         if value is None:
             return None
+        self._log.has_float16 |= tensor.dtype is torch.float16
         reading = Reading(phase, what, name, module, number, micro_batch, value, is_input, tensor.dtype)
         self._log.readings.append(reading)
         return reading
@@ -442,16 +445,16 @@ class Watch(Observer):
         at_once: bool,
         *,
         is_input: bool = False,
-        is_summed: bool = False,
+        is_spared: bool = False,
     ) -> Value | None:
         """Return a tensor's largest magnitude; None if the tensor has no values or can't be read.
 
-        ``is_input``: both extremes of an input are read, to distinguish a mask's -inf from other infinities. ``is_summed``: a
-        norm that was read before contains this tensor.
+        ``is_input``: both extremes of an input are read, to distinguish a mask's -inf from other infinities. ``is_spared``:
+        nothing is read unless another value of the step is not finite.
         """
         try:
             if found is None and device_magnitudes.is_on_device(tensor):
-                value = self._on_device(name, what, local_part(tensor), is_input, is_summed)
+                value = self._on_device(name, what, local_part(tensor), is_input, is_spared)
                 if value is not None:
                     return value
             return extremes(local_part(tensor)) if is_input else largest_of(tensor, found, at_once)
@@ -460,7 +463,7 @@ class Watch(Observer):
             return None
 
     def _on_device(
-        self, name: str, what: str, tensor: torch.Tensor, is_input: bool, is_summed: bool = False
+        self, name: str, what: str, tensor: torch.Tensor, is_input: bool, is_spared: bool = False
     ) -> Value | None:
         """Return the slot of a tensor on a CUDA device; None if it must be read alone."""
         magnitudes = self._on_devices.get(tensor.device)
@@ -468,9 +471,12 @@ class Watch(Observer):
             magnitudes = self._on_devices[tensor.device] = DeviceMagnitudes(tensor.device)
             # Weight gradients are read together too.
             self.wants_backward_end = self.lets_gradients_wait = True
-        always = not is_input and (self._reads_all or what not in _PASSED_ON or name in self._containers)
+        if what == WEIGHT_GRADIENT and not (self._reads_all or self._log.has_float16 or self._log.skipped):
+            is_spared = True
+        is_depended_on = what not in _PASSED_ON or (what == ACTIVATION and name in self._containers)
+        always = not is_input and (self._reads_all or is_depended_on)
         try:
-            return magnitudes.read(tensor, f"{what} {name}{' in' * is_input}", always=always, is_summed=is_summed)
+            return magnitudes.read(tensor, f"{what} {name}{' in' * is_input}", always=always, is_spared=is_spared)
         except Exception as error:
             self._kernels_failed(error)
             return None

@@ -12,7 +12,6 @@ import torch
 
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.capture import layers as model_layers
-from mpinspect.ranges.capture.budget import Limit
 from mpinspect.ranges.capture.capture import Capture
 from mpinspect.ranges.capture.compiled_regions import not_seen_inside
 from mpinspect.ranges.capture.sinks import Sink
@@ -24,15 +23,10 @@ from mpinspect.ranges.session import Event, is_below
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
 from mpinspect.run.models.owners import Parameters
-from mpinspect.run.options import LaunchOptions, Rank
+from mpinspect.run.options import LaunchOptions
 
 #: Keeps alive the sinks inherited by a forked child: closing them would write to the parent's files a second time.
 _inherited: list[Sink] = []
-
-
-#: Inspecting a tiny model can take longer than training it. It then gets a budget: half of the training's time plus 20 s.
-#: A short run, or the beginning of a long one, is therefore inspected at any cost.
-_LIMIT = Limit(0.5, 20.0, "--max-overhead sets another limit; --max-overhead none watches every step.")
 
 
 class LaunchedInspector(Inspector):
@@ -65,9 +59,6 @@ class LaunchedInspector(Inspector):
     ) -> None:
         self._say = say
         self._written = written
-        # The ranks of a job sample the same steps.
-        if options.max_overhead is None and Rank.of_environment().of == 1:
-            self._limit = _LIMIT
         self._has_announced = False
         self._model = weakref.ref(model)
         self._selection = model_layers.Selection(options.include, options.exclude)
@@ -82,7 +73,7 @@ class LaunchedInspector(Inspector):
             log_dir=log_dir,
             watch=options.watch,
             loss_scale=options.loss_scale,
-            max_overhead=options.max_overhead or None,
+            max_overhead=options.max_overhead,
             eager_samples=options.eager_samples,
             tracker=tracker,
             **chosen,
