@@ -11,6 +11,7 @@ from mpinspect.runtime.version import __version__
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpinspect.counting import count_exponents
+    from mpinspect.counting.blocks import count_blocks
     from mpinspect.kernels.analysis import KernelReport
     from mpinspect.kernels.names import KernelVerdict, classify_kernel
     from mpinspect.kernels.profile import profile_kernels, read_trace
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mpinspect.ranges.analysis.loss_scale import recommend_loss_scale
     from mpinspect.ranges.inspector import Inspector, MpinspectWarning
     from mpinspect.ranges.probe import probe
+    from mpinspect.ranges.recipes import compare_recipes
     from mpinspect.ranges.recorder import Recorder
     from mpinspect.ranges.second_opinion import second_opinion
     from mpinspect.ranges.session import Session
@@ -59,6 +61,8 @@ __all__ = [
     "ShapeReport",
     "__version__",
     "classify_kernel",
+    "compare_recipes",
+    "count_blocks",
     "count_exponents",
     "diff",
     "half_arithmetic",
@@ -92,6 +96,8 @@ _WHEN_USED = {
     "Session": "ranges.session",
     "ShapeReport": "shapes.analysis",
     "classify_kernel": "kernels.names",
+    "compare_recipes": "ranges.recipes",
+    "count_blocks": "counting.blocks",
     "count_exponents": "counting",
     "diff": "run.diff",
     "half_arithmetic": "runtime.emulation",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +16,7 @@ from mpinspect.ranges.analysis.loss_scale import recommend_loss_scale
 from mpinspect.ranges.analysis.noise import is_rounding_noise, rounding_noise_ceilings, without_noise
 from mpinspect.ranges.analysis.ranges import tensor_infos
 from mpinspect.ranges.analysis.report import LossScaleAdvice
-from mpinspect.ranges.capture.passes import GradientDifference, LossFunction, Passes
+from mpinspect.ranges.capture.passes import GradientDifference, LossFunction, Passes, materialised
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Session, TensorKey
 from mpinspect.reporting.rendering import RendersItself
@@ -104,7 +104,7 @@ def probe(
     random = RandomState.now()
     passes = Passes(model, loss_fn)
     try:
-        given = _materialised(batches)
+        given = materialised(batches)
         # Drawing the batches may have advanced the random generators: every sweep starts from this state.
         start = RandomState.now()
         first = _sweep(passes, given, 1.0)
@@ -231,16 +231,3 @@ def _require(model: object, loss_fn: object, loss_scale: object) -> None:
         raise ValueError(
             f"loss_scale={loss_scale!r}: give a power of two, such as 1024.0; counts predict those exactly"
         )
-
-
-def _materialised(batches: Iterable[Any]) -> list[Any]:
-    if isinstance(batches, (torch.Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
-        raise TypeError(
-            f"batches must be an iterable of batches, not a single {type(batches).__name__}: put one batch into a list, [batch]"
-        )
-    given = list(batches)
-    if not given:
-        raise ValueError(
-            "batches holds no batch: it is empty, or an iterator that was used up before. Give a list, or make a new iterator"
-        )
-    return given

@@ -38,6 +38,7 @@ class Kind:
 KINDS = {
     "ranges": Kind("mpinspect.ranges.report.document", "mpinspect.ranges.report.json", "mpinspect.ranges.report.plots"),
     "probe": Kind("mpinspect.ranges.report.probe", "mpinspect.ranges.report.probe"),
+    "recipes": Kind("mpinspect.ranges.report.recipes", "mpinspect.ranges.report.recipes"),
     "shapes": Kind("mpinspect.shapes.report.document", "mpinspect.shapes.report.json"),
     "kernels": Kind(
         "mpinspect.kernels.report.document", "mpinspect.kernels.report.json", "mpinspect.kernels.report.plot"

@@ -43,12 +43,17 @@ class ConvertedLayer:
     @property
     def pattern(self) -> str:
         """Its path with the numbers of blocks as "{}"."""
-        return _LEVEL.sub("{}", self.module)
+        return pattern_of(self.module)
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers in its path."""
         return tuple(int(number) for number in _LEVEL.findall(self.module))
+
+
+def pattern_of(module: str) -> str:
+    """Return a dotted path with the numbers of blocks as "{}"."""
+    return _LEVEL.sub("{}", module)
 
 
 def ledger(precision: Precision) -> tuple[ConvertedLayer, ...]:

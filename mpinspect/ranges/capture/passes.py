@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -109,6 +109,20 @@ def _gradient_capture(model: torch.nn.Module, recording: Recording) -> Capture:
         scalers=(),
         recording=recording,
     )
+
+
+def materialised(batches: Iterable[Any]) -> list[Any]:
+    """Return the batches as a list; raise TypeError or ValueError if there are none."""
+    if isinstance(batches, (torch.Tensor, Mapping, str, bytes)) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches must be an iterable of batches, not a single {type(batches).__name__}: put one batch into a list, [batch]"
+        )
+    given = list(batches)
+    if not given:
+        raise ValueError(
+            "batches holds no batch: it is empty, or an iterator that was used up before. Give a list, or make a new iterator"
+        )
+    return given
 
 
 def require_loss(loss: Any, number: int, *, finite: bool) -> None:

@@ -1,0 +1,155 @@
+"""compare_recipes: runs batches, and measures what each recipe of FP8 and FP4 would lose of every Linear layer's products."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpinspect.counting.blocks import quantization_loss
+from mpinspect.numeric.blocks import QuantizationLoss
+from mpinspect.numeric.recipes import (
+    GRADIENT,
+    INPUT,
+    OPERANDS,
+    PRODUCTS,
+    WEIGHT,
+    Quantization,
+    TrainingRecipe,
+    as_recipe,
+)
+from mpinspect.ranges.analysis.recipe_comparison import RecipeReport, product_rows
+from mpinspect.ranges.capture.passes import LossFunction, materialised, require_loss
+from mpinspect.runtime.untouched import ModelState, RandomState
+from mpinspect.runtime.wrappers import compiled_modules_eager
+
+#: The recipes compared by default: those that torchao and TransformerEngine train.
+USUAL = ("fp8-tensorwise", "fp8-rowwise", "mxfp8", "fp8-block", "mxfp4", "nvfp4")
+#: The products that sum over a tensor's rows, and quantise its transpose.
+_TRANSPOSED = {("dgrad", WEIGHT), ("wgrad", GRADIENT), ("wgrad", INPUT)}
+
+
+def compare_recipes(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batches: Iterable[Any],
+    recipes: Iterable[str | TrainingRecipe] = USUAL,
+) -> RecipeReport:
+    """Run batches forward and backward, and measure what each recipe would lose of every Linear layer's operands.
+
+    Every operand (input, weight and the gradient at the output, in the orientation of each product) is quantised as the recipe
+    does, in FP32 arithmetic, and compared with itself. So flushed and clipped values are measured, not estimated. The run itself
+    computes as it is: the effect of one layer's loss on the next is not simulated, nor what a recipe does before it quantises
+    (``TrainingRecipe.caveats``). Under autocast the operands have autocast's dtype.
+
+    Afterwards, even after an error, the model (parameters, buffers, ``.grad``, requires_grad, train/eval flags) and the random
+    generators of torch, Python and NumPy are restored. Nothing is trained. Compiled modules run eagerly.
+
+    Args:
+        model: any module with ``torch.nn.Linear`` layers, in the mode (train or eval) to be judged.
+        loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, unscaled, computed as in training, with its autocast.
+        batches: an iterable of batches, which are all held in memory: limit a long one with ``itertools.islice(loader, 4)``.
+        recipes: names (``numeric.recipes.RECIPES``) or recipes.
+
+    Takes several times as long as the batches' training steps. Synchronises the device.
+
+    Raises:
+        TypeError: model is not a Module, loss_fn is not callable, the loss is not a tensor, or batches is not an iterable.
+        ValueError: no batches, no recipe, an unknown recipe, no Linear layer that a batch calls, or a loss that is not one number
+            or has no graph.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}, not a torch.nn.Module")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn is of type {type(loss_fn).__name__}: give a function of the model and a batch")
+    chosen = tuple(dict.fromkeys(as_recipe(each) for each in ([recipes] if isinstance(recipes, str) else recipes)))
+    if not chosen:
+        raise ValueError("recipes is empty: name at least one, such as 'mxfp8'")
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    if not layers:
+        raise ValueError("the model has no torch.nn.Linear: recipes of FP8 and FP4 convert Linear layers alone")
+    measuring = _Measuring(chosen)
+    number = _run(model, loss_fn, batches, layers, measuring)
+    if not measuring.shapes:
+        raise ValueError("no batch called a torch.nn.Linear as a module: there is no product to judge")
+    losses = measuring.losses
+    return RecipeReport(
+        type(model).__name__,
+        chosen,
+        product_rows(losses, measuring.shapes, chosen),
+        number,
+        tuple(dict.fromkeys(module for (module, *_), found in losses.items() if found.broken)),
+        tuple(path for path in layers if path not in measuring.shapes),
+    )
+
+
+def _run(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batches: Iterable[Any],
+    layers: dict[str, torch.nn.Linear],
+    measuring: _Measuring,
+) -> int:
+    """Run the batches with the layers measured; restore the model, and return the number of batches."""
+    random, state = RandomState.now(), ModelState(model)
+    handles = [layer.register_forward_hook(partial(measuring.called, path)) for path, layer in layers.items()]
+    try:
+        given = materialised(batches)
+        for number, batch in enumerate(given):
+            for parameter in model.parameters():
+                parameter.grad = None
+            with compiled_modules_eager(), torch.enable_grad():
+                loss = loss_fn(model, batch)
+                require_loss(loss, number, finite=False)
+                loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        for handle in handles:
+            handle.remove()
+        state.restore()
+        random.restore()
+    return len(given)
+
+
+class _Measuring:
+    """Measures the operands of Linear layers as they are called and as their gradients arrive."""
+
+    def __init__(self, recipes: tuple[TrainingRecipe, ...]) -> None:
+        self._recipes = recipes
+        #: By module, recipe, product and tensor.
+        self.losses: dict[tuple[str, str, str, str], QuantizationLoss] = defaultdict(QuantizationLoss)
+        self.shapes: dict[str, tuple[int, int]] = {}
+
+    def called(self, path: str, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Measure a layer's input and weight, and its gradient once it arrives."""
+        weight = module.weight
+        if not (args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor)):
+            return
+        if not output.requires_grad:
+            return
+        self.shapes[path] = (int(weight.shape[1]), int(weight.shape[0]))  # type: ignore[index]
+        # Autocast casts inside the layer.
+        dtype = output.dtype
+        self._measure(path, INPUT, args[0].detach().to(dtype))
+        self._measure(path, WEIGHT, weight.detach().to(dtype))  # type: ignore[operator]
+        output.register_hook(partial(self._arrived, path))  # type: ignore[no-untyped-call]
+
+    def _arrived(self, path: str, gradient: torch.Tensor) -> None:
+        self._measure(path, GRADIENT, gradient.detach())
+
+    @torch.no_grad()
+    def _measure(self, path: str, tensor: str, values: torch.Tensor) -> None:
+        matrix = values.reshape(-1, values.shape[-1])
+        found: dict[tuple[Quantization, bool], QuantizationLoss] = {}
+        for recipe in self._recipes:
+            for product in PRODUCTS:
+                quantization = recipe.quantization(product, tensor) if tensor in OPERANDS[product] else None
+                if quantization is None:
+                    continue
+                is_transposed = (product, tensor) in _TRANSPOSED
+                key = (quantization, is_transposed)
+                if key not in found:
+                    found[key] = quantization_loss(matrix.T if is_transposed else matrix, quantization)
+                self.losses[path, recipe.name, product, tensor] += found[key]

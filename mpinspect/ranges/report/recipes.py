@@ -1,0 +1,141 @@
+"""Builds a recipe report's document and JSON: what FP8 and FP4 recipes lose of a model's products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mpinspect.numeric.blocks import QuantizationLoss
+from mpinspect.numeric.recipes import TrainingRecipe
+from mpinspect.ranges.analysis.products import modules_named, pattern_of
+from mpinspect.ranges.analysis.recipe_comparison import OperandLoss, ProductRow, RecipeCell, RecipeReport
+from mpinspect.reporting.document import (
+    Block,
+    Cell,
+    Code,
+    Column,
+    Document,
+    Item,
+    Items,
+    Limit,
+    Line,
+    Table,
+    Tables,
+    section,
+)
+from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
+from mpinspect.reporting.words import number_of, percent
+
+#: Rows of products.
+ROWS = Limit(40, 200, "more; all are in JSON")
+#: Smaller shares are shown without their operand.
+_SMALL = 1e-5
+_LEGEND = (
+    "a cell: share of the L1 mass (the sum of magnitudes) that is flushed to zero in the operand that loses most, and that "
+    "operand. Operands that are rounded at random, without bias, are left out: JSON has their noise. {0..5}: the worst of these "
+    "blocks; wide: no operand is rounded to nearest"
+)
+_NOT_JUDGED = (
+    "Judged by range alone: a product is served if flushing takes at most 1% of each operand's L1 mass. Rounding inside the "
+    "range, the effect on later layers and the effect on the trained loss are not measured."
+)
+
+
+def document(report: RecipeReport) -> Document:
+    """Return the report as a document."""
+    batches = "1 batch" if report.batches == 1 else f"{report.batches:,} batches"
+    return Document(
+        f"Recipes for {report.model}, {number_of(len(report.modules), 'Linear layer')}, {batches}",
+        (
+            Items(tuple(Item(_judgement(report, recipe), recipe.title) for recipe in report.recipes)),
+            *section("Change", *_change(report)),
+            *section("Product by product", _table(report)),
+            *section("What was seen, and what was not", Items(tuple(map(Item, _notes(report))))),
+        ),
+    )
+
+
+def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> str:
+    unserved, unsuited = report.unserved(recipe), report.unsuited(recipe)
+    sentence = "serves every product"
+    if unserved:
+        sentence = f"flushes over 1% of an operand's L1 mass in {modules_named(unserved)}"
+    if unsuited:
+        sentence += f"; sizes that are no multiples of {recipe.multiple} in {modules_named(unsuited)}"
+    return sentence
+
+
+def _change(report: RecipeReport) -> Iterator[Block]:
+    recipe = report.advised
+    if recipe is None:
+        return
+    modules = len(report.modules)
+    converted = modules - len(report.kept_wide(recipe))
+    yield Line(
+        f"{recipe.title} serves {converted:,} of {number_of(modules, 'layer')}. No other of these recipes that torchao trains "
+        "serves more:"
+    )
+    yield Code("\n".join(report.code(recipe)))
+
+
+def _notes(report: RecipeReport) -> Iterator[str]:
+    yield _NOT_JUDGED
+    for recipe in report.recipes:
+        if recipe.caveats:
+            yield f"{recipe.title} also does what is not simulated here: {', '.join(recipe.caveats)}."
+    if report.broken:
+        yield f"Operands of {modules_named(report.broken)} hold infinities or NaN; their blocks become NaN and are left out."
+    if report.not_called:
+        yield f"Not called as modules, so not judged: {modules_named(report.not_called)}."
+
+
+def _table(report: RecipeReport) -> Tables:
+    groups: dict[tuple[str, str], list[ProductRow]] = {}
+    for row in report.rows:
+        groups.setdefault((pattern_of(row.module), row.product), []).append(row)
+    columns = (
+        Column("product", is_name=True),
+        *(Column(recipe.title) for recipe in report.recipes),
+    )
+    rows = tuple(
+        (
+            Cell(f"{modules_named(row.module for row in group)} {product}".replace("'", "")),
+            *(_cell([row.cells[place] for row in group]) for place in range(len(report.recipes))),
+        )
+        for (_, product), group in groups.items()
+    )
+    return Tables((Table(columns, rows, ""),), ROWS, len(rows), _LEGEND)
+
+
+def _cell(cells: list[RecipeCell]) -> Cell:
+    """Return the worst of the cells of alike modules."""
+    found = [worst for cell in cells if (worst := cell.worst) is not None]
+    if not found:
+        return Cell("wide")
+    operand = max(found, key=lambda each: each.loss.lost_l1_share)
+    return Cell(_figure(operand), "" if operand.is_served else "warning")
+
+
+def _figure(operand: OperandLoss) -> str:
+    share = operand.loss.lost_l1_share
+    return percent(share) if share < _SMALL else f"{percent(share)} {operand.tensor}"
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------------------
+
+LAYOUT = Layout(9, indent=1)
+_FIGURES = ("flushed_fraction", "clipped_fraction", "lost_l1_share", "gain", "noise_to_signal")
+
+
+def to_plain(report: RecipeReport) -> dict[str, Any]:
+    """Return the report as plain dicts, lists, strings, numbers, booleans and None."""
+    names = [recipe.name for recipe in report.recipes]
+    kept = {recipe.name: report.kept_wide(recipe) for recipe in report.recipes}
+    body = fields(report, but=("recipes",)) | {"recipes": names, "kept_wide": kept}
+    return headed("mpinspect.recipes", 1, plain(body, _SPECIAL))
+
+
+_SPECIAL: Special = {
+    RecipeCell: lambda cell: fields(cell, also=("is_served",)),
+    QuantizationLoss: lambda loss: fields(loss, also=_FIGURES),
+}

@@ -1,0 +1,258 @@
+"""compare_recipes: what FP8 and FP4 recipes lose of a model's products."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+
+import pytest
+import torch
+import torchao_here
+from torch import nn
+
+import mpinspect
+from mpinspect.counting.blocks import quantised
+from mpinspect.numeric.recipes import MXFP4, MXFP8_E4M3, RECIPES, TrainingRecipe, uniform
+from mpinspect.ranges.analysis.recipe_comparison import ProductRow, RecipeReport
+
+
+class _Net(nn.Module):
+    """Two blocks and a head, with sizes that are multiples of 32."""
+
+    def __init__(self, width: int = 64, classes: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def _batch() -> torch.Tensor:
+    return torch.randn(48, 64, generator=torch.Generator().manual_seed(1))
+
+
+def _net() -> _Net:
+    torch.manual_seed(0)
+    return _Net()
+
+
+def _row(report: RecipeReport, module: str, product: str) -> ProductRow:
+    return next(row for row in report.rows if (row.module, row.product) == (module, product))
+
+
+def test_each_operand_is_compared_with_its_quantised_self() -> None:
+    model, x = _net(), _batch()
+    caught: dict[str, torch.Tensor] = {}
+    model.head.register_forward_hook(lambda module, args, output: caught.update(x=args[0].detach(), y=output))
+    loss = _loss(model, x)
+    (gradient,) = torch.autograd.grad(loss, caught["y"])
+    report = mpinspect.compare_recipes(model, _loss, [x], ["mxfp4"])
+    weight = model.head.weight.detach()
+    operands = {
+        "fprop": (caught["x"], weight),
+        "dgrad": (gradient, weight.T),
+        "wgrad": (gradient.T, caught["x"].T),
+    }
+    for product, expected in operands.items():
+        (cell,) = _row(report, "head", product).cells
+        for found, tensor in zip(cell.operands, expected, strict=True):
+            q = quantised(tensor.contiguous(), MXFP4).double()
+            exact = tensor.double()
+            assert found.loss.flushed == int(((q == 0) & (exact != 0)).sum())
+            assert found.loss.nonzero == int((exact != 0).sum())
+            assert found.loss.gain == pytest.approx(float((q * exact).sum() / exact.square().sum()) - 1, abs=1e-9)
+            error = float((q - exact).square().sum() / exact.square().sum())
+            assert found.loss.noise_to_signal == pytest.approx(error, rel=1e-9)
+
+
+def test_batches_and_calls_add_up() -> None:
+    model, x = _net(), _batch()
+    one = mpinspect.compare_recipes(model, _loss, [x], ["mxfp8"])
+    two = mpinspect.compare_recipes(model, _loss, [x, x], ["mxfp8"])
+    for first, second in zip(one.rows, two.rows, strict=True):
+        for a, b in zip(first.cells[0].operands, second.cells[0].operands, strict=True):
+            assert b.loss == a.loss + a.loss
+    assert (one.batches, two.batches) == (1, 2)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_has_a_row_for_each_product_that_it_quantises(recipe: str) -> None:
+    report = mpinspect.compare_recipes(_net(), _loss, [_batch()], [recipe])
+    wide = RECIPES[recipe].products.wide
+    found = {(row.module, row.product) for row in report.rows}
+    # The first layer's input needs no gradient, but its output's gradient and its weight are quantised all the same.
+    products = [product for product in ("fprop", "dgrad", "wgrad") if product not in wide]
+    assert found == {(module, product) for module in ("blocks.0.0", "blocks.1.0", "head") for product in products}
+
+
+def test_tokens_of_very_different_weight_are_lost_by_one_scale_for_the_tensor_and_not_by_one_for_each_block() -> None:
+    model = _net()
+    weights = 2.0 ** torch.linspace(-24, 0, 48)[:, None]
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch).square() * weights).mean()
+
+    report = mpinspect.compare_recipes(model, loss, [_batch()], ["fp8-tensorwise", "fp8-rowwise", "mxfp8"])
+    tensorwise, rowwise, mxfp8 = _row(report, "head", "dgrad").cells
+    assert tensorwise.operands[0].loss.flushed > 0
+    assert rowwise.operands[0].loss.flushed == mxfp8.operands[0].loss.flushed == 0
+    # wgrad sums over tokens, so that its blocks hold tokens of different weight.
+    assert _row(report, "head", "wgrad").cells[2].operands[0].loss.flushed > 0
+
+
+def test_a_module_that_loses_more_than_one_percent_is_kept_wide() -> None:
+    model = _net()
+    with torch.no_grad():
+        # In every block of 32 one weight is so large that FP4 flushes the others.
+        model.head.weight[:, ::32] = 40.0
+    report = mpinspect.compare_recipes(model, _loss, [_batch()], ["mxfp8", "mxfp4"])
+    mxfp8, mxfp4 = report.recipes
+    assert report.unserved(mxfp8) == ()
+    assert "head" in report.unserved(mxfp4)
+    assert report.advised == mxfp8
+    text = str(report)
+    assert "MXFP8  serves every product" in text
+    assert "weight" in text
+    assert "head" in report.kept_wide(mxfp4)
+
+
+def test_sizes_that_kernels_refuse_are_kept_wide() -> None:
+    torch.manual_seed(0)
+    report = mpinspect.compare_recipes(_Net(classes=10), _loss, [_batch()], ["fp8-rowwise"])
+    (recipe,) = report.recipes
+    assert report.unsuited(recipe) == ("head",)
+    assert report.kept_wide(recipe) == ("head",)
+    assert "no multiples of 16 in 'head'" in str(report)
+    assert "KEEP = {'head'}" in str(report)
+
+
+def test_operands_have_the_dtype_of_autocast() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(batch)
+        return y.float().square().mean()
+
+    model, x = _net(), _batch()
+    report = mpinspect.compare_recipes(model, loss, [x], ["mxfp8"])
+    found = _row(report, "blocks.0.0", "fprop").cells[0].operands[0].loss
+    assert found.magnitudes == pytest.approx(float(x.bfloat16().double().abs().sum()), rel=1e-12)
+
+
+def test_the_model_and_the_random_state_are_unchanged() -> None:
+    model, x = _net(), _batch()
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    mpinspect.compare_recipes(nn.Sequential(model, nn.Dropout(0.5)), _loss, [x])
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_blocks_that_become_nan_are_named() -> None:
+    model, x = _net(), _batch()
+    x[3, 5] = math.inf
+    report = mpinspect.compare_recipes(model, _loss, [x], ["mxfp8"])
+    assert "blocks.0.0" in report.broken
+    assert "hold infinities or NaN" in str(report)
+
+
+def test_layers_that_are_not_called_are_named() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.out = nn.MultiheadAttention(64, 2, batch_first=True), nn.Linear(64, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.attention(x, x, x)[0])  # type: ignore[no-any-return]
+
+    report = mpinspect.compare_recipes(Attending(), _loss, [torch.randn(2, 32, 64)], ["mxfp8"])
+    assert report.not_called == ("attention.out_proj",)
+    assert "'attention.out_proj'" in str(report)
+
+
+def test_the_report_has_every_form(tmp_path: object) -> None:
+    report = mpinspect.compare_recipes(_net(), _loss, [_batch()])
+    found = json.loads(report.to_json())
+    assert found["schema"] == "mpinspect.recipes"
+    assert found["recipes"] == [recipe.name for recipe in report.recipes]
+    cell = found["rows"][0]["cells"][0]
+    assert cell["operands"][0]["loss"]["flushed_fraction"] == report.rows[0].cells[0].operands[0].loss.flushed_fraction
+    for suffix in (".txt", ".md", ".html", ".json"):
+        path = tmp_path / f"recipes{suffix}"  # type: ignore[operator]
+        report.save(path)
+        assert "mxfp8" in path.read_text(encoding="utf-8").lower()
+    assert "NVFP4 also does what is not simulated here" in str(report)
+
+
+def test_the_code_is_python_and_names_modules_of_the_model() -> None:
+    torch.manual_seed(0)
+    model = _Net(classes=10)
+    report = mpinspect.compare_recipes(model, _loss, [_batch()], list(RECIPES))
+    names = {name for name, _ in model.named_modules()}
+    recipes = [recipe for recipe in report.recipes if report.code(recipe)]
+    assert len(recipes) == 5
+    for recipe in recipes:
+        tree = ast.parse("\n".join(report.code(recipe)))
+        assigned = next(node for node in tree.body if isinstance(node, ast.Assign))
+        kept = ast.literal_eval(assigned.value)
+        assert {"head"} <= kept <= names
+
+
+@pytest.mark.parametrize("name", ["fp8-tensorwise", "fp8-rowwise", "fp8-rowwise-with-gw-hp"])
+def test_the_code_converts_all_but_the_kept_modules_and_the_model_trains(name: str) -> None:
+    torchao_here.torchao()
+    torch.manual_seed(0)
+    model = _Net(classes=10)
+    report = mpinspect.compare_recipes(model, _loss, [_batch()], [name])
+    exec("\n".join(report.code(report.recipes[0])), {"model": model})
+    kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+    assert kinds["head"] == "Linear"
+    assert kinds["blocks.0.0"] == kinds["blocks.1.0"] == "Float8Linear"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(50):
+        optimizer.zero_grad()
+        loss = _loss(model, _batch())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_bad_input_is_named() -> None:
+    model, x = _net(), _batch()
+    with pytest.raises(TypeError, match=r"not a torch\.nn\.Module"):
+        mpinspect.compare_recipes(model.parameters, _loss, [x])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="loss_fn"):
+        mpinspect.compare_recipes(model, None, [x])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"\[batch\]"):
+        mpinspect.compare_recipes(model, _loss, x)
+    with pytest.raises(ValueError, match="no batch"):
+        mpinspect.compare_recipes(model, _loss, [])
+    with pytest.raises(ValueError, match="names no recipe"):
+        mpinspect.compare_recipes(model, _loss, [x], ["fp7"])
+    with pytest.raises(ValueError, match="name at least one"):
+        mpinspect.compare_recipes(model, _loss, [x], [])
+    with pytest.raises(ValueError, match=r"no torch\.nn\.Linear"):
+        mpinspect.compare_recipes(nn.Conv2d(1, 1, 1), _loss, [x])
+    with pytest.raises(ValueError, match=r"called a torch\.nn\.Linear"):
+        mpinspect.compare_recipes(nn.ModuleList([nn.Linear(2, 2)]), lambda m, b: m[0].weight.sum(), [x])
+
+
+def test_an_own_recipe_is_compared() -> None:
+    own = TrainingRecipe("own", "Own", uniform(MXFP8_E4M3, MXFP4, MXFP8_E4M3), 32)
+    report = mpinspect.compare_recipes(_net(), _loss, [_batch()], [own, "mxfp8"])
+    first, second = _row(report, "head", "fprop").cells
+    assert first.operands[0].loss == second.operands[0].loss
+    assert first.operands[1].loss.noise > second.operands[1].loss.noise
+    assert report.code(own) == ()
