@@ -102,7 +102,9 @@ def _oracle(x: torch.Tensor, quantization: Quantization) -> np.ndarray:
 def test_quantised_values_equal_casts_by_ml_dtypes(name: str, quantization: Quantization) -> None:
     x = _data(name)
     for oriented in (x, x.T.contiguous()):
-        assert np.array_equal(quantised(oriented, quantization).numpy(), _oracle(oriented, quantization).astype(np.float32))
+        assert np.array_equal(
+            quantised(oriented, quantization).numpy(), _oracle(oriented, quantization).astype(np.float32)
+        )
 
 
 @pytest.mark.parametrize("quantization", MX, ids=_name)

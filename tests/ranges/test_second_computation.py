@@ -452,3 +452,13 @@ def test_gradients_that_overflow_have_no_error():
     (lost,) = records(second, LostSum)
     assert not model.weight.grad.isfinite().all()
     assert lost.gradients_error is None
+
+
+def test_a_dtype_among_the_arguments_is_that_of_the_twins():
+    # The backward of a softmax takes its input's dtype as a positional argument.
+    x = values(32).half().requires_grad_()
+    with Twice() as second:
+        y = (x * 1.01).softmax(-1).square().sum()
+        (gradient,) = torch.autograd.grad(y, x)
+    assert second.left_out() == ""
+    assert second.twin(gradient).dtype is torch.float32

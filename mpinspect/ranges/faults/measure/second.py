@@ -190,10 +190,10 @@ class SecondComputation:
             self._forget([each for each in mutated if _is_plain(each)])
             return None
         written = {id(each) for each in mutated}
-        twins = tree_map(lambda each: self._twin_or_wide(each, id(each) in written), (args, _widened(kwargs)))
+        twins = tree_map(lambda each: self._twin_or_wide(each, id(each) in written), (args, kwargs))
         exact = None
         if has_twin and writes:
-            exact = tree_map(lambda each: _wide(each, id(each) in written), (args, _widened(kwargs)))
+            exact = tree_map(lambda each: _wide(each, id(each) in written), (args, kwargs))
         elif has_twin:
             exact = (args, kwargs)
         before = 0.0
@@ -417,7 +417,7 @@ class SecondComputation:
 
     def _twin_or_wide(self, value: Any, is_mutated: bool) -> Any:
         if not _is_plain(value):
-            return value
+            return _wide(value, is_mutated)
         twin = self.twin(value)
         if twin is None and is_mutated:
             self._remember(value, value, is_cast=False)
@@ -471,7 +471,7 @@ def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
         return twin
     args, kwargs = pending.exact
     if not pending.func._schema.is_mutable:
-        args, kwargs = tree_map(lambda each: _wide(each, False), (args, _widened(kwargs)))
+        args, kwargs = tree_map(lambda each: _wide(each, False), (args, kwargs))
     return _plain(pending.func(*args, **kwargs))[0]
 
 
@@ -549,14 +549,10 @@ def _fits(tensors: list[torch.Tensor]) -> bool:
 
 
 def _wide(value: Any, is_mutated: bool) -> Any:
-    """Return a floating-point tensor in FP32, as a copy if the operator writes to it."""
+    """Return a floating-point tensor in FP32, as a copy if the operator writes to it; a 16-bit dtype as FP32."""
     if not _is_plain(value):
-        return value
+        return torch.float32 if value in _NARROW else value
     return value.float().clone() if is_mutated and value.dtype == torch.float32 else value.float()
-
-
-def _widened(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: torch.float32 if value in _NARROW else value for name, value in kwargs.items()} if kwargs else kwargs
 
 
 def _mutated(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
