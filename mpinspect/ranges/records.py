@@ -533,6 +533,19 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FrozenBuffer(Record, kind="second-buffer"):
+    """A buffer of the model that additions in place leave as it is. Its name is the last of ``names``.
+
+    Args:
+        unchanged: the share of elements, of those to which something other than 0 was added, that did not change, 0..1.
+        times: how many additions at one line these are the figures of.
+    """
+
+    unchanged: float
+    times: float = 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class AmplifiedError(Record, kind="second-amplified"):
     """An operator whose result is mostly the error of its inputs.
 

@@ -56,7 +56,7 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
         )
     random, state = RandomState.now(), ModelState(model)
     running = _Running()
-    second = SecondComputation(running.path, model.named_parameters())
+    second = SecondComputation(running.path, model.named_parameters(), model.named_buffers())
     try:
         for parameter in model.parameters():
             parameter.grad = None

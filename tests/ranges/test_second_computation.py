@@ -16,6 +16,7 @@ from mpinspect.ranges.records import (
     BornInfinite,
     BrokenAlike,
     ChangedIntegers,
+    FrozenBuffer,
     LostSum,
 )
 from mpinspect.shapes.record.live import LiveMatmuls
@@ -29,7 +30,9 @@ class Twice:
     def __init__(self, model=None):
         self.model = nn.Identity() if model is None else model
         self._live = LiveMatmuls({"model": self.model})
-        self.second = SecondComputation(self._live.running_module, self.model.named_parameters())
+        self.second = SecondComputation(
+            self._live.running_module, self.model.named_parameters(), self.model.named_buffers()
+        )
         self._live.compute_twice(self.second)
 
     def __enter__(self):
@@ -462,3 +465,41 @@ def test_a_dtype_among_the_arguments_is_that_of_the_twins():
         (gradient,) = torch.autograd.grad(y, x)
     assert second.left_out() == ""
     assert second.twin(gradient).dtype is torch.float32
+
+
+class Counting(nn.Module):
+    """Counts its calls, and averages its inputs, in buffers of a dtype."""
+
+    def __init__(self, dtype, calls=256.0):
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(calls, dtype=dtype))
+        self.register_buffer("mean", torch.full((8,), 2.0, dtype=dtype))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean.sub_(self.mean - x.mean(0).to(self.mean.dtype), alpha=0.001)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("dtype", "calls", "frozen"),
+    [
+        (torch.bfloat16, 256.0, {"calls", "mean"}),
+        (torch.bfloat16, 100.0, {"mean"}),
+        (torch.float16, 256.0, set()),
+        (torch.float16, 2048.0, {"calls"}),
+        (torch.float32, 256.0, set()),
+    ],
+)
+def test_buffers_that_no_longer_change_are_recorded(dtype, calls, frozen):
+    model = Counting(dtype, calls)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    x = values(4, 8)
+    with Twice(model) as second:
+        for _ in range(3):
+            model(x)
+    found = {record.names[-1]: record for record in records(second, FrozenBuffer)}
+    assert found.keys() == frozen
+    assert all((record.unchanged, record.times) == (1.0, 3) for record in found.values())
+    same = {name for name, buffer in model.named_buffers() if torch.equal(buffer, before[name])}
+    assert same == frozen

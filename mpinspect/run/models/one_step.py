@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _MOST_WAITED = 8
 #: The most further steps that are computed twice after an infinity or NaN.
 _AFTER_EVENTS = 2
+#: Numbers of steps after which another is computed twice: sums and moments saturate, and weights grow, only with time.
+_LATER_STEPS = (100, 1000, 10_000)
 
 
 class OneStep(Guarded):
@@ -74,6 +76,9 @@ class OneStep(Guarded):
         self._powers: PowersOfScale | None = None
         #: Further steps that are computed twice once a forward is infinite or NaN.
         self._left_after_events = _AFTER_EVENTS if self._wants_matmuls else 0
+        self._later_steps = list(_LATER_STEPS) if self._wants_matmuls else []
+        #: Steps of the chosen optimizer.
+        self._stepped = 0
         self._is_again = False
         #: A recorder still on the stack of dispatch modes, because the script has entered another mode since.
         self._lingering: LiveMatmuls | None = None
@@ -91,7 +96,10 @@ class OneStep(Guarded):
         self._unstepped.discard(threading.get_ident())
         if self._lingering is not None and self._lingering.leave():
             self._lingering = None
-        if not self._is_needed or not self._is_its_thread:
+        if not self._is_its_thread:
+            return
+        self._stepped += self._optimizer is not None and self._optimizer() is optimizer
+        if not self._is_needed:
             return
         if self._products is not None:
             self._products.in_optimizer = False
@@ -126,9 +134,14 @@ class OneStep(Guarded):
 
     @property
     def _wants_second(self) -> bool:
-        """Whether another step is computed twice, because something broke after the recorded one."""
-        is_free = not self._wants_matmuls and not self._wants_trace and self._profile is None
-        return is_free and self._left_after_events > 0 and self._models.forward_broke()
+        """Whether another step is computed twice: because something broke after the recorded one, or after many steps."""
+        if self._wants_matmuls or self._wants_trace or self._profile is not None:
+            return False
+        return self._is_later or (self._left_after_events > 0 and self._models.forward_broke())
+
+    @property
+    def _is_later(self) -> bool:
+        return bool(self._later_steps) and self._stepped >= self._later_steps[0]
 
     def give_up(self) -> None:
         """Stop recording because the script has ended, and note incomplete or missing recordings."""
@@ -201,7 +214,10 @@ class OneStep(Guarded):
         from mpinspect.shapes.record.live import LiveMatmuls, obstacle
 
         self._is_again = not self._wants_matmuls
-        self._left_after_events -= self._is_again
+        if self._is_later:
+            del self._later_steps[0]
+        else:
+            self._left_after_events -= self._is_again
         self._wants_matmuls = False
         models = self._models.attached()
         reason = obstacle(models.values()) or ("" if self._is_lint_asked else _doubt(models.values()))
@@ -210,7 +226,7 @@ class OneStep(Guarded):
             return
         rounded = RoundedNumbers(partial(self._models.record, tuple(models)))
         products = LiveMatmuls(models, rounded.watchers())
-        second = SecondComputation(products.running_module, _parameters(models))
+        second = SecondComputation(products.running_module, _parameters(models), _buffers(models))
         products.compute_twice(second)
         self._powers = PowersOfScale(products.running_module, _parameters(models))
         products.follow(self._powers)
@@ -273,12 +289,20 @@ class OneStep(Guarded):
 
 def _parameters(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters of models, each with its path, which begins with the model's name if there are several."""
-    prefix = "{}." if len(models) > 1 else ""
     return [
-        (prefix.format(name) + path, parameter)
-        for name, model in models.items()
+        (prefix + path, parameter)
+        for prefix, model in _prefixed(models)
         for path, parameter in model.named_parameters()
     ]
+
+
+def _buffers(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
+    """Return the buffers of models, each with its path, as those of parameters."""
+    return [(prefix + path, buffer) for prefix, model in _prefixed(models) for path, buffer in model.named_buffers()]
+
+
+def _prefixed(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    return [(f"{name}." if len(models) > 1 else "", model) for name, model in models.items()]
 
 
 def _doubt(models: Iterable[torch.nn.Module]) -> str:

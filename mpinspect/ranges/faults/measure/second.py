@@ -27,6 +27,7 @@ from mpinspect.ranges.records import (
     BornInfinite,
     BrokenAlike,
     ChangedIntegers,
+    FrozenBuffer,
     LostSum,
     Record,
 )
@@ -130,10 +131,24 @@ class SecondComputation:
     Args:
         module: returns the dotted path of the module that is running.
         parameters: the model's parameters by name, whose gradients are compared in the end.
+        buffers: the model's buffers by name, which keep what is added to them.
     """
 
-    def __init__(self, module: Callable[[], str], parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        module: Callable[[], str],
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        buffers: Iterable[tuple[str, torch.Tensor]] = (),
+    ) -> None:
         self._module = module
+        #: The names of 16-bit buffers by storage.
+        self._buffers = {
+            buffer.untyped_storage()._cdata: name
+            for name, buffer in buffers
+            if _is_plain(buffer) and buffer.dtype in _NARROW
+        }
+        #: Additions that left buffers as they are, by line.
+        self._frozen: defaultdict[str, list[FrozenBuffer]] = defaultdict(list)
         self._parameters = list(parameters)
         self._twins: dict[int, Twin] = {}
         #: The modules of forward operators, by the sequence number of their autograd node.
@@ -311,6 +326,9 @@ class SecondComputation:
         if torch._C._current_autograd_node() is not None or value.dtype not in _NARROW:
             return
         operands = _operands(pending, local)
+        if pending.func._schema.is_mutable and (buffer := self._buffers.get(value.untyped_storage()._cdata)):
+            self._compare_buffer(pending, value, wide, operands, frame, buffer)
+            return
         if len(operands) != 2 or any(each.shape != value.shape for each in operands):
             return
         least = min(float(each.norm()) for each in operands)
@@ -325,6 +343,23 @@ class SecondComputation:
             )
         elif figures and error >= _ABSORBED * least:
             self._add(AbsorbedOperand, pending, value, frame, **figures)
+
+    def _compare_buffer(
+        self,
+        pending: Pending,
+        value: torch.Tensor,
+        wide: torch.Tensor,
+        operands: list[torch.Tensor],
+        frame: FrameType,
+        buffer: str,
+    ) -> None:
+        """Record a buffer that stays mostly as it was: it keeps its values, so that the terms are lost for good."""
+        before, added = operands
+        is_added = (added != 0).expand_as(before)
+        unchanged = float((wide == before)[is_added].float().mean()) if bool(is_added.any()) else 0.0
+        if unchanged >= _ABSORBED:
+            record = self._record(FrozenBuffer, pending, value, frame, unchanged=unchanged)
+            self._frozen[innermost_line(frame)].append(replace(record, names=(*record.names, buffer)))
 
     def _compare_integers(self, pending: Pending, value: Any, frame: FrameType) -> None:
         """Record whole numbers that were rounded before they are made integers."""
@@ -369,7 +404,8 @@ class SecondComputation:
         """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
         worst, whose = self._gradients_error()
         self._found[AbsorbedOperand] += _running_sums(self._repeated.values())
-        found: list[Record] = []
+        # A buffer that several lines, or several modules at one line, add to is frozen at each.
+        found: list[Record] = [replace(additions[-1], times=len(additions)) for additions in self._frozen.values()]
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers)
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
@@ -478,7 +514,7 @@ def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
 def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
     """Return the two tensors that an operator has added, in FP32."""
     args, kwargs = pending.exact or pending.arguments
-    operands = [each.float() for each in args[:2] if isinstance(each, torch.Tensor)]
+    operands = [torch.as_tensor(each, device=total.device).float() for each in args[:2]]
     if len(operands) == 2 and pending.func._schema.is_mutable:
         # The first was overwritten by the second computation.
         sign = -1 if pending.func.overloadpacket in (aten.sub, aten.sub_) else 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.faults.name.case import Case
@@ -15,6 +16,7 @@ from mpinspect.ranges.records import (
     BrokenAlike,
     ChangedIntegers,
     ExaminedArgument,
+    FrozenBuffer,
     LostSum,
     OverflowedNorm,
     Record,
@@ -35,6 +37,8 @@ _MOSTLY = 0.5
 _LEAST_BRANCH = 2.0**-6
 
 
+_Placed = TypeVar("_Placed", bound=Record)
+
 #: Operators whose names say little.
 _IN_WORDS = {
     "_to_copy": "a cast",
@@ -44,6 +48,16 @@ _IN_WORDS = {
     "bmm": "a batched matrix product",
     "_softmax": "softmax",
 }
+
+
+def _by_place(records: Iterable[_Placed], size: str) -> Iterator[_Placed]:
+    """Yield the largest record of each operator and line, of all steps that were computed twice."""
+    worst: dict[tuple[str, tuple[str, ...]], _Placed] = {}
+    for record in records:
+        place = (record.name, record.names[:3])
+        if place not in worst or getattr(record, size) > getattr(worst[place], size):
+            worst[place] = record
+    yield from worst.values()
 
 
 def _place(record: Record) -> dict[str, object]:
@@ -221,11 +235,11 @@ class _Sum(Sentences):
 def _sum_loses_terms(case: Case) -> Iterator[Found]:
     """A sum in 16 bits whose terms are rounded away.
 
-    It is looked for under ``mpinspect run``, in one early step.
+    It is looked for under ``mpinspect run``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: It is measured, from an error of 3% on. It is information below 25% if no weight's gradient is off by 10%.
     """
-    for lost in case.recorded(LostSum):
+    for lost in _by_place(case.recorded(LostSum), "error"):
         also, words = _gradients(lost)
         is_fault = also is not None or lost.error >= _MOST_OF_IT
         yield Found(
@@ -258,12 +272,12 @@ class _Absorbed(Sentences):
 def _addition_changes_nothing(case: Case) -> Iterator[Found]:
     """An addition in 16 bits whose smaller operand the larger one absorbs.
 
-    It is looked for under ``mpinspect run``, in one early step.
+    It is looked for under ``mpinspect run``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: A branch that begins near zero on purpose (LayerScale, a zero-initialised adapter) is information: its root mean
     square is below 2^-6.
     """
-    for absorbed in case.recorded(AbsorbedOperand):
+    for absorbed in _by_place(case.recorded(AbsorbedOperand), "error"):
         also, words = _gradients(absorbed)
         begins_near_zero = absorbed.size is not None and absorbed.size < _LEAST_BRANCH and also is None
         is_fault = absorbed.unchanged >= _MOSTLY and not begins_near_zero
@@ -283,6 +297,35 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
         )
 
 
+class _Frozen(Sentences):
+    STOPS = (
+        "In step {step}, in {place}, additions in {dtype:format} leave {unchanged:percent} of the buffer {buffer!r} as it was: "
+        "the terms are below half a unit in the last place of its values."
+    )
+    IN_FP32 = "Keep this buffer in FP32, and add FP32 terms to it."
+    REGISTER = "self.register_buffer({name!r}, torch.zeros(shape, dtype=torch.float32))"
+
+
+def _buffer_stops(case: Case) -> Iterator[Found]:
+    """A running sum, mean or count in 16 bits that no longer changes.
+
+    It is looked for under ``mpinspect run``, in one early step and in steps 100, 1,000 and 10,000.
+
+    False alarms: A buffer that is added to in place and set anew in each step loses only that step's terms.
+    """
+    for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
+        buffer = frozen.names[-1]
+        yield Found(
+            _Frozen.STOPS,
+            _evidence(frozen),
+            {**_place(frozen), "buffer": buffer, "name": buffer.rpartition(".")[2]},
+            _Frozen.IN_FP32,
+            _Frozen.REGISTER,
+            layer=frozen.name,
+            step=frozen.step,
+        )
+
+
 class _Left(Sentences):
     CANCELS = (
         "In step {step}, in {place}, {operator} leaves mostly rounding error: its operands were off by {before:percent}, its "
@@ -299,11 +342,11 @@ class _Left(Sentences):
 def _rounding_error_left(case: Case) -> Iterator[Found]:
     """An operator whose result is mostly the rounding error of its inputs: a difference that cancels, a sine of a large number.
 
-    It is looked for under ``mpinspect run``, in one early step.
+    It is looked for under ``mpinspect run``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: It is measured. It is information if no weight's gradient is off by 10%.
     """
-    for cancelled in case.recorded(AmplifiedError):
+    for cancelled in _by_place(case.recorded(AmplifiedError), "after"):
         is_difference = cancelled.names[0].rstrip("_") in ("add", "sub")
         also, words = _gradients(cancelled)
         off = (
@@ -366,5 +409,6 @@ FAULTS = (
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),
+    Fault("buffer-stops-changing", "warning", _buffer_stops, (_Frozen,)),
     Fault("result-is-rounding-error", "warning", _rounding_error_left, (_Left, _Gradients)),
 )
