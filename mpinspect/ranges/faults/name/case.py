@@ -102,7 +102,7 @@ class FP32Weights(Sentences):
     @classmethod
     def of(cls, dtype: str) -> FP32Weights:
         """Return the code for a 16-bit dtype; BF16's for any other."""
-        return cls.IN_FP16 if dtype == FLOAT16.name else cls.IN_BF16
+        return cls.IN_FP16.when(dtype == FLOAT16.name) or cls.IN_BF16
 
 
 def quoted(name: str) -> str:

@@ -95,12 +95,11 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
 def _clipped(changed: Sequence[ChangedWhileScaled], case: Case) -> Found:
     first = changed[0]
     scale, is_by_norm = case.progress.scale_at(first.step), bool(first.is_uniform)
-    if scale:
-        says = _Unscale.CLIPPED if is_by_norm else _Unscale.CHANGED
-    else:
-        says = _Unscale.CLIPPED_AT_UNKNOWN_SCALE if is_by_norm else _Unscale.CHANGED_AT_UNKNOWN_SCALE
+    known, unknown, code = _Unscale.CHANGED, _Unscale.CHANGED_AT_UNKNOWN_SCALE, _Unscale.CLIP_VALUE
+    if is_by_norm:
+        known, unknown, code = _Unscale.CLIPPED, _Unscale.CLIPPED_AT_UNKNOWN_SCALE, _Unscale.CLIP_NORM
     return Found(
-        says,
+        known.when(scale) or unknown,
         {
             "factor": first.factor,
             "is_uniform": is_by_norm,
@@ -109,7 +108,7 @@ def _clipped(changed: Sequence[ChangedWhileScaled], case: Case) -> Found:
         },
         {"again": again(changed)},
         _Unscale.UNSCALE_FIRST,
-        _Unscale.CLIP_NORM if is_by_norm else _Unscale.CLIP_VALUE,
+        code,
         step=first.step,
     )
 
@@ -182,7 +181,7 @@ def _too_often(
         },
         fix,
         code,
-        layer=names[0] if names else "",
+        layer=next(iter(names), ""),
         step=first.step,
     )
 
