@@ -34,7 +34,7 @@ class _Aftermath(Sentences):
 
 
 def _aftermath(case: Case, event: Event | None) -> _Aftermath | None:
-    """Return what an optimizer's step on non-finite gradients did; None if there was no such step or it did no harm."""
+    """Return the effect of an optimizer's step on non-finite gradients; None if there was no such step or it did no harm."""
     if event is None or event.skipped is not False or event.gradients_finite:
         return None
     if any(each.step == event.step for each in case.recorded(ReplacedBeforeStep)):
@@ -107,15 +107,12 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
         if event is not None and event.rank != measured.rank:
             # Another rank may have made it first and sent it to this one.
             continue
-        says, check = _Batch.BATCH, _Batch.CHECK_BATCH
-        if of_targets:
-            says, check = _Batch.TARGETS, _Batch.CHECK_TARGETS
         yield Found(
-            (says, _aftermath(case, event)),
+            (_Batch.TARGETS.when(of_targets) or _Batch.BATCH, _aftermath(case, event)),
             {"elements": measured.elements, "rows": list(measured.names)},
             {"places": bracketed(_elements(measured), _rows(measured))},
             _Batch.LOOK,
-            check,
+            _Batch.CHECK_TARGETS.when(of_targets) or _Batch.CHECK_BATCH,
             is_mild=event is None,
             certainty=INFERRED if isinstance(measured, ExaminedDifference) else MEASURED,
             step=measured.step,
@@ -184,8 +181,8 @@ class _ZeroRow(Sentences):
 def _zero_row_normalized(case: Case) -> Iterator[Found]:
     """A row of zeros divided by its own maximum or norm.
 
-    False alarms: If nothing in a module is trained, there is no graph: rows of zeros that come out as NaN are then taken
-    for a division, and the finding is inferred.
+    False alarms: A module without trained parameters has no graph: rows of zeros that become NaN there are taken for a
+    division, and the finding is inferred.
     """
     for measured in case.recorded(ExaminedZeroRow):
         module = _module(case, measured)
@@ -380,7 +377,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     """
     grown = list(case.recorded(WeightGrowth))
     broken = [event for event in case.events if not event.gradients_finite and not event.skipped]
-    # A saturating model lets nothing become infinite; its loss grows.
+    # In a saturating model all values stay finite, and the loss grows.
     loss_ratio = max((each.loss_ratio or 0.0 for each in grown), default=0.0)
     if not grown or not (broken or case.advised.diverged or loss_ratio):
         return
@@ -449,11 +446,5 @@ FAULTS = (
     Fault("mask-hides-whole-row", "error", _mask_hides_whole_row, (_Mask, _Aftermath), OF_FORWARD),
     Fault("zero-row-normalized", "error", _zero_row_normalized, (_ZeroRow, _Aftermath), OF_FORWARD),
     Fault("weights-exploded", "error", _weights_exploded, (_Weights,), OF_FORWARD),
-    Fault(
-        "argument-out-of-range",
-        "error",
-        _argument_out_of_range,
-        (_Argument, _ArgumentCode, _Aftermath),
-        OF_FORWARD,
-    ),
+    Fault("argument-out-of-range", "error", _argument_out_of_range, (_Argument, _ArgumentCode, _Aftermath), OF_FORWARD),
 )

@@ -355,7 +355,7 @@ def _short_interval(session: Session) -> float | None:
 
 
 def _drops_by_itself(session: Session) -> bool:
-    """Return whether a loop with masters divides what they get, as by a loss scale, and has backwards without a step.
+    """Return whether a loop divides its masters' gradients, as by a loss scale, and has backwards without a step.
 
     On a CPU the watch sees whether gradients were dropped, on a GPU it would have to wait for that.
     """
@@ -463,11 +463,6 @@ def _unwatched_skips(case: Case) -> Iterator[Found]:
 
 
 FAULTS = (
-    Fault(
-        "non-finite-event",
-        "error",
-        _non_finite,
-        (_Left, _Harmless, _Forward, Inspect, _Backward, _Counts),
-    ),
+    Fault("non-finite-event", "error", _non_finite, (_Left, _Harmless, _Forward, Inspect, _Backward, _Counts)),
     Fault("unwatched-skips", "warning", _unwatched_skips, (_Unwatched,)),
 )

@@ -24,7 +24,7 @@ class Found:
         code: the fix as code, a member for each block of lines.
         layer: name of the tensor or module; "" for the whole run.
         severity: one of SEVERITIES; "" for the fault's own.
-        is_mild: whether it does less harm than the fault mostly does: it is one severity below the fault's own.
+        is_mild: whether it did less harm than usual: its severity is one below the fault's own, which must not be "info".
         certainty: "measured" or "inferred".
         step: the step in which the problem began, from 0; None if it belongs to no step.
     """

@@ -11,7 +11,7 @@ from mpinspect.ranges.session import LOSSES, Event, Session, is_below, module_na
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import format_name
 
-#: The fewest steps that are said to recur with a period.
+#: Fewer steps are not called periodic.
 _FEWEST_STEPS = 3
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 
+from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.drift import moved
 from mpinspect.ranges.analysis.precision import damped_by_epsilon, holds_without_scale
@@ -170,7 +171,7 @@ class _Fine(Sentences):
 
 
 def _weight_gradients_fine(case: Case) -> Iterator[Found]:
-    """Weight gradients that need no loss scale, beside gradients of activations that do.
+    """Weight gradients that need no loss scale, while gradients of activations do.
 
     False alarms: It is no alarm.
     """
@@ -254,9 +255,7 @@ def _were_flushed(
         _Before.SOME_WERE_VALUES.when(is_likely) or _Before.UNKNOWN,
         {
             "floor_exponent": layer.floor_exponent,
-            "already_flushed_fraction_high": layer.already_flushed_fraction.high
-            if layer.already_flushed_fraction
-            else 0.0,
+            "already_flushed_fraction_high": (layer.already_flushed_fraction or Interval(0.0, 0.0, 0.0)).high,
             "lost_l1_share_high": seen.lost_l1_share(format).high,
             "lost_l1_share_likely": seen.likely_hidden_l1_share(),
             "layers_count": layers,
@@ -303,11 +302,7 @@ def _gradients_overflow(case: Case) -> Iterator[Found]:
     is_finite = worst.histogram is not None and worst.histogram.nonfinite
     spared, words = _spared_by(decision, over, case)
     yield Found(
-        (
-            _Overflow.LARGEST_FINITE.when(is_finite) or _Overflow.LARGEST,
-            _Overflow.MORE.when(len(over) > 1),
-            spared,
-        ),
+        (_Overflow.LARGEST_FINITE.when(is_finite) or _Overflow.LARGEST, _Overflow.MORE.when(len(over) > 1), spared),
         {
             "overflowed": worst.overflowed,
             "max_log2_scale": worst.max_log2_scale,
@@ -369,7 +364,7 @@ class _Window(Sentences):
 
 
 def _scale_window_empty(case: Case) -> Iterator[Found]:
-    """Layers of which one needs a larger loss scale than another one holds.
+    """A layer that needs a larger loss scale than another layer can take without overflow.
 
     False alarms: A run that holds the values of these layers in a wider format gets information.
     """

@@ -15,7 +15,7 @@ from mpinspect.reporting.sentences import Sentences
 
 #: Fewest backwards without an update that count as a training that never updates.
 _FEWEST_BACKWARDS = 3
-#: A smaller factor is not clipping: it leaves nothing to learn from.
+#: A smaller factor is not clipping: it makes the gradients too small to learn from.
 _NOTHING = 1e-6
 
 
@@ -49,9 +49,9 @@ class _Never(Sentences):
 
 
 def _never_updated(case: Case) -> Iterator[Found]:
-    """Backwards of which none was followed by an update of the weights, or updates of masters that never reached them.
+    """Backwards without any update of the weights, or updates of masters that never reached the weights.
 
-    False alarms: A script that only looks at gradients is reported if it has an optimizer or a scaler, from three backwards on.
+    False alarms: A script that only reads gradients is reported if it has an optimizer or a scaler, from three backwards on.
     A run whose steps a scaler skipped is not: other findings cover it.
     """
     for measured in case.recorded(NeverUpdated):
@@ -146,7 +146,7 @@ class _Zeroed(Sentences):
 
 
 def _gone(case: Case) -> list[ChangedBeforeStep]:
-    """Return the measured steps whose optimizer got zeros, or next to nothing, instead of the gradients."""
+    """Return the measured steps whose optimizer got zeros, or nearly zeros, instead of the gradients."""
     return [
         each
         for each in case.recorded(ChangedBeforeStep)

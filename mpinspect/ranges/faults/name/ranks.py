@@ -25,7 +25,7 @@ _MOST_RANKS = 100
 
 
 def _known_of(session: Session, what: str) -> dict[int, str]:
-    """Return the ranks of which this was measured, each with what is known of it."""
+    """Return the ranks with this measurement, each with its text."""
     return {each.rank: each.text for each in session.measurements if each.what == what and each.rank is not None}
 
 
@@ -138,7 +138,7 @@ def _when(numbers: Sequence[int], session: Session, waited: Sequence[int]) -> st
 
 
 def _first_end(numbers: Sequence[int], session: Session) -> Progress | None:
-    """Return the progress of the rank that came least far; None if none of them recorded the model."""
+    """Return the progress of the rank with the fewest steps; None if no rank recorded the model."""
     known = (rank.progress for rank in session.ranks if rank.info.rank in numbers)
     return min(known, key=lambda progress: progress.steps, default=None)
 
@@ -179,7 +179,7 @@ class _Events(Sentences):
 
 
 def _rank_events_differ(case: Case) -> Iterator[Found]:
-    """Infinities or NaNs that only some ranks saw, or of which some saw far more.
+    """Infinities or NaNs that only some ranks saw, or that some ranks saw far more often.
 
     False alarms: A single rank whose batch was broken on purpose is reported.
     """
@@ -195,11 +195,7 @@ def _rank_events_differ(case: Case) -> Iterator[Found]:
     yield Found(
         _Events.SOME.when(len(hit) == len(most)) or _Events.MORE,
         {"events": {str(rank): count for rank, count in list(hit.items())[:_MOST_RANKS]}},
-        {
-            "ranks": ranks_named(most),
-            "most": max(counts.values()),
-            "began": began,
-        },
+        {"ranks": ranks_named(most), "most": max(counts.values()), "began": began},
         _Events.LOOK,
         layer=layer,
         step=step,
@@ -264,7 +260,7 @@ def _rank_ranges_differ(case: Case) -> Iterator[Found]:
             "rank": worst.rank,
             "tensor": phrase(worst.name, worst.text),
             "distance": abs(worst.figures["powers"]),
-            "others": f"; so do {ranks_named(others)}" if others else "",
+            "others": filled("; so do {}", others and ranks_named(others)),
         },
         _Elsewhere.LOOK,
         layer=worst.name,
@@ -324,7 +320,7 @@ class _Steps(Sentences):
     )
 
 
-#: Of a rank whose session has not ended, where nothing is known of its process.
+#: The words for a rank whose session has not ended and whose process is unknown.
 _UNFINISHED = "had not ended: still running, killed, or the file is cut off"
 
 
@@ -396,7 +392,7 @@ def _rank_settings_differ(case: Case) -> Iterator[Found]:
     """
     ranks = case.session.ranks
     found: dict[str, list[str]] = {}
-    # A damaged file has nothing of its run, which another finding names.
+    # A damaged file lacks its run; another finding reports it.
     known = [rank for rank in ranks if rank.info != RunInfo(rank=rank.info.rank, world_size=rank.info.world_size)]
     for name, words in _PARTS.items() if known else ():
         common, odd = _odd_ones(known, lambda rank, words=words: words(rank.info))  # type: ignore[misc]
@@ -407,11 +403,12 @@ def _rank_settings_differ(case: Case) -> Iterator[Found]:
         found["start"] = [f"{ranks_named(late)} began up to {apart / 60:.0f} minutes after the first"]
     sentences = [sentence for each in found.values() for sentence in each]
     if sentences:
-        shown = [*sentences[:4], *(["..."] if sentences[4:] else [])]
+        if len(sentences) > 4:
+            sentences[4:] = ["..."]
         yield Found(
             _Settings.DIFFER,
             {name: each[:20] for name, each in found.items() if each},
-            {"sentences": "; ".join(shown)},
+            {"sentences": "; ".join(sentences)},
             _Settings.TWO_RUNS.when("start" in found) or _Settings.ALIKE,
         )
 
@@ -448,9 +445,9 @@ def _summed_in_16_bits(case: Case) -> Iterator[Found]:
     False alarms: Below 256 ranks (BF16; 2048 in FP16) it is information.
     """
     world = case.session.info.world_size
-    for dtype in case.precision.reduced if case.session.ranks else ():
+    for dtype in case.precision.reduced:
         bits = SIGNIFICAND_BITS.get(dtype)
-        if bits is None or world < 2:
+        if bits is None or world < 2 or not case.session.ranks:
             continue
         is_lost = world >= 2**bits
         yield Found(

@@ -19,7 +19,7 @@ from mpinspect.ranges.records import ChangedBeforeStep, MastersGivenSmaller, New
 from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import number_or_power
+from mpinspect.reporting.words import filled, number_or_power
 
 #: A scaler's initial search is worth a warning if it takes more than this share of the run, and at least three steps.
 _SEARCH_TOLERANCE = 0.1
@@ -117,7 +117,7 @@ class _Initial(Sentences):
 
 
 def _initial_scale_too_high(case: Case) -> Iterator[Found]:
-    """A dynamic scaler whose first steps were all skipped until it had come down.
+    """A dynamic scaler that skipped all its first steps until its scale was low enough.
 
     False alarms: Every dynamic scaler may skip a few steps at first: up to two steps, or a tenth of the run, are only
     "info".
@@ -134,7 +134,7 @@ def _initial_scale_too_high(case: Case) -> Iterator[Found]:
     powers = round(_powers(first) - _powers(settled)) + overflows_again
     skipped, advice = len(opening), case.advised.advice
     is_settled = skipped < steps
-    # Where no one scale serves every layer, the scale at which nothing overflows is no remedy.
+    # Where no one scale serves every layer, a scale without overflow is no remedy.
     is_grave = skipped >= _FEWEST_STEPS and skipped > _SEARCH_TOLERANCE * steps and not _serves_none(case)
     needed = (advice.needed and advice.recommended) or 2.0**LOG2_INITIAL
     start = min(settled / 2**overflows_again, advice.highest or settled, needed)
@@ -169,7 +169,7 @@ def _initial_scale_too_high(case: Case) -> Iterator[Found]:
 
 
 def _search_begins_at(opening: Sequence[Event]) -> float | None:
-    """Return the initial scale of a search by skipped steps; None if there was none, or its scale did not come down."""
+    """Return the initial scale of a search by skipped steps; None without a search, or if the scale did not fall."""
     if not opening:
         return None
     first, last = opening[0].loss_scale, opening[-1].loss_scale
@@ -188,8 +188,8 @@ def _settled(opening: Sequence[Event], case: Case) -> float:
 
 def _whom(case: Case) -> str:
     """Return the layer for which the scale is too large, if another one needs it; else ""."""
-    conflicts = case.advised.advice.conflicts if _serves_none(case) else ()
-    return f" for {conflicts[0].needs_small!r}" if conflicts else ""
+    overflowing = (conflict.needs_small for conflict in case.advised.advice.conflicts if _serves_none(case))
+    return filled(" for {!r}", next(overflowing, None))
 
 
 def _opened(skipped: int, steps: int) -> str:
@@ -242,11 +242,11 @@ def _made_anew(case: Case) -> NewScalers | None:
     if run_format(case.session) in (BFLOAT16, FLOAT32):
         # There no scale is of use.
         return None
-    if not found or found[-1].new <= _MOST * found[-1].steps:
-        return None
     # A new scaler that loads the state of the last one continues with its scale.
     scales = {change.scale for change in case.session.scale_history()}
-    return found[-1] if len(scales) == 1 and None not in scales else None
+    if not found or found[-1].new <= _MOST * found[-1].steps or len(scales) != 1 or None in scales:
+        return None
+    return found[-1]
 
 
 def _scaler_made_anew(case: Case) -> Iterator[Found]:
@@ -264,10 +264,7 @@ def _scaler_made_anew(case: Case) -> Iterator[Found]:
     yield Found(
         _Anew.EACH_STEP_OVERFLOWS.when(lost) or _Anew.EACH_STEP,
         {**made.figures, "loss_scale": case.session.scale_history()[0].scale, "skipped_steps": lost},
-        {
-            "counted": f"{count} in the first {of} steps" if of < steps else f"{count} in {of} steps",
-            "all_steps": steps,
-        },
+        {"counted": f"{count} in the first {of} steps" if of < steps else f"{count} in {of} steps", "all_steps": steps},
         _Anew.ONCE_BEFORE_LOOP,
         _Anew.BEFORE_LOOP,
         severity="error" if lost >= max(_MOST * steps, _FEWEST_STEPS) else "warning",
@@ -296,7 +293,7 @@ def _search_repeated(case: Case) -> Iterator[Found]:
 
 
 def _only(gaps: Sequence[int]) -> int | None:
-    """Return the number that all of them are; None if they differ or there are none."""
+    """Return the one value of all gaps; None if they differ, or for an empty list."""
     return gaps[0] if len(set(gaps)) == 1 else None
 
 
@@ -326,7 +323,7 @@ class _High(Sentences):
 
 
 def _scale_too_high(case: Case) -> Iterator[Found]:
-    """A scale at which most steps overflow, and that does not come down.
+    """A scale at which most steps overflow, and that does not fall.
 
     False alarms: A run that ends while the scaler is still searching is reported only if its scale has not fallen.
     """
@@ -345,7 +342,10 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
     on_replaced = bool(stepped and replaced(case))
     wanted = _wanted(first, case)
     backoff = next((each.backoff_factor for each in case.scalers if (each.backoff_factor or 0) > _HARDLY_LOWER), None)
-    fix, code = _remedy_for_high(on_replaced, wanted, case)
+    fix, code = _High.DYNAMIC, _Scaler.NEW
+    if wanted:
+        fix, code = _High.BEGIN.when(case.scalers) or _High.SCALE_BY, _Scaler.BEGINNING_AT
+    is_hidden = on_replaced and case.scalers
     yield Found(
         _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped) or _High.SKIPPED,
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
@@ -356,21 +356,11 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
             "backoff": backoff,
             "log2_start": round(_powers(wanted or 1.0)),
         },
-        (fix, _High.BACKOFF.when(backoff)),
-        code,
+        (_High.TAKE_REPLACEMENT_OUT.when(is_hidden) or fix, _High.BACKOFF.when(backoff)),
+        code.when(not is_hidden),
         layer=over[0].module,
         step=over[0].step,
     )
-
-
-def _remedy_for_high(on_replaced: bool, wanted: float | None, case: Case) -> tuple[_High, _Scaler | None]:
-    if on_replaced and case.scalers:
-        return _High.TAKE_REPLACEMENT_OUT, None
-    if not wanted:
-        return _High.DYNAMIC, _Scaler.NEW
-    if case.scalers:
-        return _High.BEGIN, _Scaler.BEGINNING_AT
-    return _High.SCALE_BY, _Scaler.BEGINNING_AT
 
 
 def _wanted(first: float, case: Case) -> float | None:
@@ -478,7 +468,7 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
         elif before.scale and after.scale and before.scale < after.scale < math.inf:
             rose += _powers(after.scale) - _powers(before.scale)
     own = max(case.progress.skipped_steps, len(_skips(case)))
-    # A scale that rises by more than growth explains is that of several scalers by turns, and its falls are no overflows.
+    # A rise beyond what growth explains shows several scalers by turns, whose falls are no overflows.
     if not case.scalers or fell - own < 2 or rose > _rise(case, case.progress.steps):
         return
     least = case.advised.advice.lowest
@@ -643,7 +633,7 @@ class _ForForward(Sentences):
 
 
 def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
-    """A scaler that lowers its scale because of a non-finite forward, which no scale mends.
+    """A scaler that lowers its scale because of a non-finite forward, which no scale repairs.
 
     False alarms: It is reported from three skipped steps on; a single bad batch only gives a non-finite event.
     """
@@ -673,7 +663,7 @@ def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
     )
 
 
-# -- no scale is needed, or none was seen -------------------------------------------------------------------------------
+# -- a scale that is not needed, or missing -------------------------------------------------------------------------------
 
 
 class _OfNoUse(Sentences):
@@ -692,7 +682,7 @@ class _OfNoUse(Sentences):
 def _scaler_of_no_use(case: Case) -> Iterator[Found]:
     """An enabled scaler in a run whose range is FP32's.
 
-    False alarms: A scaler that is kept for a switch to FP16 is reported unless it is disabled.
+    False alarms: A scaler that waits for a switch to FP16 is reported unless it is disabled.
     """
     format = run_format(case.session)
     if not case.scalers or format not in (BFLOAT16, FLOAT32):
@@ -808,14 +798,13 @@ def _rounded(divisor: float) -> float:
 def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
     first = next((event for event in overflowed if event.story == TAKEN), overflowed[0])
     is_stepped = first.story == TAKEN and not survived(first, case.session)
-    remedy: tuple[Sentences, Sentences] = _Missing.IN_BF16, _Missing.AUTOCAST_BF16
-    if FLOAT16.name in case.precision.weights:
-        remedy = _Missing.FP32_WEIGHTS_IN_BF16, FP32Weights.IN_BF16
+    in_half = FLOAT16.name in case.precision.weights
     return Found(
         _Missing.STEPPED_ON_OVERFLOW.when(is_stepped) or _Missing.OVERFLOWED,
         _evidence(case),
         {"broken_step": first.step},
-        *remedy,
+        _Missing.FP32_WEIGHTS_IN_BF16.when(in_half) or _Missing.IN_BF16,
+        FP32Weights.IN_BF16.when(in_half) or _Missing.AUTOCAST_BF16,
     )
 
 
@@ -837,11 +826,7 @@ def _unscaled(dropped: Event | None, case: Case) -> Found:
         _evidence(case),
         {**words, "room": room, "log2_start": log2},
         _Missing.FP32_WEIGHTS_AND_SCALE.when(in_half) or _Missing.SCALE,
-        (
-            FP32Weights.IN_FP16.when(in_half),
-            _Scaler.BEGINNING_AT.when(has_start) or _Scaler.NEW,
-            _Missing.SCALED_STEP,
-        ),
+        (FP32Weights.IN_FP16.when(in_half), _Scaler.BEGINNING_AT.when(has_start) or _Scaler.NEW, _Missing.SCALED_STEP),
     )
 
 
@@ -874,7 +859,9 @@ def _divisors(case: Case) -> tuple[float, float] | None:
     is_one = most - least <= _ALIKE * least
     are_powers = all(map(_is_power, divisors))
     batches = math.ceil(case.progress.backwards / max(case.progress.steps, 1))
-    return (least, most) if (is_one or are_powers) and least > batches * (1 + _ALIKE) else None
+    if least <= batches * (1 + _ALIKE) or not (is_one or are_powers):
+        return None
+    return least, most
 
 
 FAULTS = (

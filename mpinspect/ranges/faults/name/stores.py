@@ -402,12 +402,12 @@ class _Accumulation(Sentences):
 def _accumulation_lost(case: Case) -> Iterator[Found]:
     """Gradients of micro-batches that are lost when they are added to a 16-bit .grad.
 
-    False alarms: A micro-batch whose gradient really is negligible beside the others' is reported likewise.
+    False alarms: A micro-batch whose gradient really is negligible compared with the others' is reported too.
     """
     found = [each for each in case.recorded(Accumulation) if each.nonzero > 0]
     if not found:
         return
-    # The sums over all parameters of a step stand beside each of the worst; older files have the worst alone.
+    # Each record of a worst tensor also has the sums over all parameters of its step; older files lack them.
     of_all = {each.step: (each.all_lost, each.all_nonzero or 0.0) for each in found if each.all_lost is not None}
     sums = list(of_all.values()) or [(each.lost, each.nonzero) for each in found]
     worst = max(found, key=lambda each: each.lost / each.nonzero)

@@ -15,7 +15,7 @@ from mpinspect.ranges.records import (
     UnscaledNeverScaled,
 )
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import with_power
+from mpinspect.reporting.words import filled, with_power
 
 #: Ratios that differ by at most this relative amount count as equal.
 _SAME = 0.01
@@ -100,12 +100,7 @@ def _clipped(changed: Sequence[ChangedWhileScaled], case: Case) -> Found:
         known, unknown, code = _Unscale.CLIPPED, _Unscale.CLIPPED_AT_UNKNOWN_SCALE, _Unscale.CLIP_NORM
     return Found(
         known.when(scale) or unknown,
-        {
-            "factor": first.factor,
-            "is_uniform": is_by_norm,
-            "loss_scale": scale,
-            "measured_steps": len(changed),
-        },
+        {"factor": first.factor, "is_uniform": is_by_norm, "loss_scale": scale, "measured_steps": len(changed)},
         {"again": again(changed)},
         _Unscale.UNSCALE_FIRST,
         code,
@@ -175,7 +170,7 @@ def _too_often(
         {"loss_scale": scale, "names": list(names[:20]), "measured_steps": len(found)},
         {
             "again": again(found),
-            "of": f" of {with_power(scale)}" if scale else "",
+            "of": filled(" of {}", scale and with_power(scale)),
             "times": round(first.times) if isinstance(first, UnscaledAgain) else 0,
             "modules": grouped(names),
         },

@@ -159,7 +159,7 @@ def _frozen_by_prefix(case: Case) -> Iterator[Found]:
 
 
 def _prefixes(frozen: Collection[str], trained: Collection[str]) -> dict[str, list[str]]:
-    """Return the numbers whose prefix explains all frozen blocks, each with those that it caught; empty if there are none."""
+    """Return the numbers whose prefix explains all frozen blocks, each with those that it caught; empty without such a prefix."""
     meant = [number for number in frozen if not any(number.startswith(other) for other in frozen if other != number)]
     caught = {one: sorted((each for each in frozen if each.startswith(one) and each != one), key=int) for one in meant}
     others = set(trained) - set(frozen)
@@ -233,8 +233,8 @@ class _Zero(Sentences):
 def _gradients_all_zero(case: Case) -> Iterator[Found]:
     """Modules whose weights get gradients in FP16 that are zero in every sampled step.
 
-    False alarms: Gradients that are zero in FP32 too (an expert that no sample reached, a dead ReLU) are reported likewise, since
-    the counts cannot tell them from flushed ones. A module is reported only if all its weights get zeros, in at least three
+    False alarms: Gradients that are zero in FP32 too (an expert that no sample reached, a dead ReLU) are reported as well, since
+    counts do not distinguish them from flushed ones. A module is reported only if all its weights get zeros, in at least three
     samples each.
     """
     if run_format(case.session) != FLOAT16:
@@ -271,10 +271,7 @@ def _all_zero(names: Sequence[str], case: Case) -> Found:
             "limit": limit,
             "damped": damped,
         },
-        (
-            _Zero.RAISE.when(has_room) or _Zero.TAKE_ONE_BATCH,
-            _Zero.OWN_FACTOR_ONLY.when(damped) or _Zero.OWN_FACTOR,
-        ),
+        (_Zero.RAISE.when(has_room) or _Zero.TAKE_ONE_BATCH, _Zero.OWN_FACTOR_ONLY.when(damped) or _Zero.OWN_FACTOR),
         _Zero.BEGIN_AT.when(has_room) or _Zero.AUTOCAST_OFF,
         layer=names[0],
         certainty=INFERRED,

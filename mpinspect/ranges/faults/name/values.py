@@ -81,11 +81,8 @@ def _reductions_overflow(case: Case) -> Iterator[Found]:
     in_format = [report for report in over if case.format.name in case.totals[report.key].dtypes]
     dtypes = {name: 0 for report in over for name in case.totals[report.key].dtypes}
     spared = holds_without_scale(case.session, [report.key for report in over])
-    held = None
-    if spared:
-        held = _Sums.HELD_WITHOUT_SCALE
-    elif not in_format:
-        held = by_number(len(over), _Sums.ONE_IS_HELD, _Sums.ARE_HELD)
+    in_fp32 = by_number(len(over), _Sums.ONE_IS_HELD, _Sums.ARE_HELD)
+    held = _Sums.HELD_WITHOUT_SCALE.when(spared) or in_fp32.when(not in_format)
     largest = max(in_format or over, key=lambda report: report.sum_squares.estimate)
     number = number_of(len(over), "tensor")
     yield Found(
