@@ -347,8 +347,7 @@ class ExponentHistogram:
             raise ValueError("the histogram holds no finite non-zero value, so it has no exponent")
 
     def _fraction(self, count: int) -> float:
-        nonzero = self.nonzero
-        return count / nonzero if nonzero else 0.0
+        return ratio(count, self.nonzero)
 
     def _count_below(self, exponent: int) -> int:
         """Return the number of finite non-zero elements with a smaller exponent."""
@@ -471,6 +470,10 @@ def _beyond(significand: float, format: FloatFormat) -> bool:
     return Fraction(significand) > Fraction(edge) or (significand == edge and format.overflow_edge_overflows)
 
 
-def _share(part: float, rest: float) -> float:
-    whole = part + rest
+def ratio(part: float, whole: float) -> float:
+    """Return part / whole; 0.0 if the whole is zero."""
     return part / whole if whole else 0.0
+
+
+def _share(part: float, rest: float) -> float:
+    return ratio(part, part + rest)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from mpinspect.reporting.words import (
     as_power,
@@ -26,9 +26,21 @@ from mpinspect.reporting.words import (
 class Sentences(Enum):
     """Base of enumerations of sentences; the members of one belong to one finding."""
 
+    def when(self: _S, condition: object) -> _S | None:
+        """Return the sentence if the condition holds, else None, which prints nothing."""
+        return self if condition else None
 
-#: One sentence, or several; each None among them is skipped.
-Said: TypeAlias = Sentences | Iterable[Sentences | None]
+
+_S = TypeVar("_S", bound=Sentences)
+
+#: One sentence, several, or none; each None among them is skipped.
+Said: TypeAlias = Sentences | Iterable[Sentences | None] | None
+
+
+def by_number(number: float, one: _S, several: _S) -> _S:
+    """Return the sentence on one thing if there is just one, else the sentence on several."""
+    return one if number == 1 else several
+
 
 _WORDS: dict[str, Callable[[Any], str]] = {
     "percent": percent,
@@ -60,12 +72,12 @@ def text(said: Said, figures: Mapping[str, Any], between: str = " ") -> str:
     """Return sentences with their figures filled in.
 
     Args:
-        said: one or several sentences.
+        said: one sentence, several, or none.
         figures: a value for every name in their braces.
         between: stands between two sentences.
 
     Raises:
         KeyError: a figure is missing.
     """
-    members = (said,) if isinstance(said, Sentences) else said
+    members = (said,) if isinstance(said, Sentences) else said or ()
     return between.join(_FORMATTER.vformat(each.value, (), figures) for each in members if each is not None)

@@ -144,6 +144,17 @@ def indefinite(noun: str) -> str:
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
 
 
+def bracketed(*clauses: str) -> str:
+    """Return the clauses that are not empty in brackets after a space; "" if all are empty."""
+    inside = ", ".join(filter(None, clauses))
+    return f" ({inside})" if inside else ""
+
+
+def filled(form: str, value: object) -> str:
+    """Return the form with the value in its braces: filled(" on rank {}", 3); "" for None and for an empty value but 0."""
+    return form.format(value) if value or value == 0 else ""
+
+
 def some(names: list[str], limit: int = 5) -> str:
     """Return the first ``limit`` names in words, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:limit])

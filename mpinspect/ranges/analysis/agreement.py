@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.exponents import ExponentHistogram, ratio
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class GradientAgreement:
         return self.infs + self.nans
 
     def _fraction(self, count: int) -> float:
-        return count / self.nonzero if self.nonzero else 0.0
+        return ratio(count, self.nonzero)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TypeVar
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.kinds import PARAMETER_KINDS
 from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session
-from mpinspect.reporting.words import NOT_APPLICABLE, format_name, with_power
+from mpinspect.reporting.words import NOT_APPLICABLE, filled, format_name, with_power
 
 Record = TypeVar("Record")
 #: Settings in words, by name. A missing or unknown setting has no entry.
@@ -33,10 +33,9 @@ def changed_settings(first: Session, second: Session) -> Iterator[Change]:
     for part in parts:
         one, other = part(first), part(second)
         # A parameter that only one run has counts as a layer that differs, not as a setting.
-        names = [name for name in one if name in other] if part is _shapes else dict.fromkeys([*one, *other])
-        for name in names:
+        for name in dict.fromkeys([*one, *other]):
             here, there = one.get(name, NOT_APPLICABLE), other.get(name, NOT_APPLICABLE)
-            if here != there:
+            if here != there and not (part is _shapes and NOT_APPLICABLE in (here, there)):
                 yield Change(name, here, there)
 
 
@@ -101,7 +100,7 @@ def _inspector(session: Session) -> Settings:
         "captured": ", ".join(info.kinds),
         "every": f"{info.every:,}",
         "watch": "on" if info.watch else "off",
-        "max_overhead": "" if info.max_overhead is None else f"{info.max_overhead:g}",
+        "max_overhead": filled("{:g}", info.max_overhead),
         "steps": f"{progress.steps:,}{'' if progress.ended else ' so far'}",
     }
     return {name: words for name, words in found.items() if words} | dict(info.versions)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mpinspect.numeric.exponents import ratio
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.changed_settings import Change, changed_settings
 from mpinspect.ranges.analysis.drift import LEAST_RISE
@@ -14,7 +15,7 @@ from mpinspect.ranges.analysis.parting import Course, Stretch, courses, stretche
 from mpinspect.ranges.analysis.ranges import layer_report, tensor_infos
 from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import phrase
-from mpinspect.ranges.session import Event, Progress, TensorKey, TensorWindow, Window, merge_windows
+from mpinspect.ranges.session import Event, Progress, TensorKey, TensorWindow, merge_windows
 from mpinspect.reporting.finding import INFERRED, SEVERITIES, Finding, gravest_first
 from mpinspect.reporting.words import as_power, percent, steps_named
 
@@ -205,14 +206,14 @@ def _parting(
 def _layers(
     aligned: Sequence[Stretch], found: Mapping[TensorKey, Course], report: RangeReport
 ) -> Iterator[LayerChange]:
-    infos = tensor_infos(report.session, {})
+    infos = tensor_infos(report.session, found)
     format = FORMATS[report.format]
-    totals = [_totals(windows) for windows in zip(*((each.first, each.second) for each in aligned), strict=True)]
+    sides = zip(*((each.first, each.second) for each in aligned), strict=True)
+    totals = [merge_windows(*windows).tensors for windows in sides]
     for key, course in found.items():
         if any(key not in side for side in totals):
             continue
         one, other = (side[key] for side in totals)
-        info = infos[key] if key in infos else tensor_infos(report.session, {key: one})[key]
         yield LayerChange(
             key.name,
             key.kind,
@@ -221,8 +222,8 @@ def _layers(
             _mean(course.elsewhere),
             _mean(course.beyond),
             (_zeros(one), _zeros(other)),
-            layer_report(info, one, format),
-            layer_report(info, other, format),
+            layer_report(infos[key], one, format),
+            layer_report(infos[key], other, format),
         )
 
 
@@ -230,22 +231,19 @@ def _badness(change: LayerChange) -> tuple[bool, float, float]:
     return change.moved_from is not None, change.beyond_fraction, change.elsewhere_fraction
 
 
-def _totals(windows: Sequence[Window]) -> Mapping[TensorKey, TensorWindow]:
-    return merge_windows(*windows).tensors
-
-
 def _steps(aligned: Sequence[Stretch], row: int | None) -> Steps | None:
     return None if row is None else (aligned[row].first_step, aligned[row].last_step)
 
 
 def _zeros(tensor: TensorWindow | None) -> float:
-    histogram = None if tensor is None else tensor.histogram
-    return histogram.zeros / histogram.total if histogram is not None and histogram.total else 0.0
+    if tensor is None:
+        return 0.0
+    return ratio(tensor.histogram.zeros, tensor.histogram.total)
 
 
 def _mean(shares: Sequence[float]) -> float:
     known = [share for share in shares if not math.isnan(share)]
-    return sum(known) / len(known) if known else 0.0
+    return ratio(sum(known), len(known))
 
 
 def _or(share: float, unknown: float) -> float:

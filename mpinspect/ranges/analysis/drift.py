@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpinspect.numeric.exponents import ratio
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.overflow_odds import log2_room
 from mpinspect.ranges.analysis.report import TimeBlock
@@ -35,7 +36,7 @@ def time_blocks(windows: Sequence[Window]) -> list[list[Window]]:
     before = 0
     for window in ordered:
         middle = before + window.sampled_steps / 2
-        blocks.setdefault(int(MAX_BLOCKS * middle / whole) if whole else 0, []).append(window)
+        blocks.setdefault(int(ratio(MAX_BLOCKS * middle, whole)), []).append(window)
         before += window.sampled_steps
     return list(blocks.values())
 
@@ -95,4 +96,4 @@ def growth_interval(blocks: Sequence[TimeBlock], longest: int = LONGEST_GROWTH_I
 def moved(blocks: Sequence[TimeBlock]) -> int:
     """Return the difference between the highest and the lowest ``log2_highest`` of the blocks, in powers of two."""
     highest = [block.log2_highest for block in blocks if block.log2_highest is not None]
-    return max(highest) - min(highest) if highest else 0
+    return max(highest, default=0) - min(highest, default=0)

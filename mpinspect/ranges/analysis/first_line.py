@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from mpinspect.numeric.formats import floor_log2, is_power_of_two
 from mpinspect.ranges.session import DROPPED, END, SKIPPED, Event
+from mpinspect.reporting.words import filled
 
 _VALUES = {"inf": "inf", "nan": "NaN"}
+_STORIES = {SKIPPED: "step skipped", DROPPED: "dropped by the loop"}
 
 
 def first_line(event: Event) -> str:
@@ -15,14 +17,13 @@ def first_line(event: Event) -> str:
 
     If there are several ranks, the line begins with the rank that saw the event.
     """
-    rank = [] if event.rank is None else [f"rank {event.rank}"]
+    rank, value = filled("rank {}", event.rank), f"first {_VALUES.get(event.value, event.value)}"
     if event.phase == END:
-        end = f"end of the run (step {event.step})"
-        return ", ".join([*rank, end, repr(event.tensor), f"first {_VALUES.get(event.value, event.value)}"])
-    parts = [*rank, f"step {event.step}"]
+        return ", ".join(filter(None, (rank, f"end of the run (step {event.step})", repr(event.tensor), value)))
+    parts = [rank, f"step {event.step}"]
     if event.micro_batch:
         parts.append(f"micro-batch {event.micro_batch}")
-    parts += [event.phase, event.place, f"first {_VALUES.get(event.value, event.value)}"]
+    parts += [event.phase, event.place, value]
     if event.loss_scale is not None:
         parts.append(f"scale {_scale(event.loss_scale)}")
     if event.phase == "backward" and event.forward_finite is not None:
@@ -31,9 +32,9 @@ def first_line(event: Event) -> str:
         parts.append(f"{what} {'' if event.forward_finite else 'not '}finite")
     if event.aside:
         parts.append("of another model's loss")
-    elif event.story in (SKIPPED, DROPPED):
-        parts.append("step skipped" if event.story == SKIPPED else "dropped by the loop")
-    return ", ".join(parts)
+    elif event.story in _STORIES:
+        parts.append(_STORIES[event.story])
+    return ", ".join(filter(None, parts))
 
 
 def _scale(scale: float) -> str:

@@ -77,5 +77,4 @@ def format_verdict(
 def _log2_scale(histogram: ExponentHistogram, format: FloatFormat, scaling: str) -> int:
     if scaling == NO_SCALING:
         return 0
-    highest = histogram.max_log2_scale(format)
-    return 0 if highest is None else highest
+    return histogram.max_log2_scale(format) or 0

@@ -21,7 +21,7 @@ from mpinspect.ranges.analysis.ranges import tensor_infos
 from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.analysis.scale_advice import Advised, Block, Decision, ScaleRules, decide, no_advice, scale_advice
 from mpinspect.ranges.analysis.scale_window import HEADROOM, GradientRange, gradient_ranges, scale_window
-from mpinspect.ranges.analysis.scale_words import advice_reason, every_step_overflowed, nothing_to_serve, scale_unknown
+from mpinspect.ranges.analysis.scale_words import EVERY_STEP_OVERFLOWED, advice_reason, nothing_to_serve, scale_unknown
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility, always_zero
 from mpinspect.ranges.kinds import GRADIENT_KINDS
@@ -106,7 +106,7 @@ def advise(
     )
     if ceiling is not None:
         if overflowed_at(overflowed) is not None and ceiling.log2_of_finite is None:
-            return Advised(no_advice(every_step_overflowed()))
+            return Advised(no_advice(EVERY_STEP_OVERFLOWED))
         ceiling = ceiling.below(overflowed_at(overflowed))
     window = scale_window(gradients, ceiling.log2_highest if ceiling else None, format, rules.tolerance)
     if window is None:
@@ -122,7 +122,7 @@ def advise(
         of_block = {key: each for key, each in block_histograms(group).items() if key in scaled}
         found = gradient_ranges(of_block, ceilings, noise)
         first, last = group[0].first_step, max(part.last_step for part in group)
-        top = log2_highest([of_steps], format, rules.growth_interval) if of_steps else None
+        top = log2_highest([of_steps], format, rules.growth_interval)
         own = overflowed_at(event for event in overflowed if first <= event.step <= last)
         if top is not None:
             # Use the whole run's margin: a margin from one block's few steps would differ.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.exponents import ExponentHistogram, ratio
 from mpinspect.numeric.formats import floor_log2
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorInfo, TensorKey, TensorWindow
@@ -92,12 +92,11 @@ def _ceiling_from_output(bias: TensorWindow, output: TensorWindow, elements: int
 
 
 def _ceiling_from_weight(key: TensorKey, totals: dict[TensorKey, TensorWindow]) -> float | None:
-    prefix = key.name.rpartition(".")[0]
-    weight = totals.get(TensorKey(f"{prefix}.weight" if prefix else "weight", WEIGHT_GRADIENT))
+    weight = totals.get(TensorKey(f"{key.name.removesuffix('bias')}weight", WEIGHT_GRADIENT))
     return NOISE_SHARE_OF_WEIGHT_GRADIENT * _mean_abs(weight.histogram) if weight else None
 
 
 def _mean_abs(histogram: ExponentHistogram) -> float:
     """Return the estimated mean magnitude of the finite elements, zeros included; 0.0 without elements."""
     elements = histogram.nonzero + histogram.zeros
-    return histogram.sum_abs().estimate / elements if elements else 0.0
+    return ratio(histogram.sum_abs().estimate, elements)

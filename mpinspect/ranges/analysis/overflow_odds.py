@@ -163,17 +163,17 @@ def overflowed_at(events: Iterable[Event]) -> int | None:
     """Return the smallest k such that the run overflowed at 2^k (k is rounded up); None if the run did not overflow.
 
     An infinity in the backward after a finite forward counts as an overflow. A NaN counts only if the same tensor's
-    values were near FP16's maximum (NEAR_OVERFLOW): other NaNs come from the arithmetic and occur at any scale.
+    values were near FP16's maximum (NEAR_OVERFLOW): other NaNs arise in the arithmetic, at any scale.
     """
-    scales = [
-        event.loss_scale
+    powers = (
+        math.ceil(math.log2(event.loss_scale))
         for event in events
         if event.loss_scale
         and 0 < event.loss_scale < math.inf
         and not forward_broke(event)
         and (event.value == "inf" or max(event.last_maxima, default=0.0) >= NEAR_OVERFLOW)
-    ]
-    return math.ceil(math.log2(min(scales))) if scales else None
+    )
+    return min(powers, default=None)
 
 
 def tolerated_overflows(steps: int, probability: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpinspect.ranges.session import Session
+from mpinspect.reporting.words import filled
 
 #: Ratio of cost to budget above which the report explains why the budget was exceeded.
 _CLEARLY_ABOVE = 1.25
@@ -16,7 +17,7 @@ def overhead_line(session: Session) -> str:
     most, progress = session.info.max_overhead, session.progress
     if most is None and progress.overhead is None:
         return ""
-    asked = "" if most is None else f" (max_overhead {most:.3g})"
+    asked = filled(" (max_overhead {:.3g})", most)
     if progress.overhead is None:
         cost = f"the cost is not measured yet{asked}"
     else:

@@ -114,17 +114,16 @@ def courses(aligned: Sequence[Stretch], keys: Sequence[TensorKey]) -> dict[Tenso
 def groups(first: Sequence[Window], second: Sequence[Window]) -> Iterator[tuple[list[Window], list[Window]]]:
     """Yield the windows that overlap, directly or through others, in the order of their steps; one side may be empty."""
     both = [(window.first_step, side, window) for side, windows in enumerate((first, second)) for window in windows]
-    ours: list[Window] = []
-    theirs: list[Window] = []
+    sides: tuple[list[Window], list[Window]] = ([], [])
     end = -1
     for start, side, window in sorted(both, key=lambda each: each[:2]):
-        if start > end and (ours or theirs):
-            yield ours, theirs
-            ours, theirs = [], []
-        (theirs if side else ours).append(window)
+        if start > end and any(sides):
+            yield sides
+            sides = ([], [])
+        sides[side].append(window)
         end = max(end, window.last_step)
-    if ours or theirs:
-        yield ours, theirs
+    if any(sides):
+        yield sides
 
 
 def _overlap(ours: Sequence[Window], theirs: Sequence[Window]) -> bool:
@@ -171,11 +170,11 @@ def _shares(windows: Sequence[Window], keys: Sequence[TensorKey]) -> tuple[Float
     for row, window in enumerate(windows):
         for place, key in enumerate(keys):
             tensor = window.tensors.get(key)
-            elements[row, place] = total = 0 if tensor is None else tensor.histogram.total
-            if tensor is None or not total:
+            if tensor is None or not tensor.histogram.total:
                 shares[row, place] = np.nan
                 continue
             histogram = tensor.histogram
+            elements[row, place] = total = histogram.total
             places = np.arange(len(histogram.counts)) + (histogram.min_exponent - _LOW)
             if len(places) and (places[0] < 0 or places[-1] > _HIGH - _LOW):
                 np.add.at(shares[row, place], np.clip(places, 0, _HIGH - _LOW), histogram.counts / total)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, FloatFormat
 from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session, TensorKey
-from mpinspect.reporting.words import format_name, with_power
+from mpinspect.reporting.words import filled, format_name, with_power
 
 #: Optimizer states whose square root, plus epsilon, is the denominator of the update.
 SQUARES = ("exp_avg_sq", "square_avg")
@@ -41,11 +41,13 @@ def holds_without_scale(session: Session, keys: Collection[TensorKey]) -> str:
     passed = session.passed_through(keys)
     if passed == {BFLOAT16.name}:
         return "The run uses BF16, which holds them."
-    format = run_format(session) if session.precision.weights else FLOAT16
+    format = run_format(session)
+    if not session.precision.weights or (format is None and FLOAT16.name in passed):
+        return ""
+    if format is None and is_hidden(session):
+        return "Whether the run computes in FP16 is not known."
     if format is None:
-        wider = f"The run computes in {_names(session.precision.weights)}, which holds them."
-        known = "Whether the run computes in FP16 is not known." if is_hidden(session) else wider
-        return "" if FLOAT16.name in passed else known
+        return f"The run computes in {_names(session.precision.weights)}, which holds them."
     if format.max_exponent <= FLOAT16.max_exponent:
         return ""
     return f"The run computes in {format_name(format.name)}, which holds them."
@@ -84,10 +86,16 @@ def _parts(session: Session) -> Iterator[str]:
     if "" in session.progress.compiled and not precision.autocast:
         # Autocast is read at module calls, which were not seen.
         narrow = [dtype for dtype in precision.unseen if dtype in _NARROW]
-        unknown = "autocast not known (the model is compiled)" if is_hidden(session) else "no 16 bits in compiled code"
-        yield f"{_names(narrow)} in compiled code" if narrow else unknown
+        if narrow:
+            yield f"{_names(narrow)} in compiled code"
+        elif is_hidden(session):
+            yield "autocast not known (the model is compiled)"
+        else:
+            yield "no 16 bits in compiled code"
+    elif autocast and "" in precision.autocast:
+        yield f"{_names(autocast)} autocast of some modules"
     elif autocast:
-        yield f"{_names(autocast)} autocast{' of some modules' if '' in precision.autocast else ''}"
+        yield f"{_names(autocast)} autocast"
     elif precision.autocast:
         yield "no autocast"
     # An optimizer of masters receives the masters' gradients, not the model's.
@@ -102,24 +110,30 @@ def _parts(session: Session) -> Iterator[str]:
 
 
 def _optimizer(optimizer: OptimizerRecord) -> str:
-    masters = f" on {_by_share(optimizer.steps, 'masters')}" if optimizer.masters else ""
     dtypes = dict.fromkeys(dtype for held in optimizer.states.values() for dtype in held.split(", "))
-    states = f" with states in {_names(dtypes)}" if dtypes else ""
-    drawing = " (its step draws random numbers)" if optimizer.draws_random else ""
-    keeping = f" ({optimizer.compensation!r} holds the rounding errors)" if optimizer.compensation else ""
-    return f"{optimizer.type}{masters}{states}{drawing}{keeping}"
+    words = [optimizer.type]
+    if optimizer.masters:
+        words.append(f"on {_by_share(optimizer.steps, 'masters')}")
+    if dtypes:
+        words.append(f"with states in {_names(dtypes)}")
+    if optimizer.draws_random:
+        words.append("(its step draws random numbers)")
+    if optimizer.compensation:
+        words.append(f"({optimizer.compensation!r} holds the rounding errors)")
+    return " ".join(words)
 
 
 def _scaler(scaler: ScalerRecord) -> str:
-    return scaler.type + ("" if scaler.init_scale is None else f" from {with_power(scaler.init_scale)}")
+    if scaler.init_scale is None:
+        return scaler.type
+    return f"{scaler.type} from {with_power(scaler.init_scale)}"
 
 
 def _by_share(elements: Mapping[str, int], what: str) -> str:
     """Return "BF16 weights" or "BF16 and FP32 weights", the largest share first; dtypes below _A_FEW are "a few"."""
     most = sorted(elements, key=lambda dtype: -elements[dtype])
     few = [dtype for dtype in most if elements[dtype] < _A_FEW * sum(elements.values())]
-    rest = f" (a few in {_names(few)})" if few else ""
-    return f"{_names([dtype for dtype in most if dtype not in few])} {what}{rest}"
+    return f"{_names(dtype for dtype in most if dtype not in few)} {what}{filled(' (a few in {})', _names(few))}"
 
 
 def _names(dtypes: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mpinspect.numeric.recipes import Products, recipe_of
 from mpinspect.ranges.session import LayersRecord, Precision
-from mpinspect.reporting.words import some
+from mpinspect.reporting.words import filled, some
 
 _LEVEL = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -71,8 +71,7 @@ def products_named(products: Products) -> str:
     recipe = recipe_of(products)
     if recipe is not None:
         return recipe.title
-    wide = f" with wide {' and '.join(products.wide)}" if products.wide else ""
-    return f"FP{products.bits}{wide} (no known recipe)"
+    return f"FP{products.bits}{filled(' with wide {}', ' and '.join(products.wide))} (no known recipe)"
 
 
 def layers_line(precision: Precision, wide: str) -> str:
@@ -128,19 +127,20 @@ def alike(layers: Iterable[ConvertedLayer]) -> list[list[ConvertedLayer]]:
 def modules_named(modules: Iterable[str]) -> str:
     """Return modules in words, with repeated blocks as one: "'h.{0..11}.attn', 'h.{0,2}.mlp', 'head'"."""
     groups: dict[str, list[int]] = {}
-    shown = []
     for module in dict.fromkeys(modules):
         numbers = _LEVEL.findall(module)
-        pattern = _LEVEL.sub("{}", module) if len(numbers) == 1 else module
-        shown += [] if pattern in groups else [pattern]
-        groups.setdefault(pattern, []).extend(int(number) for number in numbers if len(numbers) == 1)
-    return some([pattern.replace("{}", _numbers(groups[pattern])) if groups[pattern] else pattern for pattern in shown])
+        if len(numbers) == 1:
+            groups.setdefault(_LEVEL.sub("{}", module), []).append(int(numbers[0]))
+        else:
+            groups[module] = []
+    return some([pattern.replace("{}", _numbers(numbers)) for pattern, numbers in groups.items()])
 
 
 def _numbers(numbers: list[int]) -> str:
-    """Return "{0..11}", "{0,2}" or "5"."""
+    """Return "{0..11}", "{0,2}", "5", or "{}" for no number."""
     ordered = sorted(numbers)
     if len(ordered) == 1:
         return str(ordered[0])
-    is_run = len(ordered) > 2 and ordered == [*range(ordered[0], ordered[-1] + 1)]
-    return f"{{{ordered[0]}..{ordered[-1]}}}" if is_run else f"{{{','.join(map(str, ordered))}}}"
+    if len(ordered) > 2 and ordered == [*range(ordered[0], ordered[-1] + 1)]:
+        return f"{{{ordered[0]}..{ordered[-1]}}}"
+    return f"{{{','.join(map(str, ordered))}}}"

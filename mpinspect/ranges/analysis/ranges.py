@@ -37,10 +37,7 @@ from mpinspect.ranges.session import (
 
 
 def layer_reports(
-    session: Session,
-    totals: dict[TensorKey, TensorWindow],
-    format: FloatFormat,
-    noise: frozenset[TensorKey],
+    session: Session, totals: dict[TensorKey, TensorWindow], format: FloatFormat, noise: frozenset[TensorKey]
 ) -> tuple[LayerReport, ...]:
     """Return one report per tensor, in watching order; ``noise`` are the keys of tensors with only rounding noise."""
     return tuple(
@@ -95,9 +92,7 @@ def _over_the_run(
 def with_needs(layers: Sequence[LayerReport], decision: Decision | None) -> tuple[LayerReport, ...]:
     """Return the reports with each gradient's ``log2_scale_needed`` raised to the need of its worst block."""
     needs = {loss.key: max(loss.log2_lowest, 0) for loss in decision.losses} if decision else {}
-    return tuple(
-        replace(layer, log2_scale_needed=needs[layer.key]) if layer.key in needs else layer for layer in layers
-    )
+    return tuple(replace(layer, log2_scale_needed=needs.get(layer.key, layer.log2_scale_needed)) for layer in layers)
 
 
 def _between(
@@ -122,10 +117,10 @@ def overall_reports(totals: dict[TensorKey, TensorWindow], format: FloatFormat) 
     return tuple(reports)
 
 
-def tensor_infos(session: Session, totals: dict[TensorKey, TensorWindow]) -> dict[TensorKey, TensorInfo]:
+def tensor_infos(session: Session, counted: Iterable[TensorKey]) -> dict[TensorKey, TensorInfo]:
     """Return the TensorInfo of every watched tensor, and a minimal one of each tensor counted without being watched."""
     infos = {info.key: info for info in session.watched}
-    for key in totals:
+    for key in counted:
         infos.setdefault(key, TensorInfo(key.name, key.kind, key.name, ""))
     return infos
 

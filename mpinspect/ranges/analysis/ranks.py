@@ -82,14 +82,15 @@ class RankSum:
         Raises:
             NotOneModelError: the session does not fit; the sum is unchanged.
         """
-        rank = session.info.rank
-        alone = not session.ranks
-        own = of_rank(session) if alone else session
-        total = own if self._sum is None else _added(self._sum, own)
-        if alone:
+        total, noted_by = session, []
+        if not session.ranks:
+            total, noted_by = of_rank(session), [session.info.rank]
+        if self._sum is not None:
+            total = _added(self._sum, total)
+        if not session.ranks:
             self._ranges.add(session)
         for note in session.notes:
-            self._notes.setdefault(note, []).extend([rank] if alone else ())
+            self._notes.setdefault(note, []).extend(noted_by)
         self._sum = total
 
     def session(
@@ -134,25 +135,31 @@ class RankSum:
     def _all_notes(self) -> Iterator[str]:
         """Yield the notes; a note that only some ranks have begins with their numbers."""
         for note, ranks in self._notes.items():
-            some = ranks and len(ranks) < len(self.ranks)
-            yield f"{ranks_named(ranks)}: {note}" if some else note
+            if ranks and len(ranks) < len(self.ranks):
+                note = f"{ranks_named(ranks)}: {note}"
+            yield note
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
     """Return "rank 3", "ranks 0-3" or "ranks 1, 5 and 7", with at most five numbers or stretches."""
+    if not ranks:
+        return "ranks none"
     numbers, words, named = sorted(set(ranks)), [], 0
     for place, number in enumerate(numbers):
         if place < named:
             continue
         # Three neighbours or more are a stretch.
         end = next((i for i in range(place, len(numbers)) if numbers[i] - number != i - place), len(numbers))
-        named = end if end - place > 2 else place + 1
-        words.append(f"{number}-{numbers[named - 1]}" if named - place > 2 else str(number))
+        named, word = place + 1, str(number)
+        if end - place > 2:
+            named, word = end, f"{number}-{numbers[end - 1]}"
+        words.append(word)
         if len(words) == 4 and len(numbers) - named > 1:
             words.append(f"{len(numbers) - named:,} more")
             break
-    listed = " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else "none"
-    return f"rank{'' if len(numbers) == 1 else 's'} {listed}"
+    if len(numbers) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {' and '.join(filter(None, (', '.join(words[:-1]), words[-1])))}"
 
 
 # -- one rank -----------------------------------------------------------------------------------------------------------
@@ -181,7 +188,7 @@ def _added(first: Session, second: Session) -> Session:
     ranks = {rank.info.rank for rank in first.ranks}
     if twice := [rank.info.rank for rank in second.ranks if rank.info.rank in ranks]:
         raise NotOneModelError(f"there are two sessions of {ranks_named(twice)}")
-    low, high = (first, second) if first.ranks[0].info.rank < second.ranks[0].info.rank else (second, first)
+    low, high = sorted((first, second), key=lambda each: each.ranks[0].info.rank)
     watched = _watched(low.watched, high.watched)
     shards = frozenset(info.key for info in watched if info.held == "shard")
     return replace(
@@ -218,7 +225,7 @@ def _watched(low: Sequence[TensorInfo], high: Sequence[TensorInfo]) -> tuple[Ten
             raise NotOneModelError(f"{info.name} has the shape {_shape(info)} there and {_shape(known)} here")
         is_first = known.is_first or info.is_first
         # The sum lacks a tensor only if every rank has a reason for not capturing it.
-        found[info.key] = replace(known, is_first=is_first, note=known.note if info.note else "")
+        found[info.key] = replace(known, is_first=is_first, note=info.note and known.note)
     return tuple(found.values())
 
 
@@ -274,7 +281,7 @@ def _progress(low: Progress, high: Progress) -> Progress:
         measured_steps=max(low.measured_steps, high.measured_steps),
         own_s=low.own_s + high.own_s,
         bare_s=low.bare_s + high.bare_s,
-        weights_moved=True if True in moved else None if None in moved else False,
+        weights_moved=next(known for known in (True, None, False) if known in moved),
     )
 
 

@@ -9,6 +9,7 @@ from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.ranges.session import Event, LostUpdates, Precision, Session, TensorKey
 from mpinspect.reporting.finding import Finding, Lines
 from mpinspect.reporting.rendering import RendersItself
+from mpinspect.reporting.words import filled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -228,13 +229,13 @@ class Verdict:
     @property
     def opening(self) -> str:
         """The verdict's first words: "Healthy", "Healthy so far", "Needs fixing", "In trouble (inferred)"; "" without one."""
-        return self.sentences[0].partition(":")[0] if self.sentences else ""
+        return next(iter(self.sentences), "").partition(":")[0]
 
     @property
     def lines(self) -> tuple[str, ...]:
         """The verdict as three to seven lines, including the lines of code."""
-        change = (f"Change: {self.change}",) if self.change else ()
-        found = (self.ended, self.precision, *self.sentences, *change, *self.code.splitlines(), self.more)
+        change = filled("Change: {}", self.change)
+        found = (self.ended, self.precision, *self.sentences, change, *self.code.splitlines(), self.more)
         return tuple(line for line in found if line)
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ from mpinspect.ranges.kinds import WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.words import (
     at_most,
+    filled,
     format_name,
     number_of,
     percent,
@@ -20,6 +21,12 @@ from mpinspect.reporting.words import (
     steps_named,
     upper_first,
     with_power,
+)
+
+#: The reason why there is no advice if every step overflowed, and a remedy.
+EVERY_STEP_OVERFLOWED = (
+    "Every sampled step overflowed by an unknown amount. Let a dynamic scaler lower its scale, or run some steps with "
+    "autocast off to measure the gradients."
 )
 
 #: Lost share above which the sentence on a served layer also explains why the loss is acceptable.
@@ -64,14 +71,6 @@ def nothing_to_serve(gradients: Sequence[GradientRange], session: Session | None
     if session is not None and session.precision.outputs:
         return "No gradient was seen: forwards ran without a backward. The loop may be skipping every non-finite loss."
     return "No gradient was seen; run forward, backward and the optimizer's step inside the inspector's block."
-
-
-def every_step_overflowed() -> str:
-    """Return why there is no advice if every step overflowed, and a remedy."""
-    return (
-        "Every sampled step overflowed by an unknown amount. Let a dynamic scaler lower its scale, or run some steps with "
-        "autocast off to measure the gradients."
-    )
 
 
 def scale_unknown(session: Session, gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float) -> str:
@@ -127,7 +126,7 @@ def _in_parts(session: Session, gradients: Sequence[GradientRange], format: Floa
 
 def in_steps(steps: tuple[int, int] | None) -> str:
     """Return " in steps 800-999", to follow a figure about a block of steps; "" for a figure about the whole run."""
-    return f" in {steps_named(*steps)}" if steps else ""
+    return filled(" in {}", steps and steps_named(*steps))
 
 
 def _noise_apart(gradients: Sequence[GradientRange]) -> str:
@@ -140,13 +139,13 @@ def _at_scale_1(decision: Decision, gradients: Sequence[GradientRange]) -> str:
     what = phrase(worst.key.name, worst.key.kind)
     lost = percent(worst.lost_l1_share)
     if decision.needed is False:
-        enough = f"losses up to {percent(decision.rules.tolerance)} have not changed any training measured"
         none = upper_first(f"{_by_the_finite(decision)}no loss scaling is needed")
         if not worst.lost_l1_share:
             return f"{none}: at scale 1 {name} flushes no counted value{_noise_apart(gradients)}."
-        return f"{none}: at scale 1 {name} loses {lost} of the sum of magnitudes of {what}, the worst layer" + (
-            f"; {enough}." if worst.lost_l1_share > _WORTH_A_WORD else "."
-        )
+        told = f"{none}: at scale 1 {name} loses {lost} of the sum of magnitudes of {what}, the worst layer"
+        if worst.lost_l1_share <= _WORTH_A_WORD:
+            return f"{told}."
+        return f"{told}; losses up to {percent(decision.rules.tolerance)} have not changed any training measured."
     if decision.needed is None and decision.zeros:
         return (
             f"Whether a loss scale is needed is not known: every gradient of {some(list(decision.zeros), 3)} was zero when it "
@@ -200,16 +199,14 @@ def _never_finite(gradients: Sequence[GradientRange]) -> str:
     names = [
         gradient.key.name for gradient in gradients if gradient.histogram.nonfinite and not gradient.histogram.nonzero
     ]
-    return (
-        f"No finite gradient of {some(list(dict.fromkeys(names)))} was seen, so the window does not cover these."
-        if names
-        else ""
-    )
+    if not names:
+        return ""
+    return f"No finite gradient of {some(list(dict.fromkeys(names)))} was seen, so the window does not cover these."
 
 
 def _no_scale(decision: Decision) -> str:
     largest = f"{_by_the_finite(decision)}{with_power(2.0**decision.log2_scale)} is the largest safe scale"
-    pair = decision.conflicts[0] if decision.conflicts else None
+    pair = next(iter(decision.conflicts), None)
     if pair is not None and pair.needs_large != pair.needs_small:
         return (
             f"No one scale serves every layer: {pair.needs_large!r} needs at least 2^{pair.log2_lowest}, "
@@ -227,20 +224,18 @@ def _overflowed(decision: Decision) -> str:
     ceiling, top = decision.ceiling, decision.window.log2_highest
     if ceiling.log2_overflowed is not None and ceiling.log2_overflowed == top + 1:
         of_finite = ceiling.log2_of_finite
-        others = (
-            f" In the other sampled steps no gradient would overflow up to 2^{of_finite}."
-            if of_finite is not None and of_finite > top + HEADROOM
-            else ""
-        )
-        return (
+        told = (
             f"The run overflowed at 2^{ceiling.log2_overflowed} by an unknown amount. The window excludes these gradients: "
-            f"keep a scaler that skips such steps.{others}"
+            "keep a scaler that skips such steps."
         )
+        if of_finite is None or of_finite <= top + HEADROOM:
+            return told
+        return f"{told} In the other sampled steps no gradient would overflow up to 2^{of_finite}."
+    if not ceiling.lacking:
+        return _in_reserve(decision)
     lacking = (
         f"The spread of the peaks calls for {number_of(ceiling.lacking, 'power')} of two more in reserve than 2^{top} leaves: "
         "unseen steps, or steps with another seed, may overflow there. A scaler skips such steps."
-        if ceiling.lacking
-        else ""
     )
     return " ".join(filter(None, (_in_reserve(decision), lacking)))
 
@@ -274,13 +269,18 @@ def _hidden(decision: Decision) -> str:
             f"Whether {with_power(2.0**decision.log2_scale)} is enough for the gradients that were zero is not known. To find "
             "out, compute the gradients of a few batches in FP32 (autocast off, scale 1)."
         )
+    certain = with_power(2.0**window.log2_certain)
+    if decision.needed is None and keeps:
+        return (
+            f"{certain} would be enough in any case. To find out whether one is needed, run at a loss scale of at least "
+            f"2^{window.log2_certain}, or count a few batches' gradients in FP32 (autocast off, scale 1)."
+        )
     if decision.needed is None:
-        how = f"run at a loss scale of at least 2^{window.log2_certain}, or " if keeps else ""
-        sure = f"{with_power(2.0**window.log2_certain)} would be enough in any case. " if keeps else ""
-        return f"{sure}To find out whether one is needed, {how}count a few batches' gradients in FP32 (autocast off, scale 1)."
-    whatever = f"whatever they were, {with_power(2.0**window.log2_certain)} would keep them"
-    return "Smaller gradients were flushed before they could be counted; " + (
-        f"{whatever}." if keeps else "no scale without overflow is sure to keep them."
+        return "To find out whether one is needed, count a few batches' gradients in FP32 (autocast off, scale 1)."
+    if keeps:
+        return f"Smaller gradients were flushed before they could be counted; whatever they were, {certain} would keep them."
+    return (
+        "Smaller gradients were flushed before they could be counted; no scale without overflow is sure to keep them."
     )
 
 
@@ -292,11 +292,15 @@ def _confidence(decision: Decision) -> str:
         return ""
     if not steps:
         return "The probability of an overflow is unknown without the peaks of single steps."
-    counted = f"{steps} sampled step{'' if steps == 1 else 's'}"
+    counted = number_of(steps, "sampled step")
     bound = overflow_probability_bound(overflows, steps)
     assert bound is not None
     rarer = f"fewer than one step in {int(1 / bound)} would (95% confidence)"
+    if overflows and bound <= _RARE:
+        return f"{overflows} of {counted} would overflow at 2^{chosen}; {rarer}."
     if overflows:
-        return f"{overflows} of {counted} would overflow at 2^{chosen}" + (f"; {rarer}." if bound <= _RARE else ".")
+        return f"{overflows} of {counted} would overflow at 2^{chosen}."
+    if bound <= _RARE:
+        return f"No overflow at 2^{chosen} in {counted}, so {rarer}."
     # The window already states that no observed value overflows.
-    return f"No overflow at 2^{chosen} in {counted}, so {rarer}." if bound <= _RARE else ""
+    return ""

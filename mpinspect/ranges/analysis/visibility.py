@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpinspect.numeric.exponents import ExponentHistogram, Interval
+from mpinspect.numeric.exponents import ExponentHistogram, Interval, ratio
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey, TensorWindow
@@ -61,10 +61,10 @@ class Visibility:
         """
         visible, flushed = self.histogram.nonzero, self.histogram.flushed(format, log2_scale)
         every = visible + self.hidden
-        estimate = flushed / visible if visible else 0.0
-        high = (flushed + self.hidden) / every if every else 0.0
-        low = estimate if self.hidden_flush(format, log2_scale) or not every else flushed / every
-        return Interval(estimate, low, high)
+        estimate = low = ratio(flushed, visible)
+        if not self.hidden_flush(format, log2_scale):
+            low = ratio(flushed, every)
+        return Interval(estimate, low, ratio(flushed + self.hidden, every))
 
     def already_flushed_fraction(self) -> Interval | None:
         """Return bounds on the share of the non-zero values flushed before counting; None if no value can have been flushed.
@@ -74,7 +74,7 @@ class Visibility:
         if self.floor_exponent is None:
             return None
         every = self.histogram.nonzero + self.hidden
-        return Interval(0.0, 0.0, self.hidden / every if every else 0.0)
+        return Interval(0.0, 0.0, ratio(self.hidden, every))
 
     def lost_l1_share(self, format: FloatFormat, log2_scale: int = 0) -> Interval:
         """Return the flushed share of the L1 mass: an estimate for the visible values, with bounds that include hidden ones.

@@ -24,11 +24,12 @@ from mpinspect.ranges.session import (
     Session,
     module_named,
 )
-from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
-from mpinspect.reporting.sentences import Said, Sentences, text
-from mpinspect.reporting.words import as_power, format_name, lower_first, number_of
+from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts, inferred
+from mpinspect.reporting.sentences import Said, Sentences, by_number, text
+from mpinspect.reporting.words import as_power, filled, format_name, lower_first, number_of
 
 _INFO, _WARNING, _ERROR = SEVERITIES
+_OPENINGS = {_ERROR: "In trouble", _WARNING: "Needs fixing"}
 _INITIAL = 2.0**LOG2_INITIAL
 
 
@@ -59,11 +60,10 @@ def verdict(
         sentences = (_healthy(session), *_scale(session, format, fp16), _next(session, format, fp16))
         return Verdict(True, precision, sentences)
     worst = grave[0]
-    opening = "In trouble" if worst.severity == _ERROR else "Needs fixing"
-    others = in_counts(finding for finding in findings if finding.severity == _INFO)
-    more = " ".join(filter(None, (_also_grave(grave[1:]), f"Also noted: {others}." if others else "")))
-    sure = "" if worst.certainty == "measured" else " (inferred)"
-    return Verdict(False, precision, (f"{opening}{sure}: {worst.message}",), worst.fix, worst.code, more, ended)
+    noted = filled("Also noted: {}.", in_counts(finding for finding in findings if finding.severity == _INFO))
+    more = " ".join(filter(None, (_also_grave(grave[1:]), noted)))
+    sentence = f"{_OPENINGS[worst.severity]}{inferred(worst)}: {worst.message}"
+    return Verdict(False, precision, (sentence,), worst.fix, worst.code, more, ended)
 
 
 def of_what_was_seen(session: Session, found: Verdict) -> Verdict:
@@ -89,12 +89,13 @@ def _ended(session: Session) -> str:
     error = session.ended_by
     if error is None or any(each.what == ENDED_EARLY for each in session.measurements):
         return ""
-    step = f"after step {error.step - 1}" if error.step else "before the first step"
+    step = "before the first step"
     if error.figures.get("begun"):
         step = f"in step {error.step}"
-    where = _WHERE.get(error.names[0] if error.names else "", "").format(module_named(error.name))
-    rank = "" if error.rank is None else f"on rank {error.rank}"
-    place = ", ".join(filter(None, (step, where, rank)))
+    elif error.step:
+        step = f"after step {error.step - 1}"
+    where = _WHERE.get(next(iter(error.names), ""), "").format(module_named(error.name))
+    place = ", ".join(filter(None, (step, where, filled("on rank {}", error.rank))))
     if error.text.startswith(_EXIT):
         return f"Ended by sys.exit({error.text.removeprefix(_EXIT)}) {place}."
     return f"Ended by an exception {place}: {error.text}"
@@ -109,8 +110,9 @@ def _also_grave(findings: Sequence[Finding]) -> str:
     if not findings:
         return ""
     clauses = [f"{_first_clause(finding.message)} ({finding.id})" for finding in findings[:_TOLD]]
-    left = f"; and {number_of(len(findings) - _TOLD, 'finding')} more" if len(findings) > _TOLD else ""
-    return f"Also to fix: {'; '.join(clauses)}{left}."
+    if len(findings) > _TOLD:
+        clauses.append(f"and {number_of(len(findings) - _TOLD, 'finding')} more")
+    return f"Also to fix: {'; '.join(clauses)}."
 
 
 def _first_clause(message: str) -> str:
@@ -125,13 +127,14 @@ def _computes_in(session: Session, format: FloatFormat | None) -> str:
     If layers are converted to FP8 or FP4, their number: "81 of 113 Linear in FP8 tensorwise, 32 in BF16: ".
     """
     ledger = session.precision
-    narrow = layers_line(ledger, format_name(format.name) if format is not None else "")
+    name = format_name(format.name) if format is not None else ""
+    narrow = layers_line(ledger, name)
     if narrow:
         return f"{narrow}: "
-    if format is None:
-        return ""
     in_part = (not any(ledger.autocast) or "" in ledger.autocast) and FLOAT32.name in ledger.outputs
-    return f"Computes in {'FP32 and ' if in_part and format != FLOAT32 else ''}{format_name(format.name)}: "
+    if name and in_part and format != FLOAT32:
+        return f"Computes in FP32 and {name}: "
+    return filled("Computes in {}: ", name)
 
 
 class _Unknown(Sentences):
@@ -168,12 +171,12 @@ def _why_unknown(session: Session) -> Said:
     if progress.steps and progress.skipped_steps == progress.steps and progress.backwards:
         is_scale = bool(events) and all(event.forward_finite for event in events)
         return (
-            _Unknown.SKIPPED_ONLY_STEP if progress.steps == 1 else _Unknown.SKIPPED_ALL,
-            _Unknown.FIRST_EVENT if events else None,
-            _Unknown.SCALE_TOO_HIGH if is_scale else None,
+            by_number(progress.steps, _Unknown.SKIPPED_ONLY_STEP, _Unknown.SKIPPED_ALL),
+            _Unknown.FIRST_EVENT.when(events),
+            _Unknown.SCALE_TOO_HIGH.when(is_scale),
         )
     if progress.backwards and not session.watched and session.info.kinds:
-        return _Unknown.NOTHING_TO_COUNT_ALL_FINITE if session.info.watch else _Unknown.NOTHING_TO_COUNT
+        return _Unknown.NOTHING_TO_COUNT_ALL_FINITE.when(session.info.watch) or _Unknown.NOTHING_TO_COUNT
     if progress.weights_moved is False and progress.backwards:
         return _Unknown.NO_UPDATE
     if progress.backwards:
@@ -196,8 +199,10 @@ class _Nothing(Sentences):
 
 def _healthy(session: Session) -> str:
     nothing = lower_first(_nothing_wrong(session))
+    if session.progress.ended:
+        return f"Healthy: {nothing}"
     # A running or killed run is judged by its written record.
-    return f"Healthy: {nothing}" if session.progress.ended else f"Healthy so far: {nothing}"
+    return f"Healthy so far: {nothing}"
 
 
 def _nothing_wrong(session: Session) -> str:
@@ -207,13 +212,15 @@ def _nothing_wrong(session: Session) -> str:
         says = _Nothing.WRONG_IN_SAMPLES
     elif progress.watched_steps is not None:
         says = _Nothing.WRONG_IN_WATCHED
+    if session.ranks:
+        seen += f" of {number_of(len(session.ranks), 'rank')}"
     figures = {
-        "seen": f"{seen} of {number_of(len(session.ranks), 'rank')}" if session.ranks else seen,
+        "seen": seen,
         "sampled": progress.sampled_steps,
         "watched": progress.watched_steps,
         "skipped": progress.skipped_steps,
     }
-    return text((says, _Nothing.SKIPPED if progress.skipped_steps else None), figures)
+    return text((says, _Nothing.SKIPPED.when(progress.skipped_steps)), figures)
 
 
 class _In16Bits(Sentences):
@@ -247,7 +254,7 @@ def _scale(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) 
     says = None
     if format == BFLOAT16:
         # Below, gradients are subnormal in FP16, and rounded more coarsely than in BF16.
-        says = _In16Bits.BF16 if fp16.finer_from is None else _In16Bits.BF16_FINER
+        says = _In16Bits.BF16_FINER.when(fp16.finer_from) or _In16Bits.BF16
     elif format == FLOAT32:
         says = _In16Bits.FP32
     elif is_hidden(session):
@@ -257,13 +264,12 @@ def _scale(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) 
 
 
 def _fits(session: Session, fp16: LossScaleAdvice) -> str:
-    says = _Fits.ANY_SCALE
-    if fp16.serves_none:
-        says = _Fits.NO_SCALE
-    elif fp16.needed:
-        says = _Fits.NEEDS
-    elif fp16.needed is None:
-        says = _Fits.UNKNOWN
+    says = (
+        _Fits.NO_SCALE.when(fp16.serves_none)
+        or _Fits.NEEDS.when(fp16.needed)
+        or _Fits.UNKNOWN.when(fp16.needed is None)
+        or _Fits.ANY_SCALE
+    )
     figures = {
         "recommended": fp16.recommended,
         "highest": fp16.highest,
@@ -280,10 +286,12 @@ _FEW_STEPS = 5
 def _basis(session: Session) -> str:
     """Return a clause on a window's weak basis (few steps, or weight gradients alone); "" for a sound basis."""
     steps, kinds = session.progress.sampled_steps, {key.kind for key in session.totals()}
-    parts = [f"{number_of(steps, 'step')} alone"] if steps < _FEW_STEPS else []
+    parts = []
+    if steps < _FEW_STEPS:
+        parts.append(f"{number_of(steps, 'step')} alone")
     if ACTIVATION_GRADIENT in session.info.kinds and ACTIVATION_GRADIENT not in kinds:
         parts.append("weight gradients alone")
-    return f" (by {' and '.join(parts)})" if parts else ""
+    return filled(" (by {})", " and ".join(parts))
 
 
 class _Own(Sentences):
@@ -319,12 +327,12 @@ def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
     if used is None:
         return None
     if advice.needed is None or advice.lowest is None or advice.highest is None:
-        return _Own.BELOW_HIGHEST if used <= (advice.highest or math.inf) else _Own.ABOVE_HIGHEST
+        return _Own.BELOW_HIGHEST.when(used <= (advice.highest or math.inf)) or _Own.ABOVE_HIGHEST
     if used > advice.highest:
         return _Own.ABOVE_MARGIN
     if used < advice.lowest:
         return None
-    return _Own.AT_TOP if used == advice.highest else _Own.IN_WINDOW
+    return _Own.AT_TOP.when(used == advice.highest) or _Own.IN_WINDOW
 
 
 class _Next(Sentences):
@@ -357,7 +365,7 @@ class _Next(Sentences):
 def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -> str:
     """Return what to do after a healthy run, in one line; ``fp16``: the advice for FP16."""
     # A GradScaler begins at 2^16 by itself.
-    start = fp16.recommended if fp16.needed else min(fp16.highest or _INITIAL, _INITIAL)
+    start = (fp16.needed and fp16.recommended) or min(fp16.highest or _INITIAL, _INITIAL)
     figures = {"recommended": fp16.recommended, "used": session.last_scale, "start": start}
     if format == FLOAT16:
         return text(_next_in_float16(session.last_scale, fp16), figures)
@@ -367,7 +375,7 @@ def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -
     elif format is None and is_hidden(session):
         says = _Next.SHOW_FORMAT
     elif format == FLOAT32:
-        says = _Next.TRY_EITHER_FROM if fp16.needed or start != _INITIAL else _Next.TRY_EITHER
+        says = _Next.TRY_EITHER_FROM.when(fp16.needed or start != _INITIAL) or _Next.TRY_EITHER
         if not _takes_scaler(session) or not fp16.available or fp16.needed is None or fp16.serves_none:
             says = _Next.TRY_BF16
     return text(says, figures)
@@ -389,9 +397,11 @@ def _next_in_float16(used: float | None, advice: LossScaleAdvice) -> _Next:
         return _Next.STATIC_LOWER
     if used < advice.lowest:
         return _Next.RAISE
-    return _Next.KEEP_WITHOUT if used == 1 else _Next.KEEP_SCALE
+    return _Next.KEEP_WITHOUT.when(used == 1) or _Next.KEEP_SCALE
 
 
 def _window(advice: LossScaleAdvice) -> str:
-    reserve = f" (with {number_of(advice.reserve, 'power')} of two in reserve at the top)" if advice.reserve else ""
-    return f"window {as_power(advice.lowest)} .. {as_power(advice.highest)}{reserve}"
+    window = f"window {as_power(advice.lowest)} .. {as_power(advice.highest)}"
+    if not advice.reserve:
+        return window
+    return f"{window} (with {number_of(advice.reserve, 'power')} of two in reserve at the top)"

@@ -77,7 +77,7 @@ def infinite_operand(node: Any) -> Singular | None:
     Behind a mask's -inf the gradient is zero, and the other operand's gradient is 0 * inf.
     """
     found = _found(node, (("Mul", _infinite_factor), ("Div", _infinite_numerator)))
-    return None if found is None else replace(found, by=_parameter(node))
+    return found and replace(found, by=_parameter(node))
 
 
 def _found(node: Any, finders: Iterable[tuple[str, Callable[[Any, str], _Found]]]) -> Singular | None:
@@ -124,8 +124,9 @@ def saved_dim(node: Any) -> int:
 _Found = tuple[str, str, str, torch.Tensor] | None
 
 
-def _argument(operator: str, what: str, where: torch.Tensor) -> _Found:
-    return ("argument", operator, what, where) if bool(where.any()) else None
+def _argument(operator: str, what: str, where: torch.Tensor, kind: str = "argument") -> _Found:
+    """Return the finding on the elements where the condition holds; None if it holds nowhere."""
+    return (kind, operator, what, where) if bool(where.any()) else None
 
 
 def _log(node: Any, name: str) -> _Found:
@@ -168,7 +169,7 @@ def _divide(node: Any, name: str) -> _Found:
     zero = below == 0
     if not bool(zero.any()):
         return None
-    above = node._saved_self if hasattr(node, "_saved_self") else None
+    above = getattr(node, "_saved_self", None)
     if above is not None and below.dim() == above.dim() and below.numel() < above.numel():
         zero_rows = zero.expand_as(above) & (above == 0)
         if bool(zero_rows.any()):
@@ -177,21 +178,21 @@ def _divide(node: Any, name: str) -> _Found:
 
 
 def _infinite_numerator(node: Any, name: str) -> _Found:
-    what = "of an infinity by a tensor that takes a gradient"
-    return None if _takes_no_gradient(node, 1) else _infinities("a division", what, node._saved_self)
+    return _infinities("a division", "of an infinity by a tensor that takes a gradient", node, "_saved_self", 1)
 
 
 def _infinite_factor(node: Any, name: str) -> _Found:
     what = "of an infinity and a tensor that takes a gradient"
-    given = (
-        None if _takes_no_gradient(node, 1) else node._saved_self,
-        None if _takes_no_gradient(node, 0) else node._saved_other,
+    return _infinities("a product", what, node, "_saved_self", 1) or _infinities(
+        "a product", what, node, "_saved_other", 0
     )
-    return _infinities("a product", what, given[0]) or _infinities("a product", what, given[1])
 
 
-def _infinities(operator: str, what: str, kept: Any) -> _Found:
-    """Find infinities, but no NaN, in an operand that autograd saved for the gradient of the other."""
+def _infinities(operator: str, what: str, node: Any, saved: str, other: int) -> _Found:
+    """Find infinities, but no NaN, in an operand that autograd saved for the gradient of the other one."""
+    if _takes_no_gradient(node, other):
+        return None
+    kept = getattr(node, saved)
     found = _argument(operator, what, kept.isinf()) if isinstance(kept, torch.Tensor) else None
     return None if found is None or bool(kept.isnan().any()) else found
 
@@ -220,15 +221,14 @@ def _power(node: Any, name: str) -> _Found:
         return None
     if exponent > 1:
         return _difference(node, name)
+    operator = f"a power of {exponent:g}"
     if exponent < 0:
-        return _argument(f"a power of {exponent:g}", "of zero", base == 0)
-    if exponent % 1:
-        return _argument(f"a power of {exponent:g}", "of a negative number", base < 0) or (
-            _argument(f"a power of {exponent:g}", "of zero, where the power's derivative is infinite", base == 0)
-            if exponent < 1
-            else None
-        )
-    return None
+        return _argument(operator, "of zero", base == 0)
+    if exponent in (0, 1):
+        return None
+    return _argument(operator, "of a negative number", base < 0) or _argument(
+        operator, "of zero, where the power's derivative is infinite", base == 0
+    )
 
 
 def _exp(node: Any, name: str) -> _Found:
@@ -244,16 +244,11 @@ def _inverse(node: Any, name: str) -> _Found:
 
 
 def _constant(node: Any, name: str) -> _Found:
-    """Find a non-finite weight of a loss, or a non-finite constant factor of a product."""
-    is_loss = not name.startswith("Mul")
-    kept = getattr(node, "_saved_weight", None) if is_loss else node._saved_other
-    if not isinstance(kept, torch.Tensor) or (not is_loss and node.next_functions[1][0] is not None):
+    """Find a non-finite constant factor of a product."""
+    kept = node._saved_other
+    if not isinstance(kept, torch.Tensor) or node.next_functions[1][0] is not None:
         return None
-    return _argument(
-        "a weighted loss" if is_loss else "a product",
-        f"with a {'weight' if is_loss else 'constant'} that is infinite or NaN",
-        ~kept.isfinite(),
-    )
+    return _argument("a product", "with a constant that is infinite or NaN", ~kept.isfinite())
 
 
 def _loss(node: Any, name: str) -> _Found:
@@ -263,10 +258,13 @@ def _loss(node: Any, name: str) -> _Found:
         return "argument", "a mean over targets", "that are all ignored (0/0)", left_out
     target = getattr(node, "_saved_target", None)
     if isinstance(target, torch.Tensor) and target.is_floating_point() and _takes_no_gradient(node, 1):
-        broken = ~target.isfinite()
-        if bool(broken.any()):
-            return "target", "targets", "", broken
-    return _constant(node, name)
+        found = _argument("targets", "", ~target.isfinite(), "target")
+        if found is not None:
+            return found
+    weight = getattr(node, "_saved_weight", None)
+    if not isinstance(weight, torch.Tensor):
+        return None
+    return _argument("a weighted loss", "with a weight that is infinite or NaN", ~weight.isfinite())
 
 
 def _difference(node: Any, name: str) -> _Found:
@@ -275,8 +273,7 @@ def _difference(node: Any, name: str) -> _Found:
     is_difference = before is not None and before.name().startswith(("Sub", "Rsub", "Add"))
     if not is_difference or not any(_takes_no_gradient(before, place) for place in range(len(before.next_functions))):
         return None
-    broken = ~kept.isfinite()
-    return ("difference", "targets", "", broken) if bool(broken.any()) else None
+    return _argument("targets", "", ~kept.isfinite(), "difference")
 
 
 def _minuend(difference: Any) -> int | None:
@@ -324,7 +321,7 @@ def _attention(node: Any, name: str) -> _Found:
     if mask is None:
         return None
     hidden = (~mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1)
-    return ("mask", "attention", "with a row whose every key is masked", hidden) if bool(hidden.any()) else None
+    return _argument("attention", "with a row whose every key is masked", hidden, "mask")
 
 
 #: Nodes that return their argument's values.

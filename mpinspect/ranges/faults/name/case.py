@@ -22,11 +22,11 @@ from mpinspect.ranges.session import (
     TensorWindow,
 )
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import some
+from mpinspect.reporting.words import filled, some
 
 #: How many layers the evidence lists.
 MOST_LAYERS_LISTED = 20
-#: Share of the parameters, of which gradients must be zero or left over, before all count as such.
+#: If at least this share of the parameters has gradients that are zero or left over, all count as such.
 MOST_LEFT_OVER = 0.9
 #: Bits of the significand, including the hidden one: 8 in BF16, 11 in FP16.
 SIGNIFICAND_BITS = {format.name: format.mantissa_bits + 1 for format in (BFLOAT16, FLOAT16)}
@@ -43,7 +43,7 @@ class Case:
         infos: every tensor's description.
         advised: the advice on the loss scale, with the decision behind it.
         format: the format in which the run is judged.
-        coverage: what was watched and never seen.
+        coverage: the tensors that were watched and never seen.
         is_explained: whether a finding names the cause of the steps that were not finite.
     """
 
@@ -102,7 +102,7 @@ class FP32Weights(Sentences):
     @classmethod
     def of(cls, dtype: str) -> FP32Weights:
         """Return the code for a 16-bit dtype; BF16's for any other."""
-        return cls.IN_FP16 if dtype == FLOAT16.name else cls.IN_BF16
+        return cls.IN_FP16.when(dtype == FLOAT16.name) or cls.IN_BF16
 
 
 def quoted(name: str) -> str:
@@ -113,7 +113,7 @@ def quoted(name: str) -> str:
 def again(measured: Sequence[Record]) -> str:
     """Return words on the further checked steps with the same fault, to follow "In step 3"; "" if there are none."""
     more = len(measured) - 1
-    return f", and in {more} more of the few steps that are checked for this," if more else ""
+    return filled(", and in {} more of the few steps that are checked for this,", more or None)
 
 
 def grouped(names: Iterable[str]) -> str:

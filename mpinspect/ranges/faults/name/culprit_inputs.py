@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
@@ -23,7 +22,7 @@ from mpinspect.ranges.records import (
 from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event
 from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import number_of
+from mpinspect.reporting.words import bracketed, number_of
 
 #: Ids of the findings that follow from a forward or a loss that was not finite.
 OF_FORWARD = ("non-finite-event", "scale-falls-for-forward")
@@ -35,14 +34,14 @@ class _Aftermath(Sentences):
 
 
 def _aftermath(case: Case, event: Event | None) -> _Aftermath | None:
-    """Return what an optimizer's step on non-finite gradients did; None if there was no such step or it did no harm."""
+    """Return the effect of an optimizer's step on non-finite gradients; None if there was no such step or it did no harm."""
     if event is None or event.skipped is not False or event.gradients_finite:
         return None
     if any(each.step == event.step for each in case.recorded(ReplacedBeforeStep)):
         return _Aftermath.REPLACED
     later = [each for each in case.events if each.step > event.step]
     recovered = case.progress.steps > event.step + 1 and all(each.forward_finite for each in later)
-    return None if recovered else _Aftermath.WEIGHTS_LOST
+    return _Aftermath.WEIGHTS_LOST.when(not recovered)
 
 
 def _event_at(case: Case, step: int) -> Event | None:
@@ -65,21 +64,16 @@ def _when(step: int, module: str) -> str:
 
 def _rows(measured: Examined, one: str = "row", several: str = "rows", of: str = "the batch") -> str:
     """Return the positions along the first dimension in words: "row 5 of the batch", "all 32 rows of the batch"."""
-    names, number = measured.names, math.inf if measured.rows is None else measured.rows
+    names, number = measured.names, measured.rows
     if not names:
         return ""
-    if number == (measured.of_rows or 0) > 1:
+    if number and number == measured.of_rows and number > 1:
         return f"all {number:.0f} {several} of {of}"
-    noun = several if len(names) > 1 else one
-    if number > len(names) >= MOST_ROWS:
-        return f"{noun} {', '.join(names)}, ... of {of}"
-    return f"{noun} {', '.join(names)} of {of}"
-
-
-def _brackets(*parts: str) -> str:
-    """Return the parts that are not empty in brackets after a space; "" if all are empty."""
-    inside = ", ".join(filter(None, parts))
-    return f" ({inside})" if inside else ""
+    if len(names) == 1:
+        return f"{one} {names[0]} of {of}"
+    if len(names) >= MOST_ROWS and number != len(names):
+        return f"{several} {', '.join(names)}, ... of {of}"
+    return f"{several} {', '.join(names)} of {of}"
 
 
 def _elements(measured: Examined) -> str:
@@ -114,12 +108,12 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
             # Another rank may have made it first and sent it to this one.
             continue
         yield Found(
-            (_Batch.TARGETS if of_targets else _Batch.BATCH, _aftermath(case, event)),
+            (_Batch.TARGETS.when(of_targets) or _Batch.BATCH, _aftermath(case, event)),
             {"elements": measured.elements, "rows": list(measured.names)},
-            {"places": _brackets(_elements(measured), _rows(measured))},
+            {"places": bracketed(_elements(measured), _rows(measured))},
             _Batch.LOOK,
-            _Batch.CHECK_TARGETS if of_targets else _Batch.CHECK_BATCH,
-            severity="warning" if event is None else "error",
+            _Batch.CHECK_TARGETS.when(of_targets) or _Batch.CHECK_BATCH,
+            is_mild=event is None,
             certainty=INFERRED if isinstance(measured, ExaminedDifference) else MEASURED,
             step=measured.step,
         )
@@ -160,12 +154,12 @@ def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
     for measured in case.recorded(ExaminedMask):
         module, elements = _module(case, measured), measured.elements
         is_narrow = run_format(case.session) in (FLOAT16, BFLOAT16)
-        places = _brackets(_rows(measured, "index", "indices", "the first dimension"))
+        places = bracketed(_rows(measured, "index", "indices", "the first dimension"))
         yield Found(
-            (_Mask.ROW if elements == 1 else _Mask.ROWS, _aftermath(case, _event_at(case, measured.step))),
+            (_Mask.ROW.when(elements == 1) or _Mask.ROWS, _aftermath(case, _event_at(case, measured.step))),
             {"elements": elements, "rows": list(measured.names)},
             {"when": _when(measured.step, module), "places": places},
-            (_Mask.KEEP_A_KEY_IN_16_BITS if is_narrow else _Mask.KEEP_A_KEY, _Mask.CAUSES),
+            (_Mask.KEEP_A_KEY_IN_16_BITS.when(is_narrow) or _Mask.KEEP_A_KEY, _Mask.CAUSES),
             _Mask.UNMASK,
             layer=module,
             step=measured.step,
@@ -187,15 +181,15 @@ class _ZeroRow(Sentences):
 def _zero_row_normalized(case: Case) -> Iterator[Found]:
     """A row of zeros divided by its own maximum or norm.
 
-    False alarms: If nothing in a module is trained, there is no graph: rows of zeros that come out as NaN are then taken
-    for a division, and the finding is inferred.
+    False alarms: A module without trained parameters has no graph: rows of zeros that become NaN there are taken for a
+    division, and the finding is inferred.
     """
     for measured in case.recorded(ExaminedZeroRow):
         module = _module(case, measured)
         yield Found(
             (_ZeroRow.DIVIDED, _aftermath(case, _event_at(case, measured.step))),
             {"rows": list(measured.names)},
-            {"when": _when(measured.step, module), "places": _brackets(_rows(measured))},
+            {"when": _when(measured.step, module), "places": bracketed(_rows(measured))},
             _ZeroRow.ADD_EPSILON,
             _ZeroRow.CLAMP,
             layer=module,
@@ -304,13 +298,13 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             {"operator": measured.text, "elements": measured.elements, "rows": list(measured.names)},
             {
                 "place": _place(module, event),
-                "places": _brackets(_elements(measured), _rows(measured)),
+                "places": bracketed(_elements(measured), _rows(measured)),
                 "expression": code and code.value,
             },
-            (fix, _Argument.IN_FP32 if is_narrow and at_an_edge else None),
-            (_Argument.WITHOUT_AUTOCAST if code and is_narrow else code,),
+            (fix, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
+            _Argument.WITHOUT_AUTOCAST.when(code and is_narrow) or code,
             layer=module,
-            severity="warning" if event is None else "error",
+            is_mild=event is None,
             step=measured.step,
         )
         return
@@ -319,7 +313,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
 def _effect(measured: Examined, event: Event | None) -> _Argument:
     if event is None:
         return _Argument.NO_HARM
-    return _Argument.GRADIENT_BROKEN if measured.loss_finite else _Argument.ALL_BROKEN
+    return _Argument.GRADIENT_BROKEN.when(measured.loss_finite) or _Argument.ALL_BROKEN
 
 
 def _place(module: str, event: Event | None) -> str:
@@ -328,13 +322,14 @@ def _place(module: str, event: Event | None) -> str:
         return f"the code in or before {module!r}, or beside it on the same input,"
     if event is None or event.after or event.what in LOSSES:
         return "the loss, or the code that leads to it,"
-    return "the model's own code" if event.of_input else "the model's own code, or the loss,"
+    if event.of_input:
+        return "the model's own code"
+    return "the model's own code, or the loss,"
 
 
 def _is_narrow(measured: Examined, case: Case) -> bool:
     """Return whether the operation was computed in 16 bits, as the run is if its own dtype is not known."""
-    bits = measured.bits
-    return bits == 16 if bits else run_format(case.session) in (FLOAT16, BFLOAT16)
+    return measured.bits == 16 or (not measured.bits and run_format(case.session) in (FLOAT16, BFLOAT16))
 
 
 # -- weights ------------------------------------------------------------------------------------------------------------
@@ -382,7 +377,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     """
     grown = list(case.recorded(WeightGrowth))
     broken = [event for event in case.events if not event.gradients_finite and not event.skipped]
-    # A saturating model lets nothing become infinite; its loss grows.
+    # In a saturating model all values stay finite, and the loss grows.
     loss_ratio = max((each.loss_ratio or 0.0 for each in grown), default=0.0)
     if not grown or not (broken or case.advised.diverged or loss_ratio):
         return
@@ -408,8 +403,8 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
             "lower": (rate or 0.0) / 10,
             "group": first.group,
         },
-        _Weights.LOWER_SCHEDULED_RATE if is_scheduled else _Weights.LOWER_RATE,
-        (None if is_scheduled else _new_rate(first), _Weights.CLIP),
+        _Weights.LOWER_SCHEDULED_RATE.when(is_scheduled) or _Weights.LOWER_RATE,
+        (_new_rate(first, is_scheduled), _Weights.CLIP),
         layer=first.name.rpartition(".")[0] or first.name,
         certainty=INFERRED,
         step=first.step,
@@ -422,16 +417,16 @@ def _has_singularity(case: Case, step: int) -> bool:
 
 def _consequence(broken: list[Event], before: int, loss_ratio: float) -> _Weights:
     if not broken:
-        return _Weights.RAISED_THE_LOSS if loss_ratio else _Weights.GREW
+        return _Weights.RAISED_THE_LOSS.when(loss_ratio) or _Weights.GREW
     in_forward = any(event.step == before and event.phase != "backward" for event in broken)
-    return _Weights.BROKE_THE_FORWARD if in_forward else _Weights.BROKE_THE_BACKWARD
+    return _Weights.BROKE_THE_FORWARD.when(in_forward) or _Weights.BROKE_THE_BACKWARD
 
 
-def _new_rate(grown: WeightGrowth) -> _Weights | None:
-    """Return the code that lowers the learning rate; None if the rate is not known."""
-    if not grown.lr:
+def _new_rate(grown: WeightGrowth, is_scheduled: bool) -> _Weights | None:
+    """Return the code that lowers the learning rate; None if the rate is not known, or a schedule sets it."""
+    if not grown.lr or is_scheduled:
         return None
-    return _Weights.NEW_OPTIMIZER if grown.group is None else _Weights.NEW_RATE_OF_GROUP
+    return _Weights.NEW_OPTIMIZER.when(grown.group is None) or _Weights.NEW_RATE_OF_GROUP
 
 
 def _at_rate(rate: float | None, initial: float | None, group: float | None) -> str:
@@ -451,11 +446,5 @@ FAULTS = (
     Fault("mask-hides-whole-row", "error", _mask_hides_whole_row, (_Mask, _Aftermath), OF_FORWARD),
     Fault("zero-row-normalized", "error", _zero_row_normalized, (_ZeroRow, _Aftermath), OF_FORWARD),
     Fault("weights-exploded", "error", _weights_exploded, (_Weights,), OF_FORWARD),
-    Fault(
-        "argument-out-of-range",
-        "error",
-        _argument_out_of_range,
-        (_Argument, _ArgumentCode, _Aftermath),
-        OF_FORWARD,
-    ),
+    Fault("argument-out-of-range", "error", _argument_out_of_range, (_Argument, _ArgumentCode, _Aftermath), OF_FORWARD),
 )

@@ -12,7 +12,8 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, loss_made_by, period, where_to_inspect
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import DROPPED, END, LOSSES, TAKEN, Event, Session, module_named
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Sentences, by_number
+from mpinspect.reporting.words import bracketed, filled
 
 #: Share of skipped steps above which a dynamic scaler is no longer just probing (its growth interval is hundreds of steps).
 SKIPPED_TOLERANCE = 0.1
@@ -45,8 +46,7 @@ def _non_finite(case: Case) -> Iterator[Found]:
         found.append(_backward(backward, case))
     if forward and (stepped is None or forward[0].step <= stepped):
         # The earlier event is the cause, or nearer to the cause.
-        is_first = not backward or forward[0].step <= backward[0].step
-        found.insert(0 if is_first else 1, _forward(forward, case.session))
+        found.insert(bool(backward) and backward[0].step < forward[0].step, _forward(forward, case.session))
     yield from found or _from_counts(case)
 
 
@@ -78,7 +78,7 @@ def _value(event: Event) -> str:
 def _place(event: Event) -> str:
     """Return in words where the value was."""
     value = _value(event)
-    rank = "" if event.rank is None else f" on rank {event.rank}"
+    rank = filled(" on rank {}", event.rank)
     if event.given:
         return f"what the model was given was not finite{rank}"
     if event.of_input:
@@ -159,7 +159,7 @@ def _aside(events: Sequence[Event]) -> Found:
 def _harmless(events: Sequence[Event]) -> Found:
     first = _earliest(events)
     return Found(
-        _Harmless.LOSS if first.what in LOSSES else _Harmless.INTENDED,
+        _Harmless.LOSS.when(first.what in LOSSES) or _Harmless.INTENDED,
         _evidence(first),
         {"place": _place(first)},
         layer=first.module,
@@ -189,9 +189,7 @@ def _forward(events: Sequence[Event], session: Session) -> Found:
     steps = sorted({event.step for event in events})
     skipped = len({event.step for event in events if event.skipped})
     when = _steps(len(steps), first.step)
-    useless = None
-    if skipped:
-        useless = _Forward.BACKED_OFF_ONCE if skipped == 1 else _Forward.BACKED_OFF
+    useless = by_number(skipped, _Forward.BACKED_OFF_ONCE, _Forward.BACKED_OFF).when(skipped)
     inspect, words = where_to_inspect(first, session)
     return Found(
         (_Forward.BROKE, useless),
@@ -202,7 +200,7 @@ def _forward(events: Sequence[Event], session: Session) -> Found:
             "period": period(steps),
             "place": _place(first),
             "made_by": loss_made_by(first, session),
-            "cause": f" ({first.explanation})" if first.explanation else "",
+            "cause": bracketed(first.explanation),
         },
         (inspect, _Forward.NO_SCALE_HELPS),
         layer=first.module,
@@ -291,9 +289,9 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
         (
             _Backward.BROKE,
             None if case.is_explained else _scale_too_high(first),
-            _Backward.NEVER_UPDATED if is_never else None,
+            _Backward.NEVER_UPDATED.when(is_never),
             outcome,
-            _Backward.GROWS_OFTEN if outcome is _Backward.SKIPS_TOO_OFTEN and interval else None,
+            _Backward.GROWS_OFTEN.when(outcome is _Backward.SKIPS_TOO_OFTEN and interval),
         ),
         {**_evidence(first), "steps": count, "skipped_steps": skipped},
         {
@@ -338,16 +336,16 @@ def _survived(stepped: Event, case: Case) -> _Backward:
     if case.is_explained:
         return _Backward.SURVIVED
     # A weight's own gradient meets no ReLU.
-    return _Backward.SURVIVED_REPLACED if stepped.what == WEIGHT_GRADIENT else _Backward.SURVIVED_MASKED
+    return _Backward.SURVIVED_REPLACED.when(stepped.what == WEIGHT_GRADIENT) or _Backward.SURVIVED_MASKED
 
 
 def _discarded(events: Sequence[Event], count: int) -> _Backward:
     stories = {event.story for event in events}
     if len(stories) > 1:
-        return _Backward.ONE_OF_BOTH if count == 1 else _Backward.ONE_OF_BOTH_ALL
+        return by_number(count, _Backward.ONE_OF_BOTH, _Backward.ONE_OF_BOTH_ALL)
     if stories == {DROPPED}:
-        return _Backward.LOOP_DROPPED if count == 1 else _Backward.LOOP_DROPPED_ALL
-    return _Backward.SCALER_SKIPPED if count == 1 else _Backward.SCALER_SKIPPED_ALL
+        return by_number(count, _Backward.LOOP_DROPPED, _Backward.LOOP_DROPPED_ALL)
+    return by_number(count, _Backward.SCALER_SKIPPED, _Backward.SCALER_SKIPPED_ALL)
 
 
 def _short_interval(session: Session) -> float | None:
@@ -357,7 +355,7 @@ def _short_interval(session: Session) -> float | None:
 
 
 def _drops_by_itself(session: Session) -> bool:
-    """Return whether a loop with masters divides what they get, as by a loss scale, and has backwards without a step.
+    """Return whether a loop divides its masters' gradients, as by a loss scale, and has backwards without a step.
 
     On a CPU the watch sees whether gradients were dropped, on a GPU it would have to wait for that.
     """
@@ -371,7 +369,7 @@ def _remedy(first: Event, case: Case) -> _Backward:
         return _take(case.advised.advice)
     if first.what == WEIGHT_GRADIENT and case.progress.hides(first.module):
         return _Backward.SEARCH_COMPILED
-    return _Backward.LOOK_AFTER if first.after else _Backward.LOOK_IN
+    return _Backward.LOOK_AFTER.when(first.after) or _Backward.LOOK_IN
 
 
 def _scale_too_high(first: Event) -> _Backward | None:
@@ -380,7 +378,7 @@ def _scale_too_high(first: Event) -> _Backward | None:
         return None
     if first.loss_scale is not None:
         return _Backward.SCALE_TOO_HIGH
-    return _Backward.FACTOR_TOO_HIGH_NOW if max(first.last_maxima, default=0.0) else _Backward.FACTOR_TOO_HIGH
+    return _Backward.FACTOR_TOO_HIGH_NOW.when(any(first.last_maxima)) or _Backward.FACTOR_TOO_HIGH
 
 
 def _take(advice: LossScaleAdvice) -> _Backward:
@@ -388,7 +386,7 @@ def _take(advice: LossScaleAdvice) -> _Backward:
     if advice.recommended is None or (advice.needed is False and not advice.all_finite):
         # Where gradients overflowed, the finite ones alone do not show that scale 1 holds.
         return _Backward.SMALLER_SCALE
-    return _Backward.NO_SCALE if advice.needed is False else _Backward.TAKE_SCALE
+    return _Backward.NO_SCALE.when(advice.needed is False) or _Backward.TAKE_SCALE
 
 
 def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> bool:
@@ -425,12 +423,12 @@ def _from_counts(case: Case) -> Iterator[Found]:
         return
     elements = {name: sum(getattr(case.totals[key].histogram, name) for key in broken) for name in ("infs", "nans")}
     yield Found(
-        _Counts.IN_ACTIVATIONS if in_forward else _Counts.IN_GRADIENTS,
+        _Counts.IN_ACTIVATIONS.when(in_forward) or _Counts.IN_GRADIENTS,
         {**elements, "layers": len(names)},
         {"names": names},
         _Counts.WATCH,
         layer=names[0],
-        severity="error" if in_forward else "warning",
+        is_mild=not in_forward,
     )
 
 
@@ -457,19 +455,14 @@ def _unwatched_skips(case: Case) -> Iterator[Found]:
         return
     is_often = skipped >= FEWEST_SKIPS and skipped > SKIPPED_TOLERANCE * progress.steps
     yield Found(
-        (_Unwatched.WATCH_LIMITED if info.watch else _Unwatched.WATCH_OFF, _Unwatched.TOO_OFTEN if is_often else None),
+        (_Unwatched.WATCH_LIMITED.when(info.watch) or _Unwatched.WATCH_OFF, _Unwatched.TOO_OFTEN.when(is_often)),
         {"skipped_steps": skipped, "steps": progress.steps},
         fix=_Unwatched.WATCH,
-        severity="warning" if is_often else "info",
+        is_mild=not is_often,
     )
 
 
 FAULTS = (
-    Fault(
-        "non-finite-event",
-        "error",
-        _non_finite,
-        (_Left, _Harmless, _Forward, Inspect, _Backward, _Counts),
-    ),
+    Fault("non-finite-event", "error", _non_finite, (_Left, _Harmless, _Forward, Inspect, _Backward, _Counts)),
     Fault("unwatched-skips", "warning", _unwatched_skips, (_Unwatched,)),
 )

@@ -24,6 +24,7 @@ class Found:
         code: the fix as code, a member for each block of lines.
         layer: name of the tensor or module; "" for the whole run.
         severity: one of SEVERITIES; "" for the fault's own.
+        is_mild: whether it did less harm than usual: its severity is one below the fault's own, which must not be "info".
         certainty: "measured" or "inferred".
         step: the step in which the problem began, from 0; None if it belongs to no step.
     """
@@ -35,6 +36,7 @@ class Found:
     code: Said = ()
     layer: str = ""
     severity: str = ""
+    is_mild: bool = False
     certainty: str = MEASURED
     step: int | None = None
 
@@ -85,7 +87,7 @@ class Fault:
         figures = {"step": found.step, **found.evidence, **found.words}
         return Finding(
             self.id,
-            found.severity or self.severity,
+            found.severity or SEVERITIES[SEVERITIES.index(self.severity) - found.is_mild],
             found.layer,
             text(found.says, figures),
             dict(found.evidence),

@@ -11,7 +11,7 @@ from mpinspect.ranges.session import LOSSES, Event, Session, is_below, module_na
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import format_name
 
-#: The fewest steps that are said to recur with a period.
+#: Fewer steps are not called periodic.
 _FEWEST_STEPS = 3
 
 
@@ -38,8 +38,8 @@ def where_to_inspect(first: Event, session: Session) -> tuple[Inspect, dict[str,
     if first.given:
         return Inspect.DATA, words
     if first.what in LOSSES:
-        return (Inspect.LOSS_IN_FP16 if in_half else Inspect.LOSS), words
-    return (Inspect.MODULE_IN_FP16 if in_half else Inspect.MODULE), words
+        return Inspect.LOSS_IN_FP16.when(in_half) or Inspect.LOSS, words
+    return Inspect.MODULE_IN_FP16.when(in_half) or Inspect.MODULE, words
 
 
 def was_in_half(first: Event, session: Session) -> bool:
@@ -56,8 +56,8 @@ def was_in_half(first: Event, session: Session) -> bool:
 
 def _broken_loss(first: Event, session: Session) -> BrokenLoss | None:
     """Return the record of the loss of an event, if the event is one and its operations are known."""
-    losses = recorded(session.measurements, BrokenLoss) if first.what in LOSSES else ()
-    return next((each for each in losses if each.step == first.step), None)
+    losses = recorded(session.measurements, BrokenLoss)
+    return next((each for each in losses if each.step == first.step and first.what in LOSSES), None)
 
 
 def _has_half(session: Session) -> bool:

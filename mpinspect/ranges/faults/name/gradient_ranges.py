@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 
+from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.drift import moved
 from mpinspect.ranges.analysis.precision import damped_by_epsilon, holds_without_scale
@@ -20,7 +21,7 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.records import WeightGrowth
 from mpinspect.ranges.session import Session
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Sentences, by_number
 from mpinspect.reporting.words import scale_of, some, steps_named, with_power
 
 
@@ -72,12 +73,11 @@ def _training_diverged(case: Case) -> Iterator[Found]:
     False alarms: A training that recovers later is reported until its gradients are small again.
     """
     if case.advised.diverged:
-        has_grown = any(case.recorded(WeightGrowth))
         yield Found(
             _Diverged.REASON,
             {},
             {"reason": case.advised.advice.reason},
-            _Diverged.LOWER_RATE if has_grown else _Diverged.NOT_GROWN,
+            _Diverged.LOWER_RATE.when(case.has(WeightGrowth)) or _Diverged.NOT_GROWN,
         )
 
 
@@ -108,17 +108,16 @@ def _gradients_flushed(case: Case) -> Iterator[Found]:
     worst, *more = decision.suffering
     needed = max(loss.log2_lowest for loss in decision.suffering)
     spared, words = _why_no_alarm(case.session, worst, needed, several=bool(more))
-    also = None
-    if more:
-        also = _Flushed.ONE_MORE if len(more) == 1 else _Flushed.MORE
+    # If no scale serves every layer, another finding has the fix.
+    is_mild = bool(spared) or decision.window.is_empty
     yield Found(
-        (_Flushed.WORST, also, spared),
+        (_Flushed.WORST, by_number(len(more), _Flushed.ONE_MORE, _Flushed.MORE).when(more), spared),
         {
             "kind": worst.key.kind,
             "flushed_fraction": worst.flushed_fraction,
             "lost_l1_share": worst.lost_l1_share,
             "log2_scale_needed": needed,
-            "steps": list(worst.steps) if worst.steps else None,
+            "steps": worst.steps and list(worst.steps),
             "layers": {loss.key.name: loss.lost_l1_share for loss in decision.suffering[:MOST_LAYERS_LISTED]},
             "layers_count": len(decision.suffering),
         },
@@ -132,10 +131,9 @@ def _gradients_flushed(case: Case) -> Iterator[Found]:
             "where": ", over the run or in a part of it" if any(loss.steps for loss in decision.suffering) else "",
             "wanted": scale_of(decision.log2_scale),
         },
-        # If no scale serves every layer, another finding has the fix.
-        () if spared or decision.window.is_empty else _Flushed.MULTIPLY,
+        _Flushed.MULTIPLY.when(not is_mild),
         layer=worst.key.name,
-        severity="info" if spared or decision.window.is_empty else "warning",
+        is_mild=is_mild,
     )
 
 
@@ -147,7 +145,7 @@ def _why_no_alarm(
     None if a warning is due.
     """
     if _runs_at_least(session, needed):
-        return (_Spared.OWN_SCALE_SERVES_MANY if several else _Spared.OWN_SCALE_SERVES), {}
+        return _Spared.OWN_SCALE_SERVES_MANY.when(several) or _Spared.OWN_SCALE_SERVES, {}
     return _held_without_scale(session, [worst])
 
 
@@ -155,7 +153,7 @@ def _held_without_scale(
     session: Session, losses: Sequence[Loss | LayerReport]
 ) -> tuple[_Spared | None, dict[str, object]]:
     holds = holds_without_scale(session, [loss.key for loss in losses])
-    return (_Spared.HOLDS if holds else None), {"holds": holds}
+    return _Spared.HOLDS.when(holds), {"holds": holds}
 
 
 def _runs_at_least(session: Session, log2_scale: int) -> bool:
@@ -173,7 +171,7 @@ class _Fine(Sentences):
 
 
 def _weight_gradients_fine(case: Case) -> Iterator[Found]:
-    """Weight gradients that need no loss scale, beside gradients of activations that do.
+    """Weight gradients that need no loss scale, while gradients of activations do.
 
     False alarms: It is no alarm.
     """
@@ -230,7 +228,7 @@ def _already_flushed(case: Case) -> Iterator[Found]:
     worst = max(doubtful, key=lambda loss: (loss.gradient.seen.likely_hidden_l1_share(), loss.log2_certain))
     seen, is_in_window = worst.gradient.seen, worst.log2_certain <= decision.window.log2_highest
     is_likely = seen.likely_hidden_l1_share() > decision.rules.tolerance
-    fix = _Before.TAKE_OR_RUN_AT if is_in_window else _Before.TAKE
+    fix = _Before.TAKE_OR_RUN_AT.when(is_in_window) or _Before.TAKE
     found = _were_flushed(layers[worst.key], seen, decision.rules.format, is_likely, len(doubtful), fix)
     yield replace(found, words={**found.words, "log2_certain": worst.log2_certain})
 
@@ -254,12 +252,10 @@ def _were_flushed(
 ) -> Found:
     """Return the finding on the worst of the layers whose values may have been flushed before counting."""
     return Found(
-        _Before.SOME_WERE_VALUES if is_likely else _Before.UNKNOWN,
+        _Before.SOME_WERE_VALUES.when(is_likely) or _Before.UNKNOWN,
         {
             "floor_exponent": layer.floor_exponent,
-            "already_flushed_fraction_high": layer.already_flushed_fraction.high
-            if layer.already_flushed_fraction
-            else 0.0,
+            "already_flushed_fraction_high": (layer.already_flushed_fraction or Interval(0.0, 0.0, 0.0)).high,
             "lost_l1_share_high": seen.lost_l1_share(format).high,
             "lost_l1_share_likely": seen.likely_hidden_l1_share(),
             "layers_count": layers,
@@ -267,7 +263,7 @@ def _were_flushed(
         {"tensor": phrase(layer.name, layer.kind)},
         fix,
         layer=layer.name,
-        severity="warning" if is_likely else "info",
+        is_mild=not is_likely,
     )
 
 
@@ -306,11 +302,7 @@ def _gradients_overflow(case: Case) -> Iterator[Found]:
     is_finite = worst.histogram is not None and worst.histogram.nonfinite
     spared, words = _spared_by(decision, over, case)
     yield Found(
-        (
-            _Overflow.LARGEST_FINITE if is_finite else _Overflow.LARGEST,
-            _Overflow.MORE if len(over) > 1 else None,
-            spared,
-        ),
+        (_Overflow.LARGEST_FINITE.when(is_finite) or _Overflow.LARGEST, _Overflow.MORE.when(len(over) > 1), spared),
         {
             "overflowed": worst.overflowed,
             "max_log2_scale": worst.max_log2_scale,
@@ -326,9 +318,9 @@ def _gradients_overflow(case: Case) -> Iterator[Found]:
             "more": len(over) - 1,
             "wanted": scale_of(decision.log2_scale),
         },
-        () if spared or decision.window.is_empty else _Overflow.SMALLER_LOSS,
+        _Overflow.SMALLER_LOSS.when(not spared and not decision.window.is_empty),
         layer=worst.name,
-        severity="info" if spared else "warning",
+        is_mild=bool(spared),
     )
 
 
@@ -372,7 +364,7 @@ class _Window(Sentences):
 
 
 def _scale_window_empty(case: Case) -> Iterator[Found]:
-    """Layers of which one needs a larger loss scale than another one holds.
+    """A layer that needs a larger loss scale than another layer can take without overflow.
 
     False alarms: A run that holds the values of these layers in a wider format gets information.
     """
@@ -384,13 +376,9 @@ def _scale_window_empty(case: Case) -> Iterator[Found]:
     needs, scale = decision.neediest, session.last_scale
     damped = damped_by_epsilon(session, needs.gradient.histogram.max_abs or math.inf)
     needing, overflowing = _modules(decision.needing_more), _modules(decision.overflowing_first)
-    at_last_scale = _Window.AT_LAST_SCALE if scale else None
-    ways_out = (
-        _Window.EITHER_IN_FP32 if overflowing and overflowing != needing else _Window.IN_FP32,
-        _Window.WEIGH_MORE if damped else None,
-    )
+    in_fp32 = _Window.EITHER_IN_FP32.when(overflowing and overflowing != needing) or _Window.IN_FP32
     yield Found(
-        (_Window.TWO_LAYERS if small else _Window.ONE_LAYER, spared or at_last_scale),
+        (_Window.TWO_LAYERS.when(small) or _Window.ONE_LAYER, spared or _Window.AT_LAST_SCALE.when(scale)),
         {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
         {
             **words,
@@ -406,9 +394,9 @@ def _scale_window_empty(case: Case) -> Iterator[Found]:
             "overflowing": overflowing,
             "damped": damped,
         },
-        () if spared else ways_out,
+        (in_fp32.when(not spared), _Window.WEIGH_MORE.when(damped and not spared)),
         layer=large,
-        severity="info" if spared else "warning",
+        is_mild=bool(spared),
     )
 
 
@@ -497,11 +485,9 @@ def _rounding_noise(case: Case) -> Iterator[Found]:
     names = [layer.name for layer in _gradients(case) if layer.rounding_noise]
     if not names or case.advised.diverged:
         return
-    all_biases = all(name.rpartition(".")[2] == "bias" for name in names)
-    if all_biases:
-        fix = _Noise.ONE_BIAS if len(names) == 1 else _Noise.ALL_BIASES
-    else:
-        fix = _Noise.ONE if len(names) == 1 else _Noise.MANY
+    fix = by_number(len(names), _Noise.ONE, _Noise.MANY)
+    if all(name.rpartition(".")[2] == "bias" for name in names):
+        fix = by_number(len(names), _Noise.ONE_BIAS, _Noise.ALL_BIASES)
     yield Found(
         _Noise.LIKE_NOISE,
         {"layers": names[:MOST_LAYERS_LISTED], "layers_count": len(names)},

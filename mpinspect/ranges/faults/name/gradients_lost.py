@@ -15,7 +15,7 @@ from mpinspect.reporting.sentences import Sentences
 
 #: Fewest backwards without an update that count as a training that never updates.
 _FEWEST_BACKWARDS = 3
-#: A smaller factor is not clipping: it leaves nothing to learn from.
+#: A smaller factor is not clipping: it makes the gradients too small to learn from.
 _NOTHING = 1e-6
 
 
@@ -49,9 +49,9 @@ class _Never(Sentences):
 
 
 def _never_updated(case: Case) -> Iterator[Found]:
-    """Backwards of which none was followed by an update of the weights, or updates of masters that never reached them.
+    """Backwards without any update of the weights, or updates of masters that never reached the weights.
 
-    False alarms: A script that only looks at gradients is reported if it has an optimizer or a scaler, from three backwards on.
+    False alarms: A script that only reads gradients is reported if it has an optimizer or a scaler, from three backwards on.
     A run whose steps a scaler skipped is not: other findings cover it.
     """
     for measured in case.recorded(NeverUpdated):
@@ -69,20 +69,17 @@ def _never_updated(case: Case) -> Iterator[Found]:
 def _no_step(measured: NeverUpdated, case: Case) -> Found:
     broke = next((event for event in case.events if event.gradients_finite is False), None)
     words: dict[str, object] = {}
-    fix: Sentences = _Never.LET_SCALER_STEP if case.scalers else _Never.STEP
+    fix: Sentences = _Never.LET_SCALER_STEP.when(case.scalers) or _Never.STEP
     if broke is not None:
         fix = _Never.SMALLER_SCALE
         if broke.forward_finite is False:
             fix, words = where_to_inspect(broke, case.session)
     return Found(
-        (
-            _Never.NO_STEP_OF if measured.names else _Never.NO_STEP,
-            None if broke is None else _Never.MAY_SKIP_ALL,
-        ),
+        (_Never.NO_STEP_OF.when(measured.names) or _Never.NO_STEP, _Never.MAY_SKIP_ALL.when(broke)),
         {"backwards": measured.backwards, "optimizers": list(measured.names)},
         {**words, "whose": " and ".join(dict.fromkeys(measured.names))},
         fix,
-        _Never.SCALER_STEP if case.scalers or broke is not None else _Never.OPTIMIZER_STEP,
+        _Never.SCALER_STEP.when(case.scalers or broke) or _Never.OPTIMIZER_STEP,
     )
 
 
@@ -149,7 +146,7 @@ class _Zeroed(Sentences):
 
 
 def _gone(case: Case) -> list[ChangedBeforeStep]:
-    """Return the measured steps whose optimizer got zeros, or next to nothing, instead of the gradients."""
+    """Return the measured steps whose optimizer got zeros, or nearly zeros, instead of the gradients."""
     return [
         each
         for each in case.recorded(ChangedBeforeStep)
@@ -175,19 +172,18 @@ def _clipped_to_zero(case: Case) -> Iterator[Found]:
     if not gone or not _is_by_norm(gone[0]):
         return
     first = gone[0]
-    of_masters = first.masters
-    fix, code = (_Clipped.NORM_IN_FP32,), (_Clipped.CLIP_BY_FP32_NORM,)
-    codes: tuple[Sentences, ...] = code
-    if of_masters:
-        fix, codes = (_Clipped.MASTERS_IN_FP32,), (_Clipped.CLIP_MASTERS,)
+    whose, fix = "", _Clipped.NORM_IN_FP32
+    code: tuple[Sentences, ...] = (_Clipped.CLIP_BY_FP32_NORM,)
+    if first.masters:
+        whose, fix, code = " of the masters", _Clipped.MASTERS_IN_FP32, (_Clipped.CLIP_MASTERS,)
     elif first.not_finite:
-        fix, codes = (_Clipped.FP32_WEIGHTS,), (FP32Weights.IN_BF16, _Clipped.CLIP_AND_SKIP)
+        fix, code = _Clipped.FP32_WEIGHTS, (FP32Weights.IN_BF16, _Clipped.CLIP_AND_SKIP)
     yield Found(
-        _Clipped.ZEROS if first.nans == 0 else _Clipped.ZEROS_OR_NANS,
+        _Clipped.ZEROS.when(first.nans == 0) or _Clipped.ZEROS_OR_NANS,
         {**first.figures, "measured_steps": len(gone)},
-        {"again": again(gone), "whose": " of the masters" if of_masters else "", "cause": _why_not_finite(first)},
+        {"again": again(gone), "whose": whose, "cause": _why_not_finite(first)},
         fix,
-        codes,
+        code,
         certainty=INFERRED,
         step=first.step,
     )
@@ -216,17 +212,16 @@ def _zeroed(case: Case) -> Iterator[Found]:
     if not gone or _is_by_norm(gone[0]):
         return
     first = gone[0]
-    of_masters = first.masters
-    if first.zeroed:
-        says = _Zeroed.ZEROS_IN_MASTERS if of_masters else _Zeroed.ZEROS
-    else:
-        says = _Zeroed.FACTOR_IN_MASTERS if of_masters else _Zeroed.FACTOR
+    zeros, factor, fix, code = _Zeroed.ZEROS, _Zeroed.FACTOR, _Zeroed.LOOK, _Zeroed.ZERO_FIRST
+    if first.masters:
+        zeros, factor = _Zeroed.ZEROS_IN_MASTERS, _Zeroed.FACTOR_IN_MASTERS
+        fix, code = _Zeroed.COPY, _Zeroed.COPY_LOOP
     yield Found(
-        says,
+        zeros.when(first.zeroed) or factor,
         {**first.figures, "measured_steps": len(gone)},
         {"again": again(gone)},
-        _Zeroed.COPY if of_masters else _Zeroed.LOOK,
-        _Zeroed.COPY_LOOP if of_masters else _Zeroed.ZERO_FIRST,
+        fix,
+        code,
         step=first.step,
     )
 
@@ -280,7 +275,7 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
     if len(masters) >= _FEWEST_LEFT_OVER:
         first = masters[0]
         yield Found(
-            _Sum.MASTERS_AND_GROWN if _has_grown(masters) else _Sum.MASTERS,
+            _Sum.MASTERS_AND_GROWN.when(_has_grown(masters)) or _Sum.MASTERS,
             {"measured_steps": len(masters), **first.figures, "names": list(first.names[:20])},
             _growth(masters),
             _Sum.ZERO_MASTERS,
@@ -290,13 +285,15 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
     left_over = case.recorded(LeftOver)
     held = [each for each in left_over if each.parameters >= MOST_LEFT_OVER * each.of]
     if len(held) >= _FEWEST_LEFT_OVER:
-        has_masters = case.precision.has_masters
+        fix, code = _Sum.ZERO, _Sum.ZERO_GRAD
+        if case.precision.has_masters:
+            fix, code = _Sum.ZERO_BOTH, _Sum.ZERO_GRAD_OF_BOTH
         yield Found(
-            _Sum.HELD_AND_GROWN if _has_grown(held) else _Sum.HELD,
+            _Sum.HELD_AND_GROWN.when(_has_grown(held)) or _Sum.HELD,
             {"measured_steps": len(held), "largest": [each.largest for each in held]},
             _growth(held),
-            _Sum.ZERO_BOTH if has_masters else _Sum.ZERO,
-            _Sum.ZERO_GRAD_OF_BOTH if has_masters else _Sum.ZERO_GRAD,
+            fix,
+            code,
             step=held[0].step,
         )
 
@@ -341,7 +338,7 @@ def _stale(case: Case) -> Iterator[Found]:
     names = list(dict.fromkeys(name for each in found for name in each.names))
     later = [name for name in names if name not in found[0].names]
     yield Found(
-        _Stale.STEPPED_AND_OTHERS if later else _Stale.STEPPED,
+        _Stale.STEPPED_AND_OTHERS.when(later) or _Stale.STEPPED,
         {"parameters": len(names), "names": names[:20], "measured_steps": len(found)},
         {"again": again(found), "first": grouped(found[0].names), "later": grouped(later)},
         _Stale.ZERO_ALL,

@@ -17,7 +17,7 @@ from mpinspect.ranges.kinds import phrase
 from mpinspect.ranges.session import UNEVEN_INPUTS, Measurement, Progress, RankRecord, RunInfo, Session
 from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import steps_named, upper_first, with_power
+from mpinspect.reporting.words import filled, steps_named, upper_first, with_power
 
 Value = TypeVar("Value", bound=Hashable)
 #: How many ranks the evidence lists.
@@ -25,7 +25,7 @@ _MOST_RANKS = 100
 
 
 def _known_of(session: Session, what: str) -> dict[int, str]:
-    """Return the ranks of which this was measured, each with what is known of it."""
+    """Return the ranks with this measurement, each with its text."""
     return {each.rank: each.text for each in session.measurements if each.what == what and each.rank is not None}
 
 
@@ -92,10 +92,9 @@ def ended_early(session: Session) -> Iterator[Found]:
     others = [each for each in left if each not in causes]
     numbers = _ranks_in(causes)
     all_killed = order == _KILLED and len(causes) >= session.info.world_size
-    then = _Ended.THEN if others else None
     reading = {_KILLED: _Ended.READ_LAUNCHER, _STOPPED: _Ended.READ_SCHEDULER}
     yield Found(
-        (_Ended.FIRST, _Ended.ALL_KILLED if all_killed else then),
+        (_Ended.FIRST, _Ended.ALL_KILLED.when(all_killed) or _Ended.THEN.when(others)),
         {"ranks": numbers[:_MOST_RANKS], "count": len(numbers), "world_size": session.info.world_size},
         {
             "first": upper_first("; ".join(_endings(causes, session, others))),
@@ -103,7 +102,7 @@ def ended_early(session: Session) -> Iterator[Found]:
             "ranks": ranks_named(numbers),
         },
         reading.get(int(order), _Ended.READ_EXCEPTION),
-        severity="warning" if all_killed or order == _STOPPED else "error",
+        is_mild=all_killed or order == _STOPPED,
         step=min((rank.progress.steps for rank in session.ranks if rank.info.rank in numbers), default=None),
     )
 
@@ -139,7 +138,7 @@ def _when(numbers: Sequence[int], session: Session, waited: Sequence[int]) -> st
 
 
 def _first_end(numbers: Sequence[int], session: Session) -> Progress | None:
-    """Return the progress of the rank that came least far; None if none of them recorded the model."""
+    """Return the progress of the rank with the fewest steps; None if no rank recorded the model."""
     known = (rank.progress for rank in session.ranks if rank.info.rank in numbers)
     return min(known, key=lambda progress: progress.steps, default=None)
 
@@ -163,7 +162,7 @@ def _rank_missing(case: Case) -> Iterator[Found]:
         return
     world = session.info.world_size
     left = (
-        f"{upper_first(ranks_named(ranks))} of {world:,} left nothing that can be added{f': {why}' if why else ''}."
+        f"{upper_first(ranks_named(ranks))} of {world:,} left nothing that can be added{filled(': {}', why)}."
         for why, ranks in _by_value(gone).items()
     )
     yield Found(
@@ -180,7 +179,7 @@ class _Events(Sentences):
 
 
 def _rank_events_differ(case: Case) -> Iterator[Found]:
-    """Infinities or NaNs that only some ranks saw, or of which some saw far more.
+    """Infinities or NaNs that only some ranks saw, or that some ranks saw far more often.
 
     False alarms: A single rank whose batch was broken on purpose is reported.
     """
@@ -189,18 +188,17 @@ def _rank_events_differ(case: Case) -> Iterator[Found]:
     if not hit or len(counts) < 2 or min(counts.values()) * 2 > max(counts.values()):
         return
     most = [rank for rank, count in counts.items() if count * 2 > max(counts.values())]
-    first = next(iter(case.session.events), None)
+    began, layer, step = "", "", None
+    if case.session.events:
+        first = case.session.events[0]
+        began, layer, step = f", first at {first_line(first)}", first.module, first.step
     yield Found(
-        _Events.SOME if len(hit) == len(most) else _Events.MORE,
+        _Events.SOME.when(len(hit) == len(most)) or _Events.MORE,
         {"events": {str(rank): count for rank, count in list(hit.items())[:_MOST_RANKS]}},
-        {
-            "ranks": ranks_named(most),
-            "most": max(counts.values()),
-            "began": "" if first is None else f", first at {first_line(first)}",
-        },
+        {"ranks": ranks_named(most), "most": max(counts.values()), "began": began},
         _Events.LOOK,
-        layer="" if first is None else first.module,
-        step=None if first is None else first.step,
+        layer=layer,
+        step=step,
     )
 
 
@@ -256,13 +254,13 @@ def _rank_ranges_differ(case: Case) -> Iterator[Found]:
     worst = max(found, key=lambda each: (each.figures["tensors"], each.figures["beyond"]))
     others = [each.rank for each in found if each is not worst and each.rank is not None]
     yield Found(
-        _Elsewhere.HIGHER if worst.figures["powers"] > 0 else _Elsewhere.LOWER,
+        _Elsewhere.HIGHER.when(worst.figures["powers"] > 0) or _Elsewhere.LOWER,
         {"ranks": [each.rank for each in found[:_MOST_RANKS]], **worst.figures},
         {
             "rank": worst.rank,
             "tensor": phrase(worst.name, worst.text),
             "distance": abs(worst.figures["powers"]),
-            "others": f"; so do {ranks_named(others)}" if others else "",
+            "others": filled("; so do {}", others and ranks_named(others)),
         },
         _Elsewhere.LOOK,
         layer=worst.name,
@@ -322,7 +320,7 @@ class _Steps(Sentences):
     )
 
 
-#: Of a rank whose session has not ended, where nothing is known of its process.
+#: The words for a rank whose session has not ended and whose process is unknown.
 _UNFINISHED = "had not ended: still running, killed, or the file is cut off"
 
 
@@ -346,15 +344,15 @@ def _rank_steps_differ(case: Case) -> Iterator[Found]:
     ends = "; ".join(f"what {_ranks_of(group)} wrote ends at step {steps:,}" for steps, group in list(odd.items())[:4])
     still = (f"{upper_first(ranks_named(ranks))} {why}." for why, ranks in _by_value(unfinished).items())
     yield Found(
-        (_Steps.DIFFER if odd else _Steps.AGREE, _Steps.STILL if unfinished else None),
+        (_Steps.DIFFER.when(odd) or _Steps.AGREE, _Steps.STILL.when(unfinished)),
         {
             "steps": {str(steps): [rank.info.rank for rank in group][:_MOST_RANKS] for steps, group in odd.items()},
             "others": common,
         },
         {"ends": upper_first(ends), "still": " ".join(still)},
-        () if early or unfinished else _Steps.ATTACH,
+        _Steps.ATTACH.when(not early and not unfinished),
         # Where ranks ended early they are the finding.
-        severity="info" if early or (unfinished and are_alike) else "warning",
+        is_mild=bool(early or (unfinished and are_alike)),
         step=min((*odd, common)),
     )
 
@@ -394,7 +392,7 @@ def _rank_settings_differ(case: Case) -> Iterator[Found]:
     """
     ranks = case.session.ranks
     found: dict[str, list[str]] = {}
-    # A damaged file has nothing of its run, which another finding names.
+    # A damaged file lacks its run; another finding reports it.
     known = [rank for rank in ranks if rank.info != RunInfo(rank=rank.info.rank, world_size=rank.info.world_size)]
     for name, words in _PARTS.items() if known else ():
         common, odd = _odd_ones(known, lambda rank, words=words: words(rank.info))  # type: ignore[misc]
@@ -405,12 +403,13 @@ def _rank_settings_differ(case: Case) -> Iterator[Found]:
         found["start"] = [f"{ranks_named(late)} began up to {apart / 60:.0f} minutes after the first"]
     sentences = [sentence for each in found.values() for sentence in each]
     if sentences:
-        shown = [*sentences[:4], *(["..."] if sentences[4:] else [])]
+        if len(sentences) > 4:
+            sentences[4:] = ["..."]
         yield Found(
             _Settings.DIFFER,
             {name: each[:20] for name, each in found.items() if each},
-            {"sentences": "; ".join(shown)},
-            _Settings.TWO_RUNS if "start" in found else _Settings.ALIKE,
+            {"sentences": "; ".join(sentences)},
+            _Settings.TWO_RUNS.when("start" in found) or _Settings.ALIKE,
         )
 
 
@@ -446,17 +445,17 @@ def _summed_in_16_bits(case: Case) -> Iterator[Found]:
     False alarms: Below 256 ranks (BF16; 2048 in FP16) it is information.
     """
     world = case.session.info.world_size
-    for dtype in case.precision.reduced if case.session.ranks else ():
+    for dtype in case.precision.reduced:
         bits = SIGNIFICAND_BITS.get(dtype)
-        if bits is None or world < 2:
+        if bits is None or world < 2 or not case.session.ranks:
             continue
         is_lost = world >= 2**bits
         yield Found(
-            _Summed.ROUNDED_AWAY if is_lost else _Summed.ROUNDED,
+            _Summed.ROUNDED_AWAY.when(is_lost) or _Summed.ROUNDED,
             {"dtype": dtype, "world_size": world, "headroom": case.advised.advice.headroom},
             {"bits": bits},
             _Summed.IN_FP32,
-            severity="warning" if is_lost else "info",
+            is_mild=not is_lost,
         )
 
 

@@ -73,7 +73,7 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
     elif names:
         first = _taken(case)[0]
         yield Found(
-            _Replaced.IN_BACKWARD_AT_SCALE if first.loss_scale else _Replaced.IN_BACKWARD,
+            _Replaced.IN_BACKWARD_AT_SCALE.when(first.loss_scale) or _Replaced.IN_BACKWARD,
             {"parameters": len(names), "names": names[:20], "loss_scale": first.loss_scale},
             {**words, "modules": grouped(names)},
             fix,

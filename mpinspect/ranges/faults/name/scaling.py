@@ -19,7 +19,7 @@ from mpinspect.ranges.records import ChangedBeforeStep, MastersGivenSmaller, New
 from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, module_named
 from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import number_or_power
+from mpinspect.reporting.words import filled, number_or_power
 
 #: A scaler's initial search is worth a warning if it takes more than this share of the run, and at least three steps.
 _SEARCH_TOLERANCE = 0.1
@@ -117,7 +117,7 @@ class _Initial(Sentences):
 
 
 def _initial_scale_too_high(case: Case) -> Iterator[Found]:
-    """A dynamic scaler whose first steps were all skipped until it had come down.
+    """A dynamic scaler that skipped all its first steps until its scale was low enough.
 
     False alarms: Every dynamic scaler may skip a few steps at first: up to two steps, or a tenth of the run, are only
     "info".
@@ -130,17 +130,18 @@ def _initial_scale_too_high(case: Case) -> Iterator[Found]:
         return
     settled = _settled(opening, case)
     again = next((event for event in skips[len(opening) :] if event.loss_scale == settled), None)
-    powers = round(_powers(first) - _powers(settled)) + (again is not None)
+    overflows_again = again is not None
+    powers = round(_powers(first) - _powers(settled)) + overflows_again
     skipped, advice = len(opening), case.advised.advice
     is_settled = skipped < steps
-    # Where no one scale serves every layer, the scale at which nothing overflows is no remedy.
+    # Where no one scale serves every layer, a scale without overflow is no remedy.
     is_grave = skipped >= _FEWEST_STEPS and skipped > _SEARCH_TOLERANCE * steps and not _serves_none(case)
-    needed = advice.recommended if advice.needed else None
-    start = min(settled if again is None else settled / 2, advice.highest or settled, needed or 2.0**LOG2_INITIAL)
+    needed = (advice.needed and advice.recommended) or 2.0**LOG2_INITIAL
+    start = min(settled / 2**overflows_again, advice.highest or settled, needed)
     says, fix = _Initial.NOT_SETTLED, _Initial.RUN_ON
     if is_settled:
-        says = _Initial.TOO_LARGE if again is None else _Initial.TOO_LARGE_AND_AGAIN
-        fix = _Initial.BEGIN_OR_LOWER if advice.needed is False else _Initial.BEGIN
+        says = _Initial.TOO_LARGE_AND_AGAIN.when(overflows_again) or _Initial.TOO_LARGE
+        fix = _Initial.BEGIN_OR_LOWER.when(advice.needed is False) or _Initial.BEGIN
     yield Found(
         says,
         {
@@ -159,18 +160,19 @@ def _initial_scale_too_high(case: Case) -> Iterator[Found]:
             "start": start,
             "log2_start": round(_powers(start)),
         },
-        fix if is_grave else (),
-        _Scaler.BEGINNING_AT if is_grave and is_settled else (),
+        fix.when(is_grave),
+        _Scaler.BEGINNING_AT.when(is_grave and is_settled),
         layer=opening[0].module,
-        severity="warning" if is_grave else "info",
+        is_mild=not is_grave,
         step=opening[0].step,
     )
 
 
 def _search_begins_at(opening: Sequence[Event]) -> float | None:
-    """Return the initial scale of a search by skipped steps; None if there was none, or its scale did not come down."""
-    first = opening[0].loss_scale if opening else None
-    last = opening[-1].loss_scale if opening else None
+    """Return the initial scale of a search by skipped steps; None without a search, or if the scale did not fall."""
+    if not opening:
+        return None
+    first, last = opening[0].loss_scale, opening[-1].loss_scale
     if not first or not math.isfinite(first) or not last or (len(opening) > 1 and last > first / 2):
         return None
     return first
@@ -186,15 +188,19 @@ def _settled(opening: Sequence[Event], case: Case) -> float:
 
 def _whom(case: Case) -> str:
     """Return the layer for which the scale is too large, if another one needs it; else ""."""
-    conflicts = case.advised.advice.conflicts if _serves_none(case) else ()
-    return f" for {conflicts[0].needs_small!r}" if conflicts else ""
+    overflowing = (conflict.needs_small for conflict in case.advised.advice.conflicts if _serves_none(case))
+    return filled(" for {!r}", next(overflowing, None))
 
 
 def _opened(skipped: int, steps: int) -> str:
     """Return in words the steps with which the run begins, with their verb."""
-    if skipped < steps:
-        return f"the first of {steps} steps was" if skipped == 1 else f"the first {skipped} of {steps} steps were"
-    return "its only step was" if steps == 1 else f"all {steps} steps were"
+    if steps == 1:
+        return "its only step was"
+    if skipped >= steps:
+        return f"all {steps} steps were"
+    if skipped == 1:
+        return f"the first of {steps} steps was"
+    return f"the first {skipped} of {steps} steps were"
 
 
 # -- scalers that are made again ----------------------------------------------------------------------------------------
@@ -236,11 +242,11 @@ def _made_anew(case: Case) -> NewScalers | None:
     if run_format(case.session) in (BFLOAT16, FLOAT32):
         # There no scale is of use.
         return None
-    if not found or found[-1].new <= _MOST * found[-1].steps:
-        return None
     # A new scaler that loads the state of the last one continues with its scale.
     scales = {change.scale for change in case.session.scale_history()}
-    return found[-1] if len(scales) == 1 and None not in scales else None
+    if not found or found[-1].new <= _MOST * found[-1].steps or len(scales) != 1 or None in scales:
+        return None
+    return found[-1]
 
 
 def _scaler_made_anew(case: Case) -> Iterator[Found]:
@@ -256,12 +262,9 @@ def _scaler_made_anew(case: Case) -> Iterator[Found]:
     steps, lost = case.progress.steps, len([event for event in _skips(case) if event.skipped])
     count, of = int(made.new), int(made.steps)
     yield Found(
-        _Anew.EACH_STEP_OVERFLOWS if lost else _Anew.EACH_STEP,
+        _Anew.EACH_STEP_OVERFLOWS.when(lost) or _Anew.EACH_STEP,
         {**made.figures, "loss_scale": case.session.scale_history()[0].scale, "skipped_steps": lost},
-        {
-            "counted": f"{count} in the first {of} steps" if of < steps else f"{count} in {of} steps",
-            "all_steps": steps,
-        },
+        {"counted": f"{count} in the first {of} steps" if of < steps else f"{count} in {of} steps", "all_steps": steps},
         _Anew.ONCE_BEFORE_LOOP,
         _Anew.BEFORE_LOOP,
         severity="error" if lost >= max(_MOST * steps, _FEWEST_STEPS) else "warning",
@@ -278,7 +281,7 @@ def _search_repeated(case: Case) -> Iterator[Found]:
     period = _only([after - before for before, after in pairwise([0, *restarts])])
     scale = next(change.scale for change in case.session.scale_history() if change.scale)
     yield Found(
-        _Anew.EACH_PERIOD if period else _Anew.SEVERAL_TIMES,
+        _Anew.EACH_PERIOD.when(period) or _Anew.SEVERAL_TIMES,
         {"loss_scale": scale, "restarts": restarts, "period": period, "skipped_steps": lost, "steps": steps},
         {"numbers": _numbered(restarts)},
         _Anew.ONE_FOR_RUN,
@@ -290,7 +293,7 @@ def _search_repeated(case: Case) -> Iterator[Found]:
 
 
 def _only(gaps: Sequence[int]) -> int | None:
-    """Return the number that all of them are; None if they differ or there are none."""
+    """Return the one value of all gaps; None if they differ, or for an empty list."""
     return gaps[0] if len(set(gaps)) == 1 else None
 
 
@@ -320,7 +323,7 @@ class _High(Sentences):
 
 
 def _scale_too_high(case: Case) -> Iterator[Found]:
-    """A scale at which most steps overflow, and that does not come down.
+    """A scale at which most steps overflow, and that does not fall.
 
     False alarms: A run that ends while the scaler is still searching is reported only if its scale has not fallen.
     """
@@ -339,24 +342,22 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
     on_replaced = bool(stepped and replaced(case))
     wanted = _wanted(first, case)
     backoff = next((each.backoff_factor for each in case.scalers if (each.backoff_factor or 0) > _HARDLY_LOWER), None)
-    says, fix, code = _High.SKIPPED, _High.DYNAMIC, _Scaler.NEW
-    if stepped:
-        says = _High.STEPPED_ON_REPLACED if on_replaced else _High.STEPPED
+    fix, code = _High.DYNAMIC, _Scaler.NEW
     if wanted:
-        fix, code = _High.BEGIN if case.scalers else _High.SCALE_BY, _Scaler.BEGINNING_AT
-    is_hidden = on_replaced and bool(case.scalers)
+        fix, code = _High.BEGIN.when(case.scalers) or _High.SCALE_BY, _Scaler.BEGINNING_AT
+    is_hidden = on_replaced and case.scalers
     yield Found(
-        says,
+        _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped) or _High.SKIPPED,
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
         {
             "skipped": len(skips),
             "stepped": len({each.step for each in stepped}),
-            "stepped_in": stepped[0].step if stepped else None,
+            "stepped_in": next((each.step for each in stepped), None),
             "backoff": backoff,
             "log2_start": round(_powers(wanted or 1.0)),
         },
-        (_High.TAKE_REPLACEMENT_OUT if is_hidden else fix, _High.BACKOFF if backoff else None),
-        () if is_hidden else code,
+        (_High.TAKE_REPLACEMENT_OUT.when(is_hidden) or fix, _High.BACKOFF.when(backoff)),
+        code.when(not is_hidden),
         layer=over[0].module,
         step=over[0].step,
     )
@@ -368,9 +369,10 @@ def _wanted(first: float, case: Case) -> float | None:
     It is not known how far a gradient overflowed: a scaler finds out, where the finite ones need no scale.
     """
     advice = case.advised.advice
-    if (case.scalers and advice.needed is False) or not advice.recommended:
+    is_unneeded = case.scalers and advice.needed is False
+    if is_unneeded or not advice.recommended or advice.recommended >= first:
         return None
-    return advice.recommended if advice.recommended < first else None
+    return advice.recommended
 
 
 class _Low(Sentences):
@@ -400,10 +402,12 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
     # Other findings cover a script that does not scale at all, and gradients that no scale serves.
     if _serves_none(case) or not case.precision.weights or (not case.scalers and set(known) == {1.0}):
         return
-    needs, lowest, certainty = decision.neediest, decision.window.log2_lowest, MEASURED
+    needs, lowest = decision.neediest, decision.window.log2_lowest
+    says, certainty = _Low.TOO_SMALL, MEASURED
     if lowest <= _powers(known[-1]) and decision.likely_needed:
         # Values flushed before counting show by a crowd of values just above the flush edge.
-        needs, lowest, certainty = decision.likely, decision.likely.log2_certain, INFERRED
+        needs, lowest = decision.likely, decision.likely.log2_certain
+        says, certainty = _Low.PROBABLY_TOO_SMALL, INFERRED
     spans = list(case.progress.scale_spans())
     below = [(scale, end - start) for scale, start, end in spans if scale and _powers(scale) < lowest]
     if sum(steps for _, steps in below) < 0.9 * (spans[-1][2] - spans[0][1]):
@@ -412,7 +416,7 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
     powers = round(lowest - _powers(used))
     wanted = min(max(lowest, decision.log2_scale), max(decision.window.log2_highest, lowest))
     yield Found(
-        _Low.TOO_SMALL if certainty == MEASURED else _Low.PROBABLY_TOO_SMALL,
+        says,
         {"loss_scale": used, "log2_lowest": lowest, "log2_recommended": wanted, "powers_of_two": powers},
         {
             "tensor": phrase(*needs.key),
@@ -422,7 +426,7 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
             "zeros": decision.zeros,
             "log2_start": wanted,
         },
-        (_Low.SCALE_BY, _Low.ZEROS if decision.zeros else None),
+        (_Low.SCALE_BY, _Low.ZEROS.when(decision.zeros)),
         _Scaler.BEGINNING_AT,
         layer=needs.key.name,
         certainty=certainty,
@@ -454,33 +458,32 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
     False alarms: A script that lowers its scaler's scale by hand looks the same. It is reported as information if the lowest
     scale still serves this model and was reached in the first half of the run, as after a search from a high start.
     """
-    fell, rose, first, last, lowest = 0.0, 0.0, None, 0, math.inf
+    fell, rose, lowest = 0.0, 0.0, math.inf
+    moves: list[int] = []
     for before, after in pairwise(case.progress.scales):
         if before.scale and after.scale and after.scale < before.scale < math.inf:
             fell += _powers(before.scale) - _powers(after.scale)
-            first, last = before.step if first is None else first, after.step
+            moves += before.step, after.step
             lowest = min(lowest, after.scale)
         elif before.scale and after.scale and before.scale < after.scale < math.inf:
             rose += _powers(after.scale) - _powers(before.scale)
     own = max(case.progress.skipped_steps, len(_skips(case)))
-    # A scale that rises by more than growth explains is that of several scalers by turns, and its falls are no overflows.
+    # A rise beyond what growth explains shows several scalers by turns, whose falls are no overflows.
     if not case.scalers or fell - own < 2 or rose > _rise(case, case.progress.steps):
         return
     least = case.advised.advice.lowest
     still_serves = bool(least and lowest >= least)
-    is_harmless = still_serves and 2 * last < case.progress.steps
-    outcome = None
-    if still_serves:
-        outcome = _Shared.NOTHING_LOST if is_harmless else _Shared.NOTHING_LOST_YET
+    is_harmless = still_serves and 2 * moves[-1] < case.progress.steps
+    outcome = _Shared.NOTHING_LOST.when(is_harmless) or _Shared.NOTHING_LOST_YET.when(still_serves)
     yield Found(
-        (_Shared.FEW_OVERFLOWED if own else _Shared.NONE_OVERFLOWED, outcome),
+        (_Shared.FEW_OVERFLOWED.when(own) or _Shared.NONE_OVERFLOWED, outcome),
         {"powers_of_two": fell, "own_overflows": own},
         {"lowest": lowest},
-        () if is_harmless else _Shared.ONE_EACH,
-        () if is_harmless else _Shared.OF_ITS_OWN,
-        severity="info" if is_harmless else "warning",
+        _Shared.ONE_EACH.when(not is_harmless),
+        _Shared.OF_ITS_OWN.when(not is_harmless),
+        is_mild=is_harmless,
         certainty=INFERRED,
-        step=first,
+        step=moves[0],
     )
 
 
@@ -518,7 +521,7 @@ def _overflow_recurs(case: Case) -> Iterator[Found]:
     goes_on = period is not None and steps[-1] + period >= case.progress.steps
     never_acts = goes_on and all(event.story == SKIPPED for event in recurring)
     yield Found(
-        (_Recurs.AT_INTERVALS if period else _Recurs.AGAIN_AND_AGAIN, _Recurs.NEVER_ACTS if never_acts else None),
+        (_Recurs.AT_INTERVALS.when(period) or _Recurs.AGAIN_AND_AGAIN, _Recurs.NEVER_ACTS.when(never_acts)),
         {"steps": steps, "period": period, "scales": scales},
         {
             "numbers": _numbered(steps),
@@ -529,7 +532,7 @@ def _overflow_recurs(case: Case) -> Iterator[Found]:
         },
         _Recurs.LOOK,
         layer=recurring[0].module,
-        severity="warning" if goes_on or period is None else "info",
+        is_mild=period is not None and not goes_on,
         certainty=INFERRED,
         step=steps[0],
     )
@@ -556,8 +559,9 @@ def _despite(scales: Sequence[float]) -> str:
     pairs = list(pairwise(scales))
     if any(after > before for before, after in pairs):
         return "the steps before had not"
-    fell = all(after < before for before, after in pairs)
-    return "the scale fell each time" if fell else "the scale never grew"
+    if all(after < before for before, after in pairs):
+        return "the scale fell each time"
+    return "the scale never grew"
 
 
 def _without_growth(case: Case) -> list[Event]:
@@ -568,9 +572,10 @@ def _without_growth(case: Case) -> list[Event]:
     if len(later) < _FEWEST_STEPS or len(later) > _MOST * case.progress.steps or set(gaps) == {1}:
         return []
     scales = [event.loss_scale for event in later if event.loss_scale]
-    if not intervals or min(gaps) >= min(intervals) or len(scales) < len(later):
+    has_grown = any(after > before for before, after in pairwise(scales))
+    if not intervals or min(gaps) >= min(intervals) or len(scales) < len(later) or has_grown:
         return []
-    return later if all(after <= before for before, after in pairwise(scales)) else []
+    return later
 
 
 def _periodic(case: Case) -> list[Event]:
@@ -585,8 +590,7 @@ def _periodic(case: Case) -> list[Event]:
     growth, backoff = _powers(scalers[0].growth_factor or 2.0), _powers(scalers[0].backoff_factor or 0.5)
     opening = len(_opening(skips))
     found = []
-    for place, event in enumerate(skips[opening:], start=opening):
-        before = skips[place - 1] if place else None
+    for before, event in list(zip([None, *skips], skips, strict=False))[opening:]:
         taken = event.step - (before.step + 1 if before else 0)
         if event.skipped is not True or not event.loss_scale or interval < 1:
             return []
@@ -629,7 +633,7 @@ class _ForForward(Sentences):
 
 
 def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
-    """A scaler that lowers its scale because of a non-finite forward, which no scale mends.
+    """A scaler that lowers its scale because of a non-finite forward, which no scale repairs.
 
     False alarms: It is reported from three skipped steps on; a single bad batch only gives a non-finite event.
     """
@@ -638,15 +642,13 @@ def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
     if len(steps) < _FEWEST_STEPS:
         return
     first = min(broken, key=lambda event: event.step)
-    is_loss = first.what in LOSSES
+    says, in_fp32, code = _ForForward.FORWARD, _ForForward.FORWARD_IN_FP32, _ForForward.WITHOUT_AUTOCAST
+    if first.what in LOSSES:
+        says, in_fp32, code = _ForForward.LOSS, _ForForward.LOSS_IN_FP32, _ForForward.CAST_OUTPUT
     inspect, words = where_to_inspect(first, case.session)
-    fix: Sentences = inspect
-    code: _ForForward | tuple[()] = ()
-    if run_format(case.session) == FLOAT16 and was_in_half(first, case.session):
-        fix = _ForForward.LOSS_IN_FP32 if is_loss else _ForForward.FORWARD_IN_FP32
-        code = _ForForward.CAST_OUTPUT if is_loss else _ForForward.WITHOUT_AUTOCAST
+    is_too_large = run_format(case.session) == FLOAT16 and was_in_half(first, case.session)
     yield Found(
-        _ForForward.LOSS if is_loss else _ForForward.FORWARD,
+        says,
         {"steps": len(steps), "first_step": steps[0]},
         {
             **words,
@@ -654,14 +656,14 @@ def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
             "module": module_named(first.module),
             "period": period(steps),
         },
-        (fix, _ForForward.NEW_SCALER),
-        code,
+        (in_fp32.when(is_too_large) or inspect, _ForForward.NEW_SCALER),
+        code.when(is_too_large),
         layer=first.module,
         step=steps[0],
     )
 
 
-# -- no scale is needed, or none was seen -------------------------------------------------------------------------------
+# -- a scale that is not needed, or missing -------------------------------------------------------------------------------
 
 
 class _OfNoUse(Sentences):
@@ -680,18 +682,18 @@ class _OfNoUse(Sentences):
 def _scaler_of_no_use(case: Case) -> Iterator[Found]:
     """An enabled scaler in a run whose range is FP32's.
 
-    False alarms: A scaler that is kept for a switch to FP16 is reported unless it is disabled.
+    False alarms: A scaler that waits for a switch to FP16 is reported unless it is disabled.
     """
     format = run_format(case.session)
     if not case.scalers or format not in (BFLOAT16, FLOAT32):
         return
     skipped = case.progress.skipped_steps
     yield Found(
-        _OfNoUse.SKIPPED if skipped else _OfNoUse.MAY_SKIP,
+        _OfNoUse.SKIPPED.when(skipped) or _OfNoUse.MAY_SKIP,
         {"format": format.name, "skipped_steps": skipped},
         fix=_OfNoUse.TAKE_OUT,
         code=_OfNoUse.DISABLED,
-        severity="warning" if format == BFLOAT16 else "info",
+        is_mild=format != BFLOAT16,
     )
 
 
@@ -771,19 +773,20 @@ def _evidence(case: Case) -> dict[str, object]:
 
 def _scaled_by_hand(divisors: tuple[float, float], dropped: Event | None, case: Case) -> Found:
     least, most = (number_or_power(_rounded(divisor)) for divisor in divisors)
-    clips = ""
+    times, clips = least, ""
     if least != most:
+        times = f"{least} to {most}"
         clips = ", which it changes" if all(map(_is_power, divisors)) else ", and may clip"
     return Found(
-        _Missing.BY_HAND if dropped is None else _Missing.BY_HAND_SKIPS,
+        _Missing.BY_HAND_SKIPS.when(dropped) or _Missing.BY_HAND,
         {"backwards": case.progress.backwards, "least": divisors[0], "most": divisors[1]},
         {
             "whose": "its masters get" if case.precision.has_masters else "its optimizer gets",
-            "times": least if least == most else f"{least} to {most}",
+            "times": times,
             "clips": clips,
         },
         _Missing.GIVE_SCALE,
-        severity="info",
+        is_mild=True,
     )
 
 
@@ -797,16 +800,16 @@ def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
     is_stepped = first.story == TAKEN and not survived(first, case.session)
     in_half = FLOAT16.name in case.precision.weights
     return Found(
-        _Missing.STEPPED_ON_OVERFLOW if is_stepped else _Missing.OVERFLOWED,
+        _Missing.STEPPED_ON_OVERFLOW.when(is_stepped) or _Missing.OVERFLOWED,
         _evidence(case),
         {"broken_step": first.step},
-        _Missing.FP32_WEIGHTS_IN_BF16 if in_half else _Missing.IN_BF16,
-        FP32Weights.IN_BF16 if in_half else _Missing.AUTOCAST_BF16,
+        _Missing.FP32_WEIGHTS_IN_BF16.when(in_half) or _Missing.IN_BF16,
+        FP32Weights.IN_BF16.when(in_half) or _Missing.AUTOCAST_BF16,
     )
 
 
 def _unscaled(dropped: Event | None, case: Case) -> Found:
-    says = _Missing.FLUSHES if dropped is None else _Missing.FLUSHES_AND_DROPS
+    says = _Missing.FLUSHES_AND_DROPS.when(dropped) or _Missing.FLUSHES
     words = {"broken_step": dropped and dropped.step}
     if case.precision.has_masters:
         # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
@@ -822,12 +825,8 @@ def _unscaled(dropped: Event | None, case: Case) -> Found:
         says,
         _evidence(case),
         {**words, "room": room, "log2_start": log2},
-        _Missing.FP32_WEIGHTS_AND_SCALE if in_half else _Missing.SCALE,
-        (
-            FP32Weights.IN_FP16 if in_half else None,
-            _Scaler.BEGINNING_AT if has_start else _Scaler.NEW,
-            _Missing.SCALED_STEP,
-        ),
+        _Missing.FP32_WEIGHTS_AND_SCALE.when(in_half) or _Missing.SCALE,
+        (FP32Weights.IN_FP16.when(in_half), _Scaler.BEGINNING_AT.when(has_start) or _Scaler.NEW, _Missing.SCALED_STEP),
     )
 
 
@@ -860,7 +859,9 @@ def _divisors(case: Case) -> tuple[float, float] | None:
     is_one = most - least <= _ALIKE * least
     are_powers = all(map(_is_power, divisors))
     batches = math.ceil(case.progress.backwards / max(case.progress.steps, 1))
-    return (least, most) if (is_one or are_powers) and least > batches * (1 + _ALIKE) else None
+    if least <= batches * (1 + _ALIKE) or not (is_one or are_powers):
+        return None
+    return least, most
 
 
 FAULTS = (

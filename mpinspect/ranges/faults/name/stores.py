@@ -13,7 +13,7 @@ from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.finding import INFERRED, MEASURED
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Sentences, by_number
 from mpinspect.reporting.words import number_of
 
 #: The optimizer's setting that is the share of a state that each step keeps, by the state's name.
@@ -117,7 +117,7 @@ def _updates_lost(case: Case) -> Iterator[Found]:
             fix,
             code,
             layer=ordered[0],
-            severity="warning" if lost.is_fault else "info",
+            is_mild=not lost.is_fault,
         )
 
 
@@ -152,7 +152,7 @@ def _who_loses(lost: _LostInFormat, case: Case) -> _Updates:
         return _Updates.WOULD_LOSE
     if not set(case.precision.weights) > {lost.storage}:
         return _Updates.ALL_LOSE
-    return _Updates.ONE_LOSES if len(lost.told) == 1 else _Updates.MANY_LOSE
+    return by_number(len(lost.told), _Updates.ONE_LOSES, _Updates.MANY_LOSE)
 
 
 def _sampled(case: Case) -> str:
@@ -222,8 +222,8 @@ def _moment(optimizer: OptimizerRecord, state: str, dtype: str) -> Iterator[Foun
             _Moments.ONLY_GROW,
             {**evidence, "kept": kept, "least_decay": 2.0**-bits},
             {"bits": bits},
-            _Moments.FP32_STATES if is_its_own else _Moments.FP32_WEIGHTS,
-            _Moments.STATE if is_its_own else FP32Weights.of(dtype),
+            _Moments.FP32_STATES.when(is_its_own) or _Moments.FP32_WEIGHTS,
+            _Moments.STATE.when(is_its_own) or FP32Weights.of(dtype),
         )
 
 
@@ -254,12 +254,12 @@ def _weight_decay_lost(case: Case) -> Iterator[Found]:
             continue
         is_kept = bool(optimizer.compensation)
         yield Found(
-            _Decay.DOES_NOTHING_UNLESS_KEPT if is_kept else _Decay.DOES_NOTHING,
+            _Decay.DOES_NOTHING_UNLESS_KEPT.when(is_kept) or _Decay.DOES_NOTHING,
             {"optimizer": optimizer.type, "dtype": dtype, "lr": rate, "weight_decay": decay},
             {"factor": 1 - decay * rate, "compensation": optimizer.compensation},
             _Decay.FP32_WEIGHTS,
             FP32Weights.of(dtype),
-            severity="info" if decay <= _DEFAULT_DECAY else "warning",
+            is_mild=decay <= _DEFAULT_DECAY,
             certainty=INFERRED if is_kept else MEASURED,
         )
 
@@ -288,15 +288,12 @@ def _epsilon_zero(case: Case) -> Iterator[Found]:
     gradients is flushed as well.
     """
     broke = next((event for event in case.events if not event.skipped), None)
+    effect = _effect(broke)
     for optimizer in case.precision.optimizers:
         epsilon = optimizer.settings.get("eps", 0.0)
         dtypes = {optimizer.states.get(state, "") for state in SQUARES} & set(SIGNIFICAND_BITS)
         is_known = bool(dtypes)
-        if (
-            broke is not None
-            and not set(SQUARES) & set(optimizer.states)
-            and _what_broke(broke) is _Epsilon.UPDATE_BROKE
-        ):
+        if effect is _Epsilon.UPDATE_BROKE and not set(SQUARES) & set(optimizer.states):
             # An optimizer of the user's own has other names for its states.
             dtypes = set(optimizer.states.values()) & set(SIGNIFICAND_BITS)
         for dtype in sorted(dtypes):
@@ -304,9 +301,9 @@ def _epsilon_zero(case: Case) -> Iterator[Found]:
             if not 0 < epsilon <= edge:
                 continue
             yield Found(
-                (_Epsilon.ZERO, None if broke is None else _what_broke(broke)),
+                (_Epsilon.ZERO, effect),
                 {"optimizer": optimizer.type, "dtype": dtype, "eps": epsilon, "flush_edge": edge},
-                {"step_before": None if broke is None else broke.step - 1},
+                {"step_before": broke and broke.step - 1},
                 _Epsilon.FP32_STATES,
                 FP32Weights.of(dtype),
                 severity="error" if broke else "warning",
@@ -315,10 +312,12 @@ def _epsilon_zero(case: Case) -> Iterator[Found]:
             )
 
 
-def _what_broke(event: Event) -> _Epsilon:
+def _effect(event: Event | None) -> _Epsilon | None:
     """Return the sentence on the first event after which steps were taken: a forward shows the update before it."""
+    if event is None:
+        return None
     is_of_update = event.phase == "forward" and not event.given and event.step
-    return _Epsilon.UPDATE_BROKE if is_of_update else _Epsilon.RUN_BROKE
+    return _Epsilon.UPDATE_BROKE.when(is_of_update) or _Epsilon.RUN_BROKE
 
 
 # -- masters ------------------------------------------------------------------------------------------------------------
@@ -383,7 +382,7 @@ def _average_lost(case: Case) -> Iterator[Found]:
     """
     for measured in case.recorded(Average):
         yield Found(
-            _Average.COPY if measured.tensors == 1 else _Average.COPIES,
+            by_number(measured.tensors, _Average.COPY, _Average.COPIES),
             {"dtype": measured.text, "copies_of": list(measured.names), **measured.figures},
             {"since": measured.step},
             _Average.IN_FP32,
@@ -403,12 +402,12 @@ class _Accumulation(Sentences):
 def _accumulation_lost(case: Case) -> Iterator[Found]:
     """Gradients of micro-batches that are lost when they are added to a 16-bit .grad.
 
-    False alarms: A micro-batch whose gradient really is negligible beside the others' is reported likewise.
+    False alarms: A micro-batch whose gradient really is negligible compared with the others' is reported too.
     """
     found = [each for each in case.recorded(Accumulation) if each.nonzero > 0]
     if not found:
         return
-    # The sums over all parameters of a step stand beside each of the worst; older files have the worst alone.
+    # Each record of a worst tensor also has the sums over all parameters of its step; older files lack them.
     of_all = {each.step: (each.all_lost, each.all_nonzero or 0.0) for each in found if each.all_lost is not None}
     sums = list(of_all.values()) or [(each.lost, each.nonzero) for each in found]
     worst = max(found, key=lambda each: each.lost / each.nonzero)

@@ -15,7 +15,7 @@ from mpinspect.ranges.records import (
     UnscaledNeverScaled,
 )
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import with_power
+from mpinspect.reporting.words import filled, with_power
 
 #: Ratios that differ by at most this relative amount count as equal.
 _SAME = 0.01
@@ -95,21 +95,15 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
 def _clipped(changed: Sequence[ChangedWhileScaled], case: Case) -> Found:
     first = changed[0]
     scale, is_by_norm = case.progress.scale_at(first.step), bool(first.is_uniform)
-    if scale:
-        says = _Unscale.CLIPPED if is_by_norm else _Unscale.CHANGED
-    else:
-        says = _Unscale.CLIPPED_AT_UNKNOWN_SCALE if is_by_norm else _Unscale.CHANGED_AT_UNKNOWN_SCALE
+    known, unknown, code = _Unscale.CHANGED, _Unscale.CHANGED_AT_UNKNOWN_SCALE, _Unscale.CLIP_VALUE
+    if is_by_norm:
+        known, unknown, code = _Unscale.CLIPPED, _Unscale.CLIPPED_AT_UNKNOWN_SCALE, _Unscale.CLIP_NORM
     return Found(
-        says,
-        {
-            "factor": first.factor,
-            "is_uniform": is_by_norm,
-            "loss_scale": scale,
-            "measured_steps": len(changed),
-        },
+        known.when(scale) or unknown,
+        {"factor": first.factor, "is_uniform": is_by_norm, "loss_scale": scale, "measured_steps": len(changed)},
         {"again": again(changed)},
         _Unscale.UNSCALE_FIRST,
-        _Unscale.CLIP_NORM if is_by_norm else _Unscale.CLIP_VALUE,
+        code,
         step=first.step,
     )
 
@@ -176,13 +170,13 @@ def _too_often(
         {"loss_scale": scale, "names": list(names[:20]), "measured_steps": len(found)},
         {
             "again": again(found),
-            "of": f" of {with_power(scale)}" if scale else "",
+            "of": filled(" of {}", scale and with_power(scale)),
             "times": round(first.times) if isinstance(first, UnscaledAgain) else 0,
             "modules": grouped(names),
         },
         fix,
         code,
-        layer=names[0] if names else "",
+        layer=next(iter(names), ""),
         step=first.step,
     )
 

@@ -17,7 +17,7 @@ from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import MissingGradients, NotOptimized
 from mpinspect.ranges.session import FROZEN
 from mpinspect.reporting.finding import INFERRED
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Sentences, by_number
 from mpinspect.reporting.words import as_power, with_power
 
 #: A loss scale that may be raised by this factor is to be raised before anything else is tried.
@@ -95,24 +95,21 @@ def _gradients_missing(case: Case) -> Iterator[Found]:
 
 def _without_gradient(measured: MissingGradients, names: Sequence[str]) -> Found:
     """Return the finding on parameters without gradients, by how their modules were called."""
-    is_one, severity = len(names) == 1, "warning"
-    says = _Missing.ONE_NOT_REACHED if is_one else _Missing.MANY_NOT_REACHED
-    fix: _Missing | tuple[()] = _Missing.LOOK_FOR_ONE if is_one else _Missing.LOOK_FOR_MANY
-    code: _Missing | tuple[()] = ()
+    one, many, code = _Missing.ONE_NOT_REACHED, _Missing.MANY_NOT_REACHED, None
+    fix: _Missing | None = by_number(len(names), _Missing.LOOK_FOR_ONE, _Missing.LOOK_FOR_MANY)
     if measured.not_called:
-        severity, fix = "info", ()
-        says = _Missing.ONE_NOT_CALLED if is_one else _Missing.MANY_NOT_CALLED
+        one, many, fix = _Missing.ONE_NOT_CALLED, _Missing.MANY_NOT_CALLED, None
     elif measured.without_graph:
+        one, many = _Missing.ONE_WITHOUT_GRAPH, _Missing.MANY_WITHOUT_GRAPH
         fix, code = _Missing.CALL_WITH_GRADIENTS, _Missing.NOT_REENTRANT
-        says = _Missing.ONE_WITHOUT_GRAPH if is_one else _Missing.MANY_WITHOUT_GRAPH
     return Found(
-        says,
+        by_number(len(names), one, many),
         {"parameters": len(names), "names": names[:_MOST_NAMES], **measured.figures},
         {"modules": grouped(names)},
         fix,
         code,
         layer=names[0],
-        severity=severity,
+        is_mild=bool(measured.not_called),
         certainty=INFERRED,
     )
 
@@ -162,7 +159,7 @@ def _frozen_by_prefix(case: Case) -> Iterator[Found]:
 
 
 def _prefixes(frozen: Collection[str], trained: Collection[str]) -> dict[str, list[str]]:
-    """Return the numbers whose prefix explains all frozen blocks, each with those that it caught; empty if there are none."""
+    """Return the numbers whose prefix explains all frozen blocks, each with those that it caught; empty without such a prefix."""
     meant = [number for number in frozen if not any(number.startswith(other) for other in frozen if other != number)]
     caught = {one: sorted((each for each in frozen if each.startswith(one) and each != one), key=int) for one in meant}
     others = set(trained) - set(frozen)
@@ -194,7 +191,7 @@ def _never_fired(case: Case) -> Iterator[Found]:
     names = [name for name, kind, why in never if (kind, why) == (WEIGHT_GRADIENT, NO_GRADIENT_SEEN)]
     if names and is_trained and not case.precision.optimizers:
         yield Found(
-            _NeverFired.ONE if len(names) == 1 else _NeverFired.MANY,
+            by_number(len(names), _NeverFired.ONE, _NeverFired.MANY),
             {"names": names[:_MOST_NAMES], "count": len(names)},
             layer=names[0],
         )
@@ -236,8 +233,8 @@ class _Zero(Sentences):
 def _gradients_all_zero(case: Case) -> Iterator[Found]:
     """Modules whose weights get gradients in FP16 that are zero in every sampled step.
 
-    False alarms: Gradients that are zero in FP32 too (an expert that no sample reached, a dead ReLU) are reported likewise, since
-    the counts cannot tell them from flushed ones. A module is reported only if all its weights get zeros, in at least three
+    False alarms: Gradients that are zero in FP32 too (an expert that no sample reached, a dead ReLU) are reported as well, since
+    counts do not distinguish them from flushed ones. A module is reported only if all its weights get zeros, in at least three
     samples each.
     """
     if run_format(case.session) != FLOAT16:
@@ -259,26 +256,23 @@ def _gradients_all_zero(case: Case) -> Iterator[Found]:
 def _all_zero(names: Sequence[str], case: Case) -> Found:
     scale, advice = case.session.last_scale, case.advised.advice
     recommended = advice.recommended
-    raised = recommended if scale and recommended and recommended >= _MUCH_ROOM * scale else None
+    has_room = bool(scale and recommended and recommended >= _MUCH_ROOM * scale)
     damped = damped_by_epsilon(case.session, 2.0**-25 / (scale or 1.0))
     limit = ""
-    if advice.highest and not raised:
+    if advice.highest and not has_room:
         limit = f" rather than raise the loss scale for all: above {with_power(advice.highest)} the other layers may overflow"
     return Found(
-        _Zero.ZERO_AT_SCALE if scale else _Zero.ZERO,
+        _Zero.ZERO_AT_SCALE.when(scale) or _Zero.ZERO,
         {"parameters": len(names), "names": names[:_MOST_NAMES], "loss_scale": scale},
         {
             "modules": grouped(names),
             "edge": as_power(2.0**-25 / (scale or 1.0)),
-            "raised": raised,
+            "raised": recommended,
             "limit": limit,
             "damped": damped,
         },
-        (
-            _Zero.RAISE if raised else _Zero.TAKE_ONE_BATCH,
-            _Zero.OWN_FACTOR_ONLY if damped else _Zero.OWN_FACTOR,
-        ),
-        _Zero.BEGIN_AT if raised else _Zero.AUTOCAST_OFF,
+        (_Zero.RAISE.when(has_room) or _Zero.TAKE_ONE_BATCH, _Zero.OWN_FACTOR_ONLY.when(damped) or _Zero.OWN_FACTOR),
+        _Zero.BEGIN_AT.when(has_room) or _Zero.AUTOCAST_OFF,
         layer=names[0],
         certainty=INFERRED,
     )
@@ -318,11 +312,11 @@ def _parameters_not_optimized(case: Case) -> Iterator[Found]:
     for measured in case.recorded(NotOptimized):
         idle, share = int(measured.idle or 0), measured.fraction
         modules = {name.rpartition(".")[0] for name in measured.names}
-        also = None
-        if idle:
-            also = _NotOptimized.ONE_IDLE if idle == 1 else _NotOptimized.MANY_IDLE
         yield Found(
-            (_NotOptimized.ONE if len(measured.names) == 1 else _NotOptimized.MANY, also),
+            (
+                by_number(len(measured.names), _NotOptimized.ONE, _NotOptimized.MANY),
+                by_number(idle, _NotOptimized.ONE_IDLE, _NotOptimized.MANY_IDLE).when(idle),
+            ),
             {
                 "parameters": len(measured.names),
                 "fraction": share,
@@ -331,9 +325,9 @@ def _parameters_not_optimized(case: Case) -> Iterator[Found]:
             },
             {"modules": grouped(measured.names), "module": quoted(min(modules, default=""))},
             _NotOptimized.MAKE_LAST,
-            _NotOptimized.ADD_MODULE if len(modules) == 1 else _NotOptimized.ADD_ALL,
+            by_number(len(modules), _NotOptimized.ADD_MODULE, _NotOptimized.ADD_ALL),
             layer=measured.name,
-            severity="warning" if share < 0.5 or idle else "info",
+            is_mild=share >= 0.5 and not idle,
         )
 
 

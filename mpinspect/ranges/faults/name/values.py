@@ -13,7 +13,7 @@ from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
 from mpinspect.ranges.session import TensorKey, TensorWindow, module_named
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Sentences, by_number
 from mpinspect.reporting.words import format_name, number_of
 
 
@@ -53,7 +53,7 @@ def _values_overflow(case: Case) -> Iterator[Found]:
         },
         _Values.WIDER,
         layer=worst.name,
-        severity="info" if holds_without_scale(case.session, [layer.key for layer, _ in over]) else "warning",
+        is_mild=bool(holds_without_scale(case.session, [layer.key for layer, _ in over])),
     )
 
 
@@ -81,11 +81,8 @@ def _reductions_overflow(case: Case) -> Iterator[Found]:
     in_format = [report for report in over if case.format.name in case.totals[report.key].dtypes]
     dtypes = {name: 0 for report in over for name in case.totals[report.key].dtypes}
     spared = holds_without_scale(case.session, [report.key for report in over])
-    held = None
-    if spared:
-        held = _Sums.HELD_WITHOUT_SCALE
-    elif not in_format:
-        held = _Sums.ONE_IS_HELD if len(over) == 1 else _Sums.ARE_HELD
+    in_fp32 = by_number(len(over), _Sums.ONE_IS_HELD, _Sums.ARE_HELD)
+    held = _Sums.HELD_WITHOUT_SCALE.when(spared) or in_fp32.when(not in_format)
     largest = max(in_format or over, key=lambda report: report.sum_squares.estimate)
     number = number_of(len(over), "tensor")
     yield Found(
@@ -106,7 +103,7 @@ def _reductions_overflow(case: Case) -> Iterator[Found]:
             "spared": spared,
             "dtypes": " and ".join(map(format_name, dtypes)),
         },
-        () if held else _Sums.IN_FP32,
+        _Sums.IN_FP32.when(not held),
         layer=largest.key.name,
     )
 
