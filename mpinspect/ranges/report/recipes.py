@@ -37,7 +37,8 @@ _LEGEND = (
 )
 _NOT_JUDGED = (
     "Judged by range alone: a product is served if flushing takes at most 1% of each operand's L1 mass. Rounding inside the "
-    "range, the effect on later layers and the effect on the trained loss are not measured."
+    "range, the effect on later layers and the effect on the trained loss are not measured. Weights outside of "
+    "torch.nn.Linear (convolutions, experts in one parameter) are not judged."
 )
 
 
