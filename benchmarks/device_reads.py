@@ -3,9 +3,9 @@
     python benchmarks/device_reads.py [--json benchmarks/results/device_reads-cpu.json]
 
 The subjects are GPT-2 small with 8 x 1024 tokens, and a block of a Llama of 1 B parameters with 2 x 1024: the difference
-between models of four blocks and of three. The kernels are replaced by a counter of launches, tensors and bytes, and Linear
-layers return zeros, since values don't matter. The microseconds are estimated from an H100's memory rate and the time of a
-launch.
+between models of four blocks and of three. The kernels are replaced by a counter of launches, tensors and bytes. Linear layers
+and attention return zeros, since values don't matter. The microseconds are estimated from an H100's memory rate and the time of
+a launch.
 """
 
 from __future__ import annotations
@@ -65,17 +65,27 @@ class Step(NamedTuple):
 
 
 class Zeros(torch.autograd.Function):
-    """A Linear layer's output and gradients, all zero, in the dtypes that autocast gives them."""
+    """An output of a given size and its inputs' gradients, all zero, in the dtypes that autocast gives them."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, bias)
+    def forward(ctx: Any, size: int, x: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(None, x, *others)
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        return x.new_zeros(*x.shape[:-1], weight.shape[0], dtype=dtype)
+        return x.new_zeros(*x.shape[:-1], size, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return tuple(None if each is None else torch.zeros_like(each) for each in ctx.saved_tensors)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return zeros in place of a Linear layer's output."""
+    return Zeros.apply(weight.shape[0], x, weight, bias)
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return zeros in place of attention's output."""
+    return Zeros.apply(value.shape[-1], query, key, value)
 
 
 class Costs:
@@ -161,7 +171,8 @@ def main() -> None:
         host_kernels.install(monkeypatch)
         monkeypatch.setattr(available, "counter", lambda: COSTS)
         monkeypatch.setattr(device_magnitudes, "held_bytes", lambda device: HELD)
-        monkeypatch.setattr(nn.functional, "linear", Zeros.apply)
+        monkeypatch.setattr(nn.functional, "linear", linear)
+        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
         found = rows()
     for each in found:
         print(each)

@@ -303,7 +303,7 @@ class _Frozen(Sentences):
         "the terms are below half a unit in the last place of its values."
     )
     IN_FP32 = "Keep this buffer in FP32, and add FP32 terms to it."
-    REGISTER = "self.register_buffer({name!r}, torch.zeros(shape, dtype=torch.float32))"
+    REGISTER = 'self.register_buffer("{name}", torch.zeros(shape, dtype=torch.float32))'
 
 
 def _buffer_stops(case: Case) -> Iterator[Found]:
