@@ -13,9 +13,12 @@ import sessions
 import shape_records
 
 from mpinspect.kernels.analysis import analyse_kernels
+from mpinspect.numeric.blocks import QuantizationLoss
 from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.numeric.recipes import OPERANDS, RECIPES
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
+from mpinspect.ranges.analysis.recipe_comparison import RecipeReport, product_rows
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.probe import ProbeReport
 from mpinspect.ranges.session import RunInfo, Session, TensorKey
@@ -59,6 +62,20 @@ def probe(*names):
     return ProbeReport(layers, advice, 1024.0, True, "cpu", 2, Session(), names, names)
 
 
+def recipes(*names):
+    compared = (RECIPES["mxfp8"], RECIPES["nvfp4"])
+    lost = QuantizationLoss(100, 30, 1, 5, 10.0, 2.0, 4.0, 3.5, 0.5)
+    losses = {
+        (name, recipe.name, product, tensor): lost
+        for name in names
+        for recipe in compared
+        for product, tensors in OPERANDS.items()
+        for tensor in tensors
+    }
+    rows = product_rows(losses, dict.fromkeys(names, (64, 10)), compared)
+    return RecipeReport("".join(names[:1]), compared, rows, 2, names, names)
+
+
 def hostile_diff():
     """Return the diff of two runs with hostile names, whose layers, settings, findings and events differ."""
     names = (*sessions.HOSTILE_NAMES, HOSTILE)
@@ -91,6 +108,8 @@ REPORTS = {
     "ranges hostile": lambda: sessions.report_by_hand(sessions.all_sessions()["hostile"]),
     "probe empty": probe,
     "probe hostile": lambda: probe(HOSTILE, "decoder.weight"),
+    "recipes empty": recipes,
+    "recipes hostile": lambda: recipes(HOSTILE, "decoder"),
     "shapes empty": lambda: analyse_shapes(shape_records.recording(backward=False), gpus.named("hopper")),
     "shapes hostile": lambda: shapes(HOSTILE),
     "kernels empty": lambda: analyse_kernels([]),
