@@ -16,7 +16,7 @@ from torch import nn
 
 from mpinspect import Inspector
 from mpinspect.counting import reference
-from mpinspect.ranges.capture import device_magnitudes, model_hooks
+from mpinspect.ranges.capture import device_magnitudes, model_hooks, watch
 from mpinspect.ranges.capture.culprit import NOT_READ
 from mpinspect.ranges.capture.device_magnitudes import DeviceMagnitudes, StepMagnitudes
 from mpinspect.ranges.capture.device_rows import DeviceRows
@@ -27,7 +27,8 @@ from mpinspect.ranges.capture.layers import Layer, outline
 def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     host_kernels.install(monkeypatch)
     # Hooks stay attached in a process that compiled any graph, and other tests do.
-    monkeypatch.setattr(model_hooks, "compiled_graphs", lambda: 0)
+    for module in (model_hooks, watch):
+        monkeypatch.setattr(module, "compiled_graphs", lambda: 0)
 
 
 def _blocks(activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
@@ -167,6 +168,42 @@ def test_weight_gradients_of_fp32_are_spared_and_a_broken_one_is_an_event_of_the
     first = inspector.session().events[0]
     assert (first.step, first.phase, first.module) == (7, "forward", "1.3")
     assert "nor the weight gradients of the step before" in first.explanation
+
+
+class _InFP16(nn.Module):
+    """Two linear layers in FP16 between FP32 tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x.half()).float()
+
+
+def _reads_at_the_optimizer(model: nn.Module) -> dict[str, int]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model, every=100):
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            host_kernels.calls.clear()
+            optimizer.step()
+    return dict(host_kernels.calls)
+
+
+def test_weight_gradients_are_read_in_steps_that_do_not_see_the_fp16_inside_a_block() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(_InFP16() for _ in range(8))), nn.Linear(8, 1))
+    # Step 5 reads the blocks' outputs, which are all in FP32.
+    assert _reads_at_the_optimizer(model)[READ] == len(list(model.parameters()))
+
+
+def test_weight_gradients_are_read_if_code_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = len(list(_tower(8).parameters()))
+    assert _reads_at_the_optimizer(_tower(8))[SPARED] == weights
+    monkeypatch.setattr(watch, "compiled_graphs", lambda: 1)
+    assert _reads_at_the_optimizer(_tower(8))[READ] == weights
 
 
 @pytest.mark.parametrize("public", [False, True], ids=["clip_grad_norm_", "clip_grads_with_norm_"])

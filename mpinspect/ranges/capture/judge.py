@@ -83,8 +83,8 @@ class StepLog:
     is_checked: bool = False
     #: Whether weight gradients are read when they are clipped or an optimizer steps with them, and not as they arrive.
     reads_at_optimizers: bool = False
-    #: Whether any tensor of the step was in FP16.
-    has_float16: bool = False
+    #: Whether weight gradients are read only if another value is not finite.
+    spares_weight_gradients: bool = False
     #: The names of the parameters whose gradients were read before they were clipped.
     read_before_clipping: set[str] = field(default_factory=set)
     #: Whether all readings are slots. Most slots are read only if a value is not finite.
@@ -112,7 +112,7 @@ class _Travelling:
         return all(copy.ready() for copy in copies) and all(each.ready() for each in self.log.magnitudes)
 
 
-#: The doubt about a block of an outlined step. Without FP16 and a scaler, the weight gradients of the step before were not read.
+#: The doubt about a block of an outlined step, and the doubt if the weight gradients of the step before may not have been read.
 _INSIDE_BLOCK = "the modules inside it were not observed in this step, between samples on a GPU (every=1 observes them)"
 _INSIDE_BLOCK_OR_BEFORE = (
     "the modules inside it were not observed in this step, nor the weight gradients of the step before, between samples on a GPU "
@@ -260,7 +260,8 @@ class Judge:
             )
             found = replace(found, explanation=f"{found.explanation}; {doubt}")
         elif log.is_outlined and self._is_block(found.module, calls):
-            doubt = _INSIDE_BLOCK if log.has_float16 or log.is_checked else _INSIDE_BLOCK_OR_BEFORE
+            is_before = log.spares_weight_gradients and not log.is_checked
+            doubt = _INSIDE_BLOCK_OR_BEFORE if is_before else _INSIDE_BLOCK
             found = replace(found, explanation=f"{found.explanation}; {doubt}")
         is_dropped = not log.skipped and _dropped(log, seen)
         event = culprit.event_of(

@@ -7,7 +7,8 @@ recent maxima are derived from these values.
 Between sampled steps on a GPU, a large model is watched block by block (``layers.outline``), and its weight gradients are read
 when the optimizer steps. If ``clip_grad_norm_`` clips them, the watch reads its norm, and the gradients only if the norm is not
 finite. With a GradScaler, they are read only after a skipped step. Without FP16 operations, they are read only if another value
-of the step is not finite: in FP32 and BF16, sums of products of finite inputs and finite gradients are finite.
+of the step is not finite: in FP32 and BF16, sums of products of finite inputs and finite gradients are finite. An FP16 tensor in
+any step so far, or compiled code, whose formats no hook sees, counts as FP16 operations.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from mpinspect.counting.cuda import available
 from mpinspect.ranges.capture import device_magnitudes
+from mpinspect.ranges.capture.compiled_regions import compiled_graphs
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS
 from mpinspect.ranges.capture.device_magnitudes import LEARNING_STEPS, DeviceMagnitudes, StepSlot
 from mpinspect.ranges.capture.judge import Judge, Reading, StepLog
@@ -100,6 +102,12 @@ class Watch(Observer):
         #: Modules whose output a container has been seen to return.
         self._handed_on: set[str] = set()
         self._steps = 0
+        #: Whether any tensor so far was in FP16. A block's inner tensors are seen in some steps only.
+        self._has_float16 = False
+
+    @property
+    def _may_be_float16(self) -> bool:
+        return self._has_float16 or compiled_graphs() > 0
 
     @property
     def readings(self) -> Sized:
@@ -376,6 +384,7 @@ class Watch(Observer):
         log.calls.forget_tensors()
         self._last_output.forget()
         log.step, log.is_partial = step, self._choice.any_left_out
+        log.spares_weight_gradients = not self._may_be_float16
         log.is_on_devices = not self._reads_all and all(isinstance(each.value, StepSlot) for each in log.readings)
         for magnitudes in self._on_devices.values():
             try:
@@ -431,7 +440,7 @@ class Watch(Observer):
         )
         if value is None:
             return None
-        self._log.has_float16 |= tensor.dtype is torch.float16
+        self._has_float16 |= tensor.dtype is torch.float16
         reading = Reading(phase, what, name, module, number, micro_batch, value, is_input, tensor.dtype)
         self._log.readings.append(reading)
         return reading
@@ -471,7 +480,7 @@ class Watch(Observer):
             magnitudes = self._on_devices[tensor.device] = DeviceMagnitudes(tensor.device)
             # Weight gradients are read together too.
             self.wants_backward_end = self.lets_gradients_wait = True
-        if what == WEIGHT_GRADIENT and not (self._reads_all or self._log.has_float16 or self._log.skipped):
+        if what == WEIGHT_GRADIENT and not (self._reads_all or self._may_be_float16 or self._log.skipped):
             is_spared = True
         is_depended_on = what not in _PASSED_ON or (what == ACTIVATION and name in self._containers)
         always = not is_input and (self._reads_all or is_depended_on)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import Counter
@@ -76,7 +77,9 @@ class OneStep(Guarded):
         self._powers: PowersOfScale | None = None
         #: Further steps that are computed twice once a forward is infinite or NaN.
         self._left_after_events = _AFTER_EVENTS if self._wants_matmuls else 0
-        self._later_steps = list(_LATER_STEPS) if self._wants_matmuls else []
+        # A budget does not know what such a step costs.
+        has_budget = options.max_overhead not in (None, math.inf)
+        self._later_steps = list(_LATER_STEPS) if self._wants_matmuls and not has_budget else []
         #: Steps of the chosen optimizer.
         self._stepped = 0
         self._is_again = False
@@ -235,7 +238,7 @@ class OneStep(Guarded):
         self._products = products
 
     def _note_lint(self, reason: str) -> None:
-        if self._is_lint_asked:
+        if self._is_lint_asked and not self._is_again:
             self._seen.note(f"--lint recorded no step: {reason}")
 
     def _finish_products(self, stopped: str) -> None:

@@ -512,9 +512,14 @@ def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
 
 
 def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
-    """Return the two tensors that an operator has added, in FP32."""
+    """Return the two tensors that an operator has added, in FP32; a number as a tensor without dimensions."""
     args, kwargs = pending.exact or pending.arguments
-    operands = [torch.as_tensor(each, device=total.device).float() for each in args[:2]]
+    operands = [
+        each.float()
+        if isinstance(each, torch.Tensor)
+        else torch.full((), each, dtype=torch.float32, device=total.device)
+        for each in args[:2]
+    ]
     if len(operands) == 2 and pending.func._schema.is_mutable:
         # The first was overwritten by the second computation.
         sign = -1 if pending.func.overloadpacket in (aten.sub, aten.sub_) else 1

@@ -51,13 +51,13 @@ _IN_WORDS = {
 
 
 def _by_place(records: Iterable[_Placed], size: str) -> Iterator[_Placed]:
-    """Yield the largest record of each operator and line, of all steps that were computed twice."""
-    worst: dict[tuple[str, tuple[str, ...]], _Placed] = {}
+    """Yield one record of each operator and line: the first, of all steps computed twice, with at least half the largest size."""
+    alike: dict[tuple[str, tuple[str, ...]], list[_Placed]] = {}
     for record in records:
-        place = (record.name, record.names[:3])
-        if place not in worst or getattr(record, size) > getattr(worst[place], size):
-            worst[place] = record
-    yield from worst.values()
+        alike.setdefault((record.name, record.names[:3]), []).append(record)
+    for found in alike.values():
+        largest = max(getattr(record, size) for record in found)
+        yield next(record for record in found if getattr(record, size) >= largest / 2)
 
 
 def _place(record: Record) -> dict[str, object]:
@@ -381,11 +381,12 @@ class _Integers(Sentences):
 def _integers_rounded(case: Case) -> Iterator[Found]:
     """Ids, indices or counts that pass through a 16-bit format and are made integers again.
 
-    It is looked for under ``mpinspect run``, in one early step, if the cast to 16 bits is in the step too.
+    It is looked for under ``mpinspect run``, in one early step and in steps 100, 1,000 and 10,000, if the cast to 16 bits is in
+    the step too.
 
     False alarms: It is measured: all were whole numbers before the cast, and some are others after it.
     """
-    for changed in case.recorded(ChangedIntegers):
+    for changed in _by_place(case.recorded(ChangedIntegers), "changed"):
         yield Found(
             _Integers.CHANGED,
             _evidence(changed),
