@@ -50,8 +50,8 @@ def test_a_count_that_saturates_after_the_first_steps_is_found_in_a_later_one(tm
     assert _steps_of(tmp_path, 105) == [101]
 
 
-@pytest.mark.parametrize(("steps", "options"), [(50, ()), (105, ("--no-lint",))])
-def test_a_short_run_and_one_without_the_second_computation_find_nothing(
+@pytest.mark.parametrize(("steps", "options"), [(50, ()), (105, ("--no-lint",)), (105, ("--max-overhead", "0.9"))])
+def test_a_short_run_and_one_without_later_second_computations_find_nothing(
     tmp_path: Path, steps: int, options: tuple[str, ...]
 ) -> None:
     assert _steps_of(tmp_path, steps, *options) == []
