@@ -356,6 +356,20 @@ def test_small_sums_that_stop_growing_are_judged_line_by_line(is_in_place):
     assert records(second, AbsorbedOperand) == []
 
 
+def test_a_number_that_is_lost_is_judged_only_if_it_is_added_in_place():
+    with Twice() as second:
+        norm = torch.full((), 512.0, dtype=torch.bfloat16)
+        for _ in range(100):
+            norm.clone() + 1e-3
+    assert records(second, AbsorbedOperand) == []
+    with Twice() as second:
+        count = torch.zeros((), dtype=torch.bfloat16)
+        for _ in range(700):
+            count += 1
+    (absorbed,) = records(second, AbsorbedOperand)
+    assert (count, absorbed.times, absorbed.size) == (256.0, 699.0, 1.0)
+
+
 def test_a_branch_that_begins_near_zero_has_its_size_recorded():
     with Twice() as second:
         torch.ones(100).bfloat16() + torch.full((100,), 1e-3).bfloat16()

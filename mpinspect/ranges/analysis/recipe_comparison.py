@@ -87,7 +87,8 @@ class RecipeReport(RendersItself):
         rows: the products, in the order of the modules' first calls.
         batches: number of batches.
         broken: modules with an infinity or NaN in an operand; a block with one becomes NaN in every recipe.
-        not_called: Linear layers that no batch called as modules, such as the projections inside ``nn.MultiheadAttention``.
+        not_called: Linear layers that no batch called as modules, such as the projections inside ``nn.MultiheadAttention``,
+            or whose outputs need no gradient.
     """
 
     kind: ClassVar[str] = "recipes"

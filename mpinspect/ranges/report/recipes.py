@@ -87,7 +87,10 @@ def _notes(report: RecipeReport) -> Iterator[str]:
     if report.broken:
         yield f"Operands of {modules_named(report.broken)} hold infinities or NaN; their blocks become NaN and are left out."
     if report.not_called:
-        yield f"Not called as modules, so not judged: {modules_named(report.not_called)}."
+        yield (
+            f"Not judged, since no batch called them as modules or their outputs need no gradient: "
+            f"{modules_named(report.not_called)}."
+        )
 
 
 def _table(report: RecipeReport) -> Tables:

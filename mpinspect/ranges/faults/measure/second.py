@@ -325,6 +325,10 @@ class SecondComputation:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
         if torch._C._current_autograd_node() is not None or value.dtype not in _NARROW:
             return
+        is_by_number = not all(isinstance(each, torch.Tensor) for each in pending.arguments[0][:2])
+        if is_by_number and not pending.func._schema.is_mutable:
+            # A small number, as against a division by zero, may be lost; a running sum in place may not.
+            return
         operands = _operands(pending, local)
         if pending.func._schema.is_mutable and (buffer := self._buffers.get(value.untyped_storage()._cdata)):
             self._compare_buffer(pending, value, wide, operands, frame, buffer)
