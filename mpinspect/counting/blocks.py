@@ -6,6 +6,8 @@ columns that no block divides leave smaller blocks at the end, as if padded with
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from mpinspect.counting.pieces import detached_values
@@ -24,6 +26,8 @@ from mpinspect.numeric.recipes import (
 
 #: The exponents of a scale of eight bits without mantissa (E8M0).
 _LEAST_SCALE, _GREATEST_SCALE = -127, 127
+#: The number of elements examined at once; some temporary tensors have 8 bytes an element.
+_AT_ONCE = 1 << 22
 
 
 def count_blocks(tensor: torch.Tensor, block: tuple[int, int] = (1, 32)) -> BlockCounts:
@@ -32,8 +36,8 @@ def count_blocks(tensor: torch.Tensor, block: tuple[int, int] = (1, 32)) -> Bloc
     Waits for the tensor's device.
 
     Args:
-        tensor: floating point, of any shape; all but the last dimension are rows. The blocks lie along the last dimension:
-            pass the transposed matrix for the product that sums over its rows.
+        tensor: floating point, of any shape (float64 is counted as float32). All but the last dimension are rows. The blocks lie
+            along the last dimension: pass the transposed matrix for the product that sums over its rows.
         block: rows and columns of a block, each 1 or more, or 0 for all.
 
     Raises:
@@ -47,7 +51,29 @@ def count_blocks(tensor: torch.Tensor, block: tuple[int, int] = (1, 32)) -> Bloc
     significand, exponent = _split(peak)
     is_broken, is_zero = ~peak.isfinite(), peak == 0
     is_tiny = ~is_broken & ~is_zero & (exponent < LOWEST_EXPONENT)
-    inside = _in_blocks(torch.ones_like(values), size) != 0
+    inside = _in_blocks(torch.ones_like(values, dtype=torch.bool), size)
+    found = BlockCounts(
+        block,
+        blocks=peak.numel(),
+        zero_blocks=int(is_zero.sum()),
+        broken_blocks=int(is_broken.sum()),
+        tiny_blocks=int(is_tiny.sum()),
+    )
+    for piece in _pieces(blocks, inside, significand, exponent, is_broken, is_tiny):
+        found += _counted(block, *piece)
+    return found
+
+
+def _counted(
+    block: tuple[int, int],
+    blocks: torch.Tensor,
+    inside: torch.Tensor,
+    significand: torch.Tensor,
+    exponent: torch.Tensor,
+    is_broken: torch.Tensor,
+    is_tiny: torch.Tensor,
+) -> BlockCounts:
+    """Return the elements of some blocks, of shape (R, rows, C, columns); the rest has a value for each block."""
     counted = inside & ~(is_broken | is_tiny)
     nonzero = counted & (blocks != 0)
     own_significand, own_exponent = _split(blocks)
@@ -62,11 +88,7 @@ def count_blocks(tensor: torch.Tensor, block: tuple[int, int] = (1, 32)) -> Bloc
         _rows(slot[is_power]),
         (over[0], over[1]),
         zeros=int((counted & (blocks == 0)).sum()),
-        blocks=peak.numel(),
-        zero_blocks=int(is_zero.sum()),
-        broken_blocks=int(is_broken.sum()),
         broken_elements=int((inside & is_broken).sum()),
-        tiny_blocks=int(is_tiny.sum()),
         tiny_elements=int((inside & is_tiny).sum()),
     )
 
@@ -84,7 +106,8 @@ def quantised(tensor: torch.Tensor, quantization: Quantization) -> torch.Tensor:
     blocks = _in_blocks(values, size)
     scale = _scales(blocks.abs(), quantization)
     rounded = _rounded(_divided(blocks, scale), quantization.format).mul_(scale)
-    return _out_of_blocks(torch.where(scale.isfinite(), rounded, torch.nan), values.shape).reshape(tensor.shape)
+    whole = torch.where(scale.isfinite(), rounded, torch.nan)
+    return _out_of_blocks(whole, values.shape).reshape(tensor.shape).to(tensor.device)
 
 
 def quantization_loss(tensor: torch.Tensor, quantization: Quantization) -> QuantizationLoss:
@@ -93,11 +116,21 @@ def quantization_loss(tensor: torch.Tensor, quantization: Quantization) -> Quant
     Raises:
         TypeError, ValueError: as ``count_blocks``.
     """
-    values = _matrix(tensor)
-    blocks = _in_blocks(values, _size(values, quantization.block))
-    magnitudes = blocks.abs()
-    scale = _scales(magnitudes, quantization)
-    is_finite = scale.isfinite().expand_as(blocks)
+    values = _matrix(tensor).abs()
+    size = _size(values, quantization.block)
+    blocks = _in_blocks(values, size)
+    inside = _in_blocks(torch.ones_like(values, dtype=torch.bool), size)
+    found = QuantizationLoss()
+    for piece in _pieces(blocks, inside, _scales(blocks, quantization)):
+        found += _lost(quantization, *piece)
+    return found
+
+
+def _lost(
+    quantization: Quantization, magnitudes: torch.Tensor, inside: torch.Tensor, scale: torch.Tensor
+) -> QuantizationLoss:
+    """Return the loss of some blocks, of shape (R, rows, C, columns), with their scales."""
+    is_finite = scale.isfinite().expand_as(magnitudes)
     scaled = torch.where(is_finite, _divided(magnitudes, scale), 0.0)
     rounded = _rounded(scaled, quantization.format)
     x = torch.where(is_finite, magnitudes, 0.0).double()
@@ -112,7 +145,7 @@ def quantization_loss(tensor: torch.Tensor, quantization: Quantization) -> Quant
         nonzero=int((x != 0).sum()),
         flushed=int(flushed.sum()),
         clipped=int((scaled > quantization.format.max_finite * (1 + tolerance)).sum()),
-        broken=values.numel() - int(_out_of_blocks(is_finite, values.shape).sum()),
+        broken=int((inside & ~is_finite).sum()),
         magnitudes=float(x.sum()),
         lost=float(x[flushed].sum()),
         squares=float(x.square().sum()),
@@ -210,6 +243,9 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"a tensor of {values.dtype} has no scales: give one of a floating-point dtype")
     if values.is_meta:
         raise ValueError("a tensor on the meta device has no values to count")
+    if values.device.type == "mps":
+        # It has no float64.
+        values = values.cpu()
     columns = values.shape[-1] if values.dim() else 1
     return values.float().reshape(values.numel() // max(columns, 1), columns)
 
@@ -226,6 +262,16 @@ def _in_blocks(values: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     (rows, columns), (height, width) = size, values.shape
     padded = torch.nn.functional.pad(values, (0, -width % columns, 0, -height % rows))
     return padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+
+
+def _pieces(blocks: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield parts of blocks along their longest dimension, with the same parts of others that have it."""
+    dim = max(range(blocks.dim()), key=lambda each: blocks.shape[each])
+    length = blocks.shape[dim]
+    step = max(1, length * _AT_ONCE // max(blocks.numel(), 1))
+    for start in range(0, length, step):
+        size = min(step, length - start)
+        yield tuple(each.narrow(dim, start, size) if each.shape[dim] == length else each for each in (blocks, *others))
 
 
 def _out_of_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:

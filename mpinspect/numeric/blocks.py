@@ -26,6 +26,7 @@ _CLASSES = ((1.0, 1.5), (1.5, 1.75), (1.75, 2.0))
 _FLOAT32_ERROR = 2.0**-20
 
 Rows = tuple[tuple[int, ...], ...]
+_NONE: Rows = ((0,) * DISTANCES,) * (len(CUTS) + 1)
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,16 @@ class BlockCounts:
     """
 
     block: tuple[int, int]
-    distances: Rows
-    powers: Rows
-    over: tuple[int, int]
-    zeros: int
-    blocks: int
-    zero_blocks: int
-    broken_blocks: int
-    broken_elements: int
-    tiny_blocks: int
-    tiny_elements: int
+    distances: Rows = _NONE
+    powers: Rows = _NONE
+    over: tuple[int, int] = (0, 0)
+    zeros: int = 0
+    blocks: int = 0
+    zero_blocks: int = 0
+    broken_blocks: int = 0
+    broken_elements: int = 0
+    tiny_blocks: int = 0
+    tiny_elements: int = 0
 
     def __add__(self, other: BlockCounts) -> BlockCounts:
         """Return the counts of both tensors.

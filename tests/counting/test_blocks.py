@@ -173,6 +173,24 @@ def test_the_counts_of_rows_add_up_to_the_whole(
         assert total == whole
 
 
+@pytest.mark.parametrize("block", [(1, 16), (4, 8), (0, 0), (0, 4), (1, 0)])
+@pytest.mark.parametrize("shape", [(300, 70), (3, 5000), (5000, 3), (0, 8)])
+def test_a_tensor_examined_piece_by_piece_counts_the_same(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], block: tuple[int, int]
+) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).exp().square() - 1
+    x[-1:, -1:] = math.inf
+    quantization = replace(MXFP4, block=block)
+    counts, lost = count_blocks(x, block), loss(x, quantization)
+    monkeypatch.setattr("mpinspect.counting.blocks._AT_ONCE", 1000)
+    assert count_blocks(x, block) == counts
+    pieces = loss(x, quantization)
+    assert [getattr(pieces, each) for each in ("nonzero", "flushed", "clipped", "broken")] == [
+        getattr(lost, each) for each in ("nonzero", "flushed", "clipped", "broken")
+    ]
+    assert [pieces.magnitudes, pieces.noise] == pytest.approx([lost.magnitudes, lost.noise])
+
+
 def test_blocks_with_an_infinity_or_nan_are_counted_apart_and_become_nan() -> None:
     x = _data("normal")
     x[0, 0], x[1, 40] = math.inf, math.nan
