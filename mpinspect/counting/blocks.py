@@ -96,7 +96,7 @@ def _counted(
 def quantised(tensor: torch.Tensor, quantization: Quantization) -> torch.Tensor:
     """Return the values that a recipe's operand holds, in float32 with the tensor's shape, rounded to nearest.
 
-    A block with an infinity or NaN becomes NaN. Does not wait for the device.
+    A block with an infinity or NaN becomes NaN. Waits for the device on MPS alone, where the CPU computes it.
 
     Raises:
         TypeError, ValueError: as ``count_blocks``.
@@ -237,7 +237,7 @@ def _split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values in float32 as a matrix."""
+    """Return the values in float32 as a matrix, on the CPU if they are on MPS."""
     values = detached_values(tensor)
     if not values.is_floating_point():
         raise TypeError(f"a tensor of {values.dtype} has no scales: give one of a floating-point dtype")

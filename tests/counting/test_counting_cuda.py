@@ -418,8 +418,8 @@ def test_an_inspector_does_not_wait_and_counts_in_one_launch(monkeypatch: pytest
                 optimizer.step()
     session = inspector.session()
     assert session.notes == ()
-    # The six weight gradients of each step are counted in one launch. The four gradients of outputs share another one.
-    assert launches.count(6) == 6
+    # As seen on an H200: one launch for the six weight gradients of a step, and one for four other tensors together.
+    assert [many for many in launches if many > 1] == [6, 4] * 6
     for name, histogram in expected.items():
         assert session.totals()[TensorKey(name, "weight_gradient")].histogram == histogram
 
