@@ -47,6 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MOST_SECONDS = 25
 #: The number of steps after attaching that are timed separately; the defaults count all of them.
 FIRST_STEPS = 10
+#: The number of steps after these and one more, none of which the defaults count or measure.
+STEADY_STEPS = 5
 #: The results list only the most expensive kernels that the inspector adds.
 MOST_KERNELS = 8
 #: Target -> the subject on which it is measured.
@@ -58,7 +60,8 @@ class Row:
     """One setting on one model. ``added_``: relative to the bare loop. Memory and GPU times are None on a CPU.
 
     ``each_step_ms``: the steps of one round, starting after attaching. ``added_kernels``: launches and microseconds per step of
-    the most expensive added kernels, by name.
+    the most expensive added kernels, by name. ``steady_entrances``: by entrance, in a step between samples: calls, milliseconds,
+    and milliseconds of the processor; the rest of the time is waiting.
     """
 
     subject: str
@@ -74,6 +77,7 @@ class Row:
     synchronised_at: dict[str, int] = field(default_factory=dict)
     each_step_ms: list[float] = field(default_factory=list)
     added_kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
+    steady_entrances: dict[str, tuple[float, float, float]] = field(default_factory=dict)
 
 
 def subjects(tiny: bool) -> list[Subject]:
@@ -143,11 +147,7 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
         # Warm up: compile and allocate.
         with training.inspected(options):
             training.milliseconds(2)
-    bare_syncs, bare_peak, bare_kernels = (
-        synchronisations(training, steps),
-        peak_mib(training),
-        kernels(training, steps),
-    )
+    bare_syncs, bare_kernels = synchronisations(training, steps), kernels(training, steps)
     bare = [training.milliseconds(steps)]
     times: dict[str, list[float]] = {name: [] for name in SETTINGS}
     ratios: dict[str, list[float]] = {name: [] for name in SETTINGS}
@@ -168,16 +168,20 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
             ratios[name].append(times[name][-1] / statistics.mean(bare[-2:]))
             first_ratios[name].append(statistics.mean(first) / statistics.mean(bare[-2:]))
     rows = [Row(subject.name, "bare", statistics.median(bare), 1.0, 1.0, None, None, None, None, 0.0)]
+    peaks: list[float | None] = []
     for name, options in SETTINGS.items():
         watch = Stopwatch()
         with watch.around_entrances(), training.inspected(options):
-            training.milliseconds(FIRST_STEPS)
-            watch.seconds = 0.0
+            training.milliseconds(FIRST_STEPS + 1)
+            watch.restart()
+            training.milliseconds(STEADY_STEPS)
+            steady = by_entrance(watch, STEADY_STEPS)
+            watch.restart()
             training.milliseconds(steps)
         with training.inspected(options):
             syncs, peak = synchronisations(training, FIRST_STEPS), peak_mib(training)
             added_kernels = added(kernels(training, steps), bare_kernels)
-        added_peak = None if peak is None or bare_peak is None else peak - bare_peak
+        peaks.append(peak)
         row = Row(
             subject.name,
             name,
@@ -187,13 +191,18 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
             watch.seconds / steps * 1e3,
             sum(us for _, us in added_kernels.values()) / 1e3 if device == "cuda" else None,
             sum(launches for launches, _ in added_kernels.values()) if device == "cuda" else None,
-            added_peak,
+            None,
             syncs.total() / FIRST_STEPS - bare_syncs.total() / steps,
             dict(syncs - bare_syncs),
             each[name],
             dict(sorted(added_kernels.items(), key=lambda item: -abs(item[1][1]))[:MOST_KERNELS]),
+            steady,
         )
         rows.append(row)
+    # Measured last: cuDNN's search for algorithms holds memory in the first steps, with or without an inspector.
+    bare_peak = peak_mib(training)
+    for row, peak in zip(rows[1:], peaks, strict=True):
+        row.added_memory_mib = None if peak is None or bare_peak is None else peak - bare_peak
     return rows
 
 
@@ -209,6 +218,15 @@ def kernels(training: Training, steps: int) -> dict[str, tuple[float, float]]:
             launches[event.name] += 1
             times[event.name] += event.time_range.elapsed_us()
     return {name: (launches[name] / steps, times[name] / steps) for name in launches}
+
+
+def by_entrance(watch: Stopwatch, steps: int) -> dict[str, tuple[float, float, float]]:
+    """Return a step's calls, milliseconds and milliseconds of the processor by entrance, the most expensive first."""
+    spent = sorted(watch.by_entrance.items(), key=lambda item: -item[1].seconds)
+    return {
+        name: (each.calls / steps, each.seconds / steps * 1e3, each.processor_seconds / steps * 1e3)
+        for name, each in spent
+    }
 
 
 def added(

@@ -173,6 +173,7 @@ def test_an_entrance_inside_another_counts_once(monkeypatch):
     outer()
     # Readings 0 to 3: inner calls read the clock only at their start.
     assert watch.seconds == 3
+    assert {name.rpartition(".")[2]: spent.calls for name, spent in watch.by_entrance.items()} == {"<lambda>": 1}
 
 
 # -- models, onlookers -------------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ class ModelHooks:
         #: The hooks that are temporarily removed.
         self._lifted_modules: list[tuple[torch.nn.Module, int, Any]] = []
         self._lifted_parameters: list[tuple[torch.Tensor, int, Any]] = []
+        #: The arguments of the last ``begin_step``, while its choice of hooks is in force.
+        self._chosen: tuple[bool, bool, bool] | None = None
         #: Parameters that can't be hooked yet: frozen ones, and lazy ones without a shape.
         self._later: list[WatchedParameter] = []
         #: Whether another library's full backward hooks wrap some module's inputs.
@@ -100,26 +102,34 @@ class ModelHooks:
             outlined: remove the hooks of modules inside the blocks of the model's outline.
             without_parameters: if that removes any, remove the parameters' hooks too.
         """
+        self.nodes_made.clear()
+        chosen = quiet, outlined, without_parameters
+        if chosen == self._chosen and self._lifted_parameters:
+            # Most steps of a run: removing and restoring hundreds of hooks takes longer than all hooks that are left.
+            if not quiet:
+                self._tend(each for each in self._on_modules if id(each[0]) not in self._inside_blocks)
+            return bool(self._lifted_modules)
         if quiet:
             self._lift_modules(self._on_modules)
             self._lift_parameters()
         else:
             self._put_back()
-            self._tend()
+            if any(can_be_hooked(watched.parameter) for watched in self._later):
+                self.hook_parameters(self._later)
+            self._tend(self._on_modules)
             if outlined:
                 self._lift_modules(each for each in self._on_modules if id(each[0]) in self._inside_blocks)
             if self._lifted_modules and without_parameters:
                 self._lift_parameters()
-        self.nodes_made.clear()
+        self._chosen = chosen
         return bool(self._lifted_modules)
 
-    def _tend(self) -> None:
-        """Hook parameters that have been unfrozen, and move our forward hooks behind all other hooks."""
-        if any(can_be_hooked(watched.parameter) for watched in self._later):
-            self.hook_parameters(self._later)
-        self.wrapped_inputs = any(module._backward_hooks for module, _ in self._on_modules)
+    def _tend(self, hooked: Iterable[tuple[torch.nn.Module, int]]) -> None:
+        """Find full backward hooks on these modules, and move our forward hooks behind all other hooks."""
+        hooked = list(hooked)
+        self.wrapped_inputs = any(module._backward_hooks for module, _ in hooked)
         self.others_change_gradients = self.wrapped_inputs or bool(global_hooks._global_backward_hooks)
-        for module, number in self._on_modules:
+        for module, number in hooked:
             # A hook added later may change the output; running last, ours sees the input of the next module.
             hooks: Any = module._forward_hooks
             if number in hooks and next(reversed(hooks)) != number:
@@ -172,6 +182,7 @@ class ModelHooks:
 
     def _put_back(self) -> None:
         """Restore removed hooks under the same ids: after hooks added since on modules, before them on parameters."""
+        self._chosen = None
         modules, self._lifted_modules = self._lifted_modules, []
         for module, number, hook in modules:
             module._forward_hooks[number] = hook

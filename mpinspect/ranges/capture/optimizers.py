@@ -34,6 +34,9 @@ class ModelOptimizers:
     def __init__(self, given: Iterable[torch.optim.Optimizer], parameters: Iterable[WatchedParameter]) -> None:
         self._parameters = parameters
         self._by_id = {id(watched.parameter): watched for watched in parameters}
+        #: The number of optimizers and their groups when ``few_hold_all`` last compared them, and the result.
+        self._compared: tuple[int, list[tuple[int, int]]] | None = None
+        self._few_hold_all = False
         #: For optimizers with parameters other than the model's: the ids of each group's first parameter.
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]] = weakref.WeakKeyDictionary()
         self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -64,11 +67,15 @@ class ModelOptimizers:
 
     def few_hold_all(self) -> bool:
         """Return whether at most _FEW optimizers hold all trained parameters (one per parameter would step in the backward)."""
-        living = self.living()
-        if len(living) > _FEW:
-            return False
-        held = {id(parameter) for each in living for group in each.param_groups for parameter in group["params"]}
-        return all(id(watched.parameter) in held for watched in self._parameters if watched.parameter.requires_grad)
+        groups = [group["params"] for each in self.living() for group in each.param_groups if group["params"]]
+        # Every step asks, and hundreds of parameters are compared only if a group is new.
+        state = len(self.living()), [(id(group[0]), len(group)) for group in groups]
+        if state != self._compared:
+            self._compared = state
+            held = {id(parameter) for group in groups for parameter in group}
+            trained = (watched.parameter for watched in self._parameters if watched.parameter.requires_grad)
+            self._few_hold_all = state[0] <= _FEW and all(id(parameter) in held for parameter in trained)
+        return self._few_hold_all
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> Iterator[WatchedParameter]:
         """Yield the model's parameters that the optimizer holds."""
@@ -94,6 +101,7 @@ class ModelOptimizers:
     def parameters_replaced(self) -> None:
         """Read the model's parameters again, and forget the optimizers that held only other parameters."""
         self._by_id = {id(watched.parameter): watched for watched in self._parameters}
+        self._compared = None
         for optimizer in [optimizer for optimizer, ours in self._ours.items() if not ours]:
             del self._ours[optimizer]
 
