@@ -130,21 +130,24 @@ class _Measuring:
         if not output.requires_grad:
             return
         self.shapes[path] = (int(weight.shape[1]), int(weight.shape[0]))  # type: ignore[index]
+        # Autograd computes a gradient only where one is needed: none of a first layer's input, nor of a frozen weight.
+        needed = {"fprop": True, "dgrad": args[0].requires_grad, "wgrad": weight.requires_grad}
+        products = tuple(product for product in PRODUCTS if needed[product])
         # Autocast casts inside the layer.
         dtype = output.dtype
-        self._measure(path, INPUT, args[0].detach().to(dtype))
-        self._measure(path, WEIGHT, weight.detach().to(dtype))  # type: ignore[operator]
-        output.register_hook(partial(self._arrived, path))  # type: ignore[no-untyped-call]
+        self._measure(path, INPUT, products, args[0].detach().to(dtype))
+        self._measure(path, WEIGHT, products, weight.detach().to(dtype))  # type: ignore[operator]
+        output.register_hook(partial(self._arrived, path, products))  # type: ignore[no-untyped-call]
 
-    def _arrived(self, path: str, gradient: torch.Tensor) -> None:
-        self._measure(path, GRADIENT, gradient.detach())
+    def _arrived(self, path: str, products: tuple[str, ...], gradient: torch.Tensor) -> None:
+        self._measure(path, GRADIENT, products, gradient.detach())
 
     @torch.no_grad()
-    def _measure(self, path: str, tensor: str, values: torch.Tensor) -> None:
+    def _measure(self, path: str, tensor: str, products: tuple[str, ...], values: torch.Tensor) -> None:
         matrix = values.reshape(-1, values.shape[-1])
         found: dict[tuple[Quantization, bool], QuantizationLoss] = {}
         for recipe in self._recipes:
-            for product in PRODUCTS:
+            for product in products:
                 quantization = recipe.quantization(product, tensor) if tensor in OPERANDS[product] else None
                 if quantization is None:
                     continue
