@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mpinspect.commands.output import OK, UnusableError, gpu_name, positive, status
+from mpinspect.numeric.recipes import RECIPES, as_recipe
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.run.options import LaunchOptions
 
@@ -65,6 +66,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exclude", action="append", metavar="PATTERN", help=f"do not inspect these: a {pattern}")
     parser.add_argument(
         "--no-watch", action="store_false", dest="watch", help="do not check every step for infinities and NaNs"
+    )
+    parser.add_argument(
+        "--recipes",
+        type=_recipes,
+        default=(),
+        metavar="A,B",
+        help=f"measure what recipes of FP8 and FP4 would lose of every Linear layer, of {', '.join(RECIPES)}",
     )
     parser.add_argument(
         "--loss-scale", type=_scale, metavar="S", help="of a script that multiplies its loss by hand (1 if it does not)"
@@ -149,6 +157,7 @@ def run(options: argparse.Namespace) -> int:
         eager_samples=options.eager_samples,
         tracker=options.tracker,
         fail_on=tuple(options.fail_on),
+        recipes=options.recipes,
     )
     try:
         report = launch(asked)
@@ -204,6 +213,13 @@ def _kinds(text: str) -> tuple[str, ...]:
             f"{', '.join(unknown) or text!r}: no kind of tensor; there are {', '.join(KINDS)}"
         )
     return named
+
+
+def _recipes(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(dict.fromkeys(as_recipe(name.strip()).name for name in text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def known_findings() -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import math
 import platform
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Any, cast
 import torch
 
 from mpinspect.numeric.formats import FormatLike
+from mpinspect.numeric.recipes import TrainingRecipe, as_recipe
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.at_exit import AtExit, print_report
@@ -97,11 +99,14 @@ class Inspector:
         tracker: logs a few scalars (``ranges/report/scalars.py``) every second or more, and the report's page at the end:
             "wandb", "mlflow" or "trackio", to the run that the script has open; or an object with the methods
             ``scalars(step, values)`` and ``artifact(path)``. If it fails, a note is recorded and the training continues.
+        recipes: names of recipes of FP8 and FP4 ("mxfp8", "nvfp4"; ``numeric.recipes.RECIPES``). The report then has a table of
+            what each would lose of every Linear layer's products, measured in the first, second, fourth, eighth, ... sampled step
+            (``compare_recipes`` has the details). Such a step takes several times as long, and waits for the GPU.
 
     Raises:
         TypeError: model is not a Module, or optimizers, loss_scale, watch, max_overhead, eager_samples or tracker have the
             wrong type.
-        ValueError: an unknown kind or tracker, ``every`` below 1, ``max_overhead`` neither between 0 and 1 nor inf, or a
+        ValueError: an unknown kind, tracker or recipe, ``every`` below 1, ``max_overhead`` neither between 0 and 1 nor inf, or a
             ``loss_scale`` that is not positive and finite.
         ImportError: the tracker's package is not installed.
     """
@@ -128,6 +133,7 @@ class Inspector:
         max_overhead: float | None = None,
         eager_samples: bool = False,
         tracker: str | Tracker | None = None,
+        recipes: str | Iterable[str] = (),
     ) -> None:
         has_limit = max_overhead is None
         if max_overhead is not None:
@@ -147,6 +153,7 @@ class Inspector:
         on_device = any(watched.parameter.device.type not in ("cpu", "meta") for watched in parameters)
         self._schedule = every or (_ON_DEVICES if on_device else Schedule())
         kinds = _kinds(capture, parameters)
+        self._recipes = _recipes(recipes, kinds)
         info = RunInfo(
             *(class_of(model).__name__, now(), kinds, self._schedule.every, watch, _versions(), max_overhead),
             *(*rank_and_world(), selection.include or (), selection.exclude),
@@ -282,7 +289,7 @@ class Inspector:
             max_overhead=info.max_overhead,
             limit=USUAL_LIMIT if self._is_limited else None,
             eager_samples=self._eager_samples,
-            diagnosing=diagnosing_observers,
+            diagnosing=partial(diagnosing_observers, recipes=self._recipes),
         )
 
     def _process_ends(self) -> None:
@@ -346,6 +353,15 @@ def _kinds(asked: Iterable[str], parameters: Iterable[model_layers.WatchedParame
     if any(watched.parameter.dtype in (torch.float16, torch.bfloat16) for watched in parameters):
         wanted.add(UPDATE)
     return tuple(kind for kind in KINDS if kind in wanted)
+
+
+def _recipes(given: str | Iterable[str], kinds: Collection[str]) -> tuple[TrainingRecipe, ...]:
+    names = [given] if isinstance(given, str) else list(given)
+    if names and not kinds:
+        raise ValueError("recipes are measured in sampled steps, and capture=() samples none: capture a kind")
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"recipes={given!r}: give names, such as 'mxfp8' (compare_recipes takes recipes of your own)")
+    return tuple(dict.fromkeys(map(as_recipe, names)))
 
 
 def _optimizers(given: object) -> list[torch.optim.Optimizer]:

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
 
-from mpinspect.counting.blocks import quantization_loss
-from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.recipes import (
-    GRADIENT,
-    INPUT,
-    OPERANDS,
-    PRODUCTS,
-    WEIGHT,
-    Quantization,
-    TrainingRecipe,
-    as_recipe,
-)
+from mpinspect.numeric.recipes import TrainingRecipe, as_recipe
 from mpinspect.ranges.analysis.recipe_comparison import RecipeReport, product_rows
+from mpinspect.ranges.capture.operands import OperandLosses
 from mpinspect.ranges.capture.passes import LossFunction, materialised, require_loss
 from mpinspect.runtime.untouched import ModelState, RandomState
 from mpinspect.runtime.wrappers import compiled_modules_eager
 
 #: The recipes compared by default: those that torchao and TransformerEngine train.
 USUAL = ("fp8-tensorwise", "fp8-rowwise", "mxfp8", "fp8-block", "mxfp4", "nvfp4")
-#: The products that sum over a tensor's rows, and quantise its transpose.
-_TRANSPOSED = {("dgrad", WEIGHT), ("wgrad", GRADIENT), ("wgrad", INPUT)}
 
 
 def compare_recipes(
@@ -71,7 +58,7 @@ def compare_recipes(
     layers = {path: module for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     if not layers:
         raise ValueError("the model has no torch.nn.Linear: recipes of FP8 and FP4 convert Linear layers alone")
-    measuring = _Measuring(chosen)
+    measuring = OperandLosses(chosen)
     number = _run(model, loss_fn, batches, layers, measuring)
     if not measuring.shapes:
         raise ValueError("no batch called a torch.nn.Linear as a module: there is no product to judge")
@@ -91,11 +78,11 @@ def _run(
     loss_fn: LossFunction,
     batches: Iterable[Any],
     layers: dict[str, torch.nn.Linear],
-    measuring: _Measuring,
+    measuring: OperandLosses,
 ) -> int:
     """Run the batches with the layers measured; restore the model, and return the number of batches."""
     random, state = RandomState.now(), ModelState(model)
-    handles = [layer.register_forward_hook(partial(measuring.called, path)) for path, layer in layers.items()]
+    handles = [layer.register_forward_hook(partial(_called, measuring, path)) for path, layer in layers.items()]
     try:
         given = materialised(batches)
         for number, batch in enumerate(given):
@@ -113,43 +100,9 @@ def _run(
     return len(given)
 
 
-class _Measuring:
-    """Measures the operands of Linear layers as they are called and as their gradients arrive."""
-
-    def __init__(self, recipes: tuple[TrainingRecipe, ...]) -> None:
-        self._recipes = recipes
-        #: By module, recipe, product and tensor.
-        self.losses: dict[tuple[str, str, str, str], QuantizationLoss] = defaultdict(QuantizationLoss)
-        self.shapes: dict[str, tuple[int, int]] = {}
-
-    def called(self, path: str, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Measure a layer's input and weight, and its gradient once it arrives."""
-        weight = module.weight
-        if not (args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor)):
-            return
-        if not output.requires_grad:
-            return
-        self.shapes[path] = (int(weight.shape[1]), int(weight.shape[0]))  # type: ignore[index]
-        # Autocast casts inside the layer.
-        dtype = output.dtype
-        self._measure(path, INPUT, args[0].detach().to(dtype))
-        self._measure(path, WEIGHT, weight.detach().to(dtype))  # type: ignore[operator]
-        output.register_hook(partial(self._arrived, path))  # type: ignore[no-untyped-call]
-
-    def _arrived(self, path: str, gradient: torch.Tensor) -> None:
-        self._measure(path, GRADIENT, gradient.detach())
-
-    @torch.no_grad()
-    def _measure(self, path: str, tensor: str, values: torch.Tensor) -> None:
-        matrix = values.reshape(-1, values.shape[-1])
-        found: dict[tuple[Quantization, bool], QuantizationLoss] = {}
-        for recipe in self._recipes:
-            for product in PRODUCTS:
-                quantization = recipe.quantization(product, tensor) if tensor in OPERANDS[product] else None
-                if quantization is None:
-                    continue
-                is_transposed = (product, tensor) in _TRANSPOSED
-                key = (quantization, is_transposed)
-                if key not in found:
-                    found[key] = quantization_loss(matrix.T if is_transposed else matrix, quantization)
-                self.losses[path, recipe.name, product, tensor] += found[key]
+def _called(measuring: OperandLosses, path: str, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if not (args and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor)):
+        return
+    products = measuring.called(path, module, args[0], output)
+    if products:
+        output.register_hook(partial(measuring.arrived, path, products))  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+from mpinspect.numeric.blocks import QuantizationLoss
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.numeric.recipes import Products
@@ -384,6 +385,44 @@ class LayersRecord:
 
 
 @dataclass(frozen=True)
+class OperandRecord:
+    """What a recipe of FP8 or FP4 would lose of an operand of a module's product, over the steps in which it was measured.
+
+    Args:
+        module: dotted path.
+        recipe: its name (``numeric.recipes.RECIPES``).
+        product: "fprop", "dgrad" or "wgrad".
+        tensor: "input", "weight" or "gradient".
+        shape: input and output features of the module.
+        loss: the sums over these steps.
+        steps: number of these steps.
+    """
+
+    module: str
+    recipe: str
+    product: str
+    tensor: str
+    shape: tuple[Count, Count]
+    loss: QuantizationLoss = field(default_factory=QuantizationLoss)
+    steps: Count = 1
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.module, self.recipe, self.product, self.tensor
+
+    def __add__(self, other: OperandRecord) -> OperandRecord:
+        return replace(self, loss=self.loss + other.loss, steps=self.steps + other.steps)
+
+
+def added_operands(one: Iterable[OperandRecord], other: Iterable[OperandRecord]) -> tuple[OperandRecord, ...]:
+    """Return the operands of both; those of both are added."""
+    found = {record.key: record for record in one}
+    for record in other:
+        found[record.key] = found[record.key] + record if record.key in found else record
+    return tuple(found.values())
+
+
+@dataclass(frozen=True)
 class Precision:
     """The precision ledger of a run: the dtypes of its storage and computation, by torch's names ("bfloat16").
 
@@ -399,6 +438,7 @@ class Precision:
             values that could not be read. Empty if no graph was read.
         layers: the layers with matrix products and how each product is quantised; empty if they were not recorded.
         asked: the traces of a conversion by torchao (CONVERTER_CALLED, CONFIGURED) in a run that converted no layer.
+        operands: what the recipes asked for would lose, by operand.
     """
 
     weights: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
@@ -412,6 +452,7 @@ class Precision:
     unseen: tuple[str, ...] = ()
     layers: tuple[LayersRecord, ...] = ()
     asked: tuple[str, ...] = ()
+    operands: tuple[OperandRecord, ...] = ()
 
     @property
     def has_masters(self) -> bool:

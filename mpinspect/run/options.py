@@ -40,6 +40,7 @@ class LaunchOptions:
         tracker: the tracker whose open run gets scalars and the page: "wandb", "mlflow" or "trackio"; None for no tracker.
         fail_on: findings, by id or severity, that turn an exit status of 0 into 1.
         full: print the whole report at the end, not the verdict alone.
+        recipes: the recipes of FP8 and FP4 to measure, by name (``numeric.recipes.RECIPES``).
     """
 
     target: str
@@ -63,6 +64,7 @@ class LaunchOptions:
     tracker: str | None = None
     fail_on: tuple[str, ...] = ()
     full: bool = False
+    recipes: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:

@@ -24,6 +24,7 @@ from mpinspect.training.explain import ModelExplainer
 from mpinspect.training.forwards import ForwardShapes, OutsideAutocast
 from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
 from mpinspect.training.masters import MasterWeights
+from mpinspect.training.narrow import convert_layers, layers_to_convert
 from mpinspect.training.ownership import StepGuard, checked_optimizers, take_scaler
 from mpinspect.training.precision import PRECISIONS, check_convertible, get_precision
 from mpinspect.training.recompute import LeanCrossEntropy
@@ -53,10 +54,13 @@ class MixedPrecision:
     * "fp16-amp", "bf16-amp": FP32 weights, 16-bit products (torch.autocast);
     * "fp16-master", "bf16-master": the model is converted to 16 bits *in place*, except BatchNorm, whose weights and
       statistics stay FP32; the optimizer steps FP32 master copies, which are put into its parameter groups;
-    * "fp16-pure": 16-bit weights without masters, to show what accuracy is lost without them.
+    * "fp16-pure": 16-bit weights without masters, to show what accuracy is lost without them;
+    * "fp8-tensorwise", "fp8-rowwise", "mxfp8": as "bf16-amp", and torchao (``pip install mpinspect[fp8]``) converts the
+      ``nn.Linear`` layers *in place*, so that their three products are of FP8 operands. Leave the head out by ``keep_wide``.
 
     In every precision but "fp32", autocast runs softmax, exp, pow, sums, norms and losses in FP32. On a CPU 16-bit products are
-    emulated as Tensor Cores compute them (``mpinspect.half_arithmetic``; ``emulated`` is then True).
+    emulated as Tensor Cores compute them (``mpinspect.half_arithmetic``; ``emulated`` is then True), FP8 products also on a GPU
+    that lacks them.
 
     Give each network of a GAN its own MixedPrecision, so that an overflow in one network leaves the other's loss scale alone.
     Gradients of micro-batches are accumulated in the gradients' own dtype: divide the loss by the number of micro-batches,
@@ -70,13 +74,16 @@ class MixedPrecision:
         loss_scale: "dynamic" (from 2^16, halved at an overflow, doubled after 2000 clean steps), a preset's name ("talk":
             from 2^32, doubled after 1000), a number (static), "auto" (the first steps are inspected, then dynamic within
             the window found), "none", or a LossScaler. By default "dynamic" for the fp16 precisions, "none" for the others.
+        keep_wide: paths of Linear layers, or shell patterns, that the FP8 precisions leave in BF16, such as
+            ``RecipeReport.kept_wide(recipe)``.
 
     Raises:
+        ImportError: an FP8 precision without torchao 0.18 or newer.
         TypeError: model, optimizer or loss_scale is of the wrong type.
         ValueError: an unknown precision; 16-bit parameters with an AMP precision or fp32; lazy parameters, or complex parameters
             with a loss scale; an optimizer without parameters of the model, with parameters of another optimizer, or with
             masters of another MixedPrecision; a LossScaler in use by another MixedPrecision; a scale that is not positive and
-            finite. Model and optimizers are then unchanged.
+            finite; a model that torchao can't convert (``training/narrow.py``). Model and optimizers are then unchanged.
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class MixedPrecision:
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         precision: str = "fp16-master",
         loss_scale: str | float | LossScaler | None = None,
+        keep_wide: Iterable[str] = (),
     ) -> None:
         self._precision = get_precision(precision)
         self.model = model
@@ -92,6 +100,7 @@ class MixedPrecision:
         self._core = _unwrapped(model)
         self._device = next(self._core.parameters()).device.type
         check_convertible(model, self._precision)
+        narrow = layers_to_convert(self._core, self._precision, keep_wide)
         self.scaler = chosen_scaler(loss_scale, self._precision, self._device)
         if self.scaler.is_enabled():
             require_real(self._core)
@@ -101,6 +110,7 @@ class MixedPrecision:
         self.scaler.allow_fp16_gradients = self._precision.stored == torch.float16 and not self._precision.masters
         # In a precision without masters this object is empty and its methods have no effect.
         self._masters = MasterWeights.split(self._core, self.optimizers, self._precision)
+        self._emulates_narrow = convert_layers(self._core, self._precision, narrow)
         self._explainer = ModelExplainer(self._core, _weakly(self._model_parameters))
         self.scaler.explainer = self._explainer
         self._shapes = ForwardShapes(self._core)
@@ -241,8 +251,8 @@ class MixedPrecision:
 
     @property
     def emulated(self) -> bool:
-        """Whether 16-bit products are emulated, as on every CPU."""
-        return self._precision.autocast and self._device == "cpu"
+        """Whether 16-bit products are emulated, as on every CPU, or FP8 products, as on GPUs without them."""
+        return self._emulates_half or self._emulates_narrow
 
     @property
     def loss_scale(self) -> float:
@@ -282,8 +292,10 @@ class MixedPrecision:
             kind = "static" if self.scaler.is_static else "dynamic"
             auto = f"; {self._auto}" if self._auto is not None else ""
             lines.append(f"loss scale {number_or_power(self.loss_scale)}, {kind}{auto}")
-        if self.emulated:
+        if self._emulates_half:
             lines.append("16-bit arithmetic is emulated on this CPU: Tensor Cores' numbers, not their speed")
+        elif self._emulates_narrow:
+            lines.append("FP8 products are emulated on this device: Tensor Cores' numbers, not their speed")
         lines += [str(skip) for skip in self.skips[-3:]]
         return "\n".join(lines + self.suggestions())
 
@@ -369,9 +381,13 @@ class MixedPrecision:
     @contextmanager
     def _arithmetic(self) -> Iterator[None]:
         with ExitStack() as stack:
-            if self.emulated:
+            if self._emulates_half:
                 stack.enter_context(half_arithmetic())
             yield
+
+    @property
+    def _emulates_half(self) -> bool:
+        return self._precision.autocast and self._device == "cpu"
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:

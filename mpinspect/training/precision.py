@@ -29,6 +29,7 @@ class Precision:
         masters: whether the optimizer updates FP32 copies of the weights, which are rounded into the model after each step.
         autocast: whether forward and loss run under ``torch.autocast(..., compute)``, which runs reductions in FP32.
         scaled: whether the loss is scaled by default. BF16 has FP32's exponent range and needs no loss scale.
+        recipe: name of the recipe (``numeric.recipes``) by which torchao computes the products of Linear layers; "" for none.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Precision:
     masters: bool
     autocast: bool
     scaled: bool
+    recipe: str = ""
 
 
 PRECISIONS = {
@@ -49,6 +51,10 @@ PRECISIONS = {
         Precision("fp16-master", torch.float16, torch.float16, True, True, True),
         Precision("bf16-master", torch.bfloat16, torch.bfloat16, True, True, False),
         Precision("fp16-pure", torch.float16, torch.float16, False, True, True),
+        *(
+            Precision(recipe, torch.bfloat16, torch.float32, False, True, False, recipe)
+            for recipe in ("fp8-tensorwise", "fp8-rowwise", "mxfp8")
+        ),
     )
 }
 

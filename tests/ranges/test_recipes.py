@@ -88,9 +88,31 @@ def test_every_recipe_has_a_row_for_each_product_that_it_quantises(recipe: str) 
     report = mpinspect.compare_recipes(_net(), _loss, [_batch()], [recipe])
     wide = RECIPES[recipe].products.wide
     found = {(row.module, row.product) for row in report.rows}
-    # The first layer's input needs no gradient, but its output's gradient and its weight are quantised all the same.
     products = [product for product in ("fprop", "dgrad", "wgrad") if product not in wide]
-    assert found == {(module, product) for module in ("blocks.0.0", "blocks.1.0", "head") for product in products}
+    # The batch needs no gradient, so autograd computes no dgrad of the first layer.
+    first = {("blocks.0.0", product) for product in products if product != "dgrad"}
+    assert found == first | {(module, product) for module in ("blocks.1.0", "head") for product in products}
+
+
+def test_products_that_autograd_does_not_compute_are_not_judged() -> None:
+    model = _net()
+    model.blocks[1][0].weight.requires_grad_(False)
+    model.head.requires_grad_(False)
+    rows = mpinspect.compare_recipes(model, _loss, [_batch().requires_grad_()], ["mxfp8"]).rows
+    found = {(row.module, row.product) for row in rows}
+    assert {product for module, product in found if module == "blocks.0.0"} == {"fprop", "dgrad", "wgrad"}
+    assert {product for module, product in found if module != "blocks.0.0"} == {"fprop", "dgrad"}
+
+
+def test_a_layer_with_two_kinds_of_calls_has_the_gradients_of_the_calls_that_need_them() -> None:
+    model, x = _net(), _batch()
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return sum(model.head(each).square().mean() for each in (batch, batch.clone().requires_grad_()))  # type: ignore[return-value]
+
+    report = mpinspect.compare_recipes(model, loss, [x], ["mxfp8"])
+    weights = {row.product: row.cells[0].operands[1].loss.nonzero for row in report.rows}
+    assert weights["fprop"] == 2 * weights["dgrad"]
 
 
 def test_tokens_of_very_different_weight_are_lost_by_one_scale_for_the_tensor_and_not_by_one_for_each_block() -> None:

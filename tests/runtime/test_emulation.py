@@ -792,3 +792,29 @@ def test_threads_that_run_recurrent_layers_restore_onednn():
         thread.join()
     assert not errors
     assert torch.backends.mkldnn.enabled == before
+
+
+class Scaled(torch.Tensor):
+    """A tensor of 16-bit values and a scale, which multiplies them itself, as torchao's FP8 tensors do."""
+
+    values: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)  # type: ignore[attr-defined]
+        made.values = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.mm.default
+        return torch.mm(*(arg.values if isinstance(arg, cls) else arg for arg in args)) * 2
+
+
+def test_a_subclass_computes_its_products_by_plain_ones_that_are_emulated():
+    a, b = (torch.randn(*shape).half() for shape in ((5, 16), (16, 7)))
+    products = Products()
+    with products, half_arithmetic():
+        found = torch.mm(Scaled(a), b)
+    assert products.dtypes == {torch.float32}
+    assert torch.equal(found, (a.float() @ b.float()).half() * 2)

@@ -34,12 +34,19 @@ def test_each_precisions_storage_arithmetic_and_requirements():
         "fp16-master": (FP16, FP16, True, True, True),
         "bf16-master": (BF16, BF16, True, True, False),
         "fp16-pure": (FP16, FP16, False, True, True),
+        "fp8-tensorwise": (BF16, FP32, False, True, False),
+        "fp8-rowwise": (BF16, FP32, False, True, False),
+        "mxfp8": (BF16, FP32, False, True, False),
     }
+    recipes = {p.name: p.recipe for p in PRECISIONS.values() if p.recipe}
+    assert recipes == {name: name for name in ("fp8-tensorwise", "fp8-rowwise", "mxfp8")}
     assert all(get_precision(name) is precision for name, precision in PRECISIONS.items())
 
 
 def test_an_unknown_precision_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown precision 'fp8'; choose one of fp32, .*fp16-master.*, fp16-pure"):
+    with pytest.raises(
+        ValueError, match=r"unknown precision 'fp8'; choose one of fp32, .*fp16-master.*, fp8-tensorwise"
+    ):
         get_precision("fp8")
 
 

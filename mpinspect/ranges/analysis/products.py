@@ -98,7 +98,8 @@ def _named(layer: ConvertedLayer) -> str:
 
 def _kinds(records: Iterable[LayersRecord]) -> str:
     """Return "Linear" if all layers are nn.Linear, converted or not; otherwise "layers"."""
-    return "Linear" if all(record.type in ("Linear", "Float8Linear") for record in records) else "layers"
+    kinds = {record.type for record in records}
+    return "Linear" if kinds <= {"Linear", "Float8Linear", "MXFP8Linear"} else "layers"
 
 
 def narrow_fraction(precision: Precision) -> float | None:

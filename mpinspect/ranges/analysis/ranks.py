@@ -27,6 +27,7 @@ from mpinspect.ranges.session import (
     TensorKey,
     Window,
     add_counts,
+    added_operands,
     merge_windows,
 )
 from mpinspect.runtime.background import give_way
@@ -307,6 +308,7 @@ def _precision(low: Session, high: Session) -> Precision:
         tuple(dict.fromkeys((*one.unseen, *other.unseen))),
         _layers(one, other),
         tuple(dict.fromkeys((*one.asked, *other.asked))),
+        added_operands(one.operands, other.operands),
     )
 
 

@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import ClassVar
 
 from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.recipes import OPERANDS, PRODUCTS, STOCHASTIC, TrainingRecipe
+from mpinspect.numeric.recipes import OPERANDS, PRODUCTS, RECIPES, STOCHASTIC, TrainingRecipe
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
+from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.rendering import RendersItself
 
@@ -85,7 +86,7 @@ class RecipeReport(RendersItself):
         model: class name.
         recipes: the recipes compared.
         rows: the products, in the order of the modules' first calls.
-        batches: number of batches.
+        batches: number of batches; of a run's report, the number of steps in which one call of each layer was measured.
         broken: modules with an infinity or NaN in an operand; a block with one becomes NaN in every recipe.
         not_called: Linear layers that no batch called as modules, such as the projections inside ``nn.MultiheadAttention``,
             or whose outputs need no gradient.
@@ -204,6 +205,32 @@ def product_rows(
             if any(cell.operands for cell in cells):
                 rows.append(ProductRow(module, product, shape, cells))
     return tuple(rows)
+
+
+def recipe_report(session: Session) -> RecipeReport | None:
+    """Return what the recipes that a run was asked for lose of its products; None if it measured none.
+
+    Recipes that this version does not know are left out.
+    """
+    operands = [record for record in session.precision.operands if record.recipe in RECIPES]
+    if not operands:
+        return None
+    recipes = tuple(dict.fromkeys(RECIPES[record.recipe] for record in operands))
+    shapes = {record.module: record.shape for record in operands}
+    linear = (
+        module
+        for layers in session.precision.layers
+        if layers.type in ("Linear", "Float8Linear", "MXFP8Linear")
+        for module in layers.modules
+    )
+    return RecipeReport(
+        session.info.model,
+        recipes,
+        product_rows({record.key: record.loss for record in operands}, shapes, recipes),
+        max(record.steps for record in operands),
+        tuple(dict.fromkeys(record.module for record in operands if record.loss.broken)),
+        tuple(module for module in linear if module not in shapes),
+    )
 
 
 def _cell(

@@ -200,17 +200,17 @@ class ModelHooks:
     # -- tensors ------------------------------------------------------------------------------------------------------
 
     def await_gradients(self, call: Call) -> None:
-        """Hook the call's tensors whose gradients are traced, and the outputs whose gradients are counted."""
+        """Hook the call's tensors whose gradients are traced, and the outputs whose gradients are counted or asked for."""
         counted, followed = call.counts_gradients, set()
         for tensor, number, is_input in call.fresh:
             if tensor.requires_grad and not (is_input and tensor.is_leaf):
                 self._await_gradient(call.layer, tensor, counted and not is_input, number, is_input)
                 if not is_input:
                     followed.add(id(tensor))
-        if counted:
+        if counted or call.wants_gradients:
             for tensor in call.outputs:
                 if tensor.requires_grad and id(tensor) not in followed:
-                    self._await_gradient(call.layer, tensor, True, -1, False)
+                    self._await_gradient(call.layer, tensor, counted, -1, False)
 
     def _await_gradient(self, layer: Layer, tensor: torch.Tensor, counted: bool, number: int, is_input: bool) -> None:
         handle = hook_gradient(tensor, OutputGradientHook(self._dispatcher, layer, counted, number, is_input))

@@ -34,6 +34,7 @@ class Call:
         micro_batch: its number, from 0.
         rows: the rows of counts of the outputs that an observer counted, by id of the output.
         counts_gradients: whether an observer counts the gradients at the outputs.
+        wants_gradients: whether another observer asks for them.
         fresh: the tensors that the watch saw for the first time in this step, whose gradients it therefore traces.
     """
 
@@ -48,6 +49,7 @@ class Call:
         "outputs",
         "recomputed",
         "rows",
+        "wants_gradients",
     )
 
     def __init__(
@@ -60,7 +62,7 @@ class Call:
         self.recomputed = recomputed
         self.micro_batch = micro_batch
         self.rows: dict[int, torch.Tensor] | None = None
-        self.counts_gradients = False
+        self.counts_gradients = self.wants_gradients = False
         self.fresh: list[Fresh] = []
 
     def inputs(self) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from mpinspect.ranges.session import (
     TAKEN,
     Event,
     Measurement,
+    OperandRecord,
     Precision,
     Progress,
     RunInfo,
@@ -25,6 +26,7 @@ from mpinspect.ranges.session import (
     TensorInfo,
     TensorKey,
     Window,
+    added_operands,
     coarsen,
     merge_windows,
     window_limit,
@@ -215,7 +217,14 @@ class Recording:
             self._sinks.each(lambda sink: sink.measurement(measurement))
 
     def dtypes(self, precision: Precision) -> None:
-        """Set the run's dtypes as far as they are known now."""
+        """Set the run's dtypes as far as they are known now; the operands stay."""
+        self._set_precision(replace(precision, operands=self.precision.operands))
+
+    def operands(self, operands: Iterable[OperandRecord]) -> None:
+        """Add what recipes would lose in a step."""
+        self._set_precision(replace(self.precision, operands=added_operands(self.precision.operands, operands)))
+
+    def _set_precision(self, precision: Precision) -> None:
         if precision != self.precision:
             self.precision = precision
             self._sinks.each(lambda sink: sink.precision(precision))

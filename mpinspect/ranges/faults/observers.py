@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpinspect.numeric.recipes import TrainingRecipe
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Observer
+from mpinspect.ranges.capture.operands import RecipeLosses
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
@@ -30,8 +32,10 @@ def diagnosing_observers(
     optimizers: ModelOptimizers,
     clock: StepClock,
     recording: Recording,
+    recipes: Sequence[TrainingRecipe] = (),
 ) -> tuple[Observer, ...]:
     """Return all of them, to follow the watch: some react to the events that it records at the step's end."""
+    asked = (RecipeLosses(recipes, recording),) if recipes else ()
     masters = Masters(parameters, optimizers)
     return (
         Ledger(parameters, optimizers, masters, clock, recording, layers),
@@ -46,4 +50,5 @@ def diagnosing_observers(
         Examination(layers, parameters, clock, recording),
         EqualByRounding(clock, recording),
         OverflowedNorms(clock, recording),
+        *asked,
     )

@@ -13,6 +13,7 @@ from mpinspect.ranges.analysis.formats_fit import CANDIDATES
 from mpinspect.ranges.analysis.overhead import overhead_line
 from mpinspect.ranges.analysis.precision import is_hidden, run_format
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
+from mpinspect.ranges.analysis.recipe_comparison import recipe_report
 from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
@@ -31,6 +32,7 @@ from mpinspect.ranges.report.layers import (
     seen_layers,
 )
 from mpinspect.ranges.report.rank_words import rank_sentences
+from mpinspect.ranges.report.recipes import in_run
 from mpinspect.ranges.report.scale_line import (
     event_facts,
     event_line,
@@ -129,6 +131,7 @@ def document(
             *section(_scale_title(report), *_loss_scale(report), is_detail=is_healthy),
             *_layers(report, everything),
             *section("Other formats", *lines(_formats(report)), is_detail=is_healthy),
+            *section("Recipes of FP8 and FP4", *in_run(recipe_report(session))),
             *section(
                 "Coverage",
                 Line(_totals(report)),

@@ -48,12 +48,28 @@ def document(report: RecipeReport) -> Document:
     return Document(
         f"Recipes for {report.model}, {number_of(len(report.modules), 'Linear layer')}, {batches}",
         (
-            Items(tuple(Item(_judgement(report, recipe), recipe.title) for recipe in report.recipes)),
+            _judgements(report),
             *section("Change", *_change(report)),
             *section("Product by product", _table(report)),
             *section("What was seen, and what was not", Items(tuple(map(Item, _notes(report))))),
         ),
     )
+
+
+def in_run(report: RecipeReport | None) -> Iterator[Block]:
+    """Yield the blocks of a section in a run's report; none without a report."""
+    if report is None:
+        return
+    layers, steps = number_of(len(report.modules), "Linear layer"), number_of(report.batches, "step")
+    yield Line(f"Measured in {steps}, on one call of each of {layers}:")
+    yield _judgements(report)
+    yield from _change(report)
+    yield _table(report)
+    yield Items(tuple(map(Item, _notes(report))))
+
+
+def _judgements(report: RecipeReport) -> Items:
+    return Items(tuple(Item(_judgement(report, recipe), recipe.title) for recipe in report.recipes))
 
 
 def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> str:
@@ -88,7 +104,7 @@ def _notes(report: RecipeReport) -> Iterator[str]:
         yield f"Operands of {modules_named(report.broken)} hold infinities or NaN; their blocks become NaN and are left out."
     if report.not_called:
         yield (
-            f"Not judged, since no batch called them as modules or their outputs need no gradient: "
+            f"Not judged, since they were not called as modules or their outputs need no gradient: "
             f"{modules_named(report.not_called)}."
         )
 

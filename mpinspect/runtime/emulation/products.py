@@ -57,6 +57,9 @@ class HalfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         way = _WAYS.get(func)
+        if types and way is not None:
+            # A subclass (FP8 values with their scales, a DTensor) computes its product of plain tensors, which the mode sees.
+            return NotImplemented
         if way is not None and (dtype := _half_dtype(func, args, kwargs)) is not None:
             return way(func, args, kwargs, dtype)
         if func in _OPENED and _half_dtype(func, args, kwargs) is not None:

@@ -138,6 +138,8 @@ def _products(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> tuple
         if kind.__name__ == "Float8Linear":
             config = vars(module).get("config")
             return _of_float8(config), "torchao", bool(getattr(config, "emulate", False))
+        if kind.__name__ == "MXFP8Linear" and kind.__module__.startswith("torchao."):
+            return _of_mxfp8(module)
         if kind.__name__ in _OF_TRANSFORMER_ENGINE and kind.__module__.startswith("transformer_engine."):
             return _of_transformer_engine(module), "transformer_engine", False
     for weight in weights:
@@ -177,14 +179,18 @@ def _of_wrapper(weight: torch.Tensor) -> tuple[Products, str, bool] | None:
             config = getattr(weight, "config", None)
             return _of_float8(getattr(config, "_float8_linear_config", None)), "torchao", False
         if kind.__name__ == "MXFP8TrainingWeightWrapperTensor":
-            config = getattr(weight, "config", None)
-            rule = _MX_RULES.get(_value(config, "scale_calculation_mode"), RCEIL)
-            element = Quantization(_E4M3, (1, 32), POWER_OF_TWO, rule)
-            products = uniform(element, element, element)
-            if getattr(config, "wgrad_with_hp", False):
-                products = Products(products.fprop, products.dgrad)
-            return products, "torchao", _value(config, "kernel_preference") == "emulated"
+            return _of_mxfp8(getattr(weight, "config", None))
     return None
+
+
+def _of_mxfp8(holder: Any) -> tuple[Products, str, bool]:
+    """Return the products that a configuration of MXFP8, or a layer with its settings, asks for."""
+    rule = _MX_RULES.get(_value(holder, "scale_calculation_mode"), RCEIL)
+    element = Quantization(_E4M3, (1, 32), POWER_OF_TWO, rule)
+    products = uniform(element, element, element)
+    if getattr(holder, "wgrad_with_hp", False):
+        products = Products(products.fprop, products.dgrad)
+    return products, "torchao", _value(holder, "kernel_preference") == "emulated"
 
 
 def _of_transformer_engine(module: torch.nn.Module) -> Products:

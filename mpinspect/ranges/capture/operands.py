@@ -1,0 +1,120 @@
+"""Measures what recipes of FP8 and FP4 lose of the operands of Linear layers' products: the input, the weight, the gradient."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from mpinspect.counting.blocks import quantization_loss
+from mpinspect.numeric.blocks import QuantizationLoss
+from mpinspect.numeric.recipes import GRADIENT, INPUT, OPERANDS, PRODUCTS, WEIGHT, Quantization, TrainingRecipe
+from mpinspect.ranges.capture.observations import Backward, Call, Observer, OutputGradient
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.session import OperandRecord
+from mpinspect.runtime.distributed import local_part
+
+#: The products that sum over a tensor's rows, and quantise its transpose.
+_TRANSPOSED = {("dgrad", WEIGHT), ("wgrad", GRADIENT), ("wgrad", INPUT)}
+
+
+class OperandLosses:
+    """Adds up what recipes lose of the operands of layers' products.
+
+    Args:
+        recipes: the recipes.
+    """
+
+    def __init__(self, recipes: Sequence[TrainingRecipe]) -> None:
+        self._recipes = tuple(recipes)
+        #: By module, recipe, product and tensor.
+        self.losses: dict[tuple[str, str, str, str], QuantizationLoss] = defaultdict(QuantizationLoss)
+        #: Input and output features by module, in the order of their first calls.
+        self.shapes: dict[str, tuple[int, int]] = {}
+
+    def called(self, path: str, module: torch.nn.Module, x: torch.Tensor, output: torch.Tensor) -> tuple[str, ...]:
+        """Measure a layer's input and weight, and return the products that are computed; () if the output needs no gradient."""
+        weight: torch.Tensor = module.weight  # type: ignore[assignment]
+        if not output.requires_grad:
+            return ()
+        self.shapes[path] = (int(weight.shape[1]), int(weight.shape[0]))
+        # Autograd computes a gradient only where one is needed: none of a first layer's input, nor of a frozen weight.
+        needed = {"fprop": True, "dgrad": x.requires_grad, "wgrad": weight.requires_grad}
+        products = tuple(product for product in PRODUCTS if needed[product])
+        # Autocast casts inside the layer.
+        dtype = output.dtype
+        self._measure(path, INPUT, products, local_part(x.detach()).to(dtype))
+        self._measure(path, WEIGHT, products, local_part(weight.detach()).to(dtype))
+        return products
+
+    def arrived(self, path: str, products: tuple[str, ...], gradient: torch.Tensor) -> None:
+        """Measure the gradient at a layer's output, as an operand of these products."""
+        self._measure(path, GRADIENT, products, gradient.detach())
+
+    @torch.no_grad()
+    def _measure(self, path: str, tensor: str, products: tuple[str, ...], values: torch.Tensor) -> None:
+        matrix = values.reshape(-1, values.shape[-1])
+        found: dict[tuple[Quantization, bool], QuantizationLoss] = {}
+        for recipe in self._recipes:
+            for product in products:
+                quantization = recipe.quantization(product, tensor) if tensor in OPERANDS[product] else None
+                if quantization is None:
+                    continue
+                is_transposed = (product, tensor) in _TRANSPOSED
+                key = (quantization, is_transposed)
+                if key not in found:
+                    found[key] = quantization_loss(matrix.T if is_transposed else matrix, quantization)
+                self.losses[path, recipe.name, product, tensor] += found[key]
+
+
+class RecipeLosses(Observer):
+    """Measures one call of every Linear layer in the first, second, fourth, eighth, ... sampled step. Waits for the GPU there.
+
+    Args:
+        recipes: the recipes.
+        recording: receives the sums of each such step.
+    """
+
+    def __init__(self, recipes: Sequence[TrainingRecipe], recording: Recording) -> None:
+        self._recipes, self._recording = recipes, recording
+        self._sampled_steps = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._losses = OperandLosses(self._recipes)
+        #: The products of the layers that were called in this step.
+        self._products: dict[str, tuple[str, ...]] = {}
+        self._arrived: set[str] = set()
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Activate this observer if the number of sampled steps becomes a power of two."""
+        self._sampled_steps += sampled
+        self.at_work = sampled and self._sampled_steps & (self._sampled_steps - 1) == 0
+        self._begin()
+
+    def called(self, call: Call) -> None:
+        """Measure the input and weight at a layer's first call that needs a gradient, and request that gradient."""
+        path, module = call.layer.path, call.layer.module
+        if not call.layer.counted or not isinstance(module, torch.nn.Linear) or path in self._products:
+            return
+        if call.inputs() and call.outputs:
+            products = self._losses.called(path, module, call.inputs()[0], call.outputs[0])
+            if products:
+                self._products[path] = products
+                call.wants_gradients = True
+
+    def output_gradient(self, gradient: OutputGradient, backward: Backward) -> None:
+        """Measure the first gradient at the output of each layer."""
+        path = gradient.layer.path
+        if gradient.is_input or path not in self._products or path in self._arrived:
+            return
+        self._arrived.add(path)
+        self._losses.arrived(path, self._products[path], gradient.values)
+
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Record the sums, unless the step was dropped."""
+        if self.at_work and sampled and self._losses.losses:
+            losses, shapes = self._losses.losses, self._losses.shapes
+            self._recording.operands(tuple(OperandRecord(*key, shapes[key[0]], loss) for key, loss in losses.items()))
+        self._begin()
