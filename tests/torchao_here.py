@@ -116,3 +116,12 @@ def to_mxfp8(model: nn.Module, names=None) -> nn.Module:
             filter_fn=lambda module, name: isinstance(module, nn.Linear) and (names is None or name in names),
         )
     return model
+
+
+def emulate(model: nn.Module) -> None:
+    """Let MXFP8 layers compute on a CPU."""
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    for module in model.modules():
+        if type(module).__name__ == "MXFP8Linear":
+            module.kernel_preference = KernelPreference.EMULATED

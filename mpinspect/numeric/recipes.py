@@ -140,6 +140,8 @@ def uniform(x: Quantization, weight: Quantization, gradient: Quantization) -> Pr
 
 _E4M3, _E5M2, _E2M1 = FLOAT8_E4M3.name, FLOAT8_E5M2.name, FLOAT4_E2M1.name
 _TENSOR = Quantization(_E4M3, (WHOLE, WHOLE), FLOAT32_SCALE, AMAX)
+#: TransformerEngine's DelayedScaling.
+_DELAYED = replace(_TENSOR, rule=HISTORY)
 _TENSOR_GRADIENT = replace(_TENSOR, element=_E5M2)
 #: torchao rounds 448 / amax down to a power of two, which makes the divisor the least that clips nothing.
 _ROW = Quantization(_E4M3, (1, WHOLE), POWER_OF_TWO, RCEIL)
@@ -162,6 +164,13 @@ RECIPES: dict[str, TrainingRecipe] = {
     recipe.name: recipe
     for recipe in (
         TrainingRecipe("fp8-tensorwise", "FP8 tensorwise", uniform(_TENSOR, _TENSOR, _TENSOR_GRADIENT), 16),
+        TrainingRecipe(
+            "fp8-delayed",
+            "FP8 delayed scaling",
+            uniform(_DELAYED, _DELAYED, replace(_DELAYED, element=_E5M2)),
+            16,
+            ("scales from the maxima of earlier steps",),
+        ),
         TrainingRecipe("fp8-rowwise", "FP8 rowwise", _ROWS, 16),
         TrainingRecipe(
             "fp8-rowwise-with-gw-hp",

@@ -158,7 +158,7 @@ def test_delayed_scaling_has_a_rule_of_its_own():
     (record,) = records(of_engine("DelayedScaling", fp8_format=_Format("HYBRID")))
     assert record.products.dgrad.left.rule == "history"
     assert record.products.dgrad.left.element == "float8_e5m2"
-    assert layers_line(Precision(layers=(record,)), "BF16") == "1 of 1 Linear in FP8 (no known recipe)"
+    assert layers_line(Precision(layers=(record,)), "BF16") == "1 of 1 Linear in FP8 delayed scaling"
 
 
 def test_a_backward_that_is_kept_wide_and_an_engine_that_is_off_are_seen():

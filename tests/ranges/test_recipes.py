@@ -13,8 +13,10 @@ from torch import nn
 
 import mpinspect
 from mpinspect.counting.blocks import quantised
-from mpinspect.numeric.recipes import MXFP4, MXFP8_E4M3, RECIPES, TrainingRecipe, uniform
+from mpinspect.numeric.recipes import MXFP4, MXFP8_E4M3, RECIPES, Products, TrainingRecipe, uniform
 from mpinspect.ranges.analysis.recipe_comparison import ProductRow, RecipeReport
+from mpinspect.ranges.capture.layers import Selection, find_layers
+from mpinspect.ranges.faults.measure.converted import converted_layers
 
 
 class _Net(nn.Module):
@@ -230,25 +232,47 @@ def test_the_code_is_python_and_names_modules_of_the_model() -> None:
         assert {"head"} <= kept <= names
 
 
-@pytest.mark.parametrize("name", ["fp8-tensorwise", "fp8-rowwise", "fp8-rowwise-with-gw-hp"])
-def test_the_code_converts_all_but_the_kept_modules_and_the_model_trains(name: str) -> None:
+class _Attending(_Net):
+    """Has a projection that its module reads without calling it, which torchao would convert in vain."""
+
+    def __init__(self) -> None:
+        super().__init__(classes=10)
+        self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.attention(x, x, x)[0])
+
+
+@pytest.mark.parametrize("name", ["fp8-tensorwise", "fp8-rowwise", "fp8-rowwise-with-gw-hp", "mxfp8", "mxfp8-wgrad-hp"])
+def test_the_code_converts_what_the_report_plans_and_the_model_trains(name: str) -> None:
     torchao_here.torchao()
     torch.manual_seed(0)
-    model = _Net(classes=10)
-    report = mpinspect.compare_recipes(model, _loss, [_batch()], [name])
-    exec("\n".join(report.code(report.recipes[0])), {"model": model})
-    kinds = {path: type(module).__name__ for path, module in model.named_modules()}
-    assert kinds["head"] == "Linear"
-    assert kinds["blocks.0.0"] == kinds["blocks.1.0"] == "Float8Linear"
+    model, x = _Attending(), torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    report = mpinspect.compare_recipes(model, _loss, [x], [name])
+    recipe = report.recipes[0]
+    before = {path: id(parameter) for path, parameter in model.named_parameters()}
+    exec("\n".join(report.code(recipe)), {"model": model})
+    ledger = {
+        module: record.products
+        for record in converted_layers(find_layers(model, Selection(None, None)))
+        for module in record.modules
+    }
+    # The head's 10 classes are no multiple of 16, and the attention's projection was not judged.
+    assert ledger == {**dict.fromkeys(("blocks.0.0", "blocks.1.0"), recipe.products), "head": Products()}
+    assert type(model.attention.out_proj).__name__ == "NonDynamicallyQuantizableLinear"
+    assert {path: id(parameter) for path, parameter in model.named_parameters()} == before
+    if name.startswith("mxfp8"):
+        torchao_here.emulate(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(50):
         optimizer.zero_grad()
-        loss = _loss(model, _batch())
+        loss = _loss(model, x)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+    assert all(parameter.grad is not None for parameter in model.blocks.parameters())
 
 
 def test_bad_input_is_named() -> None:

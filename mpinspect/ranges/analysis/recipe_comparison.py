@@ -133,11 +133,14 @@ class RecipeReport(RendersItself):
         return best if best is not None and len(self.kept_wide(best)) < len(self.modules) else None
 
     def code(self, recipe: TrainingRecipe) -> tuple[str, ...]:
-        """Return lines of Python that convert ``model`` by torchao, without the modules to keep wide; () if torchao can't."""
+        """Return lines of Python that convert ``model`` by torchao, without the modules to keep wide; () if torchao can't.
+
+        Linear layers that were not judged are kept wide, too.
+        """
         converter = _CONVERTERS.get(recipe.name)
         if converter is None:
             return ()
-        names = self.kept_wide(recipe)
+        names = (*self.kept_wide(recipe), *self.not_called)
         keep = [f"KEEP = {{{', '.join(map(repr, names))}}}"]
         if len(keep[0]) > _WIDTH:
             keep = ["KEEP = {", *(f"    {name!r}," for name in names), "}"]
@@ -162,16 +165,17 @@ def _float8(name: str) -> tuple[str, ...]:
     )
 
 
-def _mxfp8(name: str) -> tuple[str, ...]:
+def _mxfp8(option: str = "") -> tuple[str, ...]:
+    # torchao's own converter (quantize_ with MXFP8TrainingOpConfig) leaves out biases, and replaces the parameters.
     return (
-        "import torch",
-        "from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe",
-        "from torchao.quantization import quantize_",
-        "quantize_(",
-        "    model,",
-        f"    MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.{name}),",
-        "    filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and name not in KEEP,",
-        ")",
+        "from torchao.float8.float8_linear_utils import swap_linear_layers",
+        "from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear",
+        "def to_mxfp8(layer):",
+        "    sizes = layer.in_features, layer.out_features, layer.bias is not None",
+        f'    made = MXFP8Linear(*sizes, device="meta"{option})',
+        "    made.weight, made.bias = layer.weight, layer.bias",
+        "    return made",
+        "swap_linear_layers(model, to_mxfp8, module_filter_fn=lambda module, name: name not in KEEP)",
     )
 
 
@@ -180,8 +184,8 @@ _CONVERTERS = {
     "fp8-tensorwise": _float8("tensorwise"),
     "fp8-rowwise": _float8("rowwise"),
     "fp8-rowwise-with-gw-hp": _float8("rowwise_with_gw_hp"),
-    "mxfp8": _mxfp8("MXFP8_RCEIL"),
-    "mxfp8-wgrad-hp": _mxfp8("MXFP8_RCEIL_WGRAD_WITH_HP"),
+    "mxfp8": _mxfp8(),
+    "mxfp8-wgrad-hp": _mxfp8(", wgrad_with_hp=True"),
 }
 
 

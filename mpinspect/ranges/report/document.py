@@ -131,7 +131,7 @@ def document(
             *section(_scale_title(report), *_loss_scale(report), is_detail=is_healthy),
             *_layers(report, everything),
             *section("Other formats", *lines(_formats(report)), is_detail=is_healthy),
-            *section("Recipes of FP8 and FP4", *in_run(recipe_report(session))),
+            *section("Recipes of FP8 and FP4", *in_run(recipe_report(session), session)),
             *section(
                 "Coverage",
                 Line(_totals(report)),

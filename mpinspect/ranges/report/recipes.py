@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.recipes import TrainingRecipe
+from mpinspect.numeric.recipes import HISTORY, TrainingRecipe
 from mpinspect.ranges.analysis.products import modules_named, pattern_of
 from mpinspect.ranges.analysis.recipe_comparison import OperandLoss, ProductRow, RecipeCell, RecipeReport
+from mpinspect.ranges.analysis.stale_scales import HISTORIES, StaleScale, stale_scales, unserved_at_scale_one
+from mpinspect.ranges.session import Session
 from mpinspect.reporting.document import (
     Block,
     Cell,
@@ -56,8 +58,8 @@ def document(report: RecipeReport) -> Document:
     )
 
 
-def in_run(report: RecipeReport | None) -> Iterator[Block]:
-    """Yield the blocks of a section in a run's report; none without a report."""
+def in_run(report: RecipeReport | None, session: Session) -> Iterator[Block]:
+    """Yield the blocks of a section in the report of a run; none without a report of its recipes."""
     if report is None:
         return
     layers, steps = number_of(len(report.modules), "Linear layer"), number_of(report.batches, "step")
@@ -66,6 +68,44 @@ def in_run(report: RecipeReport | None) -> Iterator[Block]:
     yield from _change(report)
     yield _table(report)
     yield Items(tuple(map(Item, _notes(report))))
+    if any(_is_delayed(recipe) for recipe in report.recipes):
+        yield Items(tuple(map(Item, _on_stale_scales(session))))
+
+
+def _is_delayed(recipe: TrainingRecipe) -> bool:
+    return any(each and each.rule == HISTORY for _, of in recipe.products.each() for each in (of.left, of.right))
+
+
+def _on_stale_scales(session: Session) -> Iterator[str]:
+    """Yield what delayed scaling would have clipped of the gradients at the layers' outputs, and what an empty history loses."""
+    histories: dict[str, list[str]] = {}
+    for history in HISTORIES:
+        histories.setdefault(_clipping(stale_scales(session, history)), []).append(f"{history:,}")
+    for clipping, lengths in histories.items():
+        of = " or ".join(filter(None, (", ".join(lengths[:-1]), lengths[-1])))
+        yield f"With scales from the maximum of {of} earlier steps, {clipping}"
+    lost = unserved_at_scale_one(session)
+    if lost:
+        yield (
+            "With an empty history, as after a resume without the scales' state, the scale is 1: E5M2 then clips gradients or "
+            f"flushes over 1% of their L1 mass in {modules_named(lost)}."
+        )
+
+
+def _clipping(found: Sequence[StaleScale]) -> str:
+    clipped = [each for each in found if each.clipped]
+    possible = sum(each.possible > 0 for each in found if not each.clipped)
+    unsure = ""
+    if possible:
+        unsure = f" Those of {number_of(possible, 'other layer')} may have been: not every step before was sampled."
+    if not clipped:
+        return f"no gradient of {number_of(len(found), 'layer')} was certainly clipped.{unsure}"
+    worst = max(clipped, key=lambda each: each.factor)
+    return (
+        f"gradients of {modules_named(each.module for each in clipped)} would have been clipped: at worst those of "
+        f"{worst.module!r}, by values {worst.factor:.2g}x too large, {percent(worst.share[0])} to {percent(worst.share[1])} of "
+        f"its elements ({worst.clipped} of {number_of(worst.judged, 'sample')}).{unsure}"
+    )
 
 
 def _judgements(report: RecipeReport) -> Items:
