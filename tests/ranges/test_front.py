@@ -41,6 +41,15 @@ def test_the_bar_names_the_script_its_state_its_steps_and_its_versions():
     for expected in ("train.py --lr 1", "In trouble", "01 Jan 2026, 00:00", "10 steps", "mpinspect 0.1.0", "runs/a"):
         assert expected in words
     assert "/home/a" not in words
+    long = broken()
+    long = replace(
+        long,
+        info=replace(long.info, devices="cuda (H100)"),
+        progress=replace(long.progress, elapsed_s=725.2, ended=True),
+    )
+    words = part(render(of_run(long), ".html"), "header", "bar")
+    assert "12 min 5 s" in words
+    assert "cuda (H100)" in words
     healthy = replace(broken(nan_from=99), events=())
     assert "Healthy" in part(render(of_run(healthy), ".html"), "header", "bar")
 
