@@ -284,12 +284,18 @@ def test_a_layer_has_a_view_of_its_own(browser: Any, tmp_path: Path) -> None:  #
     assert page.text_content(".detail h3") == "blocks.1.fc1"
     # A bar for each power of two that was counted, and a line over the run.
     (window,) = (each for key, each in both.windows[2].tensors.items() if key.name == "blocks.1.fc1")
-    bars = page.locator(".detail rect[class^=bar-]")
+    bars = page.locator(".detail svg").first.locator("rect[class^=bar-]")
     assert bars.count() == sum(count > 0 for count in window.histogram.counts)
     assert page.locator(".detail .curve.largest").count() == 1
     assert page.locator(".detail text.bad").count() == 5
-    # The module's other tensors are one click away.
-    page.click(".detail li button:has-text('activation')")
+    # The module's tensors lie on one axis, and the others are one click away.
+    assert page.locator(".detail .tensor").all_text_contents() == [
+        "the output0% flushed",
+        "gradient of the output0% flushed",
+    ]
+    small = page.locator(".detail .tensor + svg")
+    assert [each.locator("rect[class^=bar-]").count() > 0 for each in small.all()] == [True, True]
+    page.click(".detail .tensor button:has-text('the output')")
     assert page.input_value(".explorer label:has-text('Tensors') select") == "activation"
     again = opened(browser, path, page.evaluate("location.hash"), viewport=SCREEN)
     assert again.text_content(".detail h3") == "blocks.1.fc1"
