@@ -69,15 +69,18 @@ class Mapped(NamedTuple):
     notes: ModuleNotes = NO_NOTES
 
 
-def picture(*models: Mapped) -> Widget | None:
-    """Return the map for a page's front, which opens with the model that broke; None if no tensor was counted."""
+def picture(*models: Mapped, of: str = "Model") -> Widget | None:
+    """Return the map for a page's front, which opens with the model that broke; None if no tensor was counted.
+
+    ``of`` names what is chosen if there are several.
+    """
     found = next(widget(*models), None)
     if found is None:
         return None
     shown = [model for model in models if _shown(model.report)]
     broke = [place for place, model in enumerate(shown) if what_broke(model.report) is not None]
     worst = max(range(len(shown)), key=lambda place: (place in broke, _gravity(shown[place].report), -place))
-    return replace(found, title="", first=worst)
+    return replace(found, title="", first=worst, of=of)
 
 
 def _gravity(report: RangeReport) -> int:
