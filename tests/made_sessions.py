@@ -151,11 +151,11 @@ def full_session() -> s.Session:
     key = s.TensorKey("encoder.Schicht_äß.重み", kinds.WEIGHT_GRADIENT)
     info = s.RunInfo(
         *("GröβeNet", "2024-05-06T07:08:09", (kinds.WEIGHT_GRADIENT, kinds.UPDATE), 10, False, {"torch": "2.13"}, 0.02),
-        *(3, 8, ("encoder.*",), ("größe",)),
+        *(3, 8, ("encoder.*",), ("größe",), "cuda (Karte)"),
     )
     progress = s.Progress(
         *(91, 9, 2, 180, True, False, "the callable raised", (s.ScaleChange(0, 65536.0), s.ScaleChange(7, None))),
-        *(45, 90, 0.125, 7.5, False, ("layer.9",), 4),
+        *(45, 90, 0.125, 7.5, False, ("layer.9",), 4, 61.5),
     )
     return s.Session(
         info,

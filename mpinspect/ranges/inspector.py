@@ -33,6 +33,7 @@ from mpinspect.ranges.session import Event, RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
+from mpinspect.runtime.device import devices_named
 from mpinspect.runtime.distributed import rank_and_world
 from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.guard import unseen
@@ -157,6 +158,7 @@ class Inspector:
         info = RunInfo(
             *(class_of(model).__name__, now(), kinds, self._schedule.every, watch, _versions(), max_overhead),
             *(*rank_and_world(), selection.include or (), selection.exclude),
+            devices_named(watched.parameter.device for watched in parameters),
         )
         # The ranks of a job sample the same steps.
         self._is_limited = has_limit and info.world_size == 1

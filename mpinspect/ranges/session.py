@@ -472,7 +472,8 @@ class RunInfo:
     """The settings and versions of a run, fixed from its start.
 
     ``rank`` of ``world_size`` processes wrote it; a single process is rank 0 of 1. ``include`` and ``exclude`` are the user's
-    patterns of names to watch; empty by default.
+    patterns of names to watch; empty by default. ``devices`` names the devices of the parameters; "" if unknown (arrays, older
+    files).
     """
 
     model: str = ""
@@ -486,6 +487,7 @@ class RunInfo:
     world_size: Count = 1
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    devices: str = ""
 
 
 @dataclass(frozen=True)
@@ -497,7 +499,8 @@ class Progress:
     ``watched_steps`` is the number of steps that the watch checked (None: all steps); over ``measured_steps`` steps the
     inspector took ``own_s`` seconds and the training itself ``bare_s`` seconds. ``compiled`` are the paths of the modules that
     torch.compile compiled, where no hook ran ("": the whole model). With ``eager_samples``, ``eager_steps`` is the number of
-    sampled steps that ran compiled code eagerly (None: not requested).
+    sampled steps that ran compiled code eagerly (None: not requested). ``elapsed_s`` is the time from the start of the record to
+    the end of the last step, in seconds; 0 if unknown.
     """
 
     steps: Count = 0
@@ -515,6 +518,7 @@ class Progress:
     weights_moved: bool | None = None
     compiled: tuple[str, ...] = ()
     eager_steps: Count | None = None
+    elapsed_s: Seconds = 0.0
 
     def scale_at(self, step: int) -> float | None:
         """Return the loss scale recorded for a step; None if it is unknown or not yet recorded."""

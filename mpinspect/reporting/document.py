@@ -109,12 +109,13 @@ class Strip:
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table. ``notes`` are shown below the text; ``strip`` replaces the text."""
+    """One cell of a table. ``notes`` are shown below the text; ``strip`` replaces the text, ``bar`` (0..1) is drawn before it."""
 
     text: str = ""
     tone: Tone = ""
     notes: tuple[str, ...] = ()
     strip: Strip | None = None
+    bar: float | None = None
 
 
 @dataclass(frozen=True)
@@ -192,11 +193,18 @@ class Section:
 
 @dataclass(frozen=True)
 class Part:
-    """A document inside another. ``title``: its title there; ``is_detail``: whether a terminal leaves the part out."""
+    """A document inside another.
+
+    Args:
+        title: its title there.
+        is_detail: whether a terminal leaves the part out.
+        is_on_front: whether a page with a front leaves the part out, since a tab of the front shows it.
+    """
 
     title: str
     document: Document
     is_detail: bool = False
+    is_on_front: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,6 +228,7 @@ class Widget:
         without: text shown instead if scripts do not run.
         together: whether the widget opens with all of several things, not with one.
         first: index of the thing with which it opens.
+        of: a word for its things.
     """
 
     title: str
@@ -229,6 +238,7 @@ class Widget:
     without: str
     together: bool = False
     first: int = 0
+    of: str = "Model"
 
 
 Block = Line | Code | Items | Findings | Tables | Section | Parts | Widget
@@ -248,6 +258,20 @@ class Listed(NamedTuple):
     link: str = ""
 
 
+class Tab(NamedTuple):
+    """A document that a page's front shows in place of the picture when a reader chooses it.
+
+    Args:
+        title: a word.
+        document: the contents.
+        to_do: number of findings that ask for a change.
+    """
+
+    title: str
+    document: Document
+    to_do: int = 0
+
+
 @dataclass(frozen=True)
 class Front:
     """The first screen of a page in a browser: a bar, the picture, and beside it the verdict, the change and the findings.
@@ -261,7 +285,8 @@ class Front:
         findings: all findings, which lead to their rows in the picture.
         notes: sentences below the findings.
         picture: an interactive picture; None without one.
-        without: a sentence in place of the picture.
+        without: a sentence in place of the picture, if there are no tabs either.
+        tabs: documents that are shown in place of the picture, the first of them if there is none.
     """
 
     name: str
@@ -273,6 +298,7 @@ class Front:
     notes: tuple[str, ...] = ()
     picture: Widget | None = None
     without: str = ""
+    tabs: tuple[Tab, ...] = ()
 
 
 class Term(NamedTuple):
@@ -382,13 +408,14 @@ def static(document: Document) -> Document:
 
 
 def without_front_sections(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    """Return the blocks without the sections that a front says, including those of documents inside them."""
+    """Return the blocks without the sections and parts that a front shows, including those of documents inside them."""
     return tuple(
         replace(
             block,
             parts=tuple(
                 replace(part, document=replace(part.document, blocks=without_front_sections(part.document.blocks)))
                 for part in block.parts
+                if not part.is_on_front
             ),
         )
         if isinstance(block, Parts)

@@ -84,6 +84,9 @@ white-space:normal;overflow-wrap:normal}
 .mpinspect .strip i{width:4px;height:100%;background:var(--fill);opacity:0}
 .mpinspect .strip .s1{opacity:.16}.mpinspect .strip .s2{opacity:.34}.mpinspect .strip .s3{opacity:.62}
 .mpinspect .strip .s4{opacity:1}
+.mpinspect .amount{display:inline-block;width:min(36em,40vw);margin-right:.7em}
+.mpinspect .amount i{display:block;height:.8em;min-width:1px;background:var(--fill)}
+.mpinspect .error .amount i{background:var(--error)}.mpinspect .warning .amount i{background:var(--warning)}
 .mpinspect .part{border-top:1px solid var(--line);margin-top:2em}.mpinspect .part>h2{color:var(--soft);font-weight:400}
 @media (max-width:760px){.mpinspect .p3,.mpinspect .p4{display:none}.mpinspect th,.mpinspect td{padding:.28em .45em}}
 @media (max-width:480px){.mpinspect .p1,.mpinspect .p2{display:none}
@@ -180,7 +183,7 @@ def _article(document: Document) -> str:
         body = explained("\n".join(_document(document, 1)), document.terms)
         return f'<article class="mpinspect">\n{body}\n</article>'
     below = [text for block in without_front_sections(document.below) for text in _block(block, 1)]
-    parts = [*front(document, document.front, escape, _block), '<div class="below">', *below, "</div>"]
+    parts = [*front(document, document.front, escape, _block, _document), '<div class="below">', *below, "</div>"]
     return f'<article class="mpinspect front">\n{explained(chr(10).join(parts), document.terms)}\n</article>'
 
 
@@ -222,6 +225,7 @@ def _block(block: Block, level: int) -> Iterator[str]:
         packed = " ".join(make() for _, make in block.data)
         names = html.escape(json.dumps([name for name, _ in block.data]))
         more = f"{' data-together' if block.together else ''}{f' data-first={block.first}' if block.first else ''}"
+        more += f' data-of="{html.escape(block.of)}"' if len(block.data) > 1 else ""
         place = "" if block.title else ' class="picture"'
         yield f'<div{place} data-widget="{packed}" data-names="{names}"{more}>{_tagged("p", block.without, "dim")}</div>'
     else:
@@ -309,6 +313,8 @@ def _classes(column: Column, is_long: bool) -> str:
 
 def _cell(cell: Cell, classes: str) -> str:
     inside = _strip(cell.strip) if cell.strip is not None else escape(cell.text)
+    if cell.bar is not None:
+        inside = f'<span class="amount"><i style="width:{100 * cell.bar:.1f}%"></i></span>{inside}'
     notes = "".join(f"<small>{escape(note)}</small>" for note in cell.notes)
     names = " ".join(filter(None, (classes, cell.tone)))
     return f'<td class="{names}">{inside}{notes}</td>' if names else f"<td>{inside}{notes}</td>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Iterator
 
-from mpinspect.reporting.document import Block, Document, Front, Listed
+from mpinspect.reporting.document import Block, Document, Front, Listed, Tab
 from mpinspect.reporting.finding import inferred
 from mpinspect.reporting.words import number_of
 
@@ -28,12 +28,22 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .panel .finding summary{cursor:pointer}.mpinspect .panel .finding .place{color:var(--soft);margin-left:.5em}
 .mpinspect .panel .finding .id{margin-left:.4em}
 .mpinspect a{color:var(--info)}
-.mpinspect .screen:not(:has(.explorer)){display:block}
+.mpinspect .screen:not(:has(.explorer,.tab)){display:block}
 .mpinspect.front>.terms{padding:0 clamp(.8em,3vw,2.5em) 1em}
 .mpinspect .below{padding:1.2em clamp(.8em,3vw,2.5em) 0}
 .mpinspect .below>:first-child{margin-top:0}
-@media (min-width:1001px){.mpinspect .screen:has(.explorer){height:calc(100vh - 42px);min-height:34em}
-.mpinspect .screen:has(.explorer)>*{min-height:0;height:100%;box-sizing:border-box}}
+.mpinspect .tabs{display:flex;gap:.3em}.mpinspect .tabs input{position:absolute;opacity:0;margin:0;width:0}
+.mpinspect .tabs label{border:1px solid var(--line);border-radius:3px;padding:0 .6em;cursor:pointer;background:var(--ground)}
+.mpinspect .tabs input:checked+label{background:var(--ink);border-color:var(--ink);color:var(--ground)}
+.mpinspect .tabs input:focus-visible+label{outline:2px solid var(--info);outline-offset:1px}
+.mpinspect .tab{grid-column:1;grid-row:1;padding:.7em 1em 1em;min-width:0;overflow:auto}
+.mpinspect .tab>:first-child{margin-top:0}
+@media screen{.mpinspect:has(.tabs [value=ranges]:not(:checked)) .picture{display:none!important}
+.mpinspect:has(.tabs [value=kernels]:not(:checked)) .tab.kernels,
+.mpinspect:has(.tabs [value=shapes]:not(:checked)) .tab.shapes{display:none}}
+@supports not selector(:has(a)){.mpinspect .tab{grid-row:auto}}
+@media (min-width:1001px){.mpinspect .screen:has(.explorer,.tab){height:calc(100vh - 42px);min-height:34em}
+.mpinspect .screen:has(.explorer,.tab)>*{min-height:0;height:100%;box-sizing:border-box}}
 @media (max-width:1000px){.mpinspect .screen{display:block}.mpinspect .panel{border-left:0}
 .mpinspect .picture{padding:.4em 1em 0}}
 @media print{.mpinspect .screen{display:block;height:auto!important}.mpinspect .panel{border:0;overflow:visible}
@@ -43,11 +53,15 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 
 #: Renders a block at a level of headings.
 Render = Callable[[Block, int], Iterator[str]]
+#: Renders a document at a level of headings.
+RenderDocument = Callable[[Document, int], Iterator[str]]
 #: Turns text into HTML.
 Escape = Callable[[str], str]
 
 
-def front(document: Document, shown: Front, escape: Escape, render: Render) -> Iterator[str]:
+def front(
+    document: Document, shown: Front, escape: Escape, render: Render, render_document: RenderDocument
+) -> Iterator[str]:
     """Yield the parts of the front of a page.
 
     Args:
@@ -55,10 +69,12 @@ def front(document: Document, shown: Front, escape: Escape, render: Render) -> I
         shown: its front.
         escape: turns text into HTML.
         render: renders a block.
+        render_document: renders the document of a tab.
     """
     yield '<header class="bar">'
     yield f'<h1 title="{html.escape(document.title)}">{escape(shown.name)}</h1>'
     yield f'<span class="state {shown.tone}">{escape(shown.state)}</span>'
+    yield from _switch(shown, escape)
     yield from (f'<span class="fact">{escape(fact)}</span>' for fact in shown.facts)
     yield "</header>"
     yield '<div class="screen">'
@@ -77,9 +93,32 @@ def front(document: Document, shown: Front, escape: Escape, render: Render) -> I
     yield "</section>"
     if shown.picture is not None:
         yield from render(shown.picture, 1)
-    else:
+    for tab in shown.tabs:
+        name = tab.title.lower()
+        yield f'<section class="tab {name}" tabindex="0" aria-label="{html.escape(tab.title)}">'
+        yield from render_document(tab.document, 1)
+        yield "</section>"
+    if shown.picture is None and not shown.tabs:
         yield f'<p class="picture strong">{escape(shown.without)}</p>'
     yield "</div>"
+
+
+def _switch(shown: Front, escape: Escape) -> Iterator[str]:
+    """Yield the switch between the picture and the tabs, which needs no script; nothing if there is only one of them."""
+    titles = [*(("Ranges",) if shown.picture is not None else ()), *map(_titled, shown.tabs)]
+    if len(titles) < 2:
+        return
+    yield '<span class="tabs" role="radiogroup" aria-label="What is shown">'
+    for place, title in enumerate(titles):
+        name = title.split(" ")[0].lower()
+        checked = "" if place else " checked"
+        yield f'<input type="radio" name="tab" id="tab-{name}" value="{name}"{checked}>'
+        yield f'<label for="tab-{name}">{escape(title)}</label>'
+    yield "</span>"
+
+
+def _titled(tab: Tab) -> str:
+    return f"{tab.title} ({tab.to_do} to do)" if tab.to_do else tab.title
 
 
 def _listed(listed: Listed, escape: Escape) -> Iterator[str]:

@@ -60,7 +60,9 @@ def _front_once(front: Front, said: tuple[str, ...]) -> Front:
         else each
         for each in front.findings
     )
-    return replace(front, findings=listed)
+    return replace(
+        front, findings=listed, tabs=tuple(tab._replace(document=said_once(tab.document)) for tab in front.tabs)
+    )
 
 
 def _all_once(blocks: Iterable[Block], said: tuple[str, ...]) -> tuple[Block, ...]:

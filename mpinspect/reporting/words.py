@@ -107,6 +107,14 @@ def duration(us: float) -> str:
     return f"{_three(us)} us"
 
 
+def time_taken(seconds: float) -> str:
+    """Return a time in the two largest units: "41.3 s", "12 min 5 s", "3 h 7 min"."""
+    if seconds < 60:
+        return duration(1e6 * seconds)
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60:,} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+
+
 def _three(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 

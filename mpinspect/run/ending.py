@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _FRAMEWORKS = ("tensorflow", "jax", "paddle", "mxnet")
 #: Most seconds that a report may delay ``os._exit``: the report waits for the GPU, which may no longer respond.
 _EXIT_DELAY_S = 20.0
+#: Most seconds spent reading each rank's models for the job's page.
+_RANKS_WITHIN_S = 5.0
 #: File by which a failing rank claims the joint report; seconds reserved for the first rank; seconds between checks.
 _CLAIM, _FIRST_S, _LOOK_S = ".reported", 1.0, 0.05
 #: Matches the session notes that the run's report repeats: a pattern given by the user had no effect.
@@ -199,8 +201,13 @@ class Ending:
                 streams.write(sys.__stderr__, f"\n{report}\n")
         else:
             if self.speaks and report.holds_more_than_its_verdict:
-                page, whole = self._shown(self.directory / PAGE), self._shown(self._whole)
+                page, whole = self._shown(self._page), self._shown(self._whole)
                 say(f"the whole report: {page} (mpinspect report {shlex.quote(str(whole))} prints it)")
+
+    @property
+    def _page(self) -> Path:
+        """The page of the whole job if this process reports for all ranks, else that of this process."""
+        return (self._whole if self.speaks else self.directory) / PAGE
 
     @property
     def _is_rank(self) -> bool:
@@ -270,7 +277,13 @@ class Ending:
                 _save_again(model)
             for name in REPORTS:
                 report.save(self.directory / name)
-            self._hand_over(self.directory / PAGE)
+            if self._page.parent != self.directory:
+                from mpinspect.run.each_rank import with_each_rank
+
+                # The ranks' own maps make the page several times as large, so only the job's page has them.
+                ranks = with_each_rank(self._whole, report.parts, within_s=_RANKS_WITHIN_S)
+                replace(report, ranks=ranks).save(self._page)
+            self._hand_over(self._page)
         finally:
             self._write_last_record(
                 models=[{"name": model.name, "log_dir": model.log_dir} for model in models], saw=list(report.saw)

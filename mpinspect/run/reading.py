@@ -14,6 +14,7 @@ from mpinspect.ranges.analysis.ranks import ranks_named
 from mpinspect.ranges.session import Session
 from mpinspect.ranges.store import FILE_NAME, SessionError, read_session
 from mpinspect.run.directory import in_order, process_name
+from mpinspect.run.each_rank import with_each_rank
 from mpinspect.run.ranks import ModelsOfRanks
 from mpinspect.run.record import FILE_NAME as RECORD
 from mpinspect.run.record import REPORTS, TRACE, ProcessRecord, read_record
@@ -72,6 +73,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
                     models.unreadable(name)
                     unreadable.append(f"{name}: {found}" if name else str(found))
     parts = tuple(ModelPart(name, analyse(session, format)) for name, session in models.models())
+    ranks = () if each_rank else with_each_rank(folder, parts, format)
     # Rank 0's own report repeats the notes on the other ranks: list each once.
     notes = [*models.notes, *_said({each: of for each, of in saw.items() if each not in models.notes}, len(processes))]
     return RunReport(
@@ -87,6 +89,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
         broke_elsewhere="" if parts and not each_rank else models.ended_early,
         by_error=first.by_error,
         unreadable=tuple(unreadable),
+        ranks=ranks,
     )
 
 

@@ -8,6 +8,7 @@ copies wait.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -88,6 +89,19 @@ def stream_key(device: torch.device) -> object:
         return torch._C._cuda_getCurrentRawStream(device.index)
     stream = current_stream(device)
     return None if stream is None else stream.stream_id
+
+
+def devices_named(devices: Iterable[torch.device]) -> str:
+    """Return the devices in words, each once: "cpu", "cuda (NVIDIA H100 80GB HBM3)". Does not synchronise."""
+    return ", ".join(dict.fromkeys(map(_named, dict.fromkeys(devices))))
+
+
+def _named(device: torch.device) -> str:
+    try:
+        return f"{device.type} ({getattr(torch, device.type).get_device_name(device)})"
+    # The CPU has no such function; a backend's may fail, and a name is worth no error.
+    except Exception:
+        return device.type
 
 
 def memory_of(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from mpinspect.kernels.analysis.products import dtype_name, products_of
 from mpinspect.kernels.analysis.rates import SIMILAR, SiblingRates
 from mpinspect.kernels.analysis.rows import PRODUCTS, VERDICTS
 from mpinspect.kernels.records import TraceOp
-from mpinspect.reporting.words import duration
+from mpinspect.reporting.words import duration, time_taken
 from mpinspect.runtime import gpus
 
 #: 2 x 4096^3 operations take 139 us at an H100's BF16 peak of 989.4 TFLOP/s.
@@ -552,6 +552,21 @@ def test_the_verdicts_of_products_are_listed_first():
 )
 def test_durations_have_three_digits(us, words):
     assert duration(us) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.25, "250 ms"),
+        (41.27, "41.3 s"),
+        (60, "1 min 0 s"),
+        (725.6, "12 min 6 s"),
+        (3599.6, "1 h 0 min"),
+        (9e4, "25 h 0 min"),
+    ],
+)
+def test_the_time_of_a_run_has_its_two_largest_units(seconds, words):
+    assert time_taken(seconds) == words
 
 
 @pytest.mark.parametrize(

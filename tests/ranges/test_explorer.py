@@ -252,6 +252,9 @@ def test_a_page_holds_the_runs_history() -> None:
     assert lost["measured"]
     assert lost["tensors"] == {"decoder.3.attn.weight": [[995, 1000]] * 4}
     assert not given["lost"]["float16"]["measured"]
+    counted = [key.name for key in session.totals() if key.kind == "update"]
+    assert [each["name"] for each in given["updates"]] == counted
+    assert counted
 
 
 def test_a_window_that_is_none_is_not_shaded() -> None:

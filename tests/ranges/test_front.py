@@ -10,17 +10,22 @@ from typing import Any
 
 import pytest
 import sessions
+import shape_records
 from agreeing_reports import analyse
 from test_explorer import SESSIONS, axe, browser, in_node, opened  # noqa: F401
 from test_opening import broken
 
+from mpinspect.kernels.profile import read_trace
 from mpinspect.ranges import analyse as analysing
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.session import TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
 from mpinspect.reporting.forms import document, render
-from mpinspect.run.report import ModelPart, RunReport
+from mpinspect.run.report import ModelPart, RunReport, by_module
+from mpinspect.run.report.module_notes import _cells, _to_do
+from mpinspect.runtime import gpus
+from mpinspect.shapes.analysis import analyse_shapes
 
 SCREEN = {"width": 1440, "height": 900}
 
@@ -41,6 +46,15 @@ def test_the_bar_names_the_script_its_state_its_steps_and_its_versions():
     for expected in ("train.py --lr 1", "In trouble", "01 Jan 2026, 00:00", "10 steps", "mpinspect 0.1.0", "runs/a"):
         assert expected in words
     assert "/home/a" not in words
+    long = broken()
+    long = replace(
+        long,
+        info=replace(long.info, devices="cuda (H100)"),
+        progress=replace(long.progress, elapsed_s=725.2, ended=True),
+    )
+    words = part(render(of_run(long), ".html"), "header", "bar")
+    assert "12 min 5 s" in words
+    assert "cuda (H100)" in words
     healthy = replace(broken(nan_from=99), events=())
     assert "Healthy" in part(render(of_run(healthy), ".html"), "header", "bar")
 
@@ -102,6 +116,59 @@ def test_powers_of_two_are_superscripts_but_not_in_code():
     assert re.search("2[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]", shown)
     assert "<pre>x = 2^-3</pre>" in html.render(Document("t", (Code("x = 2^-3"), Line("2^-3 and 2^10.5"))))
     assert "<p>2⁻³ and 2¹⁰·⁵</p>" in html.render(Document("t", (Code("x = 2^-3"), Line("2^-3 and 2^10.5"))))
+
+
+def with_speed(*parts: ModelPart) -> RunReport:
+    """A run with a profiled step whose GPU was mostly idle, and shapes of which one is to be padded."""
+    products = shape_records.linear(64, 1023, 4096, name="hidden")
+    shapes = analyse_shapes(shape_records.recording(*products), gpus.named("hopper"), model="Net")
+    kernels = read_trace(Path(__file__).parents[1] / "data" / "traces" / "h100_bert_small.json.gz")
+    return RunReport("train.py", "ended", parts, shapes=shapes, kernels=kernels)
+
+
+def test_kernels_and_shapes_are_tabs_with_the_number_of_their_findings():
+    page = render(with_speed(ModelPart("Net", analyse(broken()))), ".html")
+    switch = re.findall(r'value="(\w+)"( checked)?>\s*<label for="tab-\w+">([^<]*)</label>', page)
+    assert switch == [
+        ("ranges", " checked", "Ranges"),
+        ("kernels", "", "Kernels (2 to do)"),
+        ("shapes", "", "Shapes (1 to do)"),
+    ]
+    # Each is in its tab, and not again below.
+    for words in ("Time lost, the most first", "Products, worst first"):
+        assert page.count(words) == 1
+        assert page.index(words) < page.index('class="below"')
+    assert 'class="tabs"' not in render(of_run(broken()), ".html")
+
+
+def test_the_time_lost_is_in_order_an_idle_gpu_first():
+    report = with_speed()
+    (rows,) = re.findall(r"Time lost, the most first</h\d>.*?<tbody>(.*?)</tbody>", render(report, ".html"), re.DOTALL)
+    assert re.findall(r"<td[^>]*>([\w-]+)</td></tr>", rows) == ["gpu-idle", "used-but-degraded"]
+    idle = next(finding for finding in report.kernels.findings if finding.id == "gpu-idle").evidence["fraction"]
+    assert re.findall(r"width:([\d.]+)%", rows)[0] == f"{100 * idle:.1f}"
+
+
+def test_a_run_without_a_model_opens_with_its_kernels_and_the_costliest_finding():
+    page = render(with_speed(), ".html")
+    assert "Time is lost" in part(page, "header", "bar")
+    assert "The GPU was idle 92%" in part(page, "section", "panel")
+    assert 'value="kernels" checked' in page
+    assert "No model was inspected" not in page
+    assert "No loss of speed found" in render(RunReport("a.py", "ended", shapes=suited()), ".html")
+
+
+def suited() -> Any:
+    products = shape_records.linear(64, 1024, 4096, name="hidden")
+    return analyse_shapes(shape_records.recording(*products), gpus.named("hopper"), model="Net")
+
+
+def test_only_a_verdict_on_shapes_that_asks_for_a_change_has_a_colour():
+    parts = (ModelPart("Net", analyse(broken(module="hidden", tensor="hidden"))),)
+    asked, unasked = with_speed(*parts), replace(with_speed(*parts), is_shape_detail=True)
+    for report, tone in ((asked, "warning"), (unasked, "")):
+        rows = {row.module: _cells(row, is_to_do=row.module in _to_do(report)) for row in by_module(report)}
+        assert (rows["hidden"][0].text, rows["hidden"][0].tone) == ("degraded", tone)
 
 
 # -- in a browser ---------------------------------------------------------------------------------------------------
@@ -275,12 +342,18 @@ def test_a_layer_has_a_view_of_its_own(browser: Any, tmp_path: Path) -> None:  #
     assert page.text_content(".detail h3") == "blocks.1.fc1"
     # A bar for each power of two that was counted, and a line over the run.
     (window,) = (each for key, each in both.windows[2].tensors.items() if key.name == "blocks.1.fc1")
-    bars = page.locator(".detail rect[class^=bar-]")
+    bars = page.locator(".detail svg").first.locator("rect[class^=bar-]")
     assert bars.count() == sum(count > 0 for count in window.histogram.counts)
     assert page.locator(".detail .curve.largest").count() == 1
     assert page.locator(".detail text.bad").count() == 5
-    # The module's other tensors are one click away.
-    page.click(".detail li button:has-text('activation')")
+    # The module's tensors lie on one axis, and the others are one click away.
+    assert page.locator(".detail .tensor").all_text_contents() == [
+        "the output0% flushed",
+        "gradient of the output0% flushed",
+    ]
+    small = page.locator(".detail .tensor + svg")
+    assert [each.locator("rect[class^=bar-]").count() > 0 for each in small.all()] == [True, True]
+    page.click(".detail .tensor button:has-text('the output')")
     assert page.input_value(".explorer label:has-text('Tensors') select") == "activation"
     again = opened(browser, path, page.evaluate("location.hash"), viewport=SCREEN)
     assert again.text_content(".detail h3") == "blocks.1.fc1"
@@ -308,6 +381,32 @@ def test_the_code_that_keeps_a_layer_in_fp32_does_so(is_narrow: bool) -> None:
     assert seen == [torch.float32]
     assert output.dtype == torch.bfloat16
     assert in_node("console.log(JSON.stringify(fp32Code(given, false)));", "") == ""
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_tabs_need_no_script_and_have_an_address(width: int, axe: str, browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    path = with_speed(ModelPart("Net", analyse(broken()))).save(tmp_path / "a.html")
+    plain = browser.new_context(
+        java_script_enabled=False, offline=True, viewport={"width": width, "height": 900}
+    ).new_page()
+    plain.goto(f"file://{path}")
+    for name, other in (("kernels", "shapes"), ("shapes", "kernels")):
+        plain.click(f"label[for=tab-{name}]")
+        assert plain.is_visible(f".tab.{name}")
+        assert plain.is_hidden(f".tab.{other}")
+        assert plain.is_hidden(".picture")
+    page = opened(browser, path, viewport={"width": width, "height": 900})
+    page.click("label[for=tab-kernels]")
+    page.evaluate(axe)
+    assert [each["id"] for each in page.evaluate("axe.run()")["violations"]] == []
+    again = browser.new_context(offline=True).new_page()
+    again.goto(f"file://{path}{page.evaluate('location.hash')}")
+    assert again.is_visible(".tab.kernels")
+    # The map is drawn once it is shown.
+    again.click("label[for=tab-ranges]")
+    again.wait_for_selector(".explorer tr.marked")
+    assert again.locator(".explorer tr.marked canvas").first.bounding_box()["width"] > 100
+    assert page.troubles == []
 
 
 def test_documents_without_a_front_have_none():

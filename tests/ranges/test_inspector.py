@@ -20,6 +20,7 @@ import mpinspect
 from mpinspect import Inspector, MpinspectWarning, Recorder, Session
 from mpinspect.ranges.capture.recording import EVENT_LIMIT, Recording
 from mpinspect.ranges.session import WINDOW_LIMIT, Event, RunInfo, TensorKey, Window
+from mpinspect.runtime.device import devices_named
 from mpinspect.training import LossScaleWarning
 
 
@@ -474,3 +475,15 @@ def test_an_inspector_that_was_never_attached_says_so() -> None:
     assert "never attached" not in str(inspector.report())
     inspector.detach()
     assert not inspector.session().notes
+
+
+def test_a_record_holds_the_devices_and_the_time_up_to_the_last_step() -> None:
+    time = [10.0]
+    recording = Recording(RunInfo(), clock=lambda: time[0])
+    assert recording.progress.elapsed_s == 0
+    time[0] = 735.25
+    recording.step_done(1, 0, 1, sampled=True)
+    time[0] = 900.0
+    assert recording.session().progress.elapsed_s == 725.25
+    assert Inspector(torch.nn.Linear(2, 2)).session().info.devices == "cpu"
+    assert devices_named(torch.device(name) for name in ("meta", "cpu", "meta")) == "meta, cpu"

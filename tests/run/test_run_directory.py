@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import os
 import platform
@@ -78,6 +79,35 @@ def test_a_rank_without_a_record_is_still_added_up(without, tmp_path):
     assert any("run.json is missing" in sentence for sentence in report.saw)
     make_run(tmp_path / "rank2", "Net", world_size=3, job="another")
     assert any("another run" in sentence for sentence in read_run(tmp_path).saw)
+
+
+def test_the_page_of_a_job_has_a_switch_to_each_rank_and_marks_those_that_differ(tmp_path):
+    odd = s.Event(4, 0, "backward", "fc", "weight_gradient", "fc.weight", "inf", skipped=False)
+    for rank in range(12):
+        model = make_run(tmp_path / f"rank{rank}", world_size=12) / "Net"
+        model.mkdir()
+        session = sessions.word_model()
+        info = dataclasses.replace(session.info, rank=rank, world_size=12)
+        events = (odd,) if rank in (7, 11) else ()
+        dataclasses.replace(session, info=info, events=events).save(model)
+    report = read_run(tmp_path)
+    # Ranks that differ come first where not all have room.
+    assert [(part.name, part.differs) for part in report.ranks] == [
+        *((f"rank {rank}", "") for rank in range(6)),
+        ("rank 7", "differs in events"),
+        ("rank 11", "differs in events"),
+    ]
+    assert report.ranks[6].ranges.session.events == (odd,)
+    page = render(report, ".html")
+    (names,) = re.findall(r"data-names='?\"?(\[.*?\])", page)
+    assert json.loads(html.unescape(names))[:2] == ["all ranks", "rank 0"]
+    assert "rank 7, differs in events" in html.unescape(names)
+    assert 'data-of="Rank"' in page
+    assert '<span class="fact">rank 7 differs in events</span>' in page
+    # Other forms have the sum alone.
+    for suffix in (".txt", ".md", ".json"):
+        assert render(report, suffix) == render(dataclasses.replace(report, ranks=()), suffix)
+    assert read_run(tmp_path, each_rank=True).ranks == ()
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".json"])

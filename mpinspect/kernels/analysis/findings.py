@@ -49,12 +49,18 @@ def findings(report: KernelReport, differences: Sequence[str]) -> tuple[Finding,
 
 
 def _cost(finding: Finding) -> float:
-    """Return the time in us that a finding's cause costs. Warnings without a time question the figures, so they rank first."""
+    """Return the time by which a finding is ordered. Warnings without a time question the figures, so they rank first."""
+    time = cost_us(finding)
+    return time if time is not None else 0.0 if finding.severity == "info" else math.inf
+
+
+def cost_us(finding: Finding) -> float | None:
+    """Return the time in us that a finding's cause costs: measured, or the most that a change saves; None if unknown."""
     idle, saved = finding.evidence.get("idle_us"), finding.evidence.get("saved_us")
     if isinstance(saved, dict) and saved:
         return float(max(saved.values()))
     time = idle if idle is not None else finding.evidence.get("time_us")
-    return float(time) if isinstance(time, (int, float)) else 0.0 if finding.severity == "info" else math.inf
+    return float(time) if isinstance(time, (int, float)) else None
 
 
 def _layout_conversions(report: KernelReport) -> Iterator[Finding]:

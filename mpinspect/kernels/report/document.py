@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
+from mpinspect.kernels.analysis.findings import cost_us
 from mpinspect.kernels.analysis.limits import Limits
 from mpinspect.kernels.analysis.losses import Loss
 from mpinspect.kernels.analysis.ranks import RankReport
@@ -29,6 +30,7 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
+from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, format_name, percent, shortened
 
 #: Maximum numbers of rows in a terminal and on a page; GitHub cuts a comment at 65,536 characters.
@@ -39,6 +41,8 @@ TRACES = Limit(32, 256, "more; the JSON report has all")
 _NAME = 100
 
 _TONES: dict[str, Tone] = {"native": "good", "degraded": "warning", "off": "error", "unknown": "unknown"}
+#: The verdicts on which a finding may ask for a change.
+_LOSSES = ("degraded", "off")
 #: The meaning of each verdict.
 _MEANINGS = {
     "native": "on Tensor Cores",
@@ -56,13 +60,14 @@ def document(report: KernelReport) -> Document:
 
 
 def _blocks(report: KernelReport) -> Iterator[Block]:
+    yield from section("Time lost, the most first", _lost(report), is_detail=True)
     if report.kernels:
         yield from section("Tensor Cores", *_tensor_cores(report))
     yield from section("Findings", Findings(report.findings))
     if report.kernels:
         yield from section("Eligible but not used", _losses(report.eligible))
         yield from section("Used but degraded", _losses(report.degraded))
-        yield from section("By kernel", _names(report.by_name))
+        yield from section("By kernel", _names(report))
         if has_modules(report):
             yield from section("By module", _modules(report.by_module))
         yield from section("What mixed precision can still bring", *lines(_limits(report.limits)))
@@ -92,6 +97,29 @@ def _gpus(report: KernelReport) -> Iterator[str]:
         yield f"{gpu.name or 'a GPU that the trace does not name'}{known}"
 
 
+def _lost(report: KernelReport) -> Tables:
+    """Return the time that each finding costs, as a bar of the time from the first to the last kernel; an idle GPU first."""
+    # Kernels with unknown names may be as fast as they can.
+    findings = (finding for finding in report.findings if finding.id != "unknown-kernels")
+    found = [(finding, time) for finding in findings if (time := cost_us(finding))]
+    found.sort(key=lambda pair: (pair[0].id != "gpu-idle", -pair[1]))
+    span = max(report.limits.span_us, *(time for _, time in found), 1e-9) if found else 1.0
+    rows = [
+        (
+            Cell(percent(time / span), "" if finding.severity == SEVERITIES[0] else "warning", bar=time / span),
+            f"{'~' if finding.evidence.get('saved_us') else ''}{duration(time)}",
+            finding.id,
+        )
+        for finding, time in found
+    ]
+    columns = (
+        Column("share", is_left=True, meaning="of the time from the first kernel to the last"),
+        Column("time", meaning="~ at most, estimated, by the change that saves most; else all that the cause takes"),
+        Column("finding", is_left=True),
+    )
+    return table(columns, rows)
+
+
 def _totals(report: KernelReport) -> Iterator[str]:
     shares = report.shares
     if not shares.calls:
@@ -112,7 +140,7 @@ def _tensor_cores(report: KernelReport) -> Iterator[Block]:
     yield Line(report.phrase, "strong")
     columns = ("kernels", "time", "of all", "of products")
     headings = (Column("verdict", is_left=True), Column("", is_left=True, priority=1), *map(Column, columns))
-    yield table(headings, _verdicts(report.shares))
+    yield table(headings, _verdicts(report.shares, has_to_do=bool(_to_do(report))))
 
 
 def figures(shares: Shares) -> Iterator[tuple[str, str]]:
@@ -134,7 +162,7 @@ def figures(shares: Shares) -> Iterator[tuple[str, str]]:
         yield share_words(shares.tensor_core_fraction_of_compute), apart
 
 
-def _verdicts(shares: Shares) -> Iterator[list[str | Cell]]:
+def _verdicts(shares: Shares, *, has_to_do: bool) -> Iterator[list[str | Cell]]:
     """Yield a row for each verdict that occurs: verdict, meaning, calls, time, share of all, share of products."""
     for verdict in VERDICTS:
         calls, time = shares.verdict_calls[verdict], shares.verdict_time_us[verdict]
@@ -142,11 +170,19 @@ def _verdicts(shares: Shares) -> Iterator[list[str | Cell]]:
             continue
         of_all = share_words(time / shares.kernel_time_us if shares.kernel_time_us > 0 else None)
         of_products = share_words(shares.of_products(verdict)) if verdict in PRODUCTS else NOT_APPLICABLE
-        yield [_verdict(verdict), _MEANINGS[verdict], f"{calls:,}", duration(time), of_all, of_products]
+        yield [
+            _verdict(verdict, is_to_do=has_to_do),
+            _MEANINGS[verdict],
+            f"{calls:,}",
+            duration(time),
+            of_all,
+            of_products,
+        ]
 
 
-def _verdict(verdict: str) -> Cell:
-    return Cell(verdict, _TONES.get(verdict, ""))
+def _verdict(verdict: str, *, is_to_do: bool = True) -> Cell:
+    """Return a verdict's cell; a loss has a colour only if a finding asks for a change."""
+    return Cell(verdict, _TONES.get(verdict, "") if is_to_do or verdict not in _LOSSES else "")
 
 
 # -- losses, kernels, modules, traces -------------------------------------------------------------------------------
@@ -177,7 +213,17 @@ def _saving(one: Saving) -> str:
     return f"{one.way}: ~{duration(one.saved_us)} at most, by the {one.basis} (then {one.limited_by}-limited)"
 
 
-def _names(names: tuple[NameRow, ...]) -> Tables:
+def _to_do(report: KernelReport) -> Collection[str]:
+    """Return the names of the kernels for which a finding asks for a change."""
+    grave = [finding for finding in report.findings if finding.severity != SEVERITIES[0]]
+    causes = {finding.evidence.get("cause") for finding in grave} - {None}
+    # Of this finding every product is a loss.
+    is_all = any(finding.id == "tensor-cores-unused" for finding in grave)
+    found = {row.name for row in report.by_name if is_all and row.verdict == "off"}
+    return found | {loss.kernel for loss in report.losses if loss.cause_id in causes}
+
+
+def _names(report: KernelReport) -> Tables:
     columns = (
         Column("verdict", is_left=True),
         Column("time"),
@@ -186,15 +232,16 @@ def _names(names: tuple[NameRow, ...]) -> Tables:
         Column("TFLOP/s", priority=1),
         Column("kernel", is_name=True, cut="middle"),
     )
-    rows = map(_name_cells, names[: most(ROWS, len(names))])
+    names, to_do = report.by_name, _to_do(report)
+    rows = (_name_cells(row, is_to_do=row.name in to_do) for row in names[: most(ROWS, len(names))])
     return table(columns, rows, limit=ROWS, total=len(names))
 
 
-def _name_cells(row: NameRow) -> list[str | Cell]:
+def _name_cells(row: NameRow, *, is_to_do: bool) -> list[str | Cell]:
     doubt = (row.reason,) if row.verdict in ("degraded", "off", "unknown") else ()
     name = Cell(shortened(clean_name(row.name), _NAME, "middle"), notes=doubt)
     figures = (duration(row.time_us), share_words(row.fraction), f"{row.calls:,}", _rate(row.tflops))
-    return [_verdict(row.verdict), *figures, name]
+    return [_verdict(row.verdict, is_to_do=is_to_do), *figures, name]
 
 
 def _modules(modules: tuple[ModuleRow, ...]) -> Tables:

@@ -97,6 +97,7 @@ def _inspector(session: Session) -> Settings:
     info, progress = session.info, session.progress
     found = {
         "model": info.model,
+        "devices": info.devices,
         "captured": ", ".join(info.kinds),
         "every": f"{info.every:,}",
         "watch": "on" if info.watch else "off",

@@ -280,6 +280,7 @@ def _progress(low: Progress, high: Progress) -> Progress:
         scale_unknown_reason=low.scale_unknown_reason or high.scale_unknown_reason,
         watched_steps=min(watched, default=None),
         measured_steps=max(low.measured_steps, high.measured_steps),
+        elapsed_s=max(low.elapsed_s, high.elapsed_s),
         own_s=low.own_s + high.own_s,
         bare_s=low.bare_s + high.bare_s,
         weights_moved=next(known for known in (True, None, False) if known in moved),

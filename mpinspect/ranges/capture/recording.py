@@ -158,6 +158,7 @@ class Recording:
         self._stride = 0
         self._sinks = Sinks(sinks, written)
         self._clock = clock
+        self._began = clock()
         self._tell = tell
         self._announce = announce
         self._before_write = before_write
@@ -340,6 +341,7 @@ class Recording:
             skipped_steps=skipped_steps,
             backwards=backwards,
             sampled_steps=self.progress.sampled_steps + sampled,
+            elapsed_s=round(self._clock() - self._began, 3),
             **self._cost,
         )
         if self._unwritten and self._write_due():

@@ -69,15 +69,18 @@ class Mapped(NamedTuple):
     notes: ModuleNotes = NO_NOTES
 
 
-def picture(*models: Mapped) -> Widget | None:
-    """Return the map for a page's front, which opens with the model that broke; None if no tensor was counted."""
+def picture(*models: Mapped, of: str = "Model") -> Widget | None:
+    """Return the map for a page's front, which opens with the model that broke; None if no tensor was counted.
+
+    ``of`` names what is chosen if there are several.
+    """
     found = next(widget(*models), None)
     if found is None:
         return None
     shown = [model for model in models if _shown(model.report)]
     broke = [place for place, model in enumerate(shown) if what_broke(model.report) is not None]
     worst = max(range(len(shown)), key=lambda place: (place in broke, _gravity(shown[place].report), -place))
-    return replace(found, title="", first=worst)
+    return replace(found, title="", first=worst, of=of)
 
 
 def _gravity(report: RangeReport) -> int:
@@ -115,7 +118,8 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
     ``name`` distinguishes the model from others on its page; "" stands for its class.
     """
     layers = _shown(report)
-    limit = max(1, min(_MOST_BLOCKS, _MOST_HISTOGRAMS // len(layers)))
+    updates = [layer for layer in seen_layers(report) if layer.kind == UPDATE]
+    limit = max(1, min(_MOST_BLOCKS, _MOST_HISTOGRAMS // (len(layers) + len(updates))))
     windows = blocks_of(report.session, what_broke(report), limit)
     first = opening(report, layers, windows)
     groups, group_of = [], {}
@@ -163,11 +167,17 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
         ],
         "groups": groups,
         "tensors": [_tensor(layer, group_of[layer.key], windows) for layer in layers],
-        "notes": {
-            "columns": notes.columns,
-            "cells": {printable(module): cells for module, cells in notes.cells.items()},
-            "lines": {printable(module): list(map(printable, lines)) for module, lines in notes.lines.items()},
-        },
+        # Shown beside a module's tensors, in no map: flushing does not decide whether an update is lost.
+        "updates": [_tensor(layer, 0, windows) for layer in updates],
+        "notes": _notes(notes),
+    }
+
+
+def _notes(notes: ModuleNotes) -> dict[str, Any]:
+    return {
+        "columns": notes.columns,
+        "cells": {printable(module): cells for module, cells in notes.cells.items()},
+        "lines": {printable(module): list(map(printable, lines)) for module, lines in notes.lines.items()},
     }
 
 
@@ -240,7 +250,7 @@ def _lost_updates(report: RangeReport, windows: Sequence[Window]) -> dict[str, A
 
 
 def _shown(report: RangeReport) -> list[LayerReport]:
-    """Return the counted layers without updates, since flushing does not decide whether an update is lost."""
+    """Return the counted layers of the map, which has no updates."""
     return [layer for layer in seen_layers(report) if layer.kind != UPDATE]
 
 

@@ -12,6 +12,7 @@ from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
 from mpinspect.ranges.report.scale_line import steps_and_samples
 from mpinspect.reporting.document import Block, Code, Front, Line, Listed, Tone, is_empty
 from mpinspect.reporting.finding import SEVERITIES
+from mpinspect.reporting.words import time_taken
 
 _DOCS = "https://github.com/mpinspect/mpinspect/blob/main/docs/"
 _DIAGNOSES = frozenset(diagnosis.id for diagnosis in DIAGNOSES)
@@ -48,13 +49,17 @@ def state_of(report: RangeReport) -> tuple[str, Tone]:
 
 
 def facts(report: RangeReport) -> Iterator[str]:
-    """Yield short facts on a run: when it started, its steps, what it computes in, and versions."""
-    info = report.session.info
+    """Yield short facts on a run: its start, duration, steps, ranks, devices and versions."""
+    info, progress = report.session.info, report.session.progress
     with suppress(ValueError):
         yield f"{datetime.datetime.fromisoformat(info.started):%d %b %Y, %H:%M}"
-    yield steps_and_samples(report.session.progress)
+    if progress.elapsed_s:
+        yield f"{time_taken(progress.elapsed_s)}{'' if progress.ended else ' so far'}"
+    yield steps_and_samples(progress)
     if ranks := len(report.session.ranks):
         yield f"{ranks} ranks"
+    if info.devices:
+        yield info.devices
     yield from (f"{name} {info.versions[name]}" for name in ("torch", "mpinspect") if name in info.versions)
 
 

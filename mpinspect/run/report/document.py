@@ -25,8 +25,10 @@ from mpinspect.reporting.document import (
     Line,
     Part,
     Parts,
+    Tab,
     Tables,
     Tone,
+    Widget,
     bullets,
     section,
     table,
@@ -140,25 +142,72 @@ def _models(report: RunReport, everything: bool) -> Parts:
 
 def _front(report: RunReport) -> Front:
     """Return the first screen of the run's page: one map with a switch between the models, and the findings of all of them."""
-    notes = module_notes(report)
     several = len(report.parts) > 1
     gravest = max(report.parts, key=_gravity, default=None)
     state, tone = _state(report, gravest)
     found = [each for part in report.parts for each in listed(part.ranges, part.name if several else "")]
     ended = report.outcome not in ("", "ended") and not report.ended
     told = () if gravest is None else tuple(facts(gravest.ranges))
+    differing = (f"{part.name} {part.differs}" for part in report.ranks if part.differs)
     script, space, arguments = report.command.partition(" ")
     return Front(
         f"{PurePath(script).name}{space}{arguments}" or report.command,
         state,
         tone,
-        tuple(filter(None, (*told, report.outcome if ended else "", report.log_dir))),
-        _verdict(report) if several or gravest is None else tuple(_only_verdict(report, gravest.ranges)),
+        tuple(filter(None, (*told, *differing, report.outcome if ended else "", report.log_dir))),
+        tuple(_panel(report)),
         tuple(sorted(found, key=lambda each: -SEVERITIES.index(each.finding.severity))),
         tuple(f"{label}: {words}" for label, words in _on_speed(report)),
-        picture(*(Mapped(part.name if several else "", part.ranges, notes[part.name]) for part in report.parts)),
+        _picture(report),
         NO_MAP if report.parts else "No model was inspected, so there is no map.",
+        tuple(_tabs(report)),
     )
+
+
+def _picture(report: RunReport) -> Widget | None:
+    """Return the map with a switch between the models and, of a job, between the sum of the ranks and some of the ranks."""
+    notes = module_notes(report)
+    several = len(report.parts) > 1
+    names = [part.name if several else "" for part in report.parts]
+    if report.ranks:
+        names = [", ".join(filter(None, (name, "all ranks"))) for name in names]
+    sums = (Mapped(name, part.ranges, notes[part.name]) for name, part in zip(names, report.parts, strict=True))
+    of = "Rank" if report.ranks and not several else "Model"
+    ranks = (Mapped(", ".join(filter(None, (part.name, part.differs))), part.ranges) for part in report.ranks)
+    return picture(*sums, *ranks, of=of)
+
+
+def _tabs(report: RunReport) -> Iterator[Tab]:
+    """Yield the kernels, then the shapes."""
+    if report.kernels is not None:
+        yield Tab("Kernels", forms.document(report.kernels), _to_do(report.kernels.findings))
+    if report.shapes is not None:
+        shapes = () if report.is_shape_detail else report.shapes.listed
+        yield Tab("Shapes", forms.document(report.shapes), _to_do(shapes))
+
+
+def _to_do(findings: Iterable[Finding]) -> int:
+    return sum(finding.severity != SEVERITIES[0] for finding in findings)
+
+
+def _panel(report: RunReport) -> Iterator[Block]:
+    """Yield the verdict beside the picture."""
+    if len(report.parts) > 1:
+        yield from _verdict(report)
+    elif report.parts:
+        yield from _only_verdict(report, report.parts[0].ranges)
+    else:
+        yield from _of_speed(report)
+
+
+def _of_speed(report: RunReport) -> Iterator[Block]:
+    """Yield the verdict of a run without models: the finding that costs most, and its change."""
+    kernels = () if report.kernels is None else report.kernels.findings
+    found = next((each for each in (*kernels, *report.speed_findings) if each.severity != SEVERITIES[0]), None)
+    yield from (Line(report.ended, "error"),) if report.ended else ()
+    if found is not None:
+        yield Line(found.message, "warning")
+        yield from (Line(f"Change: {found.fix}"),) if found.fix else ()
 
 
 def _only_verdict(report: RunReport, ranges: RangeReport) -> Iterator[Block]:
@@ -169,7 +218,11 @@ def _only_verdict(report: RunReport, ranges: RangeReport) -> Iterator[Block]:
 def _state(report: RunReport, gravest: ModelPart | None) -> tuple[str, Tone]:
     """Return the run's state in a word or two and its tone: that of the model with the gravest findings."""
     if gravest is None:
-        return ("Ended by an error", "error") if report.by_error else ("Nothing inspected", "unknown")
+        if report.by_error:
+            return "Ended by an error", "error"
+        if report.shapes is None and report.kernels is None:
+            return "Nothing inspected", "unknown"
+        return ("Time is lost", "warning") if _to_do(report.speed_findings) else ("No loss of speed found", "good")
     state, tone = state_of(gravest.ranges)
     return ("Ended by an error", "error") if report.ended and tone != "error" else (state, tone)
 
@@ -182,9 +235,10 @@ def _gravity(part: ModelPart) -> tuple[int, bool]:
 
 def _wholes(report: RunReport) -> Iterator[Part]:
     if report.shapes is not None:
-        yield Part("shapes of one step's matrix products", forms.document(report.shapes), report.is_shape_detail)
+        title = "shapes of one step's matrix products"
+        yield Part(title, forms.document(report.shapes), report.is_shape_detail, is_on_front=True)
     if report.kernels is not None:
-        yield Part("kernels of one profiled step", forms.document(report.kernels))
+        yield Part("kernels of one profiled step", forms.document(report.kernels), is_on_front=True)
 
 
 # -- in brief -------------------------------------------------------------------------------------------------------

@@ -30,12 +30,13 @@ _MOST_KERNELS = 4
 def module_notes(report: RunReport) -> dict[str, ModuleNotes]:
     """Return each model's notes, by the model's name; they are empty in a run without shapes and kernels."""
     rows = {row.module: row for row in by_module(report)}
+    to_do = _to_do(report)
     lines: defaultdict[str, list[str]] = defaultdict(list)
     for module, line in (*_shapes(report), *_kernels(report)):
         if line not in lines[module]:
             lines[module].append(line)
     # A column that no module fills is left out.
-    all_cells = {module: _cells(row) for module, row in rows.items()}
+    all_cells = {module: _cells(row, is_to_do=module in to_do) for module, row in rows.items()}
     kept = [
         place
         for place in range(len(_COLUMNS))
@@ -55,11 +56,22 @@ def module_notes(report: RunReport) -> dict[str, ModuleNotes]:
     return found
 
 
-def _cells(row: ModuleRow) -> tuple[NoteCell, ...]:
+def _to_do(report: RunReport) -> set[str]:
+    """Return the modules with products whose shapes a finding asks to change; none for shapes that nobody asked for."""
+    shapes = report.shapes_asked
+    if shapes is None or report.is_shape_detail:
+        return set()
+    grave = {finding.id for finding in shapes.listed if finding.severity != SEVERITIES[0]}
+    return {row.module for row in shapes.matmuls if row.finding in grave}
+
+
+def _cells(row: ModuleRow, *, is_to_do: bool) -> tuple[NoteCell, ...]:
+    """Return a module's cells; a verdict on its shapes has a colour only if a finding asks for a change."""
+    tone = _TONES[row.shape_verdict] if is_to_do and row.shape_verdict else ""
     return (
         NoteCell(NOT_APPLICABLE)
         if not row.shape_verdict
-        else NoteCell(row.shape_verdict, _TONES[row.shape_verdict], len(VERDICTS) - VERDICTS.index(row.shape_verdict)),
+        else NoteCell(row.shape_verdict, tone, len(VERDICTS) - VERDICTS.index(row.shape_verdict)),
         NoteCell(NOT_APPLICABLE)
         if row.kernel_time_fraction is None
         else NoteCell(percent(row.kernel_time_fraction), "", row.kernel_time_fraction),

@@ -29,6 +29,16 @@ class ModelPart:
     ranges: RangeReport
 
 
+@dataclass(frozen=True)
+class RankPart(ModelPart):
+    """A model of one rank; ``name`` is the rank's, and the model's before it if there are several.
+
+    ``differs`` says in which figures it is unlike most ranks: "differs in events"; "" if it is like them.
+    """
+
+    differs: str = ""
+
+
 @dataclass(frozen=True, repr=False)
 class RunReport(RendersItself):
     """The ranges, shapes and kernels of one run of a script.
@@ -48,6 +58,7 @@ class RunReport(RendersItself):
             model was seen; "" without such a process.
         by_error: whether an uncaught exception ended the script.
         unreadable: a sentence on each model whose session can't be read; ``saw`` holds them too.
+        ranks: models of single ranks, which the page alone shows beside their sums in ``parts``.
     """
 
     kind: ClassVar[str] = "run"
@@ -63,6 +74,7 @@ class RunReport(RendersItself):
     broke_elsewhere: str = ""
     by_error: bool = False
     unreadable: tuple[str, ...] = ()
+    ranks: tuple[RankPart, ...] = ()
 
     def __post_init__(self) -> None:
         """Withhold the verdict "healthy" if the script failed or was stopped within a few steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from mpinspect.reporting.document import (
@@ -22,6 +22,7 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
+from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, percent
 from mpinspect.shapes.analysis.report import Padding, ShapeReport, ShapeRow
 from mpinspect.shapes.analysis.verdict import VERDICTS
@@ -222,14 +223,18 @@ def _product_cells(row: ProductRow) -> list[str | Cell]:
         f"{row.calls:,}",
         percent(min(row.share, 1.0)),
         row.talk,
-        Cell(row.verdict, _TONES[row.verdict]),
+        # A loss has a colour only if a finding asks for a change.
+        Cell(row.verdict, _TONES[row.verdict] if row.is_to_do or row.verdict not in ("off", "degraded") else ""),
         row.reason,
     ]
 
 
 @dataclass(frozen=True)
 class ProductRow:
-    """Equal products of one or more modules in words; ``share`` is their combined share of the FLOPs, 0..1."""
+    """Equal products of one or more modules in words.
+
+    ``share`` is their combined share of the FLOPs, 0..1; ``is_to_do`` whether a finding asks for a change.
+    """
 
     module: str
     role: str
@@ -240,6 +245,7 @@ class ProductRow:
     talk: str
     verdict: str
     reason: str
+    is_to_do: bool = False
 
 
 def product_rows(report: ShapeReport) -> list[ProductRow]:
@@ -248,20 +254,21 @@ def product_rows(report: ShapeReport) -> list[ProductRow]:
     for row in report.matmuls:
         key = (row.role, sizes(row), row.dtype, row.verdict, row.multiples_of_8, row.reason)
         merged.setdefault(key, []).append(row)
-    rows = [part for equal in merged.values() for part in _by_pattern(equal)]
+    grave = {finding.id for finding in report.listed if finding.severity != SEVERITIES[0]}
+    rows = [part for equal in merged.values() for part in _by_pattern(equal, grave)]
     return sorted(rows, key=lambda row: (_RANK[row.verdict], -row.share))
 
 
-def _by_pattern(rows: list[ShapeRow]) -> Iterable[ProductRow]:
+def _by_pattern(rows: list[ShapeRow], grave: Collection[str]) -> Iterable[ProductRow]:
     """Yield one row for each pattern of module paths among rows with equal figures."""
     by_name: dict[str, list[ShapeRow]] = {}
     for row in rows:
         by_name.setdefault(row.module, []).append(row)
     for pattern, names in members(by_name).items():
-        yield _product_row(pattern, [row for name in names for row in by_name[name]])
+        yield _product_row(pattern, [row for name in names for row in by_name[name]], grave)
 
 
-def _product_row(pattern: str, rows: list[ShapeRow]) -> ProductRow:
+def _product_row(pattern: str, rows: list[ShapeRow], grave: Collection[str]) -> ProductRow:
     first = rows[0]
     return ProductRow(
         module=pattern or "(outside of submodules)",
@@ -273,6 +280,7 @@ def _product_row(pattern: str, rows: list[ShapeRow]) -> ProductRow:
         talk=_TALK[first.multiples_of_8],
         verdict=first.verdict,
         reason=first.reason,
+        is_to_do=any(row.finding in grave for row in rows),
     )
 
 

@@ -20,6 +20,20 @@ export function keep({ data, state }) {
   if (state.layer !== null) kept.set("layer", state.layer);
   if (state.layer !== null && !state.isOwn) kept.set("beside", "");
   if (data.view) kept.set("view", data.view);
+  const tab = asked().get("tab");
+  if (tab) kept.set("tab", tab);
+  remember(kept);
+}
+
+/** Keeps the tab that is shown in the address. @param {string} tab */
+export function keepTab(tab) {
+  const kept = asked();
+  kept.set("tab", tab);
+  remember(kept);
+}
+
+/** @param {URLSearchParams} kept */
+function remember(kept) {
   try {
     history.replaceState(null, "", `#${kept}`);
   } catch {

@@ -5,7 +5,7 @@
 import { ALL, asked } from "./address.js";
 import { decode, element } from "./dom.js";
 import { LayerMap } from "./map.js";
-import { copyButtons, findingsLead, fixed } from "./panel.js";
+import { copyButtons, findingsLead, fixed, tabs } from "./panel.js";
 
 export { decode, element } from "./dom.js";
 export { nonzero } from "./histogram.js";
@@ -86,7 +86,7 @@ class Models {
     if (this.select.value !== view) return;
     for (const map of this.shown) forget(map);
     this.maps.classList.toggle("several", places.length > 1);
-    if (!this.maps.isConnected) this.root.replaceChildren(element("div", { className: "controls" }, element("label", {}, element("span", {}, "Model"), this.select)), this.maps);
+    if (!this.maps.isConnected) this.root.replaceChildren(element("div", { className: "controls" }, element("label", {}, element("span", {}, this.root.dataset.of ?? "Model"), this.select)), this.maps);
     this.shown = places.map(() => element("div", {}));
     this.maps.replaceChildren(...this.shown.flatMap((map, place) => (view === ALL ? [element("h3", {}, element("bdi", {}, this.names[places[place]])), map] : [map])));
     this.shown.forEach((map, place) => this.begin(map, view === ALL ? { ...data[place], view, format: comparedIn(data) } : data[place]));
@@ -120,6 +120,7 @@ async function showIn(root, models, { thing, layer, step }) {
 /** Draws every map of the page; where one can't be, what stands there stays and says why. */
 export async function start() {
   copyButtons();
+  tabs();
   for (const root of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll("[data-widget]"))) {
     try {
       const packed = (root.dataset.widget ?? "").split(" ");

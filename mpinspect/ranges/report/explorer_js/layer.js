@@ -1,9 +1,9 @@
-// A layer's own view: its histogram, its history, the module's other tensors, sentences, and the code that keeps it in FP32.
+// A layer's own view: its histogram, its history, the module's tensors side by side, sentences, and the code that keeps it in FP32.
 // @ts-check
 
 import { element, key } from "./dom.js";
 import { nonzero, share } from "./histogram.js";
-import { histogramChart, historyChart } from "./own_charts.js";
+import { histogramChart, historyChart, sharedAxis, smallChart } from "./own_charts.js";
 import { copied } from "./panel.js";
 import { number, percent, power, raised } from "./words.js";
 
@@ -49,27 +49,51 @@ export class LayerView {
       element("p", { className: "dim" }, `${title}, ${view.stepsInWords}`),
       ...(found.all ? [histogramChart(view, found, wide)] : []),
       ...facts(view, layer, found).map((fact) => element("p", {}, fact)),
+      ...this.sideBySide(layer, wide),
       ...(hasHistory ? [element("h4", {}, "Over the run"), historyChart(view, layer, wide), element("p", { className: "legend" }, key("largest", "largest magnitude"), key("lost-share", "share flushed, 0 to 100%"))] : []),
-      ...this.beside(layer),
       ...(notes.length ? [element("h4", {}, "Shapes and kernels"), element("ul", {}, ...notes)] : []),
       ...(code ? [element("h4", {}, "To keep it in FP32"), copied(code)] : []),
     ];
   }
 
-  /** The other tensors of the module, each a button that shows it. @param {any} layer @returns {Node[]} */
-  beside(layer) {
+  /** The module's tensors on one axis, each with a button that shows it. @param {any} layer @param {number} wide in pixels @returns {Node[]} */
+  sideBySide(layer, wide) {
     const { view } = this;
-    const those = view.layers.filter((/** @type {any} */ each) => each.module === layer.module && each.module !== "" && each !== layer);
-    if (!those.length) return [];
-    const rows = those.map((/** @type {any} */ each) => {
-      const found = view.figures(each);
-      const button = element("button", { type: "button" }, element("bdi", {}, `${each.kind.replaceAll("_", " ")} ${each.name === each.module ? "" : each.name.slice(each.module.length + 1)}`));
-      button.addEventListener("click", () => this.change({ kind: each.kind, layer: each.name, isOwn: true }));
-      const words = !found ? "not counted in these steps" : !found.all ? "no finite non-zero element" : `${percent(share(found.flushed, found.all))} flushed, up to ${power(found.h.min + found.h.counts.length - 1)}`;
-      return element("li", {}, button, ` ${words}`);
+    const those = view.ofModule(layer).map((each) => ({ each, found: view.figures(each) }));
+    if (those.length < 2) return [];
+    const ends = endsOf(those.map(({ found }) => found));
+    const rows = those.flatMap(({ each, found }) => {
+      const name = element("bdi", {}, roleOf(each));
+      const head = each.kind === "update" || each === layer ? element("b", {}, name) : element("button", { type: "button" }, name);
+      if (head.tagName === "BUTTON") head.addEventListener("click", () => this.change({ kind: each.kind, layer: each.name, isOwn: true }));
+      const line = element("p", { className: "tensor" }, head, element("span", {}, this.fate(each, found)));
+      return found?.all ? [line, smallChart(view, each, found, ends, wide)] : [line];
     });
-    return [element("h4", {}, "The module's other tensors"), element("ul", { className: "plain" }, ...rows)];
+    return [element("h4", {}, "Side by side"), ...rows, ...(ends ? [sharedAxis(ends, wide)] : [])];
   }
+
+  /** What becomes of a tensor, in a few words. @param {any} each @param {any} found */
+  fate(each, found) {
+    if (!found) return "not counted in these steps";
+    if (!found.all) return "no finite non-zero element";
+    const [storage] = this.view.storages;
+    const lost = each.kind === "update" && storage ? this.view.lostOf(storage, each) : null;
+    if (lost !== null) return `${percent(lost)} lost in ${storage.label}`;
+    return each.kind === "update" ? "" : `${percent(share(found.flushed, found.all))} flushed`;
+  }
+}
+
+/** The exponents that several tensors reach; null where none has a finite non-zero element. @param {any[]} several figures @returns {[number, number] | null} */
+function endsOf(several) {
+  const seen = several.filter((found) => found?.all).map(({ h }) => h);
+  return seen.length ? [Math.min(...seen.map((h) => h.min)) - 1, Math.max(...seen.map((h) => h.min + h.counts.length)) + 1] : null;
+}
+
+/** What a tensor is to its module: "gradient of weight". @param {any} tensor */
+function roleOf({ name, module, kind }) {
+  const own = name === module ? "the output" : module ? name.slice(module.length + 1) : name;
+  if (kind.endsWith("gradient")) return `gradient of ${own}`;
+  return kind === "update" ? `update of ${own}` : own;
 }
 
 /** The code that computes a module in FP32; "" for the model itself. @param {string} module @param {boolean} isNarrow whether weights are stored in 16 bits */

@@ -1,6 +1,7 @@
 // The panel beside the map of a page: its findings lead to their rows, and its code can be copied.
 // @ts-check
 
+import { asked, keepTab } from "./address.js";
 import { element } from "./dom.js";
 
 /**
@@ -47,6 +48,14 @@ async function copy(code, text) {
   } catch {
     getSelection()?.selectAllChildren(code);
     return document.execCommand("copy");
+  }
+}
+
+/** Opens the tab that the address names, and keeps there which one is shown. */
+export function tabs() {
+  for (const tab of /** @type {NodeListOf<HTMLInputElement>} */ (document.querySelectorAll(".tabs input"))) {
+    if (tab.value === asked().get("tab")) tab.checked = true;
+    tab.addEventListener("change", () => keepTab(tab.value));
   }
 }
 

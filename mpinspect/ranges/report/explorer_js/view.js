@@ -13,9 +13,9 @@ const FITTING = 24;
 /** Of larger loss scales the map shows no edge: its columns would become narrow. */
 const MOST_REACH = 24;
 
-/** The layers of a model with their histograms, block by block and over the run. @param {any} data */
-function unpacked(data) {
-  const layers = data.tensors.map((/** @type {any} */ tensor, /** @type {number} */ place) => ({
+/** Tensors with their histograms, block by block and over the run. @param {any[]} tensors @returns {any} */
+function unpacked(tensors) {
+  const layers = tensors.map((/** @type {any} */ tensor, /** @type {number} */ place) => ({
     ...tensor,
     place,
     blocks: tensor.blocks.map((/** @type {any} */ packed) => packed && unpack(packed)),
@@ -29,10 +29,12 @@ export class View {
   constructor(data, before) {
     /** @type {any} */
     this.data = data;
-    this.layers = unpacked(data);
+    this.layers = unpacked(data.tensors);
+    this.updates = unpacked(data.updates);
     this.kinds = data.kinds.filter((/** @type {any} */ kind) => this.layers.some((/** @type {any} */ layer) => layer.kind === kind.name));
-    /** Storage formats in which updates are lost, the measured ones first. @type {any[]} */
-    this.storages = Object.values(data.lost).sort((one, other) => Number(other.measured) - Number(one.measured));
+    /** Storage formats in which updates are lost: the measured ones first, then the run's own format. @type {any[]} */
+    this.storages = Object.entries(data.lost).map(([name, each]) => ({ ...each, rank: 2 * Number(each.measured) + Number(name === data.format) }))
+      .sort((one, other) => other.rank - one.rank);
     this.lastStep = Math.max(data.steps - 1, ...data.blocks.map((/** @type {any} */ each) => each.last), ...data.events.map((/** @type {any} */ each) => each.step));
     this.hasScrubber = data.blocks.length > 1;
     /** Letters of the longest name. @type {number} */
@@ -111,6 +113,16 @@ export class View {
 
   get log2Scale() {
     return this.isScaled() ? this.state.scale : 0;
+  }
+
+  /** All tensors of a layer's module with its updates: each parameter's together, then the outputs'. @param {any} layer @returns {any[]} */
+  ofModule({ module }) {
+    const order = ["weight", "weight_gradient", "update", "activation", "activation_gradient"];
+    const isOutput = (/** @type {any} */ each) => Number(order.indexOf(each.kind) > 2);
+    const those = [...this.layers, ...this.updates].filter((each) => each.module === module);
+    const first = new Map(those.map((each, place) => [each.name, place]));
+    const place = (/** @type {any} */ each) => /** @type {number} */ (first.get(each.name));
+    return those.sort((one, other) => isOutput(one) - isOutput(other) || place(one) - place(other) || order.indexOf(one.kind) - order.indexOf(other.kind));
   }
 
   /** The layers of the kind that is shown. */
