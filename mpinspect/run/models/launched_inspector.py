@@ -76,6 +76,7 @@ class LaunchedInspector(Inspector):
             max_overhead=options.max_overhead,
             eager_samples=options.eager_samples,
             tracker=tracker,
+            curves=options.curves,
             **chosen,
         )
         if unhookable:
