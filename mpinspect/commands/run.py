@@ -101,6 +101,13 @@ def _add_reports(parser: argparse.ArgumentParser) -> None:
         help="log a few scalars and the report's page to the run that the script has open: wandb, mlflow or trackio",
     )
     parser.add_argument(
+        "--curves",
+        type=_curves,
+        default=20,
+        metavar="N",
+        help="scalars of the N worst tensors of each kind in the TensorBoard log (%(default)s), or all",
+    )
+    parser.add_argument(
         "--full", action="store_true", help="print the whole report at the end, as mpinspect report shows it"
     )
     parser.add_argument("--fail-on", action="append", type=_finding, default=[], metavar="WHAT", help=_FAIL_ON)
@@ -156,6 +163,7 @@ def run(options: argparse.Namespace) -> int:
         max_overhead=options.max_overhead,
         eager_samples=options.eager_samples,
         tracker=options.tracker,
+        curves=options.curves,
         fail_on=tuple(options.fail_on),
         recipes=options.recipes,
     )
@@ -174,6 +182,10 @@ def _natural(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)
+
+
+def _curves(text: str) -> int | None:
+    return None if text == "all" else _natural(text)
 
 
 def _scale(text: str) -> float:

@@ -30,7 +30,7 @@ class InspectsTraining:
         log_dir: directory of the session file and the TensorBoard log; "auto" is ``mpinspect`` in the directory that
             the trainer writes to; with None the record stays in memory. With several processes, each has a folder ``rank<n>``.
         print_report: whether the first process prints the report to stderr when training ends or fails.
-        options: options of Inspector: every, capture, include, exclude, loss_scale, watch, max_overhead, tracker.
+        options: options of Inspector: every, capture, include, exclude, loss_scale, watch, max_overhead, tracker, curves.
 
     Raises:
         TypeError, ValueError: Inspector does not accept the options.

@@ -29,6 +29,7 @@ from mpinspect.ranges.capture.recording import MpinspectWarning, Recording, warn
 from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.faults.observers import diagnosing_observers
 from mpinspect.ranges.kinds import DEFAULT_KINDS, KINDS, UPDATE
+from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, check_curves
 from mpinspect.ranges.session import Event, RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.ranges.tracking import Tracking
@@ -103,12 +104,14 @@ class Inspector:
         recipes: names of recipes of FP8 and FP4 ("mxfp8", "nvfp4"; ``numeric.recipes.RECIPES``). The report then has a table of
             what each would lose of every Linear layer's products, measured in the first, second, fourth, eighth, ... sampled step
             (``compare_recipes`` has the details). Such a step takes several times as long, and waits for the GPU.
+        curves: number of tensors of each kind that have scalars of their own in the TensorBoard log, those that lose most to
+            flushing; None: all. Histograms and session hold every tensor.
 
     Raises:
         TypeError: model is not a Module, or optimizers, loss_scale, watch, max_overhead, eager_samples or tracker have the
             wrong type.
-        ValueError: an unknown kind, tracker or recipe, ``every`` below 1, ``max_overhead`` neither between 0 and 1 nor inf, or a
-            ``loss_scale`` that is not positive and finite.
+        ValueError: an unknown kind, tracker or recipe, ``every`` below 1, ``max_overhead`` neither between 0 and 1 nor inf, a
+            ``loss_scale`` that is not positive and finite, or ``curves`` below 0.
         ImportError: the tracker's package is not installed.
     """
 
@@ -135,6 +138,7 @@ class Inspector:
         eager_samples: bool = False,
         tracker: str | Tracker | None = None,
         recipes: str | Iterable[str] = (),
+        curves: int | None = MOST_CURVES,
     ) -> None:
         has_limit = max_overhead is None
         if max_overhead is not None:
@@ -147,6 +151,7 @@ class Inspector:
         for name, switch in (("watch", watch), ("eager_samples", eager_samples)):
             if not isinstance(switch, bool):
                 raise TypeError(f"{name}={switch!r}: give True or False")
+        check_curves(curves)
         self._scale_by_hand, self._eager_samples = _scale_by_hand(loss_scale), eager_samples
         selection = model_layers.Selection(include, exclude)
         found = model_layers.find_layers(model, selection)
@@ -163,7 +168,7 @@ class Inspector:
         # The ranks of a job sample the same steps.
         self._is_limited = has_limit and info.world_size == 1
         self._tracking = None if tracker is None else Tracking(tracker, self.bring_tracker_up_to_date)
-        self.log_dir, sinks, troubles = open_sinks(log_dir, info)
+        self.log_dir, sinks, troubles = open_sinks(log_dir, info, curves)
         if self._tracking is not None:
             sinks.append(self._tracking.sink)
         find_run = None if self._tracking is None else self._tracking.find_run

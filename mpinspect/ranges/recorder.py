@@ -21,6 +21,7 @@ from mpinspect.ranges.capture.arrays.capture import ArrayCapture
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.kinds import KINDS, WEIGHT_GRADIENT
+from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, check_curves
 from mpinspect.ranges.session import RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.runtime.finalizing import until_finalized
@@ -51,16 +52,26 @@ class Recorder:
         model: name of the model, for the report.
         every: sample every n-th step (in other steps ``observe`` returns at once), or a Schedule that selects the
             steps.
+        curves: number of tensors of each kind that have scalars of their own in the TensorBoard log, those that lose most to
+            flushing; None: all.
 
     Raises:
-        ValueError: ``every`` is not an integer of at least 1.
+        ValueError: ``every`` is not an integer of at least 1, or ``curves`` is below 0.
     """
 
-    def __init__(self, log_dir: str | Path | None = None, *, model: str = "", every: int | Schedule = 1) -> None:
+    def __init__(
+        self,
+        log_dir: str | Path | None = None,
+        *,
+        model: str = "",
+        every: int | Schedule = 1,
+        curves: int | None = MOST_CURVES,
+    ) -> None:
+        check_curves(curves)
         schedule = every if isinstance(every, Schedule) else Schedule(every)
         each = schedule.every
         info = RunInfo(str(model), now(), KINDS, each, watch=each == 1, versions=_versions())
-        self.log_dir, sinks, troubles = open_sinks(log_dir, info)
+        self.log_dir, sinks, troubles = open_sinks(log_dir, info, curves)
         self._recording = Recording(info, sinks)
         self._capture = ArrayCapture(self._recording, schedule)
         # Some frameworks run callbacks on their own threads.

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpinspect.ranges.capture.recording import WINDOWS_A_WRITE
+from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES
 from mpinspect.ranges.session import Event, Session, coarsen
 from mpinspect.ranges.store import FILE_NAME, session_bytes
 from mpinspect.run.directory import ALL_RANKS, ranks_of
@@ -35,10 +36,14 @@ class AllRanks:
     Args:
         whole: the job's directory.
         clock: returns monotonic seconds.
+        curves: number of tensors of each kind with scalars of their own in the TensorBoard log; None: all.
     """
 
-    def __init__(self, whole: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, whole: Path, clock: Callable[[], float] = time.monotonic, *, curves: int | None = MOST_CURVES
+    ) -> None:
         self._whole = whole
+        self._curves = curves
         self._seldom = Seldom(clock)
         self._background = Background()
         self._models: dict[str, _Model] = {}
@@ -97,7 +102,7 @@ class AllRanks:
         for name, session in models:
             if len(session.ranks) > 1:
                 if name not in self._models:
-                    self._models[name] = _Model(self._whole / ALL_RANKS / name)
+                    self._models[name] = _Model(self._whole / ALL_RANKS / name, self._curves)
                 self._models[name].write(session, is_last=is_last)
 
     @property
@@ -122,7 +127,7 @@ class _Model:
     that all ranks have completed.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, curves: int | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._ranks = 0
@@ -134,7 +139,7 @@ class _Model:
         with suppress(ImportError):
             from mpinspect.ranges.report.tensorboard import TensorBoardSink
 
-            self._log = TensorBoardSink(folder)
+            self._log = TensorBoardSink(folder, curves=curves)
 
     def write(self, session: Session, *, is_last: bool = False) -> None:
         """Write the new windows. Does nothing if the session has fewer ranks than before, since some were unreadable."""

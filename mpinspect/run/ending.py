@@ -108,7 +108,7 @@ class Ending:
             if self.speaks and self._is_rank:
                 from mpinspect.run.all_ranks import AllRanks
 
-                self._all_ranks = AllRanks(self._whole)
+                self._all_ranks = AllRanks(self._whole, curves=self.options.curves)
             written = None if self._all_ranks is None else self._all_ranks.written
             self._watcher = Watcher(self.options, self.directory, self._say, self.seen, self._tracker, written)
             self._watcher.install()

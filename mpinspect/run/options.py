@@ -38,6 +38,7 @@ class LaunchOptions:
             limit until the inspection of a tiny model has taken long.
         eager_samples: run compiled models uncompiled in sampled steps.
         tracker: the tracker whose open run gets scalars and the page: "wandb", "mlflow" or "trackio"; None for no tracker.
+        curves: number of tensors of each kind with scalars of their own in the TensorBoard log; None: all.
         fail_on: findings, by id or severity, that turn an exit status of 0 into 1.
         full: print the whole report at the end, not the verdict alone.
         recipes: the recipes of FP8 and FP4 to measure, by name (``numeric.recipes.RECIPES``).
@@ -62,6 +63,7 @@ class LaunchOptions:
     max_overhead: float | None = None
     eager_samples: bool = False
     tracker: str | None = None
+    curves: int | None = 20
     fail_on: tuple[str, ...] = ()
     full: bool = False
     recipes: tuple[str, ...] = ()

@@ -153,7 +153,7 @@ def _in_the_log(folder: Path) -> dict[TensorKey, trained.Counts]:
     assert "verdict/text_summary" in log.Tags()["tensors"]
     found: dict[TensorKey, trained.Counts] = {}
     for tag in log.Tags()["tensors"]:
-        kind, _, name = tag.removeprefix("exponents/").partition("/")
+        kind, _, name = tag.removeprefix("tensor_exponents/").partition("/")
         for event in log.Tensors(tag) if kind in COUNTED else ():
             bars = make_ndarray(event.tensor_proto)
             found.setdefault(TensorKey(name, kind), Counter()).update(

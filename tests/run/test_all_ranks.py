@@ -60,7 +60,7 @@ class Ranks:
         log = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
         found = log.EventAccumulator(str(self.folder / ALL_RANKS / "Net"))
         found.Reload()
-        tag = "steps/not_finite"
+        tag = "summary/steps_not_finite"
         return [each.step for each in found.Scalars(tag)] if tag in found.Tags()["scalars"] else []
 
 

@@ -72,9 +72,11 @@ class ScalarSink(ABC):
             del self._waiting[0]
 
     def _of(self, window: Window, progress: Progress) -> dict[str, float]:
-        # Of several ranks a step may have an event on each.
-        broken = len({event.step for event in self._events})
-        found: dict[str, float] = {"steps/not_finite": broken, "steps/skipped": progress.skipped_steps}
+        # Of several ranks a step may have an event on each. Windows are written in batches, with the last one's progress.
+        broken = {event.step for event in self._events if event.step <= window.last_step}
+        later = {event.step for event in self._events if event.step > window.last_step and event.skipped}
+        skipped = max(progress.skipped_steps - len(later), 0)
+        found: dict[str, float] = {"steps/not_finite": len(broken), "steps/skipped": skipped}
         if not progress.scale_known or not any(key.kind in GRADIENT_KINDS for key in window.tensors):
             return found
         session = Session(

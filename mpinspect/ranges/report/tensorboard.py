@@ -1,11 +1,14 @@
 """TensorBoard log of every layer's exponent histograms over the steps, with exact counts, and of related scalars.
 
-The horizontal axis of the histograms is log2 of the magnitude: values with exponent e lie between e and e + 1. Zeros,
-infinities and NaNs have no exponent; their counts are scalars. Tags are ``exponents/<kind>/<layer>``,
-``flushed_fraction/...`` (at scale 1), ``range_offset/...``, ``zero_fraction/...``, ``infs/...``, ``nans/...``,
-``of_layers/<measure>/<kind>/...`` (the lowest, the median and the highest layer) and ``loss_scale/...`` (in log2); beside them
-the run's scalars of ``scalars.py``, which trackers get too. On the same axis as the histograms, one more shows the format:
-how many bits it keeps of a magnitude.
+TensorBoard sorts groups of tags by name, so that the summary is the first:
+
+- ``summary/``: the scale in use, the share flushed of the worst layer, skipped and non-finite steps, and the maps as images;
+- ``summary_more/``: the run's other scalars of ``scalars.py``, which trackers get too;
+- ``summary_over_layers/<measure>/<kind>/...``: the lowest, the median and the highest layer;
+- ``tensor_exponents/<kind>/<layer>``: the histograms. Their horizontal axis is log2 of the magnitude: values with exponent e
+  lie between e and e + 1. On the same axis, one more shows the format: how many bits it keeps of a magnitude;
+- ``tensor_flushed_fraction/...`` (at scale 1), ``tensor_range_offset/...``, ``tensor_zero_fraction/...``, ``tensor_infs/...``,
+  ``tensor_nans/...``: scalars of the worst tensors of each kind. A scalar that never changes is not written.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
 from statistics import median
@@ -23,11 +26,14 @@ import numpy as np
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
+from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.report.scalars import USED, ScalarSink
+from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, Curves, Worst
 from mpinspect.ranges.report.tensorboard_events import EventFile
-from mpinspect.ranges.report.tensorboard_layout import MARGIN, MEASURES, layout
+from mpinspect.ranges.report.tensorboard_layout import FLUSHED, MEASURES, layout, over_layers
 from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, TensorInfo, TensorKey, Window
+from mpinspect.reporting import markdown
 from mpinspect.reporting.words import format_name
 from mpinspect.runtime.background import Background, Seldom, give_way
 
@@ -39,6 +45,14 @@ _LOWEST, _HIGHEST = -43, 17
 #: Characters replaced in tags, since they make TensorBoard's URLs or tag tree ambiguous.
 _UNSAFE = re.compile(r"[^\w.\-]+", re.ASCII)
 
+#: Tags of the scalars that are seen first, by their names in ``scalars.py``.
+_SUMMARY = {
+    USED: "summary/loss_scale",
+    "flushed/worst_layer": "summary/flushed_worst_layer",
+    "steps/not_finite": "summary/steps_not_finite",
+    "steps/skipped": "summary/steps_skipped",
+}
+
 
 class TensorBoardLog:
     """Writes windows and advice as TensorBoard events; each call writes to the file before it returns, unbuffered.
@@ -46,12 +60,15 @@ class TensorBoardLog:
     Args:
         log_dir: directory of the events file; created if missing.
         format: the format for which flushed fractions and range offsets are computed.
+        curves: number of tensors of each kind, the worst ones, that get scalars of their own; None: all.
 
     Raises:
         OSError: the directory or the file can't be written; every method may raise it.
     """
 
-    def __init__(self, log_dir: str | PathLike[str], format: FormatLike = FLOAT16) -> None:
+    def __init__(
+        self, log_dir: str | PathLike[str], format: FormatLike = FLOAT16, curves: int | None = MOST_CURVES
+    ) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.plugins.histogram.metadata import create_summary_metadata
@@ -65,37 +82,39 @@ class TensorBoardLog:
         self._histogram_metadata: Any = create_summary_metadata
         self._tags: dict[TensorKey, str] = {}
         self._taken: set[str] = set()
-        #: Tags that have had infinities or NaNs: from then on these counts are written, even when they are zero.
-        self._broken: set[str] = set()
+        self._most_curves = curves
+        self._worst: dict[str, Worst] = {}
+        self._curves = Curves()
+        self._watched: Sequence[TensorInfo] = ()
+        #: Tags of the curves written, and how many of them the page of charts has.
+        self._drawn: set[str] = set()
+        self._charted = -1
         #: Tags of histograms whose description is written.
         self._explained: set[str] = set()
         self._file = EventFile(log_dir)
-        self.charts(())
+        self._add_charts()
         self._file.add([self._bits_kept()], 0)
 
-    def charts(self, infos: Sequence[TensorInfo]) -> None:
-        """Add a layout of the custom scalars page, with charts of these tensors; TensorBoard shows the last one added."""
-        made = layout(infos, {info.key: self._tag(info.key) for info in infos})
-        self._file.add(self._summary.custom_scalars(made).value, 0)
+    def watched(self, infos: Sequence[TensorInfo]) -> None:
+        """Keep the descriptions of the tensors, for the charts of the next window."""
+        self._watched, self._charted = infos, -1
 
     def write(self, window: Window) -> None:
         """Add a window's counts, which must be unscaled as in a session, at the window's last step."""
-        values: list[Any] = []
-        of_layers: dict[str, list[float]] = {}
+        histograms: list[Any] = []
+        scalars: dict[TensorKey, dict[str, float]] = {}
         for key, tensor in window.columns().each():
             give_way()
-            tag = self._tag(key)
-            scalars = self._scalars(tag, tensor.histogram)
-            values += [self._scalar(f"{name}/{tag}", value) for name, value in scalars.items()]
-            for name in MEASURES.keys() & scalars.keys():
-                of_layers.setdefault(f"of_layers/{name}/{key.kind}", []).append(scalars[name])
+            scalars[key] = self._scalars(tensor.histogram)
             if tensor.histogram.nonzero:
                 # An empty histogram breaks TensorBoard's page.
-                values.append(self._histogram(f"exponents/{tag}", tensor.histogram))
-        for name, found in of_layers.items():
-            margin = zip(MARGIN, (median(found), min(found), max(found)), strict=True)
-            values += [self._scalar(f"{name}/{which}", value) for which, value in margin]
-        self._file.add(values, window.last_step)
+                histograms.append(self._histogram(f"tensor_exponents/{self._tag(key)}", tensor.histogram))
+        self._file.add(histograms, window.last_step)
+        for kind in dict.fromkeys(key.kind for key in scalars):
+            of_kind = {key: each for key, each in scalars.items() if key.kind == kind}
+            self._add_curves(window.last_step, self._groups(kind, of_kind))
+        if self._charted != len(self._drawn):
+            self._add_charts()
 
     def image(self, tag: str, png: bytes, width: int, height: int, step: int) -> None:
         """Add a PNG to the images page."""
@@ -108,13 +127,17 @@ class TensorBoardLog:
         self.scales(step, {"suggested": advice.recommended, "lowest": advice.lowest, "highest": advice.highest})
 
     def scales(self, step: int, scales: dict[str, float | None]) -> None:
-        """Add a scalar ``loss_scale/<name>`` with log2 of each scale that is known, positive and finite."""
+        """Add a scalar with log2 of each scale that is known, positive and finite."""
         known = {name: scale for name, scale in scales.items() if scale is not None and 0 < scale < math.inf}
-        self._file.add([self._scalar(f"loss_scale/{name}", math.log2(k)) for name, k in known.items()], step)
+        self.of_run(step, {f"loss_scale/{name}": math.log2(scale) for name, scale in known.items()})
+
+    def of_run(self, step: int, values: Mapping[str, float]) -> None:
+        """Add scalars of the whole run, by their names in ``scalars.py``."""
+        self.scalars(step, {_SUMMARY.get(name, f"summary_more/{name}"): value for name, value in values.items()})
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add scalars by tag."""
-        self._file.add([self._scalar(tag, value) for tag, value in values.items()], step)
+        self._file.add([self._value(tag=tag, simple_value=value) for tag, value in values.items()], step)
 
     def text(self, tag: str, words: str, step: int) -> None:
         """Add a sentence to the text page."""
@@ -126,19 +149,42 @@ class TensorBoardLog:
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _scalars(self, tag: str, histogram: ExponentHistogram) -> dict[str, float]:
-        """Return one tensor's scalars, keyed by the first part of their tags."""
-        found: dict[str, float] = {}
-        if histogram.nonfinite:
-            self._broken.add(tag)
-        if tag in self._broken:
-            found |= {"infs": histogram.infs, "nans": histogram.nans}
+    def _add_charts(self) -> None:
+        """Add a layout of the custom scalars page, with the curves written so far; TensorBoard shows the last one added."""
+        self._charted = len(self._drawn)
+        tags = {info.key: self._tag(info.key) for info in self._watched}
+        self._file.add(self._summary.custom_scalars(layout(self._watched, tags, self._drawn)).value, 0)
+
+    def _groups(self, kind: str, scalars: Mapping[TensorKey, Mapping[str, float]]) -> Iterator[dict[str, float]]:
+        """Yield scalars by tag, in groups with equal steps: of one kind's worst tensors, and of its median and extremes."""
+        worst = self._worst.setdefault(kind, Worst(self._most_curves))
+        worst.add({key: each[FLUSHED] for key, each in scalars.items() if FLUSHED in each})
+        for key in sorted(worst.chosen & scalars.keys()):
+            for name, value in scalars[key].items():
+                yield {f"tensor_{name}/{self._tag(key)}": value}
+        for measure in MEASURES:
+            found = [each[measure] for each in scalars.values() if measure in each]
+            if found:
+                yield dict(zip(over_layers(measure, kind), (median(found), min(found), max(found)), strict=True))
+
+    def _add_curves(self, step: int, groups: Iterable[dict[str, float]]) -> None:
+        points: dict[int, dict[str, float]] = {}
+        for values in groups:
+            for each, known in self._curves.points(next(iter(values)), step, values):
+                points.setdefault(each, {}).update(known)
+        for each in sorted(points):
+            self._drawn |= points[each].keys()
+            self.scalars(each, points[each])
+
+    def _scalars(self, histogram: ExponentHistogram) -> dict[str, float]:
+        """Return one tensor's scalars by the name of their measure."""
+        found: dict[str, float] = {"infs": histogram.infs, "nans": histogram.nans}
         if histogram.total:
             found["zero_fraction"] = histogram.zeros / histogram.total
         offset = histogram.range_offset(self._format)
         if offset is not None:
             found["range_offset"] = offset
-            found["flushed_fraction"] = histogram.flushed_fraction(self._format)
+            found[FLUSHED] = histogram.flushed_fraction(self._format)
         return found
 
     def _histogram(self, tag: str, histogram: ExponentHistogram) -> Any:
@@ -169,10 +215,7 @@ class TensorBoardLog:
         format = self._format
         low, high = _range(format.min_subnormal_exponent, format.max_exponent)
         kept = np.array([format.significant_bits(exponent) for exponent in range(low, high)])
-        return self._bars(f"exponents/_bits_that_{format.name}_keeps", low, kept)
-
-    def _scalar(self, tag: str, value: float) -> Any:
-        return self._value(tag=tag, simple_value=value)
+        return self._bars(f"tensor_exponents/_bits_that_{format.name}_keeps", low, kept)
 
     def _tag(self, key: TensorKey) -> str:
         """Return a tensor's unique tag, ``<kind>/<layer>``, in characters that TensorBoard accepts."""
@@ -191,6 +234,7 @@ class TensorBoardSink(ScalarSink):
 
     Args:
         log_dir: directory of the events file.
+        curves: number of tensors of each kind that get scalars of their own; None: all.
         session: returns the run's session as far as it is written, for the verdict and the maps; None to write neither.
         clock: returns monotonic seconds.
     """
@@ -203,40 +247,40 @@ class TensorBoardSink(ScalarSink):
         log_dir: str | PathLike[str],
         session: Callable[[], Session | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        curves: int | None = MOST_CURVES,
     ) -> None:
         super().__init__()
-        self._log = TensorBoardLog(log_dir)
+        self._log = TensorBoardLog(log_dir, curves=curves)
         self._session = session
         self._seldom = Seldom(clock)
         #: The thread that makes verdict and maps during the run; only the thread that calls this sink writes to the log.
         self._aside = Background()
         self._concluded: _Conclusion | None = None
-        #: Whether the watched tensors have changed since the page's charts were written.
-        self._charts_are_old = False
+        self._has_told = False
+        self._verdict = ""
         self._scales: tuple[ScaleChange, ...] = ()
 
     def watched(self, infos: Sequence[TensorInfo]) -> None:
         """Keep the descriptions of the tensors, also for the page's charts."""
         super().watched(infos)
-        self._charts_are_old = True
+        self._log.watched(self._watched)
 
     def window(self, window: Window) -> None:
         """Write a window's counts; its scalars follow with the progress."""
-        if self._charts_are_old:
-            self._log.charts(self._watched)
-            self._charts_are_old = False
         self._log.write(window)
         super().window(window)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Write a window's scalars except the scale in use, which ``progress`` writes at exactly the steps where it changes."""
-        self._log.scalars(step, {name: value for name, value in values.items() if name != USED})
+        self._log.of_run(step, {name: value for name, value in values.items() if name != USED})
 
     def event(self, event: Event) -> None:
-        """Write a line to the text page."""
+        """Write a line to the text page if it is the first event that no loss scaler caught."""
         super().event(event)
-        place = _UNSAFE.sub("_", event.module) or "the model itself"
-        self._log.text("events", f"step {event.step}, {event.phase}: first {event.value} in {place}", event.step)
+        if not self._has_told and gravest([event]) is not None:
+            self._has_told = True
+            self._log.text("first_event", markdown.escape(first_line(event)), event.step)
 
     def progress(self, progress: Progress) -> None:
         """Write the scalars of the windows added since the last call, and each new change of the loss scale in use."""
@@ -273,10 +317,14 @@ class TensorBoardSink(ScalarSink):
 
     def _write_conclusion(self) -> None:
         concluded, self._concluded = self._concluded, None
-        if concluded is not None:
+        if concluded is None:
+            return
+        # TensorBoard lists every text of a tag, one below the other.
+        if concluded.text != self._verdict:
+            self._verdict = concluded.text
             self._log.text("verdict", concluded.text, concluded.step)
-            for tag, image in concluded.images.items():
-                self._log.image(tag, *image, concluded.step)
+        for tag, image in concluded.images.items():
+            self._log.image(tag, *image, concluded.step)
 
 
 class _Conclusion(NamedTuple):
@@ -291,13 +339,12 @@ def _conclude(session: Session) -> _Conclusion:
     from mpinspect.ranges.analyse import analyse
     from mpinspect.ranges.report import tensorboard_map
     from mpinspect.ranges.report.document import title, verdict_blocks
-    from mpinspect.reporting import markdown
     from mpinspect.reporting.document import Document, Findings
 
     report = analyse(session)
     said = Document(title(report), (Findings(report.findings),), verdict=verdict_blocks(report.verdict))
     images = {
-        f"map/{kind}": tensorboard_map.draw(layers, FORMATS[report.format])
+        f"summary/map/{kind}": tensorboard_map.draw(layers, FORMATS[report.format])
         for kind, layers in tensorboard_map.layers_by_kind(report).items()
     }
     return _Conclusion(max(session.progress.steps - 1, 0), markdown.render(said), images)

@@ -8,7 +8,7 @@ holds a few that belong together: the same layer of a model's blocks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -19,20 +19,27 @@ from mpinspect.reporting.streams import printable
 
 #: Most lines of a chart, about as many as TensorBoard has markers for.
 MOST_LINES = 8
-#: The scalars that have charts, by the first part of their tags.
-MEASURES = {"flushed_fraction": "flushed at scale 1", "range_offset": "range offset"}
-#: The scalars of a margin chart, in the order of its value and its limits; each follows ``of_layers/<measure>/<kind>/``.
-MARGIN = ("median", "lowest", "highest")
+FLUSHED = "flushed_fraction"
+#: The scalars that have charts.
+MEASURES = {FLUSHED: "flushed at scale 1", "range_offset": "range offset"}
 #: The limits of the suggested scale.
-_LOSS_SCALE = ("Margin", [f"loss_scale/{name}" for name in ("suggested", "lowest", "highest")])
+_LOSS_SCALE = ("Margin", [f"summary_more/loss_scale/{name}" for name in ("suggested", "lowest", "highest")])
 
 
-def layout(infos: Iterable[TensorInfo], tags: Mapping[TensorKey, str]) -> dict[str, dict[str, Any]]:
+def over_layers(measure: str, kind: str) -> list[str]:
+    """Return the tags of a measure's median, lowest and highest tensor of a kind, in the order of a margin chart."""
+    return [f"summary_over_layers/{measure}/{kind}/{which}" for which in ("median", "lowest", "highest")]
+
+
+def layout(
+    infos: Iterable[TensorInfo], tags: Mapping[TensorKey, str], drawn: Collection[str]
+) -> dict[str, dict[str, Any]]:
     """Return the page's charts by category and title, each with its type and its tags (regular expressions for lines).
 
     Args:
         infos: the tensors that are watched.
         tags: the tag of each, ``<kind>/<layer>``.
+        drawn: the tags of the curves that the log has; others get no chart.
     """
     counted = sorted((info for info in infos if info.kind != UPDATE), key=lambda info: KINDS.index(info.kind))
     kinds = {kind: list(of_kind) for kind, of_kind in groupby(counted, lambda info: info.kind)}
@@ -40,18 +47,21 @@ def layout(infos: Iterable[TensorInfo], tags: Mapping[TensorKey, str]) -> dict[s
     overview: dict[str, Any] = {"loss scale, log2: suggested, and the safe window": _LOSS_SCALE}
     for measure, words in MEASURES.items():
         for kind in kinds:
-            overview[f"{words}: {titles[kind]}, the median layer, between the lowest and the highest"] = (
-                "Margin",
-                [f"of_layers/{measure}/{kind}/{name}" for name in MARGIN],
-            )
+            group = over_layers(measure, kind)
+            if group[0] in drawn:
+                overview[f"{words}: {titles[kind]}, the median layer, between the lowest and the highest"] = (
+                    "Margin",
+                    group,
+                )
     found = {"mpinspect": overview}
     for measure, words in MEASURES.items():
         for kind, of_kind in kinds.items():
+            shown = [info for info in of_kind if f"tensor_{measure}/{tags[info.key]}" in drawn]
             found[f"{words}: {titles[kind]}"] = {
-                title: ("Multiline", [f"{measure}/{re.escape(tags[info.key])}$" for info in group])
-                for title, group in _charts(of_kind)
+                title: ("Multiline", [f"tensor_{measure}/{re.escape(tags[info.key])}$" for info in group])
+                for title, group in _charts(shown)
             }
-    return found
+    return {title: charts for title, charts in found.items() if charts}
 
 
 def _charts(infos: list[TensorInfo]) -> Iterable[tuple[str, list[TensorInfo]]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpinspect.ranges.capture.sinks import Sink
+from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES
 from mpinspect.ranges.session import RunInfo, Session
 from mpinspect.ranges.store import SessionError, SessionWriter, TakenError, read_session
 
@@ -22,10 +23,15 @@ class Opened(NamedTuple):
     troubles: list[str]
 
 
-def open_sinks(log_dir: str | Path | None, info: RunInfo) -> Opened:
+def open_sinks(log_dir: str | Path | None, info: RunInfo, curves: int | None = MOST_CURVES) -> Opened:
     """Begin a run's files in ``log_dir``, or in the next free sibling directory if it holds another run. Never raises.
 
     The TensorBoard log needs torch, which is imported here; if torch is missing, only the session file is written.
+
+    Args:
+        log_dir: the directory; None: no files.
+        info: the run's description.
+        curves: number of tensors of each kind with scalars of their own in the TensorBoard log; None: all.
     """
     if log_dir is None:
         return Opened(None, [], [])
@@ -39,7 +45,7 @@ def open_sinks(log_dir: str | Path | None, info: RunInfo) -> Opened:
     try:
         from mpinspect.ranges.report.tensorboard import TensorBoardSink
 
-        sinks.append(TensorBoardSink(path, lambda: _written(path)))
+        sinks.append(TensorBoardSink(path, lambda: _written(path), curves=curves))
     except Exception as error:
         troubles.append(f"no TensorBoard log is written, only the session file: {error}")
     return Opened(path, sinks, troubles)

@@ -77,6 +77,7 @@ class LaunchedInspector(Inspector):
             eager_samples=options.eager_samples,
             tracker=tracker,
             recipes=options.recipes,
+            curves=options.curves,
             **chosen,
         )
         if unhookable:
