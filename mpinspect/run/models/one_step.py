@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 #: An optimizer is chosen after this many steps, even if other optimizers have not stepped yet: they may never do so.
 _MOST_WAITED = 8
-#: The most further steps that are computed twice after an infinity or NaN.
-_AFTER_EVENTS = 2
+#: The most further steps that are computed twice after an infinity or NaN, until one of them has an infinity or NaN again.
+_AFTER_EVENTS = 8
 #: Numbers of steps after which another is computed twice: sums and moments saturate, and weights grow, only with time.
 _LATER_STEPS = (100, 1000, 10_000)
 
@@ -253,11 +253,16 @@ class OneStep(Guarded):
             self._lingering = None if products.leave() else products
 
     def _record_second(self) -> None:
+        from mpinspect.ranges.faults.measure.second import is_broken_forward
+
         if self._second is not None:
             second, names, steps = self._second
             powers = [] if self._powers is None else self._powers.records()
             self._second = self._powers = None
-            for record in (*second.records(), *powers):
+            records = (*second.records(), *powers)
+            if self._is_again and any(is_broken_forward(record) for record in records):
+                self._left_after_events = 0
+            for record in records:
                 self._models.record(names, record, steps)
             if left_out := second.left_out():
                 self._seen.note(left_out)
