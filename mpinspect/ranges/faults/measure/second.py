@@ -531,11 +531,6 @@ class SecondComputation:
                 self._twins.pop(each.untyped_storage()._cdata, None)
 
 
-def is_broken_forward(record: Record) -> bool:
-    """Return whether a record is of an infinity or NaN in a forward."""
-    return isinstance(record, (BornInfinite, BrokenAlike)) and record.names[2] == "forward"
-
-
 def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
     """Return an operator's first result in FP32, from its arguments as they are."""
     if pending.exact is None:
