@@ -27,6 +27,7 @@ from mpinspect.ranges.capture.capture import Capture
 from mpinspect.ranges.capture.optimizers import plain_optimizer
 from mpinspect.ranges.capture.recording import MpinspectWarning, Recording, warn
 from mpinspect.ranges.capture.steps import Schedule
+from mpinspect.ranges.faults.measure.second_steps import SecondSteps
 from mpinspect.ranges.faults.observers import diagnosing_observers
 from mpinspect.ranges.kinds import DEFAULT_KINDS, KINDS, UPDATE
 from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, check_curves
@@ -98,6 +99,12 @@ class Inspector:
             that activations and their gradients inside are seen. This changes results: an eager step rounds differently from a
             compiled one, draws other random numbers, and takes the time and memory of an uncompiled one. Use it with ``every``;
             the steps between stay compiled. If False, only weight gradients are seen inside compiled code.
+        second: compute an early step, steps 100, 1,000 and 10,000, and up to eight steps after an infinite or NaN forward a
+            second time in FP32 (as ``second_opinion`` does), and follow the loss scale in them; or the numbers of the chosen
+            steps, from 0. The training's own numbers stay. Such a step takes some ten times as long, waits for the device, and
+            copies its 16-bit tensors in FP32, up to 2 GiB of them; after 20 s the rest is left out. ``max_overhead`` does not
+            include it. Attach the inspector on the thread that trains. Compiled models, CUDA graphs, several ranks and tensors
+            of other classes are left out, with a note, and so are loops without an optimizer of torch.
         tracker: logs a few scalars (``ranges/report/scalars.py``) every second or more, and the report's page at the end:
             "wandb", "mlflow" or "trackio", to the run that the script has open; or an object with the methods
             ``scalars(step, values)`` and ``artifact(path)``. If it fails, a note is recorded and the training continues.
@@ -108,10 +115,10 @@ class Inspector:
             flushing; None: all. Histograms and session hold every tensor.
 
     Raises:
-        TypeError: model is not a Module, or optimizers, loss_scale, watch, max_overhead, eager_samples or tracker have the
-            wrong type.
+        TypeError: model is not a Module, or optimizers, loss_scale, watch, max_overhead, eager_samples, second or tracker have
+            the wrong type.
         ValueError: an unknown kind, tracker or recipe, ``every`` below 1, ``max_overhead`` neither between 0 and 1 nor inf, a
-            ``loss_scale`` that is not positive and finite, or ``curves`` below 0.
+            ``loss_scale`` that is not positive and finite, ``curves`` below 0, or a step of ``second`` below 0.
         ImportError: the tracker's package is not installed.
     """
 
@@ -136,6 +143,7 @@ class Inspector:
         watch: bool = True,
         max_overhead: float | None = None,
         eager_samples: bool = False,
+        second: bool | Iterable[int] = False,
         tracker: str | Tracker | None = None,
         recipes: str | Iterable[str] = (),
         curves: int | None = MOST_CURVES,
@@ -177,6 +185,7 @@ class Inspector:
         )
         self._recording.watch(model_layers.describe(found, parameters, kinds))
         self._capture = self._new_capture(found, parameters, _optimizers(optimizers), _several(scalers))
+        self._second_steps = self._new_second_steps(model, second)
         self._at_exit: AtExit | None = None
         self._running = False
         #: Names of the weights that were non-finite when the run began, and the event for weights that are when it ended.
@@ -204,6 +213,8 @@ class Inspector:
         if self._tracking is not None:
             self._tracking.find_run()
         self._capture.attach()
+        if self._second_steps is not None:
+            self._second_steps.attach()
         if self.log_dir is not None and self._ends_with_the_process:
             self._at_exit = AtExit(self._process_ends)
         return self
@@ -299,12 +310,25 @@ class Inspector:
             diagnosing=partial(diagnosing_observers, recipes=self._recipes),
         )
 
+    def _new_second_steps(self, model: torch.nn.Module, second: bool | Iterable[int]) -> SecondSteps | None:
+        """Return the observer of the steps that are computed twice; None if there are none."""
+        if second is False:
+            return None
+        steps = None if second is True else list(second)
+        if any(isinstance(step, bool) or not isinstance(step, int) for step in steps or ()):
+            raise TypeError(f"second={second!r}: give True, or the numbers of the steps to compute twice")
+        if any(step < 0 for step in steps or ()):
+            raise ValueError(f"second={second!r}: steps have numbers from 0 on")
+        return SecondSteps(model, steps, self._capture.clock, self._recording)
+
     def _process_ends(self) -> None:
         self.broke_off(uncaught())
         self._end()
 
     def _end(self) -> None:
         """Detach the hooks and close the record; after an interruption (Ctrl-C), a second call skips the completed parts."""
+        if self._second_steps is not None:
+            self._second_steps.detach()
         if self._capture.attached:
             self._capture.detach()
             self._left = self._capture.weights_left(self._broken_before)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.capture.passes import LossFunction, require_loss
 from mpinspect.ranges.faults.measure.second import SecondComputation
+from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
 from mpinspect.ranges.faults.name.second import FAULTS
 from mpinspect.ranges.session import RunInfo, Session
 from mpinspect.reporting.finding import Finding
@@ -55,74 +51,21 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
             f"loss_fn is of type {type(loss_fn).__name__}: give a function that returns loss_fn(model, batch)"
         )
     random, state = RandomState.now(), ModelState(model)
-    running = _Running()
+    running = RunningModules()
     second = SecondComputation(running.path, model.named_parameters(), model.named_buffers())
+    running.follow(model)
     try:
         for parameter in model.parameters():
             parameter.grad = None
-        with compiled_modules_eager(), torch.enable_grad(), running.followed(model), _Twice(second):
+        with compiled_modules_eager(), torch.enable_grad(), Twice(second, running):
             loss = loss_fn(model, batch)
             require_loss(loss, 0, finite=False)
             loss.backward()  # type: ignore[no-untyped-call]
         measurements = tuple(record.measurement() for record in second.records())
     finally:
+        running.unfollow()
         state.restore()
         random.restore()
     session = Session(RunInfo(type(model).__name__, watch=False), measurements=measurements)
     ids = {fault.id for fault in FAULTS}
     return tuple(finding for finding in analyse(session).findings if finding.id in ids)
-
-
-class _Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operator as it is, then lets it be computed a second time."""
-
-    #: Of `torch.cond` and the like, the chosen branch runs as it is.
-    supports_higher_order_operators = True
-
-    def __init__(self, second: SecondComputation) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._second = second
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        pending = self._second.before(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
-        if pending is not None:
-            self._second.after(pending, result, sys._getframe(1))
-        return result
-
-
-class _Running:
-    """Knows which module is running."""
-
-    def __init__(self) -> None:
-        self._paths = [""]
-
-    def path(self) -> str:
-        """Return the dotted path of the innermost module that is running; "" outside of all."""
-        return self._paths[-1]
-
-    @contextmanager
-    def followed(self, model: torch.nn.Module) -> Iterator[None]:
-        """Follow the calls of the model's modules."""
-        handles = []
-        for path, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            # Partial functions, since a copy of the module takes a copy of the list for both, and can be pickled.
-            handles.append(module.register_forward_pre_hook(partial(_enter, self._paths, path), prepend=True))
-            handles.append(module.register_forward_hook(partial(_leave, self._paths), always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _enter(paths: list[str], path: str, module: torch.nn.Module, args: Any) -> None:
-    paths.append(path)
-
-
-def _leave(paths: list[str], module: torch.nn.Module, args: Any, output: Any) -> None:
-    paths.pop()

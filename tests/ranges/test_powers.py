@@ -187,8 +187,18 @@ def a_sum_that_is_dropped(training):
     ordinary(training)
 
 
+def a_count_that_equals_the_scale(training):
+    """A mean by hand, and a pooling whose derivative divides by the size of the scale."""
+    x = torch.randn(1, 4096, 8)
+    output = training.model(x)
+    pooled = nn.functional.adaptive_avg_pool1d(output.transpose(1, 2), 1)
+    training.scaler.scale(output.sum() / 4096 + output.square().mean() + pooled.sum() * output.sum()).backward()
+    training.step()
+
+
 HEALTHY = (
     a_sum_that_is_dropped,
+    a_count_that_equals_the_scale,
     *(ordinary, micro_batches, two_losses, penalty_divided, penalty_divided_with_more, decay_after_division),
     *(
         divided_by_hand,

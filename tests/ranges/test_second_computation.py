@@ -165,6 +165,26 @@ def test_writes_and_views_have_the_twins_of_their_storage():
     assert torch.equal(second.twin(z), exact.view(4, 16)[1:].T)
 
 
+def test_the_exact_computation_follows_its_own_decisions():
+    """A ratio near one that rounding moves beyond a bound is clamped, and has no gradient; the exact ratio has one."""
+
+    x = (values(64) - 5).bfloat16().requires_grad_()
+    old = x.detach().float() * 1.01
+
+    def loss(new):
+        ratio = (new - old).exp()
+        return torch.min(ratio, ratio.clamp(0.998, 1.002)).sum()
+
+    with Twice() as second:
+        loss(x * 1.01).backward()
+    exact = x.detach().float().requires_grad_()
+    loss(exact * 1.01).backward()
+    assert bool((x.grad == 0).any())
+    assert bool((exact.grad != 0).all())
+    torch.testing.assert_close(second.twin(x.grad), exact.grad)
+    assert second.skipped == {}
+
+
 def trained(model, twice, loss_of):
     """Return the loss and gradients of a copy of the model after one step, and the second computation if asked for."""
     model = copy.deepcopy(model)

@@ -10,6 +10,7 @@ from analysis_sessions import session_of, spread, weight
 
 from mpinspect.ranges.records import (
     AbsorbedOperand,
+    AmplifiedError,
     BornInfinite,
     BrokenAlike,
     ChangedBeforeStep,
@@ -83,6 +84,22 @@ def test_a_cause_in_the_data_comes_before_the_operator_that_it_breaks():
 
 def test_without_a_broken_forward_it_is_not_told():
     assert "breaks-in-fp32-too" not in findings(alike(), precision=FP16)
+
+
+def test_a_difference_from_which_a_nan_follows_explains_the_argument_that_it_spoiled():
+    names = ("sub", "train.py:6", "forward", "")
+    difference = AmplifiedError(name="head", step=5, names=names, text="float16", before=0.001, after=2.5)
+    born = BornInfinite(
+        name="head", step=5, names=("rsqrt", "train.py:7", "forward"), text="float16", elements=3, of=4, largest=0
+    )
+    examined = ExaminedArgument(name="head", step=4, text="1 / sqrt of zero or less", elements=3)
+    found = findings(difference, born, examined, precision=FP16, events=(broken(4), broken(5)))
+    cause = found["result-is-rounding-error"]
+    assert (cause.severity, cause.step) == ("error", 4)
+    assert "In step 5, in 'head' (train.py:6), sub leaves mostly rounding error" in cause.message
+    assert "From there rsqrt in 'head' (train.py:7) becomes infinite or NaN in 3 elements" in cause.message
+    assert found["argument-out-of-range"].severity == "info"
+    assert findings(difference)["result-is-rounding-error"].severity == "info"
 
 
 def test_an_overflow_counts_its_elements():

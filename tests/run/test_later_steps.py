@@ -50,6 +50,42 @@ def test_a_count_that_saturates_after_the_first_steps_is_found_in_a_later_one(tm
     assert _steps_of(tmp_path, 105) == [101]
 
 
+OVERFLOWING = """
+import torch
+from torch import nn
+
+
+class Raised(nn.Module):
+    def forward(self, x):
+        return x.half().pow(4).float()
+
+
+model = nn.Sequential(nn.Linear(4, 4), Raised())
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+for step in range(14):
+    x = torch.full((8, 4), 100.0 if step in BROKEN else 0.1)
+    scaler.scale(model(x).mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("broken", "measured"), [((3, 9, 10), [9]), ((3, 4, 9), [4]), ((3,), [])])
+def test_steps_after_an_infinity_are_computed_twice_until_one_breaks_again(
+    tmp_path: Path, broken: tuple[int, ...], measured: list[int]
+) -> None:
+    folder = tmp_path / "script"
+    write(folder, f"import torch\ntorch.manual_seed(0)\nBROKEN = {broken}\n" + OVERFLOWING)
+    ended = watched(folder, "train.py", forked=True)
+    assert ended.status == 0, ended.err
+    report = json.loads((tmp_path / RUN_DIR / "report.json").read_text())
+    findings = report["models"][0]["ranges"]["findings"]
+    named = [each["message"] for each in findings if each["id"] == "overflow-in-operator"]
+    assert [message.startswith(f"In step {measured[0]}, pow in '1'") for message in named] == [True] * len(measured)
+
+
 @pytest.mark.parametrize(("steps", "options"), [(50, ()), (105, ("--no-lint",)), (105, ("--max-overhead", "0.9"))])
 def test_a_short_run_and_one_without_later_second_computations_find_nothing(
     tmp_path: Path, steps: int, options: tuple[str, ...]

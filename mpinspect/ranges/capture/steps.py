@@ -8,12 +8,13 @@ forward or backward that follows a backward, if the weights were updated or the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
 from mpinspect.runtime.meter import Meter
 
 #: Maximum number of micro-batches per step without a known optimizer, even without an update, to bound the memory.
@@ -25,6 +26,11 @@ _MOST_MICRO_BATCHES = 256
 _ALL_CALLS = 32
 #: Calls of an optimizer's closure in one step that are observed.
 MOST_CLOSURES = 4
+
+#: The most further steps that are computed twice after an infinity or NaN, until one of them has an infinity or NaN again.
+AFTER_EVENTS = 8
+#: Numbers of steps after which another is computed twice: sums and moments saturate, and weights grow, only with time.
+LATER_STEPS = (100, 1000, 10_000)
 
 
 @dataclass(frozen=True)
@@ -300,3 +306,39 @@ class Pace:
             "not every step is watched. max_overhead=0.02 sets another limit, max_overhead=math.inf none (mpinspect run: "
             "--max-overhead 0.02, --max-overhead none)"
         )
+
+
+class StepChoice:
+    """Chooses the steps that are computed twice: given ones, and some after an infinity or NaN of a forward.
+
+    Args:
+        steps: numbers of steps after which the next one is chosen.
+        after_events: the most steps chosen after an infinity or NaN.
+    """
+
+    def __init__(self, steps: Iterable[int] = LATER_STEPS, after_events: int = AFTER_EVENTS) -> None:
+        self._steps = sorted(set(steps))
+        self._left_after_events = after_events
+        self._is_after_event = False
+
+    def is_due(self, step: int, forward_broke: Callable[[], bool]) -> bool:
+        """Return whether the step that follows ``step`` others is chosen."""
+        return self._has_come(step) or (self._left_after_events > 0 and forward_broke())
+
+    def begins(self, step: int) -> None:
+        """Handle the start of a chosen step."""
+        self._is_after_event = not self._has_come(step)
+        self._left_after_events -= self._is_after_event
+        self._steps = [each for each in self._steps if each > step]
+
+    def ends(self, records: Iterable[Record]) -> None:
+        """Handle the records of a chosen step: once one has the infinity or NaN, no further step is needed for it."""
+        if self._is_after_event and any(map(_is_broken_forward, records)):
+            self._left_after_events = 0
+
+    def _has_come(self, step: int) -> bool:
+        return bool(self._steps) and step >= self._steps[0]
+
+
+def _is_broken_forward(record: Record) -> bool:
+    return isinstance(record, (BornInfinite, BrokenAlike)) and record.names[2] == "forward"

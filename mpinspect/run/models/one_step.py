@@ -6,19 +6,20 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from mpinspect.ranges.capture.steps import LATER_STEPS, StepChoice
 from mpinspect.run.models.compiled import Compiled
 from mpinspect.run.models.inspected_models import InspectedModels
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Seen
 from mpinspect.run.record import TRACE
-from mpinspect.runtime.distributed import has_process_group
+from mpinspect.runtime.dispatch import doubt, obstacle
 from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.wrappers import submodules
 
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
 
 #: An optimizer is chosen after this many steps, even if other optimizers have not stepped yet: they may never do so.
 _MOST_WAITED = 8
-#: The most further steps that are computed twice after an infinity or NaN.
-_AFTER_EVENTS = 2
-#: Numbers of steps after which another is computed twice: sums and moments saturate, and weights grow, only with time.
-_LATER_STEPS = (100, 1000, 10_000)
 
 
 class OneStep(Guarded):
@@ -75,11 +72,12 @@ class OneStep(Guarded):
         self._second: tuple[SecondComputation, tuple[str, ...], dict[str, int]] | None = None
         #: The powers of the loss scale in the recorded step.
         self._powers: PowersOfScale | None = None
-        #: Further steps that are computed twice once a forward is infinite or NaN.
-        self._left_after_events = _AFTER_EVENTS if self._wants_matmuls else 0
-        # A budget does not know what such a step costs.
+        # A budget does not know what a step costs that is computed twice.
         has_budget = options.max_overhead not in (None, math.inf)
-        self._later_steps = list(_LATER_STEPS) if self._wants_matmuls and not has_budget else []
+        #: Chooses further steps that are computed twice.
+        self._choice = (
+            StepChoice(() if has_budget else LATER_STEPS) if self._wants_matmuls else StepChoice((), after_events=0)
+        )
         #: Steps of the chosen optimizer.
         self._stepped = 0
         self._is_again = False
@@ -140,11 +138,7 @@ class OneStep(Guarded):
         """Whether another step is computed twice: because something broke after the recorded one, or after many steps."""
         if self._wants_matmuls or self._wants_trace or self._profile is not None:
             return False
-        return self._is_later or (self._left_after_events > 0 and self._models.forward_broke())
-
-    @property
-    def _is_later(self) -> bool:
-        return bool(self._later_steps) and self._stepped >= self._later_steps[0]
+        return self._choice.is_due(self._stepped, self._models.forward_broke)
 
     def give_up(self) -> None:
         """Stop recording because the script has ended, and note incomplete or missing recordings."""
@@ -214,16 +208,14 @@ class OneStep(Guarded):
         from mpinspect.ranges.faults.measure.powers import PowersOfScale
         from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
         from mpinspect.ranges.faults.measure.second import SecondComputation
-        from mpinspect.shapes.record.live import LiveMatmuls, obstacle
+        from mpinspect.shapes.record.live import LiveMatmuls
 
         self._is_again = not self._wants_matmuls
-        if self._is_later:
-            del self._later_steps[0]
-        else:
-            self._left_after_events -= self._is_again
+        if self._is_again:
+            self._choice.begins(self._stepped)
         self._wants_matmuls = False
         models = self._models.attached()
-        reason = obstacle(models.values()) or ("" if self._is_lint_asked else _doubt(models.values()))
+        reason = obstacle(models.values()) or ("" if self._is_lint_asked else doubt(models.values()))
         if reason:
             self._note_lint(reason)
             return
@@ -257,7 +249,10 @@ class OneStep(Guarded):
             second, names, steps = self._second
             powers = [] if self._powers is None else self._powers.records()
             self._second = self._powers = None
-            for record in (*second.records(), *powers):
+            records = (*second.records(), *powers)
+            if self._is_again:
+                self._choice.ends(records)
+            for record in records:
                 self._models.record(names, record, steps)
             if left_out := second.left_out():
                 self._seen.note(left_out)
@@ -306,16 +301,3 @@ def _buffers(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.Ten
 
 def _prefixed(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
     return [(f"{name}." if len(models) > 1 else "", model) for name, model in models.items()]
-
-
-def _doubt(models: Iterable[torch.nn.Module]) -> str:
-    """Return why a step is not recorded without --lint; "" if it can be.
-
-    FSDP and quantised weights, for example, may put their own tensor types and modes below autograd.
-    """
-    if has_process_group():
-        return "the run is distributed"
-    plain = (torch.nn.Parameter, torch.nn.parameter.UninitializedParameter)
-    if any(type(parameter) not in plain for model in models for parameter in model.parameters()):
-        return "a parameter is a tensor of another class"
-    return ""

@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from mpinspect.runtime import own_code
 from mpinspect.runtime.emulation.products import is_composite
 from mpinspect.runtime.hooks import HandleList, ModelHook
-from mpinspect.runtime.wrappers import compiled_functions
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.fused import observe_attention
 from mpinspect.shapes.record.mode import MatmulMode
@@ -64,19 +63,6 @@ class Follower(Protocol):
 
 #: How many stack frames are searched upwards for the code that copies a tensor.
 _FRAMES = 12
-
-
-def obstacle(models: Iterable[torch.nn.Module]) -> str:
-    """Return why a step cannot be recorded now; "" if it can."""
-    if torch._C._len_torch_dispatch_stack():
-        return "the script has entered a torch dispatch mode of its own"
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    compiled = dynamo is not None and dynamo.counters["frames"]["total"] > 0
-    if compiled or any(compiled_functions(part) for model in models for part in model.modules()):
-        return "the model is compiled, and operators inside of torch.compile are not seen: use mpinspect lint on it"
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return "the step is captured into a CUDA graph"
-    return ""
 
 
 class LiveMatmuls:

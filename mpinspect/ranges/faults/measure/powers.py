@@ -241,7 +241,9 @@ class PowersOfScale:
         number = float(value)
         for power in (1.0, -1.0):
             if math.isclose(number, self._scale**power, rel_tol=1e-6) and self._scale != 1.0:
-                return power if self._scale >= _LEAST_SCALE else None
+                # A loop that has not read the scale, and a derivative, have another reason for this number.
+                is_loops = self._is_read and torch._C._current_autograd_node() is None
+                return power if is_loops and self._scale >= _LEAST_SCALE else None
         carries = isinstance(other, torch.Tensor) and self._power(other) not in (0.0, ZERO)
         if self._is_read and carries and abs(number) != 1.0:
             # It may contain the scale, as in 1 / (scale * micro_batches).

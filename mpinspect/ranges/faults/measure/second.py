@@ -61,6 +61,15 @@ _AMPLIFYING = _ADDITIONS | {
 }
 #: Operators that change no value but by its dtype.
 _CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
+#: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
+_DECIDING = frozenset(
+    {
+        *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge),
+        *(aten.logical_and, aten.logical_or, aten.logical_xor, aten.logical_not),
+        *(aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not),
+        *(aten.logical_and_, aten.logical_or_, aten.bitwise_and_, aten.bitwise_or_),
+    }
+)
 #: Operators whose results are not written yet, or have no exact result.
 _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 #: Beginnings of the names of operators that a backend implements as it likes.
@@ -82,7 +91,7 @@ _CANCELLED, _UNCANCELLED = 0.3, 0.05
 
 
 class Twin(NamedTuple):
-    """The FP32 values of a whole storage, and a reference that ends with the storage.
+    """The FP32 values, or the decisions, of a whole storage, and a reference that ends with the storage.
 
     Args:
         is_cast: whether the values were only cast, copied or selected, never computed with.
@@ -185,13 +194,15 @@ class SecondComputation:
             return None
         mutated = _mutated(schema, args, kwargs)
         tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
-        is_copied = all(map(_is_plain, mutated)) and not any(map(_is_strange, tensors))
+        is_copied = all(_is_plain(each) or _is_decision(each) for each in mutated) and not any(
+            map(_is_strange, tensors)
+        )
         if func.namespace != "aten" or _is_opaque(func, args) or not is_copied:
             # A collective that ran twice would wait for other ranks, the user's own operators may have effects, and a
             # tensor that is written but has no twin would be written twice.
-            self._forget([each for each in mutated if _is_plain(each)])
+            self._forget(mutated)
             return None
-        tensors = [each for each in tensors if _is_plain(each)]
+        tensors = [each for each in tensors if _is_plain(each) or _is_decision(each)]
         has_twin = any(self.twin(each) is not None for each in tensors)
         if not has_twin and not any(each.dtype in _NARROW for each in tensors) and kwargs.get("dtype") not in _NARROW:
             return None
@@ -202,7 +213,7 @@ class SecondComputation:
             self._modules[_get_sequence_nr() - 1] = self._module()
         if not _fits(tensors):
             self.skipped["too large"] += 1
-            self._forget([each for each in mutated if _is_plain(each)])
+            self._forget(mutated)
             return None
         written = {id(each) for each in mutated}
         twins = tree_map(lambda each: self._twin_or_wide(each, id(each) in written), (args, kwargs))
@@ -213,7 +224,7 @@ class SecondComputation:
             exact = (args, kwargs)
         before = 0.0
         if func.overloadpacket in _AMPLIFYING:
-            before = max((self._error(each) for each in tensors), default=0.0)
+            before = max((self._error(each) for each in tensors if _is_plain(each)), default=0.0)
         dtype = getattr(args[0], "dtype", None) if args else None
         is_cast = func.overloadpacket in _CASTS and all(map(self._is_cast, tensors))
         return Pending(func, twins, exact, before, dtype, is_cast)
@@ -229,6 +240,9 @@ class SecondComputation:
         try:
             if func.overloadpacket is aten._to_copy and not results:
                 self._compare_integers(pending, result, frame)
+                return
+            if _is_decision(result):
+                self._keep_decision(pending, result)
                 return
             twins = _plain(func(*pending.arguments[0], **pending.arguments[1]))
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
@@ -456,13 +470,16 @@ class SecondComputation:
         return twin.values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _twin_or_wide(self, value: Any, is_mutated: bool) -> Any:
-        if not _is_plain(value):
+        is_decision = _is_decision(value)
+        if not is_decision and not _is_plain(value):
             return _wide(value, is_mutated)
         twin = self.twin(value)
         if twin is None and is_mutated:
             self._remember(value, value, is_cast=False)
             twin = self.twin(value)
-        return twin if twin is not None else value.float()
+        if twin is not None:
+            return twin
+        return value if is_decision else value.float()
 
     def _error(self, tensor: torch.Tensor) -> float:
         """Return the inherited error of a tensor, relative to its norm."""
@@ -488,12 +505,20 @@ class SecondComputation:
         if not torch.equal(wide, twin):
             self._remember(value, twin, is_cast)
 
+    def _keep_decision(self, pending: Pending, value: torch.Tensor) -> None:
+        args, kwargs = pending.arguments
+        decided = pending.func(*args, **kwargs) if pending.func.overloadpacket in _DECIDING else value
+        if torch.equal(value, decided):
+            self._forget([value])
+        else:
+            self._remember(value, decided, is_cast=False)
+
     def _remember(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
         storage = value.untyped_storage()
         flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(
             storage, 0, (storage.nbytes() // value.element_size(),), (1,)
         )
-        values = flat.float() if value.dtype != torch.float32 else flat.clone()
+        values = flat.float() if value.dtype in _NARROW else flat.clone()
         values.as_strided(value.size(), value.stride(), value.storage_offset()).copy_(twin)
         self._bytes += values.nbytes
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -502,7 +527,8 @@ class SecondComputation:
     def _forget(self, results: list[torch.Tensor]) -> None:
         """Take results as exact."""
         for each in results:
-            self._twins.pop(each.untyped_storage()._cdata, None)
+            if _is_plain(each) or _is_decision(each):
+                self._twins.pop(each.untyped_storage()._cdata, None)
 
 
 def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
@@ -559,6 +585,11 @@ def _is_plain(value: Any) -> bool:
         and not value.is_meta
         and not _is_strange(value)
     )
+
+
+def _is_decision(value: Any) -> bool:
+    """Return whether a value is a strided tensor of decisions, of torch's own class."""
+    return type(value) is torch.Tensor and value.dtype is torch.bool and not value.is_meta and not _is_strange(value)
 
 
 def _is_strange(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     AbsorbedOperand,
@@ -123,7 +124,8 @@ _SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "mul"
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
     """An operator of the forward whose result in 16 bits is infinite or NaN, where the exact one is finite.
 
-    It is looked for under ``mpinspect run``, in one early step and in a step after the first infinity or NaN.
+    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
+    infinity or NaN.
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
@@ -235,7 +237,7 @@ class _Sum(Sentences):
 def _sum_loses_terms(case: Case) -> Iterator[Found]:
     """A sum in 16 bits whose terms are rounded away.
 
-    It is looked for under ``mpinspect run``, in one early step and in steps 100, 1,000 and 10,000.
+    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: It is measured, from an error of 3% on. It is information below 25% if no weight's gradient is off by 10%.
     """
@@ -272,7 +274,7 @@ class _Absorbed(Sentences):
 def _addition_changes_nothing(case: Case) -> Iterator[Found]:
     """An addition in 16 bits whose smaller operand the larger one absorbs.
 
-    It is looked for under ``mpinspect run``, in one early step and in steps 100, 1,000 and 10,000.
+    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: A branch that begins near zero on purpose (LayerScale, a zero-initialised adapter) is information: its root mean
     square is below 2^-6.
@@ -309,7 +311,7 @@ class _Frozen(Sentences):
 def _buffer_stops(case: Case) -> Iterator[Found]:
     """A running sum, mean or count in 16 bits that no longer changes.
 
-    It is looked for under ``mpinspect run``, in one early step and in steps 100, 1,000 and 10,000.
+    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: A buffer that is added to in place and set anew in each step loses only that step's terms.
     """
@@ -328,12 +330,15 @@ def _buffer_stops(case: Case) -> Iterator[Found]:
 
 class _Left(Sentences):
     CANCELS = (
-        "In step {step}, in {place}, {operator} leaves mostly rounding error: its operands were off by {before:percent}, its "
+        "In step {measured}, in {place}, {operator} leaves mostly rounding error: its operands were off by {before:percent}, its "
         "result is off by {off}."
     )
     AMPLIFIES = (
-        "In step {step}, in {place}, {operator} leaves mostly rounding error: its input was off by {before:percent}, its result "
-        "is off by {off}."
+        "In step {measured}, in {place}, {operator} leaves mostly rounding error: its input was off by {before:percent}, its "
+        "result is off by {off}."
+    )
+    BREAKS = (
+        "From there {broken} in {broken_place} becomes infinite or NaN in {count:count element}, and is finite in FP32."
     )
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from values that never were in 16 bits."
@@ -342,27 +347,46 @@ class _Left(Sentences):
 def _rounding_error_left(case: Case) -> Iterator[Found]:
     """An operator whose result is mostly the rounding error of its inputs: a difference that cancels, a sine of a large number.
 
-    It is looked for under ``mpinspect run``, in one early step and in steps 100, 1,000 and 10,000.
+    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: It is measured. It is information if no weight's gradient is off by 10%.
+    False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it.
     """
+    first = _first_event(case)
     for cancelled in _by_place(case.recorded(AmplifiedError), "after"):
         is_difference = cancelled.names[0].rstrip("_") in ("add", "sub")
         also, words = _gradients(cancelled)
+        born = _born_from(cancelled, case)
+        step, severity = cancelled.step, "info" if also is None else "warning"
+        if born is not None:
+            place = _place(born)
+            words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
+            step, severity = min(first.step if first is not None else step, step), "error"
         off = (
             f"{cancelled.after:.0%}"
             if cancelled.after < 10 and math.isfinite(cancelled.after)
             else "far more than itself"
         )
         yield Found(
-            (_Left.CANCELS if is_difference else _Left.AMPLIFIES, also),
+            (_Left.CANCELS if is_difference else _Left.AMPLIFIES, also, None if born is None else _Left.BREAKS),
             _evidence(cancelled),
-            {**_place(cancelled), **words, "off": off},
-            _fix(is_difference) if also else (),
+            {**_place(cancelled), **words, "off": off, "measured": cancelled.step},
+            () if severity == "info" else _fix(is_difference),
             layer=cancelled.name,
-            severity="warning" if also else "info",
-            step=cancelled.step,
+            severity=severity,
+            step=step,
         )
+
+
+def _born_from(cancelled: AmplifiedError, case: Case) -> BornInfinite | None:
+    """Return an infinity or NaN of the same module and step that the exact computation does not have, for its inputs' errors."""
+    return next(
+        (
+            born
+            for born in case.recorded(BornInfinite)
+            if not born.largest and (born.name, born.step, born.names[2]) == (cancelled.name, cancelled.step, "forward")
+        ),
+        None,
+    )
 
 
 def _fix(is_difference: bool) -> _Left:
@@ -381,8 +405,8 @@ class _Integers(Sentences):
 def _integers_rounded(case: Case) -> Iterator[Found]:
     """Ids, indices or counts that pass through a 16-bit format and are made integers again.
 
-    It is looked for under ``mpinspect run``, in one early step and in steps 100, 1,000 and 10,000, if the cast to 16 bits is in
-    the step too.
+    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000,
+    if the cast to 16 bits is in the step too.
 
     False alarms: It is measured: all were whole numbers before the cast, and some are others after it.
     """
@@ -411,5 +435,11 @@ FAULTS = (
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),
     Fault("buffer-stops-changing", "warning", _buffer_stops, (_Frozen,)),
-    Fault("result-is-rounding-error", "warning", _rounding_error_left, (_Left, _Gradients)),
+    Fault(
+        "result-is-rounding-error",
+        "warning",
+        _rounding_error_left,
+        (_Left, _Gradients),
+        (*OF_FORWARD, "argument-out-of-range"),
+    ),
 )

@@ -1,0 +1,37 @@
+"""Tells whether a step of the user's training can run under a dispatch mode of ours."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+
+import torch
+
+from mpinspect.runtime.distributed import has_process_group
+from mpinspect.runtime.wrappers import compiled_functions
+
+
+def obstacle(models: Collection[torch.nn.Module]) -> str:
+    """Return why a step of the models cannot be recorded now; "" if it can."""
+    if torch._C._len_torch_dispatch_stack():
+        return "the script has entered a torch dispatch mode of its own"
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    compiled = dynamo is not None and dynamo.counters["frames"]["total"] > 0
+    if compiled or any(compiled_functions(part) for model in models for part in model.modules()):
+        return "the model is compiled, and operators inside of torch.compile are not seen: use mpinspect lint on it"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "the step is captured into a CUDA graph"
+    return ""
+
+
+def doubt(models: Collection[torch.nn.Module]) -> str:
+    """Return why a step of the models is recorded only if that is asked for; "" if nothing speaks against it.
+
+    FSDP and quantised weights, for example, may put their own tensor types and modes below autograd.
+    """
+    if has_process_group():
+        return "the run is distributed"
+    plain = (torch.nn.Parameter, torch.nn.parameter.UninitializedParameter)
+    if any(type(parameter) not in plain for model in models for parameter in model.parameters()):
+        return "a parameter is a tensor of another class"
+    return ""

@@ -1,0 +1,222 @@
+"""Inspector(second=...): chosen steps of the training are computed twice, and nothing of it changes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, Dataset
+
+import mpinspect
+from mpinspect.ranges.capture.steps import StepChoice
+from mpinspect.ranges.faults.measure.second import SecondComputation
+from mpinspect.ranges.records import BornInfinite
+
+
+class Hub(nn.Module):
+    """Adds 600 rows up in one of BF16, where a sum stops at 256."""
+
+    def forward(self, x):
+        return torch.zeros(2, 8, dtype=x.dtype).index_put((torch.zeros(600, dtype=torch.long),), x, accumulate=True)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Dropout(0.1), Hub(), nn.Linear(8, 3))
+
+
+class Training:
+    """A network with an optimizer and a scaler, which makes some steps under an inspector."""
+
+    def __init__(self, **options):
+        self.model = network()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        self.inspector = mpinspect.Inspector(self.model, **options)
+
+    def loss(self):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(torch.randn(600, 8)).float().square().mean()
+
+    def step(self):
+        self.scaler.scale(self.loss()).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def trained(self, steps=4):
+        with self.inspector:
+            for _ in range(steps):
+                self.step()
+        return self
+
+    def steps_of(self, what="second-lost-sum"):
+        return [each.step for each in self.inspector.session().measurements if each.what == what]
+
+
+@pytest.mark.parametrize(("second", "steps"), [(False, []), (True, [1]), ([0], [0]), ((2, 0), [0, 2]), ([7], [])])
+def test_the_chosen_steps_are_computed_twice_and_the_training_stays(second, steps):
+    plain, training = Training().trained(), Training(second=second)
+    training.trained()
+    assert training.steps_of() == steps
+    assert training.inspector.session().notes == ()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    for mine, plains in zip(training.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, plains)
+    found = [each for each in training.inspector.report().findings if each.id == "sum-loses-terms"]
+    assert [(each.layer, each.step) for each in found] == [("3", step) for step in steps[:1]]
+
+
+def test_the_loss_scale_is_followed_through_the_chosen_step():
+    training = Training(second=[1])
+
+    def with_noise():
+        training.scaler.scale(training.loss()).backward()
+        for parameter in training.model.parameters():
+            parameter.grad += torch.randn_like(parameter)
+        training.scaler.step(training.optimizer)
+        training.scaler.update()
+        training.optimizer.zero_grad()
+
+    training.step = with_noise
+    training.trained()
+    assert training.steps_of("mixed-powers") == [1]
+
+
+def test_a_validation_within_the_step_is_left_out():
+    training = Training(second=[1])
+    step = training.step
+
+    def validated():
+        training.model.eval()
+        with torch.no_grad():
+            training.model[3](torch.ones(600, 8, dtype=torch.bfloat16))
+            training.model(torch.randn(600, 8))
+        training.model.train()
+        training.model[3].forward = lambda x: x[:2]
+        step()
+
+    training.step = validated
+    training.trained(3)
+    assert training.steps_of() == []
+
+
+def test_a_copy_that_is_made_within_the_step_is_not_followed():
+    training, copies = Training(second=[1]), []
+    step = training.step
+
+    def copied():
+        copies.append(copy.deepcopy(training.model))
+        step()
+
+    training.step = copied
+    training.trained(3)
+    assert training.steps_of() == [1]
+    for each in copies:
+        each(torch.randn(600, 8))
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_under_the_scripts_own_mode_is_left_out_with_a_note():
+    training = Training(second=[1])
+    with Passing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", mpinspect.MpinspectWarning)
+        training.trained(3)
+    assert training.steps_of() == []
+    (note,) = training.inspector.session().notes
+    assert note == "no step was computed twice: the script has entered a torch dispatch mode of its own"
+
+
+def test_a_mode_that_the_script_enters_within_the_step_may_outlast_it():
+    training, mode = Training(second=[1]), Passing()
+    with training.inspector:
+        training.step()
+        mode.__enter__()
+        training.step()
+        training.step()
+        mode.__exit__(None, None, None)
+        training.step()
+        assert torch._C._len_torch_dispatch_stack() == 0
+    assert training.steps_of() == [1]
+
+
+def test_a_run_that_ends_within_the_step_leaves_no_mode():
+    training = Training(second=True)
+    with training.inspector:
+        training.step()
+        training.loss().backward()
+        assert torch._C._len_torch_dispatch_stack() == 1
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert training.steps_of() == []
+
+
+def test_an_error_of_the_second_computation_costs_that_step_alone(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(SecondComputation, "after", fail)
+    plain, training = Training().trained(), Training(second=[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mpinspect.MpinspectWarning)
+        training.trained()
+    assert "planted" in training.inspector.session().notes[0]
+    assert all(map(torch.equal, training.model.parameters(), plain.model.parameters()))
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        return torch.full((600, 8), float(place)).bfloat16().float()
+
+
+def test_workers_that_load_data_are_not_followed():
+    training = Training(second=[1])
+    with training.inspector:
+        training.step()
+        batches = list(DataLoader(Rows(), num_workers=1, multiprocessing_context="fork"))
+        training.step()
+    assert [float(batch.mean()) for batch in batches] == [0.0, 1.0, 2.0, 3.0]
+    assert training.steps_of() == [1]
+
+
+@pytest.mark.parametrize("second", ["yes", [0.5], [True]])
+def test_a_wrong_type_is_refused(second):
+    with pytest.raises(TypeError, match="second="):
+        mpinspect.Inspector(network(), second=second)
+
+
+def test_a_negative_step_is_refused():
+    with pytest.raises(ValueError, match="from 0 on"):
+        mpinspect.Inspector(network(), second=[-1])
+
+
+def chosen(choice, broke_from, found_in=()):
+    """Return which of 20 steps are chosen, if forwards are known to break from a step on, and are seen to in others."""
+    steps = []
+    for step in range(20):
+        if choice.is_due(step, lambda step=step: step >= broke_from):
+            choice.begins(step)
+            steps.append(step)
+            choice.ends(
+                [BornInfinite(names=("exp", "", "forward"), elements=1, of=1, largest=1e5)] if step in found_in else []
+            )
+    return steps
+
+
+def test_steps_after_an_infinity_are_chosen_until_one_has_it():
+    assert chosen(StepChoice(()), 99) == []
+    assert chosen(StepChoice(()), 5) == list(range(5, 13))
+    assert chosen(StepChoice(()), 5, found_in=[7]) == [5, 6, 7]
+    # An infinity in a step that was chosen for its number may be another one.
+    assert chosen(StepChoice([2, 9]), 5, found_in=[2, 6]) == [2, 5, 6, 9]
+    assert chosen(StepChoice([3], after_events=0), 1) == [3]
