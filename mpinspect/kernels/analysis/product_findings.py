@@ -12,7 +12,7 @@ from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.analysis.savings import can_gain
 from mpinspect.kernels.names.classify import FULL_ALIGNMENT
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import duration, format_name, number_of, percent, some
+from mpinspect.reporting.words import and_more, duration, format_name, number_of, percent, some
 from mpinspect.shapes.records import ITEM_SIZES
 
 #: Shares of all kernel time from which a loss is a warning, and from which unknown verdicts are reported.
@@ -116,9 +116,8 @@ def _eligible(group: list[Loss]) -> Finding:
 def _degraded(group: list[Loss]) -> Finding:
     first = group[0]
     sizes = f" ({first.m:,} x {first.n:,} x {first.k:,})" if first.m is not None else ""
-    others = f" and {len(group) - 1} more" if len(group) > 1 else ""
     fix = _FIXES["rate"] if first.cause_id == "rate" else _alignment_fix(first)
-    how = f"ran on Tensor Cores, but degraded: {_where(first)}{sizes}{others}"
+    how = f"ran on Tensor Cores, but degraded: {_where(first)}{sizes}{and_more(len(group) - 1)}"
     return _finding("used-but-degraded", group, how, fix)
 
 

@@ -32,6 +32,7 @@ from mpinspect.reporting.document import (
 from mpinspect.reporting.words import (
     NOT_APPLICABLE,
     UNKNOWN,
+    and_more,
     duration,
     format_name,
     number_of,
@@ -178,8 +179,7 @@ def _loss(loss: Loss) -> Item:
     times = f"{duration(loss.time_us)}, {share_words(loss.fraction)} of all, {loss.calls:,} x"
     details = [shortened(clean_name(loss.kernel), _NAME, "middle"), loss.cause, *map(_saving, loss.savings)]
     if loss.modules:
-        more = f" and {len(loss.modules) - 1:,} more" if len(loss.modules) > 1 else ""
-        details.insert(0, f"in {shortened(loss.modules[0], _NAME, 'start')}{more}")
+        details.insert(0, f"in {shortened(loss.module, _NAME, 'start')}{and_more(len(loss.modules) - 1)}")
     return Item(f"{_product(loss)}: {times}, {_rate(loss.tflops)} TFLOP/s", details=tuple(details))
 
 
