@@ -58,7 +58,7 @@ def profile_kernels(
     chosen = _gpu(gpu)
     with tempfile.TemporaryDirectory(prefix="mpinspect-") as folder:
         # Absolute, since ``step`` may change the working directory.
-        path = Path(trace).absolute() if trace is not None else Path(folder) / "trace.json"
+        path = Path(trace if trace is not None else Path(folder) / "trace.json").absolute()
         _ensure_writable(path)
         notes = record_trace(step, path, model=model, warmup=warmup)
         found = read_trace_file(path)

@@ -165,8 +165,12 @@ def filled(form: str, value: object) -> str:
 
 def some(names: list[str], limit: int = 5) -> str:
     """Return the first ``limit`` names in words, and how many more there are."""
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(map(repr, names[:limit])) + and_more(len(names) - limit)
+
+
+def and_more(number: int, form: str = " and {:,} more") -> str:
+    """Return the end of a list in words: " and 2 more"; "" for a number of 0 or less."""
+    return form.format(number) if number > 0 else ""
 
 
 def format_name(name: str) -> str:

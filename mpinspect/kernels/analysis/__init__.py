@@ -43,7 +43,6 @@ def analyse_kernels(
 def _analysed(traces: Sequence[KernelTrace], gpu: Gpu | None, linted: ShapeReport | None) -> KernelReport:
     rows = checked_by_rate(with_products(judged_by_operator(rows_by_name(traces, gpu))))
     ranks = rank_reports(traces, rows)
-    lost = losses(rows, LintedModules(linted))
     report = KernelReport(
         kernels=tuple(rows),
         gpus=gpus_of(traces, gpu),
@@ -52,7 +51,7 @@ def _analysed(traces: Sequence[KernelTrace], gpu: Gpu | None, linted: ShapeRepor
         phrase=phrase(rows),
         by_name=by_name(rows),
         by_module=by_module(rows),
-        losses=lost,
+        losses=losses(rows, LintedModules(linted)),
         limits=limits(rows, ranks),
         ranks=ranks,
         findings=(),

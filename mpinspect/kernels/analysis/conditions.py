@@ -8,41 +8,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpinspect.kernels.analysis.report import KernelReport
-from mpinspect.kernels.analysis.shares import Shares
+from mpinspect.kernels.analysis.shares import Shares, share
 from mpinspect.reporting.words import percent
 
 #: The bounds of a share, which differ if some verdicts are unknown; None if the total that the share refers to is 0.
 Range = tuple[float, float] | None
 
 
+def _between(low: float | None, high: float | None) -> Range:
+    return None if low is None or high is None else (low, high)
+
+
 def _exactly(value: float | None) -> Range:
-    return None if value is None else (value, value)
+    return _between(value, value)
 
 
-def _idle(report: KernelReport) -> Range:
-    limits = report.limits
-    return _exactly(limits.idle_us / limits.span_us) if limits.span_us > 0 else None
+def _with_unknown(known_us: float, shares: Shares, total_us: float) -> Range:
+    """Return the range of a share of the total, without and with products of unknown verdict."""
+    return _between(share(known_us, total_us), share(known_us + shares.verdict_time_us["unknown"], total_us))
 
 
 def _on_tensor_cores(whole: Callable[[Shares], float]) -> Callable[[KernelReport], Range]:
-    """Return a measure of the share on Tensor Cores: its range without and with products of unknown verdict."""
-
-    def measured(report: KernelReport) -> Range:
-        total, known = whole(report.shares), report.shares.tensor_core_time_us
-        unknown = report.shares.verdict_time_us["unknown"]
-        return (known / total, min(1.0, (known + unknown) / total)) if total > 0 else None
-
-    return measured
+    return lambda report: _with_unknown(report.shares.tensor_core_time_us, report.shares, whole(report.shares))
 
 
 def _verdict(verdict: str) -> Callable[[KernelReport], Range]:
-    """Return a measure of a verdict's share of the products' time: its range without and with products of unknown verdict."""
-
-    def measured(report: KernelReport) -> Range:
-        known, unknown = report.shares.of_products(verdict), report.shares.of_products("unknown")
-        return None if known is None or unknown is None else (known, min(1.0, known + unknown))
-
-    return measured
+    return lambda report: _with_unknown(
+        report.shares.verdict_time_us[verdict], report.shares, report.shares.product_time_us
+    )
 
 
 _PRODUCTS, _ALL = "the matrix products' time", "all kernel time"
@@ -61,7 +54,7 @@ QUANTITIES: dict[str, tuple[Callable[[KernelReport], Range], str]] = {
     "unknown share": (lambda report: _exactly(report.shares.of_products("unknown")), _PRODUCTS),
     "communication share": (lambda report: _exactly(report.shares.communication_fraction), _ALL),
     "attributed share": (lambda report: _exactly(report.attributed_fraction), _ALL),
-    "idle share": (_idle, "the GPUs' time from first to last kernel"),
+    "idle share": (lambda report: _exactly(report.limits.idle_fraction), "the GPUs' time from first to last kernel"),
 }
 #: An example for messages and help.
 EXAMPLE = "tensor-core share < 60%"
@@ -92,8 +85,7 @@ class Condition:
 
     def holds(self, report: KernelReport) -> bool | None:
         """Return whether the condition holds; None if the share is unknown, or its range lies on both sides of the bound."""
-        found = self.range(report)
-        answers = {_COMPARISONS[self.sign](value, self.bound) for value in found} if found is not None else set()
+        answers = {_COMPARISONS[self.sign](value, self.bound) for value in self.range(report) or ()}
         return answers.pop() if len(answers) == 1 else None
 
     def doubt(self, report: KernelReport) -> str:
@@ -114,7 +106,9 @@ def parse(text: str) -> Condition:
     found = _FORM.fullmatch(" ".join(text.lower().split()))
     if found is None or found["name"] not in QUANTITIES:
         raise ValueError(f"{text!r} names no known share; known shares: {', '.join(QUANTITIES)}; as in {EXAMPLE!r}")
-    bound = float(found["value"]) / (100 if found["percent"] else 1)
+    bound = float(found["value"])
+    if found["percent"]:
+        bound /= 100
     if bound > 1:
         raise ValueError(f"{text!r}: a share is at most 100%, or 1 without the percent sign")
     return Condition(text, found["name"], found["sign"], bound)

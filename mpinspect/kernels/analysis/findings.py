@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mpinspect.kernels.analysis.limits import is_layout_conversion, is_wide
-from mpinspect.kernels.analysis.product_findings import product_findings
+from mpinspect.kernels.analysis.product_findings import product_findings, severity, were
 from mpinspect.kernels.analysis.ranks import RankReport
 from mpinspect.kernels.analysis.report import KernelReport
+from mpinspect.kernels.analysis.shares import share
 from mpinspect.reporting.finding import Finding, gravest_first
 from mpinspect.reporting.words import duration, percent, some
 from mpinspect.runtime.gpus import Gpu
@@ -51,29 +52,31 @@ def findings(report: KernelReport, differences: Sequence[str]) -> tuple[Finding,
 def _cost(finding: Finding) -> float:
     """Return the time by which a finding is ordered. Warnings without a time question the figures, so they rank first."""
     time = cost_us(finding)
-    return time if time is not None else 0.0 if finding.severity == "info" else math.inf
+    if time is not None:
+        return time
+    return 0.0 if finding.severity == "info" else math.inf
 
 
 def cost_us(finding: Finding) -> float | None:
     """Return the time in us that a finding's cause costs: measured, or the most that a change saves; None if unknown."""
-    idle, saved = finding.evidence.get("idle_us"), finding.evidence.get("saved_us")
+    saved = finding.evidence.get("saved_us")
     if isinstance(saved, dict) and saved:
         return float(max(saved.values()))
-    time = idle if idle is not None else finding.evidence.get("time_us")
+    time = finding.evidence.get("idle_us", finding.evidence.get("time_us"))
     return float(time) if isinstance(time, (int, float)) else None
 
 
 def _layout_conversions(report: KernelReport) -> Iterator[Finding]:
     rows = [row for row in report.by_name if is_layout_conversion(row.name) and row.verdict == "helper"]
     time, calls = sum(row.time_us for row in rows), sum(row.calls for row in rows)
-    fraction = time / report.shares.kernel_time_us if time > 0 else 0.0
-    if fraction < _WORTH_A_LINE:
+    fraction = share(time, report.shares.kernel_time_us)
+    if fraction is None or fraction < _WORTH_A_LINE:
         return
     products = report.shares.product_time_us
     beside = f", against {duration(products)} of products" if products > 0 else ""
     yield Finding(
         "layout-conversions",
-        "warning" if fraction >= _WORTH_A_WARNING else "info",
+        severity(fraction, _WORTH_A_WARNING),
         "",
         f"{calls:,} conversions between NCHW and NHWC take {duration(time)}, {percent(fraction)} of all kernel time{beside}: "
         "Tensor Core convolutions work on NHWC, and the model's tensors are NCHW.",
@@ -110,13 +113,12 @@ def _communication_fix(report: KernelReport) -> str:
 
 
 def _idle(report: KernelReport) -> Iterator[Finding]:
-    limits = report.limits
-    if limits.span_us <= 0 or limits.idle_us < _MUCH_IDLE * limits.span_us:
+    limits, fraction = report.limits, report.limits.idle_fraction
+    if fraction is None or fraction < _MUCH_IDLE:
         return
-    fraction = limits.idle_us / limits.span_us
     yield Finding(
         "gpu-idle",
-        "warning" if fraction >= _MOSTLY_IDLE else "info",
+        severity(fraction, _MOSTLY_IDLE),
         "",
         f"The GPU was idle {percent(fraction)} of the time from its first to its last kernel (a profiler's own overhead "
         "adds to that): faster kernels alone only make it wait longer.",
@@ -131,24 +133,19 @@ def _cut_short(report: KernelReport) -> Iterator[Finding]:
         if not rank.cut_short:
             continue
         calls = rank.shares.calls
-        lost = (
-            "No kernel was read, so there is no data on the GPU."
-            if not calls
-            else f"{calls:,} {'kernel was' if calls == 1 else 'kernels were'} read; the shares here cover only these."
-        )
+        grave, lost = "error", "No kernel was read, so there is no data on the GPU."
+        if calls:
+            grave, lost = "warning", f"{were(calls, 'kernel')} read; the shares here cover only these."
+        why = next(iter(rank.notes), "The file is cut short or damaged.")
         yield Finding(
             "trace-cut-short",
-            "warning" if calls else "error",
+            grave,
             "",
-            f"{rank.label}: {_first_note(rank)} {lost}",
+            f"{rank.label}: {why} {lost}",
             {"kernels": calls, "operators": rank.operators, "source": rank.source},
             "Copy or download the file again and compare its size; if the original is short too, record again with room on the "
             "disk, and let export_chrome_trace return before the process ends.",
         )
-
-
-def _first_note(rank: RankReport) -> str:
-    return rank.notes[0] if rank.notes else "The file is cut short or damaged."
 
 
 def _empty(report: KernelReport) -> Iterator[Finding]:
@@ -167,8 +164,9 @@ def _empty(report: KernelReport) -> Iterator[Finding]:
                 "Record again after a warm-up step, and end the window with torch.cuda.synchronize().",
             )
         else:
-            elsewhere = f"it ran {rank.accelerator}, whose kernels are not judged here"
-            where = elsewhere if rank.accelerator else "there is no GPU in this trace"
+            where = "there is no GPU in this trace"
+            if rank.accelerator:
+                where = f"it ran {rank.accelerator}, whose kernels are not judged here"
             yield Finding(
                 "no-gpu-activity",
                 "error",
@@ -180,7 +178,9 @@ def _empty(report: KernelReport) -> Iterator[Finding]:
 
 
 def _gpus(report: KernelReport) -> Iterator[Finding]:
-    for gpu in report.gpus if report.kernels else ():
+    if not report.kernels:
+        return
+    for gpu in report.gpus:
         name = gpu.name or "The GPU"
         if gpu.vendor == "AMD":
             yield Finding(
@@ -297,8 +297,11 @@ def _notes(report: KernelReport) -> Iterator[Finding]:
     about: dict[str, list[str]] = {}
     for rank in report.ranks:
         # The first note of a truncated file is already part of trace-cut-short.
-        for note in rank.notes[1:] if rank.cut_short else rank.notes:
+        first = 1 if rank.cut_short else 0
+        for note in rank.notes[first:]:
             about.setdefault(note, []).append(rank.label)
     for note, labels in about.items():
-        where = "" if len(report.ranks) == 1 else f"{some(labels)}: "
-        yield Finding("trace-note", "info", "", f"{where}{note}", {"traces": labels})
+        message = note
+        if len(report.ranks) > 1:
+            message = f"{some(labels)}: {note}"
+        yield Finding("trace-note", "info", "", message, {"traces": labels})

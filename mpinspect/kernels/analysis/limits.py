@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mpinspect.kernels.analysis.products import dtype_name
+from mpinspect.kernels.analysis.products import dtypes_of
 from mpinspect.kernels.analysis.ranks import RankReport
 from mpinspect.kernels.analysis.rates import bound, bound_as_run, tensor_core_peak
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.analysis.savings import can_gain, half_precision, ways
+from mpinspect.kernels.analysis.shares import share
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,24 @@ class Limits:
     kernel_speedup_at_most: float | None
     assumptions: tuple[str, ...]
 
+    @property
+    def idle_fraction(self) -> float | None:
+        """Return the idle share of the span; None if nothing ran on a GPU."""
+        return share(self.idle_us, self.span_us)
 
-_NARROW_NAMES = re.compile(r"bfloat16|half|__nv_bf|fp16|bf16|(?<![a-z0-9])f16_|float8|fp8|e4m3|e5m2", re.IGNORECASE)
-_WIDE_NAMES = re.compile(r"(?<![a-z0-9_])(?:float|double)(?![a-z0-9_])|fp32|_f32|f32_", re.IGNORECASE)
-#: Template arguments of torch's functors for integer arithmetic. Elsewhere in a name, int, long and bool are indices and flags.
-_WHOLE_NUMBERS = re.compile(
-    r"(?:Functor\w*|ReduceOp|func_wrapper_t)<(?:bool|(?:(?:un)?signed )?(?:char|short|int|long(?: long)?))[,> ]"
+
+#: Patterns of names, and whether such a kernel uses FP32 or wider. The first match counts: the name of a 16-bit kernel often
+#: contains float too, its accumulator's dtype.
+_WIDTHS = (
+    (re.compile(r"bfloat16|half|__nv_bf|fp16|bf16|(?<![a-z0-9])f16_|float8|fp8|e4m3|e5m2", re.IGNORECASE), False),
+    (re.compile(r"(?<![a-z0-9_])(?:float|double)(?![a-z0-9_])|fp32|_f32|f32_", re.IGNORECASE), True),
+    # Template arguments of torch's integer functors. Elsewhere in a name, int, long and bool are indices and flags.
+    (
+        re.compile(
+            r"(?:Functor\w*|ReduceOp|func_wrapper_t)<(?:bool|(?:(?:un)?signed )?(?:char|short|int|long(?: long)?))[,> ]"
+        ),
+        False,
+    ),
 )
 #: Tensor Cores in 16 bits are at most so many times as fast as CUDA cores in FP32 (B200: 2,250 and 80 TFLOP/s).
 _MOST_SPEEDUP = 28.0
@@ -74,19 +88,15 @@ def is_wide(row: KernelRow) -> bool | None:
     by_name = _wide_by_name(row.name)
     if by_name is not None:
         return by_name
-    op = row.kernel.op
-    dtypes = {dtype_name(written) for written in op.dtypes or ()} - {""} if op is not None else set()
-    return bool(dtypes & {"float32", "float64", "complex64", "complex128"}) if dtypes else None
+    dtypes = dtypes_of(row.kernel.op)
+    if not dtypes:
+        return None
+    return not {"float32", "float64", "complex64", "complex128"}.isdisjoint(dtypes)
 
 
 @_remembered
 def _wide_by_name(name: str) -> bool | None:
-    # The name of a 16-bit kernel often contains float too, its accumulator's dtype: the narrow dtype decides.
-    if _NARROW_NAMES.search(name):
-        return False
-    if _WIDE_NAMES.search(name):
-        return True
-    return False if _WHOLE_NUMBERS.search(name) else None
+    return next((is_wide for pattern, is_wide in _WIDTHS if pattern.search(name)), None)
 
 
 _PRODUCTS = {
@@ -116,7 +126,7 @@ _ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The limit of a kernel, and the most that each of its runs can save for ``cause``; 0 without a cause."""
+    """The limit of a kernel, and the most that each of its runs can save for ``cause``; without a cause ``factor`` is 0."""
 
     limited_by: str
     cause: str = ""
@@ -125,7 +135,7 @@ class Outlook:
 
     def saved_at_most_us(self, time_us: float) -> float:
         """Return the upper bound of the saving of a run that took ``time_us``."""
-        return max(0.0, time_us - self.least_us) * self.factor if self.cause else 0.0
+        return max(0.0, time_us - self.least_us) * self.factor
 
 
 def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
@@ -137,7 +147,10 @@ def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
         kinds[outlook.limited_by] += row.time_us
         if outlook.cause:
             saved[outlook.cause] += outlook.saved_at_most_us(row.time_us)
-    known_gpus = bool(rows) and all(row.gpu.has_tensor_cores for row in rows)
+    saved_us = sum(saved.values())
+    if not rows or not all(row.gpu.has_tensor_cores for row in rows):
+        # Without rates there is no bound.
+        saved_us = math.inf
     span = sum(device.span_us for part in parts for device in part.devices)
     busy = sum(device.busy_us for part in parts for device in part.devices)
     return Limits(
@@ -149,8 +162,8 @@ def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
         memory_limited_us=kinds["memory"],
         unknown_us=kinds["unknown"],
         saved_at_most_us=saved,
-        speedup_at_most=_speedup(span, sum(saved.values())) if known_gpus else None,
-        kernel_speedup_at_most=_speedup(sum(kinds.values()), sum(saved.values())) if known_gpus else None,
+        speedup_at_most=_speedup(span, saved_us),
+        kernel_speedup_at_most=_speedup(sum(kinds.values()), saved_us),
         assumptions=_ASSUMPTIONS,
     )
 
@@ -168,28 +181,36 @@ def outlooks(rows: Iterable[KernelRow]) -> Iterator[tuple[KernelRow, Outlook]]:
 
 def _speedup(span: float, saved: float) -> float | None:
     """Return the bound; None without a span, or if it is above any GPU's ratio: the savings then rest on unknown FLOPs."""
-    return span / (span - saved) if span > saved and span <= _MOST_SPEEDUP * (span - saved) else None
+    if span <= saved or span > _MOST_SPEEDUP * (span - saved):
+        return None
+    return span / (span - saved)
 
 
 def _outlook(row: KernelRow) -> Outlook:
     if row.is_communication:
         return Outlook("communication")
     is_product = row.is_product and can_gain(row)
-    run = bound_as_run(row) if is_product else None
-    limited_by = "memory" if not is_product else "unknown" if run is None else run.limited_by
+    limited_by = _limit(row) if is_product else "memory"
     if not row.gpu.has_tensor_cores:
         return Outlook(limited_by)
     if row.verdict == "native":
         return Outlook(limited_by, "native TF32 products in 16 bits", factor=_tf32_gain(row))
     if is_product:
         least = _least(row)
-        return Outlook(limited_by) if least is None else Outlook(limited_by, _PRODUCTS[row.verdict], least, 1.0)
+        if least is None:
+            return Outlook(limited_by)
+        return Outlook(limited_by, _PRODUCTS[row.verdict], least, 1.0)
     if is_layout_conversion(row.name):
         return Outlook(limited_by, "layout conversions", factor=1.0)
     wide = is_wide(row)
     if row.phase == "optimizer" or wide is False:
         return Outlook(limited_by)
     return Outlook(limited_by, _WIDE if wide else _MAY_BE_WIDE, factor=0.5)
+
+
+def _limit(row: KernelRow) -> str:
+    run = bound_as_run(row)
+    return "unknown" if run is None else run.limited_by
 
 
 def _least(row: KernelRow) -> float | None:
@@ -199,9 +220,13 @@ def _least(row: KernelRow) -> float | None:
     """
     if not row.dtype or row.dtype.startswith("complex"):
         return 0.0
-    chosen = [row.dtype] if row.verdict == "unknown" else [dtype for _, dtype in ways(row)]
-    left = [least.time_us if least is not None else 0.0 for least in (bound(row, dtype) for dtype in chosen)]
-    return min(left, default=None)
+    chosen = [dtype for _, dtype in ways(row)]
+    if row.verdict == "unknown":
+        chosen = [row.dtype]
+    bounds = [bound(row, dtype) for dtype in chosen]
+    if None in bounds:
+        return 0.0
+    return min((least.time_us for least in bounds if least is not None), default=None)
 
 
 def _tf32_gain(row: KernelRow) -> float:
@@ -210,4 +235,6 @@ def _tf32_gain(row: KernelRow) -> float:
     if row.dtype != "float32" or half is None:
         return 0.0
     wide, narrow = tensor_core_peak(row.gpu, "float32"), tensor_core_peak(row.gpu, half[1])
-    return max(0.0, 1 - wide / narrow) if wide and narrow else 0.5
+    if not wide or not narrow:
+        return 0.5
+    return max(0.0, 1 - wide / narrow)

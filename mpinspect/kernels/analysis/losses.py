@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpinspect.kernels.analysis.rates import SiblingRates
-from mpinspect.kernels.analysis.rows import ON_TENSOR_CORES, KernelRow
+from mpinspect.kernels.analysis.rows import ON_TENSOR_CORES, KernelRow, tflops
 from mpinspect.kernels.analysis.savings import Saving, can_gain, savings, ways
 from mpinspect.kernels.analysis.shares import share
 from mpinspect.kernels.names.classify import FULL_ALIGNMENT
@@ -59,7 +59,7 @@ class Loss:
     @property
     def module(self) -> str:
         """Return the module that took most of the time; "" if unknown."""
-        return self.modules[0] if self.modules else ""
+        return next(iter(self.modules), "")
 
     @property
     def saved_us(self) -> float | None:
@@ -135,14 +135,20 @@ class LintedModules:
 
     def cause(self, row: KernelRow) -> str:
         """Return the lint's sentence on the module's products in the row's role; "" without one."""
-        roles = (row.matmul.role,) if row.matmul is not None else ("forward",) if row.phase == "forward" else ()
         if not row.module or not row.kernel.module_is_path:
             return ""
-        for role in roles or ("dgrad", "wgrad", "backward"):
+        for role in _roles(row):
             verdict, reason = self._found.get((row.module, role), ("", ""))
             if verdict and (verdict == row.verdict or row.verdict not in ON_TENSOR_CORES):
                 return reason
         return ""
+
+
+def _roles(row: KernelRow) -> tuple[str, ...]:
+    """Return the roles that the row's product may have."""
+    if row.matmul is not None:
+        return (row.matmul.role,)
+    return ("forward",) if row.phase == "forward" else ("dgrad", "wgrad", "backward")
 
 
 def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]:
@@ -167,16 +173,18 @@ def is_eligible(row: KernelRow) -> bool:
 
 
 def _key(row: KernelRow, cause: Cause) -> tuple[object, ...]:
-    product = row.matmul
-    size = None if product is None else (product.m, product.n, product.k, product.batch, product.role)
     # Equal products of several ranks are one.
-    return row.verdict, row.basis, row.name, row.op, row.phase, row.dtype, row.gpu.name, size, cause.id
+    return row.verdict, row.basis, row.name, row.op, row.phase, row.dtype, row.gpu.name, row.product, cause.id
 
 
 def _loss(rows: list[KernelRow], total: float, siblings: SiblingRates, cause: Cause, linted: str) -> Loss:
-    first, product = rows[0], rows[0].matmul
+    first = rows[0]
+    m, n, k, batch, _ = first.product
     time = sum(row.time_us for row in rows)
-    flops = None if any(row.flops is None for row in rows) else sum(row.flops or 0.0 for row in rows)
+    flops = [row.flops for row in rows if row.flops is not None]
+    because = cause.sentence
+    if linted:
+        because = f"{because}; shape lint: {linted}"
     return Loss(
         verdict=first.verdict,
         kernel=first.name,
@@ -185,16 +193,16 @@ def _loss(rows: list[KernelRow], total: float, siblings: SiblingRates, cause: Ca
         phase=first.phase,
         kind=first.kind,
         dtype=first.dtype,
-        m=product.m if product is not None else None,
-        n=product.n if product is not None else None,
-        k=product.k if product is not None else None,
-        batch=product.batch if product is not None else None,
-        cause="; ".join(filter(None, (cause.sentence, f"shape lint: {linted}" if linted else ""))),
+        m=m,
+        n=n,
+        k=k,
+        batch=batch,
+        cause=because,
         cause_id=cause.id,
         calls=len(rows),
         time_us=time,
         fraction=share(time, total) or 0.0,
-        tflops=flops / time / 1e6 if flops is not None and time > 0 else None,
+        tflops=tflops(sum(flops), time) if len(flops) == len(rows) else None,
         savings=savings(rows, siblings),
         uneven_rows=_uneven_rows(first),
     )
@@ -202,15 +210,10 @@ def _loss(rows: list[KernelRow], total: float, siblings: SiblingRates, cause: Ca
 
 def _uneven_rows(row: KernelRow) -> tuple[int, ...] | None:
     """Return the row strides that padding can fix; views (whose rows belong to another tensor) and vectors are excluded."""
-    layouts = row.shape.layouts if row.shape is not None else ()
-    if not layouts or any(layout.is_assumed for layout in layouts):
+    if row.shape is None or not row.shape.layouts or any(layout.is_assumed for layout in row.shape.layouts):
         return None
-    found = [layout for layout in layouts if layout.row_stride and not layout.is_view]
-    return tuple(
-        dict.fromkeys(
-            layout.row_stride or 0 for layout in found if (layout.row_stride or 0) * layout.item_size % FULL_ALIGNMENT
-        )
-    )
+    strides = [(layout.row_stride or 0, layout.item_size) for layout in row.shape.layouts if not layout.is_view]
+    return tuple(dict.fromkeys(stride for stride, size in strides if stride * size % FULL_ALIGNMENT))
 
 
 def _modules(rows: list[KernelRow]) -> tuple[str, ...]:

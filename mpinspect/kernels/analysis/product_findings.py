@@ -12,7 +12,7 @@ from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.analysis.savings import can_gain
 from mpinspect.kernels.names.classify import FULL_ALIGNMENT
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import duration, format_name, percent, some
+from mpinspect.reporting.words import and_more, duration, format_name, number_of, percent, some
 from mpinspect.shapes.records import ITEM_SIZES
 
 #: Shares of all kernel time from which a loss is a warning, and from which unknown verdicts are reported.
@@ -50,13 +50,13 @@ def _unused(report: KernelReport) -> Iterator[Finding]:
     if not all(gpu.has_tensor_cores for gpu in report.gpus):
         return
     off = shares.verdict_calls["off"]
-    severity, why, fix = _of_the_unused(report)
+    grave, why, fix = _of_the_unused(report)
     yield Finding(
         "tensor-cores-unused",
-        severity,
+        grave,
         "",
-        f"No kernel ran on Tensor Cores: {_kernels(off)} of matrix products, {percent(_of_all(report))} of all kernel "
-        f"time, and {'every one' if off > 1 else 'that'} on CUDA cores{why}.",
+        f"No kernel ran on Tensor Cores: {number_of(off, 'kernel')} of matrix products, {percent(_of_all(report))} of all "
+        f"kernel time, and {'every one' if off > 1 else 'that'} on CUDA cores{why}.",
         {"calls": off, "time_us": shares.verdict_time_us["off"], "fraction": _of_all(report)},
         fix,
     )
@@ -64,9 +64,9 @@ def _unused(report: KernelReport) -> Iterator[Finding]:
 
 def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
     """Return the severity, the reason why the products are off, and the fix."""
-    severity = "warning" if _of_all(report) >= _WORTH_A_WARNING else "info"
+    grave = severity(_of_all(report))
     if report.eligible:
-        return severity, "", "See eligible-not-used for the causes."
+        return grave, "", "See eligible-not-used for the causes."
     products = [row for row in report.kernels if row.is_product]
     if all(row.kind == "gemv" or (row.shape is not None and row.shape.cause == "matrix-vector") for row in products):
         return (
@@ -80,14 +80,15 @@ def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
             "; memory limits them, so Tensor Cores would not help",
             "No change of precision is expected to help.",
         )
-    is_known = all(row.dtype for row in products)
-    return (
-        severity,
-        f"; none is known to be eligible ({_dtypes(products)})",
-        "Compute in FP16 wherever its range suffices."
-        if is_known
-        else _to_know_more(products, "to learn their dtypes"),
-    )
+    fix = "Compute in FP16 wherever its range suffices."
+    if not all(row.dtype for row in products):
+        fix = _to_know_more(products, "to learn their dtypes")
+    return grave, f"; none is known to be eligible ({_dtypes(products)})", fix
+
+
+def severity(fraction: float, warning_from: float = _WORTH_A_WARNING) -> str:
+    """Return "warning" for a share (0..1) of at least ``warning_from``, else "info"."""
+    return "warning" if fraction >= warning_from else "info"
 
 
 def _dtypes(products: Sequence[KernelRow]) -> str:
@@ -115,9 +116,8 @@ def _eligible(group: list[Loss]) -> Finding:
 def _degraded(group: list[Loss]) -> Finding:
     first = group[0]
     sizes = f" ({first.m:,} x {first.n:,} x {first.k:,})" if first.m is not None else ""
-    others = f" and {len(group) - 1} more" if len(group) > 1 else ""
     fix = _FIXES["rate"] if first.cause_id == "rate" else _alignment_fix(first)
-    how = f"ran on Tensor Cores, but degraded: {_where(first)}{sizes}{others}"
+    how = f"ran on Tensor Cores, but degraded: {_where(first)}{sizes}{and_more(len(group) - 1)}"
     return _finding("used-but-degraded", group, how, fix)
 
 
@@ -125,7 +125,7 @@ def _finding(id: str, group: list[Loss], how: str, fix: str) -> Finding:
     first, fraction = group[0], sum(loss.fraction for loss in group)
     return Finding(
         id,
-        "warning" if fraction >= _WORTH_A_WARNING else "info",
+        severity(fraction),
         first.module,
         f"{_total(group)} {how}: {first.cause}.{_saved(group)}",
         _evidence(group),
@@ -156,18 +156,19 @@ _LAYOUT = re.compile(r"(?<![a-z])([nt])([nt])(?![a-z])")
 def _row_sizes(loss: Loss) -> tuple[int | None, ...]:
     """Return the sizes that are row strides of result and operands by the layout in the name, else those that may be."""
     found = _LAYOUT.search(loss.kernel)
-    second, first = found.groups() if found is not None else ("n", "n")
-    return loss.n, loss.k if (second, first) != ("n", "t") else None, loss.m if first == "t" else None
-
-
-def _kernels(calls: int) -> str:
-    return "1 kernel" if calls == 1 else f"{calls:,} kernels"
+    second_and_first = found.groups() if found is not None else ("n", "n")
+    rows = [loss.n]
+    if second_and_first != ("n", "t"):
+        rows.append(loss.k)
+    if second_and_first[1] == "t":
+        rows.append(loss.m)
+    return tuple(rows)
 
 
 def _total(group: Sequence[Loss]) -> str:
     calls, time = sum(loss.calls for loss in group), sum(loss.time_us for loss in group)
     fraction = percent(min(1.0, sum(loss.fraction for loss in group)))
-    return f"{_kernels(calls)} of matrix products, {duration(time)}, {fraction} of all kernel time,"
+    return f"{number_of(calls, 'kernel')} of matrix products, {duration(time)}, {fraction} of all kernel time,"
 
 
 def _where(loss: Loss) -> str:
@@ -221,14 +222,15 @@ def _contradicted(report: KernelReport) -> Iterator[Finding]:
         "rate-contradicts-name",
         "info",
         rows[0].module,
-        f"{_runs(len(rows))} faster than this GPU's CUDA cores can be, though the {_names(names)} CUDA cores "
+        f"{were(len(rows), 'run')} faster than this GPU's CUDA cores can be, though the {_names(names)} CUDA cores "
         f"({some(names, 2)}): counted as on Tensor Cores, by an estimate.",
         {"calls": len(rows), "kernels": names[:_MOST_LISTED]},
     )
 
 
-def _runs(count: int) -> str:
-    return "1 run was" if count == 1 else f"{count:,} runs were"
+def were(count: int, thing: str) -> str:
+    """Return a subject with its verb: "1 run was", "1,000 runs were"."""
+    return f"{number_of(count, thing)} {'was' if count == 1 else 'were'}"
 
 
 def _names(names: Sequence[str]) -> str:

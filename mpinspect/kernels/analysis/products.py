@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.records import TraceOp
 from mpinspect.shapes.analysis import ShapeVerdict, judge
 from mpinspect.shapes.operators import matmuls_of
 from mpinspect.shapes.records import ITEM_SIZES, Matmul, Operand
-
-if TYPE_CHECKING:
-    pass
 
 #: torch's names of dtypes by the C++ names that the profiler writes (torch/csrc/profiler: ``scalarTypeToTypeMeta(...).name()``).
 _DTYPES = {
@@ -98,12 +94,11 @@ class Products:
         return self._by_identity[id(op)]
 
 
-def dtype_of(op: TraceOp | None) -> str:
-    """Return the dtype of an operator's first tensor; "" if unknown."""
+def dtypes_of(op: TraceOp | None) -> list[str]:
+    """Return the dtypes of an operator's tensors in order, by torch's names; [] if unknown."""
     if op is None or op.dtypes is None:
-        return ""
-    names = [dtype_name(written) for written in op.dtypes]
-    return next((name for name in names if name), "")
+        return []
+    return list(filter(None, map(dtype_name, op.dtypes)))
 
 
 #: The shape rule's verdicts by the ids of product and GPU; ``Products`` and the rows hold references to both.
@@ -184,7 +179,9 @@ def _product_of(name: str, products: tuple[Matmul, ...]) -> Matmul | None:
     for role, pattern in _GRADIENTS:
         if pattern.search(name):
             of_role = [product for product in products if product.role == role]
-            return of_role[0] if len(of_role) == 1 else None
+            if len(of_role) == 1:
+                return of_role[0]
+            break
     return None
 
 
@@ -195,4 +192,6 @@ def _flops(row: KernelRow, together: list[KernelRow], product: Matmul) -> float 
     if len({other.name for other in together}) > 1 or row.kernel.call is None:
         return None
     total = sum(other.time_us for other in together)
-    return product.flops * row.time_us / total if total > 0 else None
+    if total <= 0:
+        return None
+    return product.flops * row.time_us / total

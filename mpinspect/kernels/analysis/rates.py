@@ -65,8 +65,8 @@ def bound(row: KernelRow, dtype: str = "") -> Bound | None:
 
 def bound_as_run(row: KernelRow) -> Bound | None:
     """Return the bound on the units that the run used: CUDA cores if the verdict is "off", else Tensor Cores."""
-    on = row.verdict in ON_TENSOR_CORES
-    return _bound(row, row.dtype, tensor_core_peak(row.gpu, row.dtype) if on else cuda_core_peak(row.gpu, row.dtype))
+    peak = tensor_core_peak if row.verdict in ON_TENSOR_CORES else cuda_core_peak
+    return _bound(row, row.dtype, peak(row.gpu, row.dtype))
 
 
 def tensor_core_peak(gpu: Gpu, dtype: str) -> float | None:
@@ -151,7 +151,9 @@ class SiblingRates:
             return None
         first = np.searchsorted(known[0], flops / SIMILAR)
         last = np.searchsorted(known[0], flops * SIMILAR, "right")
-        return float(np.median(known[1, first:last])) if last - first >= FEWEST_SIBLINGS else None
+        if last - first < FEWEST_SIBLINGS:
+            return None
+        return float(np.median(known[1, first:last]))
 
 
 def _family(row: KernelRow) -> tuple[object, ...]:

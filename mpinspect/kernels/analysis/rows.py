@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from mpinspect.shapes.analysis import ShapeVerdict
     from mpinspect.shapes.records import Matmul
 
+#: Sizes (m, n, k, batch) and role of a product.
+_Product = tuple[int, int, int, int, str]
+
 #: All verdicts, best first; the first four are the verdicts of matrix products.
 VERDICTS = ("native", "degraded", "off", "unknown", "helper", "other")
 PRODUCTS = VERDICTS[:4]
@@ -61,8 +64,18 @@ class KernelRow:
     @property
     def op(self) -> str:
         """Return the operator that launched the kernel, for a matrix product its own ("aten::addmm"); "" if unknown."""
-        op = (self.kernel.matmul_op if self.is_product else None) or self.kernel.op
+        op = self.kernel.op
+        if self.is_product:
+            op = self.kernel.matmul_op or op
         return op.name if op is not None else ""
+
+    @property
+    def product(self) -> _Product | tuple[None, ...]:
+        """Return the product's sizes (m, n, k, batch) and role, by which products are equal; five None without one."""
+        product = self.matmul
+        if product is None:
+            return (None,) * 5
+        return product.m, product.n, product.k, product.batch, product.role
 
     @property
     def module(self) -> str:
@@ -80,7 +93,9 @@ class KernelRow:
     @property
     def kind(self) -> str:
         """Return "gemm", "convolution", "attention", "recurrent", "gemv", "communication" or ""."""
-        return self.named.kind or (self.matmul.kind if self.matmul is not None and self.is_product else "")
+        if self.named.kind or self.matmul is None or not self.is_product:
+            return self.named.kind
+        return self.matmul.kind
 
     @property
     def architecture(self) -> str:
@@ -104,4 +119,9 @@ class KernelRow:
     @property
     def tflops(self) -> float | None:
         """Return the achieved rate in TFLOP/s; None if the FLOPs are unknown or the time is 0."""
-        return self.flops / self.time_us / 1e6 if self.flops is not None and self.time_us > 0 else None
+        return tflops(self.flops, self.time_us)
+
+
+def tflops(flops: float | None, time_us: float) -> float | None:
+    """Return a rate in TFLOP/s; None if the FLOPs are unknown or the time is 0."""
+    return flops / time_us / 1e6 if flops is not None and time_us > 0 else None

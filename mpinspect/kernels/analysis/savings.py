@@ -80,30 +80,28 @@ def half_precision(gpu: Gpu) -> tuple[str, str] | None:
 def _saving(rows: Sequence[KernelRow], way: str, dtype: str, siblings: SiblingRates) -> Saving | None:
     spent = least = expected = 0.0
     by_siblings, limits = True, {"math": 0.0, "memory": 0.0}
-    known: dict[tuple[int, float | None], tuple[Bound | None, float | None]] = {}
+    known: dict[tuple[int, float | None], tuple[Bound, float | None]] = {}
     for row in rows:
         # Kernels of one call share its FLOPs unevenly; most runs have the same.
         key = id(row.matmul), row.flops
         if key not in known:
-            floor = bound(row, dtype)
-            known[key] = floor, None if floor is None else _time_of_siblings(row, dtype, floor, siblings)
+            if (floor := bound(row, dtype)) is None:
+                return None
+            known[key] = floor, _time_of_siblings(row, dtype, floor, siblings)
         floor, typical = known[key]
-        if floor is None:
-            return None
         by_siblings = by_siblings and typical is not None
         spent, least = spent + row.time_us, least + max(floor.time_us, SHORTEST_KERNEL_US)
         expected += max(typical or 0.0, SHORTEST_KERNEL_US)
         limits[floor.limited_by] += floor.time_us
-    left = expected if by_siblings else least
-    return Saving(
-        way=way,
-        saved_us=max(0.0, spent - left),
-        basis=SIBLINGS if by_siblings else ROOFLINE,
-        limited_by="math" if limits["math"] > limits["memory"] else "memory",
-    )
+    left, basis = (expected, SIBLINGS) if by_siblings else (least, ROOFLINE)
+    # On a tie, memory.
+    limited_by = max(("memory", "math"), key=limits.__getitem__)
+    return Saving(way, max(0.0, spent - left), basis, limited_by)
 
 
 def _time_of_siblings(row: KernelRow, dtype: str, floor: Bound, siblings: SiblingRates) -> float | None:
     """Return the run's time at its siblings' median rate, but at least the roofline's time; None without siblings."""
-    rate = siblings.of(row) if dtype == row.dtype else None
-    return max(row.flops / rate / 1e6, floor.time_us) if rate and row.flops is not None else None
+    if row.flops is None or dtype != row.dtype:
+        return None
+    rate = siblings.of(row)
+    return max(row.flops / rate / 1e6, floor.time_us) if rate else None

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mpinspect.kernels.analysis.rows import ON_TENSOR_CORES, PRODUCTS, VERDICTS, KernelRow
+from mpinspect.kernels.analysis.rows import ON_TENSOR_CORES, PRODUCTS, VERDICTS, KernelRow, tflops
 from mpinspect.kernels.records import UNATTRIBUTED
+from mpinspect.reporting.words import bracketed
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def coverage(rows: Iterable[KernelRow]) -> Coverage:
         total += time
         if kernel.module:
             module += time
-            path += time if kernel.module_is_path else 0.0
+            path += time * kernel.module_is_path
         if kernel.op is not None:
             attributed += time
         else:
@@ -115,7 +116,7 @@ def coverage(rows: Iterable[KernelRow]) -> Coverage:
             reasons[reason] = reasons.get(reason, 0.0) + time
         if row.is_product:
             products += time
-            flops += time if row.flops is not None else 0.0
+            flops += time * (row.flops is not None)
     return Coverage(
         attributed_fraction=share(attributed, total),
         module_fraction=share(module, total),
@@ -207,7 +208,7 @@ def _name_row(rows: list[KernelRow], total: float) -> NameRow:
         calls=len(rows),
         time_us=time,
         fraction=share(time, total) or 0.0,
-        tflops=sum(row.flops or 0.0 for row in known) / known_time / 1e6 if known_time > 0 else None,
+        tflops=tflops(sum(row.flops or 0.0 for row in known), known_time),
     )
 
 
@@ -262,9 +263,9 @@ def _heading(on: list[KernelRow], products: list[KernelRow]) -> str:
     if set(time) <= {"884"} and all(row.gpu.architecture == "volta" for row in products):
         return "884 kernels"
     names = [name for name in sorted(time, key=lambda name: -time[name]) if name]
-    if not names:
-        return "Tensor Core kernels"
-    return f"Tensor Core kernels ({', '.join(names[:_MOST])}{', ...' if len(names) > _MOST else ''})"
+    if len(names) > _MOST:
+        names = [*names[:_MOST], "..."]
+    return f"Tensor Core kernels{bracketed(*names)}"
 
 
 def _counts(products: list[KernelRow]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from mpinspect.kernels.analysis.products import Products, call_key, dtype_of
+from mpinspect.kernels.analysis.products import Products, call_key, dtypes_of
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.names import GUESSES, UNFAMILIAR, KernelVerdict, by_words, classify_kernel
 from mpinspect.kernels.records import Kernel, KernelTrace, TraceOp
@@ -48,7 +48,7 @@ def _cached() -> Callable[[Kernel, Gpu, int], KernelRow]:
     def judge(kernel: Kernel, gpu: Gpu, trace: int) -> KernelRow:
         op = kernel.matmul_op or kernel.op
         if id(op) not in dtypes:
-            dtypes[id(op)] = dtype_of(op)
+            dtypes[id(op)] = next(iter(dtypes_of(op)), "")
         dtype = dtypes[id(op)]
         key = (kernel.name, dtype, id(gpu))
         if key not in known:
@@ -64,7 +64,7 @@ def _stored(named: KernelVerdict) -> str:
     """Return the dtype of the operands in memory, by the kernel's name; "" if the name has no dtype or several."""
     if len(set(named.dtypes)) != 1:
         return ""
-    return "float32" if named.dtypes[0] == "tfloat32" else named.dtypes[0]
+    return named.dtypes[0].replace("tfloat32", "float32")
 
 
 #: The namespace of torch's own operators.
@@ -126,8 +126,9 @@ def _judge(rows: list[KernelRow], indices: list[int], products: Products) -> Non
             if row.named.rule == UNFAMILIAR.id and row.time_us < most:
                 rows[index] = _with(row, "helper", f"launched by {row.op} together with a longer product")
     elif not longest.kernel.encloses and not longest.is_product and not _is_empty(products, longest.kernel.matmul_op):
-        op = _product(longest)
-        why = f"the longest kernel of {op.name if op is not None else ''}, a product, whose kernels have no product's name"
+        op = longest.kernel.matmul_op or longest.kernel.op
+        assert op is not None, "the kernels of one call have its operator"
+        why = f"the longest kernel of {op.name}, a product, whose kernels have no product's name"
         for index in indices:
             if rows[index].name == longest.name:
                 rows[index] = _with(rows[index], "unknown", why)

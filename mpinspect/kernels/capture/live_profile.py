@@ -134,12 +134,12 @@ class LiveProfile:
             self._unwatch = None
 
     def _paths(self) -> list[tuple[str, torch.nn.Module]]:
-        several = len(self._models) > 1
-        return [
-            (".".join([*([name] if several else []), *profiling.plain_parts(model, path)]), module)
-            for name, model in self._models.items()
-            for path, module in model.named_modules()
-        ]
+        paths = []
+        for name, model in self._models.items():
+            prefix = [name] if len(self._models) > 1 else []
+            for path, module in model.named_modules():
+                paths.append((".".join(prefix + profiling.plain_parts(model, path)), module))
+        return paths
 
     def _enter(self, path: str, args: Any) -> None:
         if threading.get_ident() == self._thread:

@@ -36,13 +36,14 @@ class ModuleRanges:
         self.recording = False
         #: Whether a module of the given model was called while recording; True without a model.
         self.saw_model = model is None
-        self._model = frozenset(map(id, model.modules())) if model is not None else frozenset()
+        self._model: frozenset[int] = frozenset()
         self._paths: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: list[nn.Module] = []
         self._depth = 0
         #: Ranges of the running modules; None for a module without a range.
         self._open: list[Any] = []
         if model is not None:
+            self._model = frozenset(map(id, model.modules()))
             self._name(model, "")
 
     @contextmanager
@@ -64,9 +65,12 @@ class ModuleRanges:
     def settle(self) -> None:
         """Name the modules of the roots called so far. Call this after the warm-up, when all roots have been called."""
         named = [root for root in self._roots if root not in self._paths]
-        largest = max(named, key=_parameters, default=None) if not self._paths else None
-        for root in sorted(named, key=lambda each: each is not largest):
-            self._name(root, "" if root is largest else type(root).__name__)
+        if named and not self._paths:
+            largest = max(named, key=_parameters)
+            named.remove(largest)
+            self._name(largest, "")
+        for root in named:
+            self._name(root, type(root).__name__)
         self._roots.clear()
 
     def path(self, module: nn.Module) -> str | None:
@@ -91,8 +95,7 @@ class ModuleRanges:
         if torch.compiler.is_compiling() or self._depth == 0:
             return
         self._depth -= 1
-        opened = self._open.pop() if self._open else None
-        if opened is not None:
+        if self._open and (opened := self._open.pop()) is not None:
             opened.__exit__(None, None, None)
 
     def _range(self, module: nn.Module) -> Any:
@@ -114,8 +117,9 @@ def opened_range(path: str) -> Any:
 def plain_parts(root: nn.Module, name: str) -> list[str]:
     """Split a module's name, dropping wrappers' parts: "module._orig_mod.fc" of a DistributedDataParallel gives ["fc"]."""
     parts = [part for part in name.split(".") if part and part not in _WRAPPERS]
-    wraps = isinstance(root, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    return parts[1:] if wraps and parts[:1] == ["module"] else parts
+    if isinstance(root, nn.DataParallel | nn.parallel.DistributedDataParallel) and parts[:1] == ["module"]:
+        return parts[1:]
+    return parts
 
 
 def _parameters(module: nn.Module) -> int:

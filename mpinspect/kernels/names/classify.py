@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from mpinspect.kernels.names import facets
 from mpinspect.kernels.names.rules import RULES, Rule, first_match
 from mpinspect.kernels.names.spelling import Spelling
+from mpinspect.reporting.words import bracketed
 from mpinspect.runtime import gpus
 from mpinspect.runtime.gpus import ARCHITECTURES, Gpu
 from mpinspect.shapes.records import ITEM_SIZES
@@ -72,11 +73,11 @@ def classify_kernel(name: str, gpu: str | Gpu | None = None, dtype: str | None =
 
 def _product(rule: Rule, lowered: str, dtype: str | None) -> KernelVerdict:
     letter, digits = facets.instruction(lowered)
-    dtypes = facets.dtypes(lowered, letter, digits) or ((dtype,) if dtype else ())
+    dtypes = facets.dtypes(lowered, letter, digits) or tuple(filter(None, [dtype]))
     alignment = facets.alignment(lowered)
-    verdict, reason = rule.verdict, _sentence(rule, digits)
+    verdict, reason = rule.verdict, rule.meaning
     if verdict == "native":
-        verdict, reason = _aligned(lowered, dtypes, alignment, reason)
+        verdict, reason = _aligned(lowered, dtypes, alignment, reason + bracketed(digits))
     return KernelVerdict(
         verdict=verdict,
         architecture="any" if rule.any_architecture else facets.architecture(lowered, digits),
@@ -94,9 +95,8 @@ def _aligned(lowered: str, dtypes: tuple[str, ...], alignment: int | None, reaso
         return "degraded", f"{reason}; built for operands that are not aligned to {FULL_ALIGNMENT} bytes"
     if alignment is None or not dtypes:
         return "native", reason
-    bytes_ = alignment * min(
-        ITEM_SIZES.get("float32" if each == "tfloat32" else each, FULL_ALIGNMENT) for each in dtypes
-    )
+    stored = [each.replace("tfloat32", "float32") for each in dtypes]
+    bytes_ = alignment * min(ITEM_SIZES.get(each, FULL_ALIGNMENT) for each in stored)
     # FP64 kernels load 8 bytes at a time: all of them are align1 or align2 (CUTLASS's procedural names).
     if bytes_ >= FULL_ALIGNMENT or "float64" in dtypes:
         return "native", reason
@@ -125,10 +125,6 @@ def _on(gpu: Gpu | None, found: KernelVerdict, since: str) -> KernelVerdict:
     if found.rule == "nvjet" and gpu.architecture in ("hopper", "blackwell"):
         return replace(found, architecture=gpu.architecture)
     return found
-
-
-def _sentence(rule: Rule, digits: str = "") -> str:
-    return f"{rule.meaning} ({digits})" if digits and rule.verdict == "native" else rule.meaning
 
 
 #: The verdicts that depend on the rule alone.

@@ -14,33 +14,28 @@ _WORDS = ("volta", "turing", "ampere", "hopper", "blackwell")
 
 #: Architectures by the digits of the mma instruction, for names without other signs: m8n8k4 is Volta's, m16n8k8 Turing's.
 _INSTRUCTIONS = {"884": "volta", "1688": "turing", "8816": "turing", "8832": "turing"}
+#: Architectures by other signs; the first one found counts.
+_SIGNS = (("nvjet_", "hopper"), ("fmhasm100", "blackwell"), ("wgmma", "hopper"))
 
-#: Spellings of dtypes; the first one found in a name counts. FP32 is excluded because it is often the accumulator's dtype.
-_DTYPES = (
-    ("e4m3", "float8_e4m3fn"),
-    ("e5m2", "float8_e5m2"),
-    ("float_e4m3_t", "float8_e4m3fn"),
-    ("tf32", "tfloat32"),
-    ("bf16", "bfloat16"),
-    ("bfloat16", "bfloat16"),
-    ("fp16", "float16"),
-    ("f16", "float16"),
-    ("half", "float16"),
-    ("int8", "int8"),
-    ("i8i8", "int8"),
-    ("f64", "float64"),
-    ("double", "float64"),
-)
-_DTYPE = {
-    word: re.compile(
-        rf"(?<![a-z]){word}|(?<=_){word}"
-        if word in ("f16", "f64")
-        else rf"(?<![b]){word}"
-        if word in ("fp16", "half")
-        else word
+#: Spellings of dtypes, with a pattern for those that other words can contain; the first one found in a name counts. FP32 is
+#: excluded because it is often the accumulator's dtype.
+_DTYPES = tuple(
+    (word, re.compile(pattern or word), dtype)
+    for word, pattern, dtype in (
+        ("e4m3", "", "float8_e4m3fn"),
+        ("e5m2", "", "float8_e5m2"),
+        ("tf32", "", "tfloat32"),
+        ("bf16", "", "bfloat16"),
+        ("bfloat16", "", "bfloat16"),
+        ("fp16", "(?<!b)fp16", "float16"),
+        ("f16", "(?<![a-z])f16", "float16"),
+        ("half", "(?<!b)half", "float16"),
+        ("int8", "", "int8"),
+        ("i8i8", "", "int8"),
+        ("f64", "(?<![a-z])f64", "float64"),
+        ("double", "", "float64"),
     )
-    for word, _ in _DTYPES
-}
+)
 _NVJET = re.compile(r"nvjet_(?:sm\d+_)?([a-z]{3,5})_")
 _NVJET_LETTERS = {
     "h": "float16",
@@ -60,8 +55,11 @@ _BLAS_LETTERS = {
     "z": "complex128",
     "i": "int8",
 }
-_ALIGN = re.compile(r"align[abc]?(\d+)")
-_LOAD = re.compile(r"ldg(\d+)")
+_ALIGNMENT = re.compile(r"(?:align[abc]?|ldg)(\d+)")
+
+#: Operands of mma instructions by a word in the name.
+_FP8 = (("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2"))
+_OF_MMA = (("bf16", "bfloat16"), ("tf32", "tfloat32"), ("f16", "float16"), ("fp16", "float16"))
 
 _KINDS = (
     ("convolution", ("fprop", "dgrad", "wgrad", "conv", "cudnn_", "cudnn", "implicit_gemm")),
@@ -77,13 +75,12 @@ def architecture(lowered: str, digits: str) -> str:
     number = _compute_capability(lowered)
     if number:
         return architecture_of(number // 10, number % 10) or "any"
-    if "nvjet_" in lowered:
-        # Two CTAs per tile and block-scaled operands exist only from Blackwell on.
-        return "blackwell" if "2cta" in lowered or "ue8m0" in lowered or "ue4m3" in lowered else "hopper"
-    if "fmhasm100" in lowered:
+    # Two CTAs per tile and block-scaled operands exist only from Blackwell on.
+    if "nvjet_" in lowered and any(sign in lowered for sign in ("2cta", "ue8m0", "ue4m3")):
         return "blackwell"
-    if "wgmma" in lowered:
-        return "hopper"
+    for sign, built_for in _SIGNS:
+        if sign in lowered:
+            return built_for
     return _INSTRUCTIONS.get(digits, "ampere" if digits else "any")
 
 
@@ -93,7 +90,7 @@ def _compute_capability(lowered: str) -> int | None:
             start = found.start()
             if start == 0 or not lowered[start - 1].isalnum():
                 return int(found.group(1))
-    built_for = _CUTLASS.search(lowered) if "cutlass_" in lowered else None
+    built_for = _CUTLASS.search(lowered)
     return int(built_for.group(1)) if built_for else None
 
 
@@ -101,8 +98,9 @@ def instruction(lowered: str) -> tuple[str, str]:
     """Return a name's mma instruction: the accumulator's letter ("m" for names with mma) and the digits, or ("", "")."""
     for each in _DIGITS:
         if each in lowered:
-            found = _MMA.search(lowered)
-            return (found.group().strip("g")[0], found.group(1)) if found else ("", "")
+            if found := _MMA.search(lowered):
+                return found.group().strip("g")[0], found.group(1)
+            break
     return "", ""
 
 
@@ -113,25 +111,21 @@ def dtypes(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
         return _nvjet_dtypes(jet.group(1)) if jet else ()
     if digits:
         return _of_mma(lowered, letter, digits)
-    for word, dtype in _DTYPES:
-        if word in lowered and _DTYPE[word].search(lowered):
+    for word, pattern, dtype in _DTYPES:
+        if word in lowered and pattern.search(lowered):
             return (dtype,)
     if "hmma" in lowered:
         return ("float16",)
-    blas = _BLAS.search(lowered) if "gemm" in lowered else None
-    if blas:
+    if "gemm" in lowered and (blas := _BLAS.search(lowered)):
         return (_BLAS_LETTERS[blas.group(1)],)
-    if "f32f32" in lowered or "scudnn" in lowered or "<float" in lowered or "_f32" in lowered:
+    if any(sign in lowered for sign in ("f32f32", "scudnn", "<float", "_f32")):
         return ("float32",)
     return ()
 
 
 def alignment(lowered: str) -> int | None:
     """Return the smallest alignment of an operand, in elements, by the name (_align2, aligna4_alignc4, ldg8), or None."""
-    found = [int(number) for number in _ALIGN.findall(lowered)] if "align" in lowered else []
-    if "ldg" in lowered:
-        found += [int(number) for number in _LOAD.findall(lowered)]
-    return min(found, default=None)
+    return min(map(int, _ALIGNMENT.findall(lowered)), default=None)
 
 
 def kind(lowered: str) -> str:
@@ -151,12 +145,12 @@ def _nvjet_dtypes(letters: str) -> tuple[str, ...]:
 def _of_mma(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
     if digits in ("8816", "8832", "16832", "16864"):
         # m16n8k32 multiplies int8 or FP8.
-        return ("float8_e4m3fn",) if "e4m3" in lowered else ("float8_e5m2",) if "e5m2" in lowered else ("int8",)
+        return next(((dtype,) for word, dtype in _FP8 if word in lowered), ("int8",))
     if letter in ("d", "z"):
         return ("float64",)
-    for word in ("bf16", "tf32", "fp16", "f16"):
+    for word, dtype in _OF_MMA:
         if word in lowered:
-            return ({"bf16": "bfloat16", "tf32": "tfloat32"}.get(word, "float16"),)
+            return (dtype,)
     if letter == "h" or digits == "884":
         return ("float16",)
     # s1688 without another dtype reads FP32 operands as TF32 (CUTLASS's procedural names).

@@ -50,8 +50,10 @@ class Spelling:
         readable = (_demangled(name) if is_mangled else name).lower().replace("(anonymous namespace)::", "")
         function, arguments = _function_and_arguments(readable)
         whole = f"{function}<{arguments}" if function else readable
-        # Traces truncate names, so an identifier may have fewer letters than its number states.
-        return cls(function or readable, arguments, f"{whole} {name.lower()}" if is_mangled else whole)
+        if is_mangled:
+            # Traces truncate names, so an identifier may have fewer letters than its number states.
+            whole = f"{whole} {name.lower()}"
+        return cls(function or readable, arguments, whole)
 
 
 def _demangled(name: str) -> str:
@@ -71,9 +73,8 @@ def _demangled(name: str) -> str:
             found = arguments
     if not path:
         return name
-    return "::".join(each for each in path if each != "_GLOBAL__N_1") + (
-        f"<{' '.join(arguments)}>" if arguments else ""
-    )
+    readable = "::".join(each for each in path if each != "_GLOBAL__N_1")
+    return f"{readable}<{' '.join(arguments)}>" if arguments else readable
 
 
 def _function_and_arguments(name: str) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from mpinspect.kernels.analysis.ranks import RankReport
 from mpinspect.kernels.analysis.report import KernelReport
 from mpinspect.kernels.analysis.rows import PRODUCTS, VERDICTS
 from mpinspect.kernels.analysis.savings import Saving
-from mpinspect.kernels.analysis.shares import ModuleRow, NameRow, Shares
+from mpinspect.kernels.analysis.shares import ModuleRow, NameRow, Shares, share
 from mpinspect.reporting.document import (
     Block,
     Cell,
@@ -31,7 +31,16 @@ from mpinspect.reporting.document import (
     table,
 )
 from mpinspect.reporting.finding import SEVERITIES
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, format_name, percent, shortened
+from mpinspect.reporting.words import (
+    NOT_APPLICABLE,
+    UNKNOWN,
+    and_more,
+    duration,
+    format_name,
+    number_of,
+    percent,
+    shortened,
+)
 
 #: Maximum numbers of rows in a terminal and on a page; GitHub cuts a comment at 65,536 characters.
 ROWS = Limit(15, 50, "more; the JSON report has all")
@@ -78,23 +87,26 @@ def _blocks(report: KernelReport) -> Iterator[Block]:
 
 def title(report: KernelReport) -> str:
     """Return a title with the traces that were judged, and their GPUs."""
-    gpus = ", ".join(_gpus(report)) if report.kernels else ""
-    return f"Kernels of {_sources(report)}{f' on {gpus}' if gpus else ''}"
+    gpus = list(_gpus(report))
+    if not report.kernels or not gpus:
+        return f"Kernels of {_sources(report)}"
+    return f"Kernels of {_sources(report)} on {', '.join(gpus)}"
 
 
 def _sources(report: KernelReport) -> str:
-    files = [rank.source for rank in report.ranks if rank.source]
     if len(report.ranks) == 1:
         return report.ranks[0].label
-    return f"{len(report.ranks)} traces" if files or not report.ranks else f"{len(report.ranks)} profiles"
+    is_read = any(rank.source for rank in report.ranks) or not report.ranks
+    return f"{len(report.ranks)} {'traces' if is_read else 'profiles'}"
 
 
 def _gpus(report: KernelReport) -> Iterator[str]:
     """Yield each GPU's name, followed by its architecture unless the name contains it."""
     for gpu in report.gpus:
-        is_new = gpu.architecture and gpu.architecture not in gpu.name.lower()
-        known = f" ({gpu.architecture.title()})" if is_new else ""
-        yield f"{gpu.name or 'a GPU that the trace does not name'}{known}"
+        name = gpu.name or "a GPU that the trace does not name"
+        if gpu.architecture and gpu.architecture not in gpu.name.lower():
+            name = f"{name} ({gpu.architecture.title()})"
+        yield name
 
 
 def _lost(report: KernelReport) -> Tables:
@@ -125,10 +137,10 @@ def _totals(report: KernelReport) -> Iterator[str]:
     if not shares.calls:
         yield "No kernel was recorded."
         return
-    idle = report.limits.idle_us / report.limits.span_us if report.limits.span_us > 0 else None
+    limits = report.limits
     yield (
-        f"{shares.calls:,} {'kernel' if shares.calls == 1 else 'kernels'}, {duration(shares.kernel_time_us)} of kernel time; "
-        f"the GPU idle {share_words(idle)} of {duration(report.limits.span_us)}"
+        f"{number_of(shares.calls, 'kernel')}, {duration(shares.kernel_time_us)} of kernel time; "
+        f"the GPU idle {share_words(limits.idle_fraction)} of {duration(limits.span_us)}"
     )
 
 
@@ -148,15 +160,22 @@ def figures(shares: Shares) -> Iterator[tuple[str, str]]:
     if shares.calls == 0:
         return
     unknown = shares.of_products("unknown")
-    # If every product's verdict is unknown, the share is unknown too: 0% would claim that all ran off Tensor Cores.
-    all_unknown = unknown == 1.0
-    more = "" if not unknown else ": all unknown" if all_unknown else f"; unknown for another {percent(unknown)}"
-    products = f"of the matrix products' time ({duration(shares.product_time_us)}){more}"
-    on = None if all_unknown else shares.tensor_core_fraction
-    yield share_words(on), products if shares.product_time_us > 0 else "of the products: none ran"
+    products = f"of the matrix products' time ({duration(shares.product_time_us)})"
+    on_of_products, on_of_all = (
+        share_words(shares.tensor_core_fraction),
+        share_words(shares.tensor_core_fraction_of_all),
+    )
+    if unknown is None:
+        products = "of the products: none ran"
+    elif unknown == 1.0:
+        # 0% would claim that all ran off Tensor Cores.
+        on_of_products = on_of_all = UNKNOWN
+        products += ": all unknown"
+    elif unknown > 0:
+        products += f"; unknown for another {percent(unknown)}"
+    yield on_of_products, products
     beside = ", communication included" if shares.communication_time_us > 0 else ""
-    on = None if all_unknown else shares.tensor_core_fraction_of_all
-    yield share_words(on), f"of all kernel time ({duration(shares.kernel_time_us)}{beside})"
+    yield on_of_all, f"of all kernel time ({duration(shares.kernel_time_us)}{beside})"
     if shares.communication_time_us > 0:
         apart = f"of kernel time without communication ({duration(shares.compute_time_us)})"
         yield share_words(shares.tensor_core_fraction_of_compute), apart
@@ -168,7 +187,7 @@ def _verdicts(shares: Shares, *, has_to_do: bool) -> Iterator[list[str | Cell]]:
         calls, time = shares.verdict_calls[verdict], shares.verdict_time_us[verdict]
         if not calls:
             continue
-        of_all = share_words(time / shares.kernel_time_us if shares.kernel_time_us > 0 else None)
+        of_all = share_words(share(time, shares.kernel_time_us))
         of_products = share_words(shares.of_products(verdict)) if verdict in PRODUCTS else NOT_APPLICABLE
         yield [
             _verdict(verdict, is_to_do=has_to_do),
@@ -194,18 +213,20 @@ def _losses(losses: tuple[Loss, ...]) -> Items:
 
 def _loss(loss: Loss) -> Item:
     times = f"{duration(loss.time_us)}, {share_words(loss.fraction)} of all, {loss.calls:,} x"
-    more = f" and {len(loss.modules) - 1:,} more" if len(loss.modules) > 1 else ""
-    where = [f"in {shortened(loss.modules[0], _NAME, 'start')}{more}"] if loss.modules else []
-    details = (*where, shortened(clean_name(loss.kernel), _NAME, "middle"), loss.cause, *map(_saving, loss.savings))
-    return Item(f"{_product(loss)}: {times}, {_rate(loss.tflops)} TFLOP/s", details=details)
+    details = [shortened(clean_name(loss.kernel), _NAME, "middle"), loss.cause, *map(_saving, loss.savings)]
+    if loss.modules:
+        details.insert(0, f"in {shortened(loss.module, _NAME, 'start')}{and_more(len(loss.modules) - 1)}")
+    return Item(f"{_product(loss)}: {times}, {_rate(loss.tflops)} TFLOP/s", details=tuple(details))
 
 
 def _product(loss: Loss) -> str:
     """Return the product's operator, sizes (M x N x K) and dtype, as far as known: "addmm 128 x 30522 x 512 BF16"."""
-    sizes = "" if loss.m is None else f"{loss.m} x {loss.n} x {loss.k}"
-    batch = f"{loss.batch} x " if loss.batch is not None and loss.batch > 1 else ""
+    sizes = [loss.m, loss.n, loss.k]
+    if loss.batch is not None and loss.batch > 1:
+        sizes.insert(0, loss.batch)
+    written = " x ".join(str(size) for size in sizes if size is not None)
     op = loss.op.removeprefix("aten::") or loss.kind
-    return " ".join(filter(None, (op, f"{batch}{sizes}" if sizes else "", loss.dtype and format_name(loss.dtype))))
+    return " ".join(filter(None, (op, written, loss.dtype and format_name(loss.dtype))))
 
 
 def _saving(one: Saving) -> str:
@@ -304,8 +325,9 @@ def _coverage(report: KernelReport) -> Iterator[str]:
     reasons = [f"{percent(part)} {reason}" for reason, part in covered.unattributed_fractions.items() if part > 0]
     rest = f"; the rest: {', '.join(reasons)}" if reasons else ""
     yield f"operator known for {share_words(covered.attributed_fraction)} of kernel time{rest}"
-    same = covered.path_fraction == covered.module_fraction
-    chains = "" if same else f" (as a dotted path {share_words(covered.path_fraction)})"
+    chains = ""
+    if covered.path_fraction != covered.module_fraction:
+        chains = f" (as a dotted path {share_words(covered.path_fraction)})"
     yield f"module known for {share_words(covered.module_fraction)} of kernel time{chains}"
     if covered.flops_fraction is not None:
         yield f"FLOPs known for {share_words(covered.flops_fraction)} of the matrix products' time"
@@ -354,8 +376,7 @@ def clean_name(name: str) -> str:
     text = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     text = _without_parameters(text).replace("at::native::", "").replace("pytorch_flash::", "")
     # CUTLASS kernels have their name inside Kernel<...>, and again among the parameters.
-    wrapped = re.fullmatch(r"cutlass\w*::Kernel2?<(\w+)>?", text)
-    return wrapped[1] if wrapped else text
+    return re.sub(r"^cutlass\w*::Kernel2?<(\w+)>?$", r"\1", text)
 
 
 def _without_parameters(text: str) -> str:

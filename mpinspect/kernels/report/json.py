@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpinspect.kernels.analysis.losses import Loss
 from mpinspect.kernels.analysis.ranks import DeviceTime
 from mpinspect.kernels.analysis.report import KernelReport
-from mpinspect.kernels.analysis.rows import KernelRow
+from mpinspect.kernels.analysis.rows import KernelRow, tflops
 from mpinspect.kernels.analysis.shares import Shares
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
 
@@ -43,15 +43,13 @@ def _kernels(report: KernelReport) -> list[dict[str, Any]]:
 
 
 def _identity(row: KernelRow) -> tuple[object, ...]:
-    product = row.matmul
-    sizes = None if product is None else (product.m, product.n, product.k, product.batch, product.role)
     where = (row.trace, row.device, row.module, row.phase, row.kernel.unattributed, row.kernel.is_graph)
-    return row.name, row.verdict, row.basis, row.op, row.dtype, sizes, row.flops, *where
+    return row.name, row.verdict, row.basis, row.op, row.dtype, row.product, row.flops, *where
 
 
 def _kernel(group: list[KernelRow]) -> dict[str, Any]:
     row, times = group[0], [row.time_us for row in group]
-    shape = row.shape
+    flops = None if row.flops is None else row.flops * len(group)
     return {
         "name": row.name,
         "verdict": row.verdict,
@@ -73,11 +71,11 @@ def _kernel(group: list[KernelRow]) -> dict[str, Any]:
         "kind": row.kind,
         "rule": row.named.rule,
         "flops": row.flops,
-        "tflops": row.flops * len(group) / sum(times) / 1e6 if row.flops is not None and sum(times) > 0 else None,
+        "tflops": tflops(flops, sum(times)),
         "matmul": None if row.matmul is None else _matmul(row.matmul),
-        "shape_verdict": None if shape is None else shape.verdict,
-        "shape_reason": None if shape is None else shape.reason,
-        "multiples_of_8": None if shape is None else shape.multiples_of_8,
+        "shape_verdict": getattr(row.shape, "verdict", None),
+        "shape_reason": getattr(row.shape, "reason", None),
+        "multiples_of_8": getattr(row.shape, "multiples_of_8", None),
         "unattributed": row.kernel.unattributed,
         "is_graph": row.kernel.is_graph,
     }

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from mpinspect.kernels.analysis.limits import outlooks
 from mpinspect.kernels.analysis.report import KernelReport
 from mpinspect.kernels.analysis.rows import KernelRow
+from mpinspect.kernels.analysis.shares import share
 from mpinspect.kernels.report.document import clean_name, figures, has_modules, share_words, title
 from mpinspect.reporting import words
 from mpinspect.reporting.escaping import escaped
@@ -41,6 +42,8 @@ COLOURS = {
 _LABEL_LENGTH = 58
 #: Drawn over the part of a bar that could be regained, from the bar's left end on.
 _REGAINED: Any = {"facecolor": "none", "edgecolor": INK, "hatch": "////", "linewidth": 0.8}
+#: A label right of a bar.
+_BESIDE: Any = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8, "color": FAINT}
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,10 @@ class Bar:
 
 def kernels(report: KernelReport) -> Figure:
     """Return a figure: all kernel time by verdict as a stacked bar, and a bar for each of the modules that could regain most."""
-    return drawn(
-        0.9 if not report.shares.kernel_time_us else 3.4 + 0.25 * len(bars(report)), lambda f: _draw(f, report)
-    )
+    height = 0.9
+    if report.shares.kernel_time_us:
+        height = 3.4 + 0.25 * len(bars(report))
+    return drawn(height, lambda figure: _draw(figure, report))
 
 
 def save(report: KernelReport, path: str | Path) -> Path:
@@ -138,10 +142,12 @@ def _draw(figure: Figure, report: KernelReport) -> None:
 
 
 def _finding(report: KernelReport, regained: float) -> str:
-    share, of = next(figures(report.shares))
-    on = f"{share} {of} on Tensor Cores" if report.shares.product_time_us > 0 else "No matrix product ran"
-    most = share_words(min(1.0, regained / report.shares.kernel_time_us))
-    return f"{on}; at most {most} of the kernel time could be regained" if regained > 0 else on
+    on = "No matrix product ran"
+    if report.shares.product_time_us > 0:
+        on = f"{' '.join(next(figures(report.shares)))} on Tensor Cores"
+    if regained <= 0:
+        return on
+    return f"{on}; at most {share_words(share(regained, report.shares.kernel_time_us))} of the kernel time could be regained"
 
 
 def _bar(axes: Axes, place: int, times: dict[str, float], total: float) -> None:
@@ -156,17 +162,11 @@ def _lower(axes: Axes, found: tuple[Bar, ...], report: KernelReport) -> None:
     total = report.shares.kernel_time_us
     for place, bar in enumerate(found):
         _bar(axes, place, bar.times, total)
+        label = words.duration(bar.total)
         if bar.regained_us > 0:
             axes.barh(place, bar.regained_us / total, height=0.74, **_REGAINED)
-        regained = f", at most {words.duration(bar.regained_us)} to regain" if bar.regained_us > 0 else ""
-        beside: Any = {
-            "xytext": (4, 0),
-            "textcoords": "offset points",
-            "va": "center",
-            "fontsize": 8,
-            "color": FAINT,
-        }
-        axes.annotate(words.duration(bar.total) + regained, (bar.total / total, place), **beside)
+            label += f", at most {words.duration(bar.regained_us)} to regain"
+        axes.annotate(label, (bar.total / total, place), **_BESIDE)
     axes.set_yticks(range(len(found)), [bar.label for bar in found], fontsize=8, parse_math=False)
     axes.set_ylim(len(found) - 0.4, -0.6)
     # Room for the words at the end of the longest bar.
@@ -178,14 +178,10 @@ def _lower(axes: Axes, found: tuple[Bar, ...], report: KernelReport) -> None:
 
 def _notes(report: KernelReport) -> list[str]:
     everything, what = len(_everything(report)), "modules" if has_modules(report) else "kernels"
-    order = f"first those that {'could regain' if any(report.limits.saved_at_most_us.values()) else 'take'} most"
-    shown = (
-        f"{min(everything, MAX_BARS)} of {everything:,} {what}, {order}."
-        if everything > MAX_BARS
-        else f"All {what}, {order}."
-    )
-    apart = " Communication, which no precision shortens, is in the first bar only." * (
-        report.shares.communication_time_us > 0
-    )
+    shown = f"{MAX_BARS} of {everything:,}" if everything > MAX_BARS else "All"
+    most = "could regain" if any(report.limits.saved_at_most_us.values()) else "take"
+    order = f"{shown} {what}, first those that {most} most."
+    if report.shares.communication_time_us > 0:
+        order += " Communication, which no precision shortens, is in the first bar only."
     counted = "; ".join(filter(None, (*(" ".join(figure) for figure in figures(report.shares)), report.phrase)))
-    return [f"{title(report)}.", f"On Tensor Cores: {counted}.", shown + apart]
+    return [f"{title(report)}.", f"On Tensor Cores: {counted}.", order]

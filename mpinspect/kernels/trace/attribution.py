@@ -5,9 +5,9 @@ from __future__ import annotations
 import marshal
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from mpinspect.kernels.trace.recording import Recording
 #: External ids are correlations if they are equal for more than this share of kernels; operator ids are for a few, by chance.
 _MOST = 0.5
 _STARTS_MANY = re.compile(r"GraphLaunch|MultiDevice")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -101,19 +102,17 @@ def _choose(recording: Recording, candidates: dict[int, NDArray[np.intp]], of_ke
     homes = {device: _clear_winner(counted) for device, counted in votes.items()}
     several = [kernel for kernel in candidates if len(candidates[kernel]) > 1]
     for kernel in several:
-        of_kernel[kernel] = _only(possible[kernel]) if len(possible[kernel]) == 1 else -1
-        if (home := homes[devices[kernel]]) in possible[kernel]:
-            of_kernel[kernel] = possible[kernel][home]
+        launches_of = possible[kernel]
+        of_kernel[kernel] = launches_of.get(homes[devices[kernel]], _only([*launches_of.values()]))
     taken = set(of_kernel.tolist())
     for kernel in several:
         if of_kernel[kernel] < 0:
-            free = {pid: launch for pid, launch in possible[kernel].items() if launch not in taken}
-            of_kernel[kernel] = _only(free) if len(free) == 1 else -1
+            of_kernel[kernel] = _only([launch for launch in possible[kernel].values() if launch not in taken])
     return int(np.sum(of_kernel[several] < 0))
 
 
-def _only(launches: dict[object, int]) -> int:
-    return next(iter(launches.values()))
+def _only(launches: list[int]) -> int:
+    return launches[0] if len(launches) == 1 else -1
 
 
 def _clear_winner(votes: Counter[object]) -> object:
@@ -219,13 +218,15 @@ class _TraceOps:
 
 
 def _trace_op(name: str, dims: Any, strides: Any, dtypes: Any, scalars: Any) -> TraceOp:
-    return TraceOp(
-        name,
-        shapes=tuple(map(_sizes, dims)) if isinstance(dims, list) else None,
-        strides=tuple(map(_sizes, strides)) if isinstance(strides, list) else None,
-        dtypes=tuple(map(str, dtypes)) if isinstance(dtypes, list) else None,
-        scalars=tuple("" if value is None else str(value) for value in scalars) if isinstance(scalars, list) else None,
-    )
+    return TraceOp(name, _each(_sizes, dims), _each(_sizes, strides), _each(str, dtypes), _each(_text, scalars))
+
+
+def _each(convert: Callable[[Any], _T], values: object) -> tuple[_T, ...] | None:
+    return tuple(map(convert, values)) if isinstance(values, list) else None
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def _sizes(sizes: object) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Iterator
 from typing import Any
@@ -64,11 +65,9 @@ class Columns:
 def number(value: object) -> float | None:
     """Return a profiler's number or numeric string as a float; None if it is neither, too large or NaN."""
     if isinstance(value, (int, float, str)):
-        try:
-            found = float(value)
-        except (ValueError, OverflowError):
-            return None
-        return found if -LONGEST < found < LONGEST else None
+        with contextlib.suppress(ValueError, OverflowError):
+            if -LONGEST < (found := float(value)) < LONGEST:
+                return found
     return None
 
 
@@ -77,10 +76,8 @@ def integer(value: object, default: int = -1) -> int:
     if type(value) is int and -_LARGEST < value < _LARGEST:
         return value
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             return integer(int(value), default)
-        except ValueError:
-            return default
     return default
 
 

@@ -18,7 +18,6 @@ _PRODUCTS = PRODUCT_OPS | {"aten::linear", "aten::matmul", "aten::einsum"}
 #: Namespaces whose operators compute no products, except for _PRODUCTS.
 _NO_PRODUCTS = ("aten::", "autograd::", "prims::", "profiler::", "c10d::")
 
-
 #: The range of a node's run in autograd's engine, and the pattern of node names (torch/csrc/autograd/engine.cpp, function.h).
 _ENGINE = "autograd::engine::evaluate_function"
 _NODE = re.compile(r"(?:^|::)\w*Backward\d*$")
@@ -103,25 +102,23 @@ class _Chains:
         self._is_node = [_NODE.search(name) is not None for name in recording.names]
 
     def around(self, operator: int) -> _Around:
-        product = engine = node = backward = -1
-        is_within = False
+        chain = []
         while operator >= 0:
-            name = self._name[operator]
-            if self._may_be_product[name]:
-                if is_within:
-                    self.enclosing.add(operator)
-                is_within = True
-            if product < 0 and self._is_product[name]:
-                product = operator
-            if engine < 0 and self._is_engine[name]:
-                engine = operator
-            if node < 0 and self._is_node[name]:
-                node = operator
-            if backward < 0 and self._forwards and self._forwards.is_backward(operator):
-                backward = operator
+            chain.append(operator)
             operator = self._parents[operator]
-        forward = self._forwards.of(backward) if self._forwards and backward >= 0 else -1
-        return _Around(product, engine if engine >= 0 else node, forward)
+        self.enclosing.update([each for each in chain if self._may_be_product[self._name[each]]][1:])
+        engine = self._first(chain, self._is_engine)
+        node = self._first(chain, self._is_node)
+        return _Around(self._first(chain, self._is_product), engine if engine >= 0 else node, self._forward(chain))
+
+    def _first(self, chain: list[int], is_wanted: list[bool]) -> int:
+        return next((operator for operator in chain if is_wanted[self._name[operator]]), -1)
+
+    def _forward(self, chain: list[int]) -> int:
+        forwards = self._forwards
+        if forwards is None:
+            return -1
+        return next((forwards.of(operator) for operator in chain if forwards.is_backward(operator)), -1)
 
 
 def _phase(operator: int, launch: _Around, module: str | None, optimizer: int) -> str:
@@ -155,16 +152,15 @@ class _Modules:
         start = self._recording.operators.start
         forwards = np.array([launch.forward for launch in launches], dtype=np.int64)
         at_launch = self._nesting.innermost(threads, times).tolist()
-        origin_threads = (
-            np.where(forwards >= 0, self._recording.operators["thread"][forwards], -1) if len(start) else forwards
-        )
-        origin_times = np.where(forwards >= 0, start[forwards], 0.0) if len(start) else times
-        at_origin = self._nesting.innermost(origin_threads, origin_times).tolist()
+        at_origin = np.full(len(launches), -1)
+        known = np.flatnonzero(forwards >= 0)
+        origins = forwards[known]
+        at_origin[known] = self._nesting.innermost(self._recording.operators["thread"][origins], start[origins])
         backwards = Nesting(self._recording.backwards, proper=False).innermost(threads, times).tolist()
         backward_names = self._recording.backwards["name"]
         range_starts = self._ranges.start
         modules: list[str | None] = []
-        for launch, here, origin, backward in zip(launches, at_launch, at_origin, backwards, strict=True):
+        for launch, here, origin, backward in zip(launches, at_launch, at_origin.tolist(), backwards, strict=True):
             if launch.node < 0 or (here >= 0 and range_starts[here] >= start[launch.node]):
                 # In the forward, or in a forward within the backward (activation checkpointing).
                 modules.append(self._name(here))
@@ -201,8 +197,9 @@ def _steps(recording: Recording, threads: Ints, times: Floats) -> list[int | Non
         return [None] * len(times)
     found = Nesting(steps, of_thread[steps["thread"]], proper=False).innermost(of_thread[threads], times)
     names = list(recording.names)
-    numbers = [_step(names[name]) for name in steps["name"].tolist()]
-    return [numbers[position] if position >= 0 else None for position in found.tolist()]
+    # The last entry is for position -1, outside all steps.
+    numbers = [*(_step(names[name]) for name in steps["name"].tolist()), None]
+    return [numbers[position] for position in found.tolist()]
 
 
 def _step(name: str) -> int | None:

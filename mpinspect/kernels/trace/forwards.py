@@ -72,12 +72,12 @@ class Forwards:
         """Return threads by (process, "Fwd thread id"); the profiler counts these ids from 1 and uses them only there."""
         votes: dict[tuple[object, int], Counter[int]] = {}
         for operator in np.flatnonzero((self._sequence >= 0) & (self._forward_thread > 0)).tolist():
-            arrow = self._by_arrow.get(operator)
-            makers = self._makers.get(self._key(operator), {})
-            thread = int(self._thread[arrow]) if arrow is not None else next(iter(makers)) if len(makers) == 1 else None
-            if thread is not None:
+            threads = [*self._makers.get(self._key(operator), {})]
+            if (arrow := self._by_arrow.get(operator)) is not None:
+                threads = [int(self._thread[arrow])]
+            if len(threads) == 1:
                 key = (self._pid(operator), int(self._forward_thread[operator]))
-                votes.setdefault(key, Counter())[thread] += 1
+                votes.setdefault(key, Counter())[threads[0]] += 1
         return {key: counted.most_common(1)[0][0] for key, counted in votes.items()}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from pathlib import PurePosixPath
 from typing import Any
@@ -28,14 +29,12 @@ def structure(value: Any) -> Any:
     """Decode a value that some exporters write as a string of JSON or Python; return other values unchanged."""
     if not isinstance(value, str):
         return value
-    try:
+    with contextlib.suppress(DecodingError):
         return parsed(value, _LONGEST_JSON)
-    except DecodingError:
-        pass
-    try:
-        return ast.literal_eval(value) if len(value) <= _LONGEST_PYTHON else value
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return value
+    if len(value) <= _LONGEST_PYTHON:
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return ast.literal_eval(value)
+    return value
 
 
 def rank_and_size(top_level: dict[str, Any]) -> tuple[int | None, int | None]:
@@ -43,8 +42,7 @@ def rank_and_size(top_level: dict[str, Any]) -> tuple[int | None, int | None]:
     info = structure(top_level.get("distributedInfo"))
     if not isinstance(info, dict):
         return None, None
-    rank, size = integer(info.get("rank")), integer(info.get("world_size"))
-    return rank if rank >= 0 else None, size if size > 0 else None
+    return _known(info.get("rank")), _known(info.get("world_size"), 1)
 
 
 def job(top_level: dict[str, Any]) -> str:
@@ -55,7 +53,9 @@ def job(top_level: dict[str, Any]) -> str:
             return " attempt ".join([name, *attempts])
     name = PurePosixPath(word(top_level.get("traceName") or "").replace("\\", "/")).name
     stem = re.sub(r"(\.pt)?(\.trace)?\.json(\.gz)?$", "", name)
-    return "" if not stem or _NAMELESS.match(stem) else re.sub(r"\d+", "#", stem)
+    if _NAMELESS.match(stem):
+        return ""
+    return re.sub(r"\d+", "#", stem)
 
 
 #: Number of threads that AMD's data-centre GPUs run in lockstep; NVIDIA's GPUs run 32.
@@ -68,9 +68,10 @@ def devices(recording: Recording, top_level: dict[str, Any]) -> tuple[Device, ..
     """Return the GPUs that ran a kernel, by id."""
     described = structure(top_level.get("deviceProperties"))
     properties: dict[int, dict[str, Any]] = {}
-    for entry in described if isinstance(described, list) else []:
-        if isinstance(entry, dict):
-            properties.setdefault(integer(entry.get("id")), entry)
+    if isinstance(described, list):
+        for entry in described:
+            if isinstance(entry, dict):
+                properties.setdefault(integer(entry.get("id")), entry)
     hip = _is_hip(recording, top_level)
     ran = np.unique(recording.kernels["device"]).tolist()
     return tuple(_device(number, properties.get(number), hip) for number in ran)
@@ -80,18 +81,23 @@ def _device(number: int, properties: dict[str, Any] | None, hip: bool) -> Device
     if properties is None:
         return Device(number, "", "AMD" if hip else "")
     name = word(properties.get("name") or "")
-    known = {
-        key: found if (found := integer(properties.get(key))) >= 0 else None
-        for key in ("computeMajor", "computeMinor", "numSms")
-    }
     vendor = _vendor(name, integer(properties.get("warpSize")), hip)
-    return Device(number, name, vendor, known["computeMajor"], known["computeMinor"], known["numSms"])
+    return Device(
+        number, name, vendor, *(_known(properties.get(key)) for key in ("computeMajor", "computeMinor", "numSms"))
+    )
+
+
+def _known(value: object, least: int = 0) -> int | None:
+    found = integer(value)
+    return found if found >= least else None
 
 
 def _vendor(name: str, warp_size: int, hip: bool) -> str:
     if hip or warp_size == _AMD_WAVEFRONT or _AMD.search(name):
         return "AMD"
-    return "" if _OTHERS.search(name) else "NVIDIA"
+    if _OTHERS.search(name):
+        return ""
+    return "NVIDIA"
 
 
 def _is_hip(recording: Recording, top_level: dict[str, Any]) -> bool:

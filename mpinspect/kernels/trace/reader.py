@@ -42,9 +42,11 @@ def _read(path: Path) -> KernelTrace:
     stream, recording = EventStream(chunks), Recording()
     for batch in stream.batches():
         recording.add(batch)
-    other = None if len(recording.kernels) else recording.producer()
-    if other is not None and not other.is_torch:
-        raise TraceError(of_another(chunks, other))
+    accelerator = ""
+    if not len(recording.kernels) and (other := recording.producer()) is not None:
+        if not other.is_torch:
+            raise TraceError(of_another(chunks, other))
+        accelerator = other.name
     if stream.events and recording.without_phase == stream.events:
         raise TraceError(no_phases(chunks))
     launches = find_launches(recording)
@@ -70,7 +72,7 @@ def _read(path: Path) -> KernelTrace:
         external_id_is_correlation=wrong_ids,
         notes=notes(stream, recording, launches, gpus, wrong_ids),
         cut_short=stream.is_cut,
-        accelerator=other.name if other is not None else "",
+        accelerator=accelerator,
     )
 
 
@@ -106,7 +108,10 @@ def read_trace_files(paths: Sequence[str | PathLike[str]]) -> tuple[KernelTrace,
         raise TraceError("No trace was given: name a file that torch.profiler exported, or a folder of them.")
     traces: list[KernelTrace] = []
     for path in map(Path, paths):
-        traces.extend(_folder(path) if path.is_dir() else [read_trace_file(path)])
+        if path.is_dir():
+            traces.extend(_folder(path))
+        else:
+            traces.append(read_trace_file(path))
     traces.sort(key=lambda trace: (trace.rank is None, trace.rank or 0, _natural(trace.source)))
     return tuple(_with_duplicates_noted(traces))
 
@@ -123,8 +128,9 @@ def _folder(folder: Path) -> list[KernelTrace]:
         except TraceError as error:
             refused.append((file.name, str(error)))
     if not traces:
-        first = f" ({refused[0][1]})" if refused else ""
-        found = f"its {len(refused)} JSON files are none{first}" if refused else "it has no .json or .json.gz file"
+        found = "it has no .json or .json.gz file"
+        if refused:
+            found = f"its {len(refused)} JSON files are none ({refused[0][1]})"
         raise TraceError(f"{folder} holds no trace: {found}. Give the folder that tensorboard_trace_handler wrote to.")
     if refused:
         note = "Left out of the folder, since they are no traces: " + "; ".join(why for _, why in refused)
@@ -138,12 +144,12 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _with_duplicates_noted(traces: list[KernelTrace]) -> list[KernelTrace]:
     """Add a note to traces with the same rank: they are from several runs, or from several windows of one run."""
-    counted = Counter(trace.rank for trace in traces if trace.rank is not None)
-    return [_noted(trace, counted[trace.rank]) if trace.rank is not None else trace for trace in traces]
+    counted = Counter(trace.rank for trace in traces)
+    return [_noted(trace, counted[trace.rank]) for trace in traces]
 
 
 def _noted(trace: KernelTrace, claims: int) -> KernelTrace:
-    if claims == 1:
+    if trace.rank is None or claims == 1:
         return trace
     note = f"{claims} traces are of rank {trace.rank}: of several runs, or of several windows of one. All are counted."
     return replace(trace, notes=(*trace.notes, note))

@@ -184,7 +184,7 @@ class Recording:
                 stream if stream >= 0 else integer(event.get("tid")),
                 integer(args.get("correlation")),
                 integer(args.get("External id", args.get("external id"))),
-                1 if "graph id" in args or "graph node id" in args else 0,
+                "graph id" in args or "graph node id" in args,
             )
         )
 

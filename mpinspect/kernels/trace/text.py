@@ -6,7 +6,6 @@ import codecs
 import contextlib
 import errno
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -66,7 +65,9 @@ class TextChunks:
     def _uncompressed(self, file: BinaryIO) -> Iterator[bytes]:
         first = file.read(max(self._chunk_bytes, len(_GZIP)))
         pieces = self._pieces(first, file)
-        return self._unzipped(pieces) if first.startswith(_GZIP) else pieces
+        if first.startswith(_GZIP):
+            return self._unzipped(pieces)
+        return pieces
 
     def _pieces(self, first: bytes, file: BinaryIO) -> Iterator[bytes]:
         piece = first
@@ -113,7 +114,7 @@ def cannot_read(path: Path, error: OSError) -> str:
         )
     if error.errno == errno.EISDIR:
         return f"{path} is a folder, not a trace."
-    return f"{path} can't be read: {os.strerror(error.errno) if error.errno else error}."
+    return f"{path} can't be read: {error.strerror or error}."
 
 
 #: Maximum number of characters of one value. A longer value counts as damage: decoded, it could take 24 times as much memory.
@@ -232,6 +233,8 @@ class JsonText:
 
     def byte(self, at: int | None = None) -> int:
         """Return the byte offset in the uncompressed file of a position in ``text``, by default of ``at``."""
+        if at is None:
+            at = self.at
         # U+FFFD usually replaces one invalid byte.
-        rest = self.text[self.at if at is None else at :].replace("\ufffd", "?")
+        rest = self.text[at:].replace("\ufffd", "?")
         return self._source.bytes_read - len(rest.encode("utf-8", "surrogatepass"))

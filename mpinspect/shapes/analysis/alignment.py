@@ -78,9 +78,9 @@ def layout_of(name: str, operand: Operand) -> Layout | None:
     item = ITEM_SIZES.get(operand.dtype)
     if item is None or len(operand.shape) < 2 or 0 in operand.shape:
         return None
-    known = operand.strides is not None and len(operand.strides) == len(operand.shape)
-    strides = operand.strides if known and operand.strides is not None else contiguous_strides(operand.shape)
-    offset = operand.offset
+    strides, offset, is_assumed = operand.strides, operand.offset, False
+    if strides is None or len(strides) != len(operand.shape):
+        strides, is_assumed = contiguous_strides(operand.shape), True
     is_copied = not _is_addressable(operand.shape, strides)
     if is_copied:
         strides, offset = contiguous_strides(operand.shape), 0
@@ -91,14 +91,18 @@ def layout_of(name: str, operand: Operand) -> Layout | None:
         name=name,
         row_stride=row_stride,
         row_size=row_size,
-        stride_bytes=None if row_stride is None else row_stride * item,
+        stride_bytes=_in_bytes(row_stride, item),
         alignment_bytes=math.gcd(PREFERRED_ALIGNMENT, *(step * item for step in steps)),
-        offset_bytes=None if offset is None else offset * item,
+        offset_bytes=_in_bytes(offset, item),
         is_copied=is_copied,
-        is_assumed=not known,
+        is_assumed=is_assumed,
         item_size=item,
         batch_strides=batch,
     )
+
+
+def _in_bytes(elements: int | None, item: int) -> int | None:
+    return None if elements is None else elements * item
 
 
 def _is_addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -61,10 +61,12 @@ def analyse_shapes(recording: MatmulRecording, gpu: Gpu, *, model: str = "", not
 
 def _of_device(recording: MatmulRecording) -> Iterator[str]:
     """Yield a sentence on the dtypes that a recording from a CPU is judged in."""
-    if recording.device == "cpu" and recording.matmuls:
-        fused = any(matmul.kind == "attention" for matmul in recording.matmuls)
-        attention = ", and scaled_dot_product_attention by the kernel that CUDA would choose" if fused else ""
-        yield f"recorded on a CPU: products are judged in the dtypes that the CPU computed in{attention}"
+    if recording.device != "cpu" or not recording.matmuls:
+        return
+    attention = ""
+    if any(matmul.kind == "attention" for matmul in recording.matmuls):
+        attention = ", and scaled_dot_product_attention by the kernel that CUDA would choose"
+    yield f"recorded on a CPU: products are judged in the dtypes that the CPU computed in{attention}"
 
 
 def runs_in_fp32(row: ShapeRow) -> bool:
@@ -79,13 +81,18 @@ def suiting_in_16_bits(report: ShapeReport) -> float:
         verdict = row.verdict
         if runs_in_fp32(row):
             verdict = judge(in_16_bits(row.matmul, report.autocast_dtype), report.gpu).verdict
-        suiting += row.flops * row.calls if verdict == "native" else 0
-    return suiting / report.flops if report.flops else 0.0
+        if verdict == "native":
+            suiting += row.flops * row.calls
+    return suiting / (report.flops or 1)
+
+
+#: The switch that a product's TF32 follows; for recurrent layers it is cuDNN's.
+_SWITCHES = {"gemm": "matmul", "attention": "matmul"}
 
 
 def tf32_of(matmul: Matmul, recording: MatmulRecording) -> bool | None:
-    """Return whether torch allowed TF32 for a product; None if not recorded. Recurrent layers follow cuDNN's switch."""
-    return recording.tf32.get("matmul" if matmul.kind in ("gemm", "attention") else "convolution")
+    """Return whether torch allowed TF32 for a product; None if not recorded."""
+    return recording.tf32.get(_SWITCHES.get(matmul.kind, "convolution"))
 
 
 def _rows(recording: MatmulRecording, gpu: Gpu) -> list[ShapeRow]:
@@ -121,7 +128,7 @@ def _main_dtype(rows: Sequence[ShapeRow]) -> str:
     flops: Counter[str] = Counter()
     for row in rows:
         flops[row.dtype] += row.flops * row.calls
-    return flops.most_common(1)[0][0] if flops else ""
+    return max(flops, key=flops.__getitem__, default="")
 
 
 def _flops_by_verdict(rows: Sequence[ShapeRow]) -> dict[str, int]:
@@ -191,7 +198,9 @@ def _mended(
     if row.time is None or gpu.bandwidth_gb_s is None:
         return row.time
     time = BY_ID[cause.id].time(row, row.time, gpu, autocast_dtype)
-    return time if time is None or padding is None else padded_time(row, time, padding.size, padding.advised)
+    if time is None or padding is None:
+        return time
+    return padded_time(row, time, padding.size, padding.advised)
 
 
 def _partial_fraction(rows: Sequence[ShapeRow], gpu: Gpu, total_us: float | None) -> float | None:
@@ -207,8 +216,8 @@ def _rank(finding: Finding) -> tuple[float, ...]:
     """Return the sort key: severity, the estimated time lost (the share of the FLOPs where no time is known), root causes
     first; findings without a measurable effect last."""
     evidence = finding.evidence
-    share = evidence.get("flops_fraction", 1.0 if finding.severity == "error" else 0.0)
-    lost = 0.0 if CHANGES_NOTHING in evidence else evidence.get("estimated_saved_fraction_high", share)
+    share = evidence.get("flops_fraction", float(finding.severity == "error"))
+    lost = evidence.get("estimated_saved_fraction_high", share) * (CHANGES_NOTHING not in evidence)
     return (
         -SEVERITIES.index(finding.severity),
         CHANGES_NOTHING in evidence,

@@ -72,7 +72,9 @@ class Symptom:
         outputs = {
             matmul.n for matmul in recording.matmuls if matmul.parameter == row.parameter and matmul.role == "forward"
         }
-        return self.size in (outputs or {row.matmul.k if row.role == "dgrad" else max(row.m, row.n)})
+        if not outputs:
+            outputs = {row.k} if row.role == "dgrad" else {max(row.m, row.n)}
+        return self.size in outputs
 
 
 def symptoms_of(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> Iterator[Symptom]:
@@ -108,7 +110,9 @@ def _size_of(row: ShapeRow) -> int | None:
         # Values may have heads of their own size.
         odd = attention.head_dim * ITEM_SIZES.get(row.dtype, 2) % FULL_ALIGNMENT
         return attention.head_dim if odd else attention.value_dim
-    return convolution.in_channels if row.judged.cause == "stem" and convolution is not None else None
+    if row.judged.cause == "stem" and convolution is not None:
+        return convolution.in_channels
+    return None
 
 
 def _is_converted(row: ShapeRow) -> bool:
@@ -154,7 +158,9 @@ def _binding_size(layout: Layout, recording: MatmulRecording) -> int | None:
             return stride
     offset = (layout.offset_bytes or 0) // layout.item_size
     is_chunk = layout.row_size > 1 and offset % layout.row_size == 0 and _is_odd(layout.row_size, layout)
-    return layout.row_size if offset and is_chunk and _is_odd(offset, layout) else None
+    if not is_chunk or not _is_odd(offset, layout):
+        return None
+    return layout.row_size
 
 
 def _is_odd(elements: int, layout: Layout) -> bool:

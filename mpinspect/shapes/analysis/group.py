@@ -7,14 +7,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from mpinspect.reporting.words import percent
+from mpinspect.reporting.words import filled, number_of, percent
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.alignment import up_to
 from mpinspect.shapes.analysis.causes import Cause, is_latent, once_mended
 from mpinspect.shapes.analysis.padding import Parts
 from mpinspect.shapes.analysis.report import Padding, ShapeRow
 from mpinspect.shapes.analysis.roofline import Gain, gain_words, is_worth_it
-from mpinspect.shapes.analysis.wording import OUTSIDE, count, dtype_name, grouped, some_modules
+from mpinspect.shapes.analysis.wording import OUTSIDE, dtype_name, grouped, some_modules
 from mpinspect.shapes.records import ITEM_SIZES, MatmulRecording
 
 #: Maximum number of modules listed in the evidence; enough for all groups of a large model.
@@ -47,7 +47,7 @@ class Group:
     @property
     def paddings(self) -> tuple[Padding, ...]:
         """Return all sizes to pad, the one to blame first."""
-        return () if self.padding is None else (self.padding, *self.also)
+        return (*filter(None, [self.padding]), *self.also)
 
     @property
     def share(self) -> float:
@@ -74,7 +74,7 @@ class Group:
     @property
     def products(self) -> str:
         """Return the number of products in words: "12 products (3.1% of the FLOPs)"."""
-        return f"{count(self.calls, 'product')} ({percent(self.share)} of the FLOPs)"
+        return f"{number_of(self.calls, 'product')} ({percent(self.share)} of the FLOPs)"
 
     @property
     def are(self) -> str:
@@ -134,7 +134,8 @@ class Group:
         broken = sum(row.calls for row in self.rows if row.multiples_of_8 is False)
         if not broken:
             return "the rule of multiples of 8 does not flag them"
-        return f"the rule of multiples of 8 flags {'them too' if broken == self.calls else f'{broken:,} of them too'}"
+        them = "them" if broken == self.calls else f"{broken:,} of them"
+        return f"the rule of multiples of 8 flags {them} too"
 
     @property
     def reasons(self) -> list[str]:
@@ -190,7 +191,9 @@ class Group:
     def of_a_group(self) -> str:
         """Return " of a group" if any product is a grouped convolution, else ""."""
         convolutions = [row.matmul.convolution for row in self.rows]
-        return " of a group" if any(found is not None and found.groups > 1 for found in convolutions) else ""
+        if any(found is not None and found.groups > 1 for found in convolutions):
+            return " of a group"
+        return ""
 
     @property
     def to_pad(self) -> Padding:
@@ -208,8 +211,7 @@ class Group:
     @property
     def size_names(self) -> str:
         """Return the size's names: " (config.n_embd, h.0.in_features)"; "" if the size has no name."""
-        names = self.to_pad.names
-        return f" ({', '.join(names[:3])})" if names else ""
+        return filled(" ({})", ", ".join(self.to_pad.names[:3]))
 
     @property
     def pads_to(self) -> str:
@@ -227,7 +229,8 @@ class Group:
     def multiple(self) -> int:
         """Return the largest power of two that divides the advised size: at most 64 (128-byte alignment), else 8."""
         padding = self.to_pad
-        return math.gcd(64 if padding.advised == padding.to_preferred else 8, padding.advised)
+        most = 64 if padding.advised == padding.to_preferred else 8
+        return math.gcd(most, padding.advised)
 
     @property
     def row_bytes(self) -> str:
@@ -244,44 +247,47 @@ class Group:
         """Word the sizes that follow from this one: "; 300 (c_attn.weight) is 3 x 100 and 12 heads of 25 make it up"."""
         words = []
         for padding in self.also:
-            name = f" ({padding.names[0]})" if padding.names else ""
+            name = filled(" ({})", padding.name)
             if padding.what == "head":
                 words.append(f"{self.parts.number} heads of {padding.size} make it up")
             elif padding.size < self.size:
                 words.append(f"{padding.size:,}{name} is made up of fewer such heads")
             else:
                 words.append(f"{padding.size:,}{name} is {padding.size // (self.size or 1)} x {self.size}")
-        return f"; {' and '.join(words)}" if words else ""
+        return filled("; {}", " and ".join(words))
 
     @property
     def makes(self) -> str:
         """Return how the padding changes the sizes that follow from this one."""
-        words = [
-            f"{'the head' if padding.what == 'head' else padding.names[0] if padding.names else 'the size'} {padding.size} -> "
-            f"{padding.advised}"
-            for padding in self.also
-        ]
-        return f", which makes {' and '.join(words)}" if words else ""
+        words = []
+        for padding in self.also:
+            name = "the head" if padding.what == "head" else padding.name or "the size"
+            words.append(f"{name} {padding.size} -> {padding.advised}")
+        return filled(", which makes {}", " and ".join(words))
 
     @property
     def each_part(self) -> str:
         """Return how to pad the equal parts of a layer's output, by the same amount, so that the split still fits."""
         padding, parts = self.to_pad, self.parts
         least = self.next_multiple_of_8
-        if parts.heads:
-            return f"; {least} would fix the layers but not the heads" if least < padding.advised else ""
-        if parts.number > 1:
+        if parts.heads and least < padding.advised:
+            return f"; {least} would fix the layers but not the heads"
+        if parts.number > 1 and not parts.heads:
             size, to = padding.size // parts.number, padding.advised // parts.number
             doubt = "" if parts.is_shown else f"; if its output is not split, {least} will do"
             return f", each of its {parts.number} parts {size} -> {to}{doubt}"
-        return "; if the layer's output is split into equal parts, pad each part" if parts.may_be else ""
+        if parts.may_be:
+            return "; if the layer's output is split into equal parts, pad each part"
+        return ""
 
     @property
     def binds(self) -> str:
         """Return a sentence on misaligned rows by both rules, and the estimated gain of the fix."""
         latent = sum(row.calls for row in self.rows if is_latent(row))
-        them = "all" if latent == self.calls else f"{latent:,}"
-        when = f", {them} of them once they are on Tensor Cores" if latent else ""
+        when = ""
+        if latent:
+            them = "all" if latent == self.calls else f"{latent:,}"
+            when = f", {them} of them once they are on Tensor Cores"
         return f"loads narrower than 16 bytes{when}; {self.talk_words}; {self.gain_words}"
 
     @property
@@ -294,5 +300,7 @@ class Group:
 
 def plus_one(tokens: int) -> str:
     """Return " (196 patches and a class token)" for 197 tokens, and so for any square plus one; else ""."""
-    root = math.isqrt(max(tokens - 1, 0))
-    return f" ({tokens - 1} patches and a class token)" if root > 1 and root * root == tokens - 1 else ""
+    patches = tokens - 1
+    if patches < 4 or math.isqrt(patches) ** 2 != patches:
+        return ""
+    return f" ({patches} patches and a class token)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpinspect.reporting.words import filled
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.alignment import (
     FULL_ALIGNMENT,
@@ -54,11 +55,13 @@ def judge(matmul: Matmul, gpu: Gpu, *, tf32: bool | None = None) -> ShapeVerdict
 
 def _reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading:
     """Return the reading of the first rule that applies."""
-    return (
+    raising = _raising_reading(matmul, gpu)
+    if raising and matmul.raises:
         # If torch refused a product during recording, no GPU computes it.
-        (_raising_reading(matmul, gpu) if matmul.raises else None)
-        or _of_the_gpu(gpu)
-        or _raising_reading(matmul, gpu)
+        return raising
+    return (
+        _of_the_gpu(gpu)
+        or raising
         or _nothing_to_multiply(matmul)
         or _precision_reading(matmul, gpu, tf32)
         or _BY_KIND.get(matmul.kind, gemm_reading)(matmul, gpu)
@@ -93,7 +96,7 @@ def _nothing_to_multiply(matmul: Matmul) -> Reading | None:
 
 def _of_the_gpu(gpu: Gpu) -> Reading | None:
     if gpu.has_tensor_cores is None:
-        vendor = f" ({gpu.vendor})" if gpu.vendor not in ("", "NVIDIA") else ""
+        vendor = filled(" ({})", gpu.vendor.replace("NVIDIA", ""))
         return Reading("unknown", f"whether {gpu.name or 'the GPU'}{vendor} has Tensor Cores is unknown", "gpu-unknown")
     if not gpu.has_tensor_cores:
         return Reading("off", f"{gpu.name or 'this GPU'} has no Tensor Cores", "gpu-without")
@@ -107,10 +110,10 @@ def _wants_more(reading: Reading, gpu: Gpu) -> bool:
 
 def _raising_reading(matmul: Matmul, gpu: Gpu) -> Reading | None:
     """Return "off" for a product that torch refuses on this GPU because of its sizes, layouts or dtypes; else None."""
-    faults = list(_faults(matmul, gpu))
-    if faults:
-        return Reading("off", f"torch raises: {matmul.op.removeprefix('aten::')} needs {'; '.join(faults)}", "raises")
-    return Reading("off", f"torch raises: {matmul.raises}", "raises") if matmul.raises else None
+    why = matmul.raises
+    if faults := list(_faults(matmul, gpu)):
+        why = f"{matmul.op.removeprefix('aten::')} needs {'; '.join(faults)}"
+    return Reading("off", f"torch raises: {why}", "raises") if why else None
 
 
 def _faults(matmul: Matmul, gpu: Gpu) -> Iterator[str]:
@@ -179,8 +182,9 @@ def _float32(matmul: Matmul, multiplies: bool, name: str, tf32: bool | None) -> 
     if matmul.attention is not None and matmul.attention.backend != "math":
         # torch's memory-efficient kernels compute FP32 attention as 3xTF32 from Ampere on, whatever the TF32 switch.
         return None
-    allowed = _TF32_BY_DEFAULT.get(matmul.kind, False) if tf32 is None else tf32
-    if allowed:
+    default = ""
+    if tf32 is None:
+        tf32, default = _TF32_BY_DEFAULT.get(matmul.kind, False), " (torch's default)"
+    if tf32:
         return None
-    default = " (torch's default)" if tf32 is None else ""
     return Reading("off", f"FP32, and TF32 is not allowed{default}: CUDA cores", "tf32-off")

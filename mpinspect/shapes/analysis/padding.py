@@ -105,10 +105,11 @@ def following_padding(
     following: Mapping[Cause, tuple[ShapeRow, ...]], base: Padding | None, gpu: Gpu, recording: MatmulRecording
 ) -> tuple[Padding, ...]:
     """Return the paddings of the sizes that follow from a padded size."""
+    if base is None:
+        return ()
     found = []
     for cause, rows in following.items():
-        own = None if base is None else padding_of(cause, rows, gpu, recording)
-        if own is None or base is None:
+        if (own := padding_of(cause, rows, gpu, recording)) is None:
             continue
         to, preferred = (own.size * size // base.size for size in (base.to, base.to_preferred))
         found.append(replace(own, to=to, to_preferred=preferred, is_worth_it=base.is_worth_it))
@@ -143,8 +144,7 @@ def parts_in(cause: Cause, following: Sequence[Cause], rows: Sequence[ShapeRow],
     if cause.what != "size" or cause.size is None:
         return Parts()
     for one in following:
-        heads = _heads_in(cause.size, one.size or 0, rows) if one.what == "head" else 0
-        if heads:
+        if one.what == "head" and (heads := _heads_in(cause.size, one.size or 0, rows)):
             return Parts(heads, heads=True)
     if following:
         return Parts()
@@ -157,7 +157,9 @@ def _heads_in(size: int, head: int, rows: Sequence[ShapeRow], keys: bool = False
     they are fewer than query heads); 0 if heads do not make it up."""
     attentions = [row.matmul.attention for row in rows if row.matmul.attention is not None]
     fitting = [one for one in attentions if one.head_dim == head]
-    heads = {one.kv_heads for one in fitting if one.kv_heads < one.heads} if keys else {one.heads for one in fitting}
+    heads = {one.heads for one in fitting}
+    if keys:
+        heads = {one.kv_heads for one in fitting if one.kv_heads < one.heads}
     return next((count * times for count in sorted(heads) for times in (1, 3) if count * times * head == size), 0)
 
 
@@ -173,7 +175,9 @@ def _parts_of(size: int, rows: Sequence[ShapeRow], recording: MatmulRecording) -
     for pattern, parts in ((_THREE, 3), (_TWO, 2)):
         if size % parts == 0 and any(pattern.search(name) for name in names):
             return parts, False
-    return (3, False) if size % 3 == 0 and size // 3 in recording.size_values else (1, False)
+    if size % 3 == 0 and size // 3 in recording.size_values:
+        return 3, False
+    return 1, False
 
 
 def _may_be_split(size: int, recording: MatmulRecording) -> bool:

@@ -165,6 +165,11 @@ class Padding:
     is_worth_it: bool = True
 
     @property
+    def name(self) -> str:
+        """Return the first of the names; "" without any."""
+        return next(iter(self.names), "")
+
+    @property
     def advised(self) -> int:
         """Return ``to_preferred`` if it is at most 2% larger than the current size, else ``to``."""
         return self.to_preferred if self.to_preferred <= 1.02 * self.size else self.to

@@ -47,14 +47,16 @@ def call_time(matmul: Matmul, verdict: ShapeVerdict, gpu: Gpu) -> CallTime | Non
         math = cores
     if math is None:
         return None
-    best = max(math, best_memory)
-    bound = "math" if math >= best_memory else "memory"
+    best = low = high = max(math, best_memory)
     if verdict.verdict == "off":
-        now = max(cores or math, memory)
-        return CallTime(best, max(now, best), max(now, best), bound)
-    if verdict.verdict == "degraded":
-        return CallTime(best, best, max(best, _degraded_us(matmul, verdict, math, memory)), bound)
-    return CallTime(best, best, best, bound)
+        low = high = max(cores or math, memory, best)
+    elif verdict.verdict == "degraded":
+        high = max(best, _degraded_us(matmul, verdict, math, memory))
+    return CallTime(best, low, high, _bound(math, best_memory))
+
+
+def _bound(math_us: float, memory_us: float) -> str:
+    return "math" if math_us >= memory_us else "memory"
 
 
 def _degraded_us(matmul: Matmul, verdict: ShapeVerdict, math: float, memory: float) -> float:
@@ -71,7 +73,7 @@ def _degraded_us(matmul: Matmul, verdict: ShapeVerdict, math: float, memory: flo
 
 def math_us(flops: int, tflops: float | None) -> float | None:
     """Return microseconds at a peak rate in TFLOP/s; None where the rate is not known."""
-    return None if not tflops else flops / (tflops * 1e6)
+    return flops / (tflops * 1e6) if tflops else None
 
 
 #: Rows and columns of the output tiles of usual Tensor Core kernels (NVIDIA's Matrix Multiplication Background guide).
@@ -92,7 +94,7 @@ def partial_tiles(m: int, n: int, k: int, batch: int, sms: int | None) -> float:
     splits = [parts for parts in (1, 2, 4, 8, 16) if parts == 1 or k >= parts * LEAST_PART]
     for rows, columns in TILES:
         tiles = batch * -(-m // rows) * -(-n // columns)
-        waves = min(up_to(tiles * parts, sms) / parts for parts in splits) if sms else tiles
+        waves = min(up_to(tiles * parts, sms or 1) / parts for parts in splits)
         best = min(best, waves * rows * columns / max(batch * m * n, 1))
     return best
 
@@ -144,7 +146,7 @@ def fused_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | No
     memory = _memory_us(row.bytes * (1 - scores / max(elements, 1)), gpu)
     math = math_us(row.flops, gpu.tensor_core_tflops.get(rate_key(row.dtype))) or 0.0
     best = min(max(math, memory), time.low_us)
-    return CallTime(best, time.low_us, time.high_us, "math" if math >= memory else "memory")
+    return CallTime(best, time.low_us, time.high_us, _bound(math, memory))
 
 
 def _memory_us(size: float, gpu: Gpu) -> float:
@@ -191,7 +193,7 @@ def gain(times: Iterable[tuple[CallTime | None, int]], total_us: float | None) -
         speedup_low=min(low / fixed, 1.0),
         speedup_high=high / best,
         saved_fraction_high=max(0.0, (high - best) / max(total_us - low + high, high)),
-        bound="memory" if memory > best / 2 else "math",
+        bound=_bound(best - memory, memory),
     )
 
 
@@ -209,16 +211,16 @@ def gain_words(gain: Gain | None, *, by_padding: bool) -> str:
     """Return a fix's gain in words, marked as an estimate: a range, or that no change is expected."""
     if gain is None:
         return "gain unknown: no rates of this GPU are known"
+    saved, doubt = percent(gain.saved_fraction_high), ""
     if promises_nothing(gain):
-        saved = percent(gain.saved_fraction_high)
-        slower = "; it may be slower" if by_padding else ""
-        return f"no change expected (estimated: at most {saved} of the products' time{slower})"
-    doubt = ""
+        if by_padding:
+            doubt = "; it may be slower"
+        return f"no change expected (estimated: at most {saved} of the products' time{doubt})"
     if by_padding and gain.bound == "memory":
         doubt = "; memory-bound, so padding may be slower"
     elif by_padding and float(f"{gain.speedup_low:.1f}") < 1:
         doubt = "; it adds work, so padding may be slower"
     return (
-        f"estimated gain: x{gain.speedup_low:.1f} to x{gain.speedup_high:.2g} on these products, at most "
-        f"{percent(gain.saved_fraction_high)} of the time of all{doubt}"
+        f"estimated gain: x{gain.speedup_low:.1f} to x{gain.speedup_high:.2g} on these products, at most {saved} of the time "
+        f"of all{doubt}"
     )

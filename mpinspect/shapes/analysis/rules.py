@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import percent
+from mpinspect.reporting.words import and_more, number_of, percent
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.causes import Cause, Symptom, unfused_attention
 from mpinspect.shapes.analysis.group import Group, plus_one
@@ -21,7 +21,7 @@ from mpinspect.shapes.analysis.roofline import fused_time, lowered_time, nhwc_ti
 from mpinspect.shapes.analysis.todays_rule import STEM_CHANNELS, has_flash_attention, is_nchw
 from mpinspect.shapes.analysis.verdict import binding_sizes
 from mpinspect.shapes.analysis.whole_recording import layout_copies, nothing_recorded, recording_incomplete
-from mpinspect.shapes.analysis.wording import count, some_modules
+from mpinspect.shapes.analysis.wording import some_modules
 from mpinspect.shapes.records import MatmulRecording
 
 #: A sentence with names of a group's attributes in braces, or a function that makes the sentence from a group.
@@ -64,8 +64,10 @@ class Rule:
         """Return the finding about a group of products."""
         severity = _said(self.severity, group) or ("warning" if group.is_worth_it else "info")
         evidence = group.evidence() | self.evidence(group)
-        by_gain = severity == "info" and group.gain is not None and not group.is_worth_it
-        if by_gain if self.changes_nothing is None else self.changes_nothing:
+        changes_nothing = self.changes_nothing
+        if changes_nothing is None:
+            changes_nothing = severity == "info" and group.gain is not None and not group.is_worth_it
+        if changes_nothing:
             evidence[CHANGES_NOTHING] = True
         return Finding(self.id, severity, group.layer, _said(self.message, group), evidence, _said(self.fix, group))
 
@@ -103,9 +105,9 @@ class RecordingRule:
 
 
 def _raises(group: Group) -> str:
-    reasons = group.reasons
-    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-    return f"{group.products} in {group.where} can't run on {group.gpu.name}: {reasons[0]}{more}"
+    first, *others = group.reasons
+    more = and_more(len(others), " (and {} more)")
+    return f"{group.products} in {group.where} can't run on {group.gpu.name}: {first}{more}"
 
 
 def _what_torch_takes(row: ShapeRow, autocast_dtype: str | None) -> str:
@@ -115,17 +117,18 @@ def _what_torch_takes(row: ShapeRow, autocast_dtype: str | None) -> str:
             "pad the sizes with zeros before the product and slice the result, or leave these layers in a 16-bit dtype"
         )
     if row.matmul.raises and a is not None and b is not None and a.dtype != b.dtype:
-        autocast = (
-            "" if autocast_dtype else ", or run the model under torch.autocast, which casts floating-point operands"
-        )
         dtypes = " and ".join(sorted((a.dtype, b.dtype)))
-        return f"give both the same dtype (here {dtypes}): cast the input to the weight's dtype{autocast}"
+        fix = f"give both the same dtype (here {dtypes}): cast the input to the weight's dtype"
+        if autocast_dtype:
+            return fix
+        return f"{fix}, or run the model under torch.autocast, which casts floating-point operands"
     return "see that the operands fit as torch's message asks"
 
 
 def _float64(group: Group) -> str:
-    native = all(row.verdict == "native" for row in group.rows)
-    where = "on Tensor Cores, at a fraction of FP16's rate" if native else "on CUDA cores"
+    where = "on CUDA cores"
+    if all(row.verdict == "native" for row in group.rows):
+        where = "on Tensor Cores, at a fraction of FP16's rate"
     return f"{group.products} in {group.where} {group.are} FP64, {where}"
 
 
@@ -167,8 +170,7 @@ def _math_paths(group: Group) -> list[str]:
 def _unfused(group: Group) -> str:
     if not (paths := _math_paths(group)):
         # The first product of attention is recorded first; its result holds the scores.
-        scores = next(((row.m, row.n) for row in group.rows if row.role == "forward"), None)
-        sizes = f" of {scores[0]} x {scores[1]}" if scores else ""
+        sizes = next((f" of {row.m} x {row.n}" for row in group.rows if row.role == "forward"), "")
         return (
             f"{group.products} in {group.where} look like attention in separate products: the scores{sizes} are written to "
             f"memory and read again several times; {group.gain_words}, the softmax between them not counted"
@@ -184,6 +186,12 @@ def _unfused(group: Group) -> str:
     )
 
 
+def _other_dtype(group: Group) -> str:
+    if group.gpu.architecture in ("volta", "turing") and group.dtypes == "bfloat16":
+        return "use float16 with a loss scaler on this GPU: BF16 needs Ampere or later"
+    return "convert to float16"
+
+
 def _has_attention(group: Group) -> bool:
     attention = {id(group.recording.matmuls[index]) for index in unfused_attention(group.recording)}
     return any(id(row.matmul) in attention for row in group.rows)
@@ -191,15 +199,19 @@ def _has_attention(group: Group) -> bool:
 
 def _not_cast(group: Group) -> list[str]:
     """Return the products' operators if autocast casts none of them, even where it is enabled; else []."""
-    names = dict.fromkeys(row.op.partition("::")[2] for row in group.rows)
-    return list(names) if all(name.lstrip("_").startswith(NOT_AUTOCAST) for name in names) else []
+    names = list(dict.fromkeys(row.op.partition("::")[2] for row in group.rows))
+    if not all(name.lstrip("_").startswith(NOT_AUTOCAST) for name in names):
+        return []
+    return names
 
 
 def _beside_autocast(group: Group) -> str:
     found = f"{group.products} in {group.where} run{group.s} in FP32 despite {group.autocast} autocast, on CUDA cores"
     if operators := _not_cast(group):
         return f"{found}: autocast does not cast {' and '.join(operators)}; {group.gain_words}"
-    attention = " (torch's own math attention computes in FP32 too)" if _has_attention(group) else ""
+    attention = ""
+    if _has_attention(group):
+        attention = " (torch's own math attention computes in FP32 too)"
     return (
         f"{found}: autocast is off around them, or their operands are made in FP32 by an operation that autocast leaves "
         f"alone{attention}; {group.gain_words}"
@@ -208,12 +220,9 @@ def _beside_autocast(group: Group) -> str:
 
 def _lower(group: Group) -> str:
     """Return how FP32 products next to autocast can run in 16 bits; autocast alone leaves torch's math attention in FP32."""
+    ways = [f"run {group.where} under autocast too (without enabled=False) or cast the operands to {group.autocast}"]
     if _not_cast(group):
         ways = [f"cast the operands, weights included, to {group.autocast}"]
-    else:
-        ways = [
-            f"run {group.where} under autocast too (without enabled=False) or cast the operands to {group.autocast}"
-        ]
     if _has_attention(group):
         ways.insert(0, "give scaled_dot_product_attention operands of 4 dimensions, which a fused kernel takes")
     if group.gpu.multiplies("float32"):
@@ -238,15 +247,16 @@ def _fuse(group: Group) -> str:
 
 
 def _channels_last(group: Group) -> str:
-    sizes = {len(row.matmul.convolution.kernel_size) for row in group.rows if row.matmul.convolution is not None}
-    layout = "channels_last_3d" if sizes == {3} else "channels_last"
+    layout = "channels_last"
+    if {len(row.matmul.convolution.kernel_size) for row in group.rows if row.matmul.convolution is not None} == {3}:
+        layout = "channels_last_3d"
     return f"model = model.to(memory_format=torch.{layout}), and the same for the input"
 
 
 def _grow_vocabulary(group: Group) -> str:
     names = group.to_pad.names
-    settings = [name.rpartition(".")[2] for name in names if name.startswith("config.")]
-    name = settings[0] if settings else some_modules(names) or "the vocabulary"
+    setting = next((name.rpartition(".")[2] for name in names if name.startswith("config.")), "")
+    name = setting or some_modules(names) or "the vocabulary"
     tables = group.recording.embeddings
     tied = {row.parameter: tables[row.parameter] for row in group.rows if row.parameter in tables}
     together = "".join(f"; {head} is tied to {table}, both grow" for head, table in tied.items() if head != table)
@@ -259,12 +269,13 @@ def _grow_vocabulary(group: Group) -> str:
 
 def _stem(group: Group) -> str:
     share = f"{percent(group.share)} of the FLOPs"
-    share = f"a small share ({share})" if group.share < 0.1 else share
+    if group.share < 0.1:
+        share = f"a small share ({share})"
     saved = ""
     if group.gain is not None:
         saved = f", at most {percent(group.gain.saved_fraction_high)} of the time of all (estimated)"
     return (
-        f"{some_modules(row.module for row in group.rows)} reads {count(group.size, 'input channel')}, no multiple of 8: "
+        f"{some_modules(row.module for row in group.rows)} reads {number_of(group.size, 'input channel')}, no multiple of 8: "
         f"{share}{saved}, and cuDNN has kernels made for first layers; usually no change ({group.talk_words})"
     )
 
@@ -279,8 +290,11 @@ def _pad_stem(group: Group) -> str:
 
 
 def _speed_up_depthwise(group: Group) -> str:
-    ways = ["channels_last"] if any(is_nchw(row.matmul) for row in group.rows) else []
-    ways += [] if group.recording.compiled else ["torch.compile, which fuses them with their neighbours"]
+    ways = []
+    if any(is_nchw(row.matmul) for row in group.rows):
+        ways.append("channels_last")
+    if not group.recording.compiled:
+        ways.append("torch.compile, which fuses them with their neighbours")
     return " and ".join(ways)
 
 
@@ -322,7 +336,9 @@ def _talk_only(group: Group) -> str:
 
 def _some(sizes: list[int]) -> str:
     shown = ", ".join(f"{size:,}{plus_one(size)}" for size in sizes[:4])
-    return shown + (f" and {count(len(sizes) - 4, 'other')}" if len(sizes) > 4 else "")
+    if len(sizes) > 4:
+        shown += f" and {number_of(len(sizes) - 4, 'other')}"
+    return shown
 
 
 # -- the table -------------------------------------------------------------------------------------------------------------
@@ -390,11 +406,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         "dtype-not-multiplied",
         on=("dtype",),
         message="{products} {are} {dtypes}, which {gpu.name}'s Tensor Cores do not multiply; {gain_words}",
-        fix=lambda group: (
-            "use float16 with a loss scaler on this GPU: BF16 needs Ampere or later"
-            if group.gpu.architecture in ("volta", "turing") and group.dtypes == "bfloat16"
-            else "convert to float16"
-        ),
+        fix=_other_dtype,
     ),
     # -- how the model computes
     Rule(

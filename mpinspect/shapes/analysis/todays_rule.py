@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from mpinspect.reporting.words import filled, number_of
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.alignment import FULL_ALIGNMENT, PREFERRED_ALIGNMENT, Layout, layout_of, layouts
 from mpinspect.shapes.analysis.verdict import Reading
-from mpinspect.shapes.analysis.wording import count
 from mpinspect.shapes.records import ITEM_SIZES, Attention, Convolution, Matmul, Operand
 
 #: Maximum number of input channels of cuDNN's special first-layer kernels.
@@ -52,7 +52,7 @@ def _why(bad: list[Layout], item: int) -> str:
     left = f"loads of {worst.alignment_bytes} bytes instead of 16"
     if item and worst.alignment_bytes >= item:
         left += f" (_align{worst.alignment_bytes // item})"
-    also = f"; {' and '.join(layout.name for layout in bad[1:])} too" if len(bad) > 1 else ""
+    also = filled("; {} too", " and ".join(layout.name for layout in bad[1:]))
     return f"{_what(worst)}: {left}{also}"
 
 
@@ -77,14 +77,16 @@ def convolution_reading(matmul: Matmul, gpu: Gpu) -> Reading:
     channels = convolution.group_channels
     offsets = [operand.offset or 0 for operand in (matmul.a, matmul.b, matmul.out) if operand is not None]
     alignment = math.gcd(PREFERRED_ALIGNMENT, *(size * item for size in (*channels.values(), *offsets)))
-    nchw = "stored NCHW: cuDNN transposes to NHWC and back, at the cost of memory traffic"
-    reading = partial(Reading, alignment_bytes=alignment, remarks=(nchw,) if is_nchw(matmul) else ())
+    remarks: tuple[str, ...] = ()
+    if is_nchw(matmul):
+        remarks = ("stored NCHW: cuDNN transposes to NHWC and back, at the cost of memory traffic",)
+    reading = partial(Reading, alignment_bytes=alignment, remarks=remarks)
     bad = {name: size for name, size in channels.items() if size * item % FULL_ALIGNMENT}
     if matmul.dtype == "float64" or not bad:
         return reading("native", "channels are multiples of 16 bytes")
     if is_stem(convolution):
         why = (
-            f"{count(channels['C_in'], 'input channel')}: cuDNN pads them or takes a kernel made for first layers, "
+            f"{number_of(channels['C_in'], 'input channel')}: cuDNN pads them or takes a kernel made for first layers, "
             "both slower than an ordinary layer"
         )
         return reading("degraded", why, "stem")
@@ -162,8 +164,8 @@ def attention_reading(matmul: Matmul, gpu: Gpu) -> Reading:
     if bad:
         why = f"{' and '.join(bad)}: a view that is not aligned to 16 bytes, torch copies it or takes a slower kernel"
         return reading("degraded", why, "alignment")
-    backend = "memory-efficient" if attention.backend == "efficient" else attention.backend
-    kernels = f"{backend} attention" if backend else "a fused kernel"
+    backend = attention.backend.replace("efficient", "memory-efficient")
+    kernels = filled("{} attention", backend) or "a fused kernel"
     if not has_flash_attention(gpu) and attention.backend == "efficient":
         kernels += " (torch's flash attention needs Ampere or later)"
     return reading("native", f"{kernels}: head sizes and strides are multiples of 16 bytes")
@@ -171,19 +173,21 @@ def attention_reading(matmul: Matmul, gpu: Gpu) -> Reading:
 
 def _layouts(matmul: Matmul) -> Iterator[Layout]:
     for name, operand in (("A", matmul.a), ("B", matmul.b), ("output", matmul.out)):
-        layout = None if operand is None else layout_of(name, operand)
-        if layout is not None:
+        if operand is not None and (layout := layout_of(name, operand)) is not None:
             yield layout
 
 
 def _head_sizes(attention: Attention) -> dict[str, int]:
     sizes = {"head_dim": attention.head_dim}
-    return sizes if attention.value_dim == attention.head_dim else sizes | {"value_dim": attention.value_dim}
+    if attention.value_dim != attention.head_dim:
+        sizes["value_dim"] = attention.value_dim
+    return sizes
 
 
 def _bias_is_misaligned(attention: Attention) -> bool:
-    layout = None if attention.bias is None else layout_of("bias", attention.bias)
-    return layout is not None and (layout.stride_bytes or 0) % FULL_ALIGNMENT != 0
+    if attention.bias is None or (layout := layout_of("bias", attention.bias)) is None:
+        return False
+    return (layout.stride_bytes or 0) % FULL_ALIGNMENT != 0
 
 
 def _remarks(matmul: Matmul, attention: Attention) -> Iterator[str]:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import percent
+from mpinspect.reporting.words import number_of, percent
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.causes import unfused_attention
 from mpinspect.shapes.analysis.report import CHANGES_NOTHING, ShapeRow
 from mpinspect.shapes.analysis.todays_rule import is_nchw
-from mpinspect.shapes.analysis.wording import count, some_modules
+from mpinspect.shapes.analysis.wording import some_modules
 from mpinspect.shapes.records import LayoutCopy, MatmulRecording
 
 #: Least share of the products' estimated time from which copies are mentioned, and from which they are a warning.
@@ -30,7 +30,7 @@ def recording_incomplete(recording: MatmulRecording, rows: Sequence[ShapeRow], *
         return None
     then = "no matrix product had run until then, so its shapes can't be judged"
     if rows:
-        products = count(sum(row.calls for row in rows), "product")
+        products = number_of(sum(row.calls for row in rows), "product")
         then = f"every figure here is of the {products} that ran before"
     fix = "check that the model runs by itself with these arguments, forward and backward"
     if recording.device == "meta":
@@ -47,7 +47,7 @@ def nothing_recorded(recording: MatmulRecording, rows: Sequence[ShapeRow], *_: o
         return None
     if rows:
         message = (
-            f"the {count(len(rows), 'product')} recorded multiply nothing (0 FLOP): no shape can be judged by them"
+            f"the {number_of(len(rows), 'product')} recorded multiply nothing (0 FLOP): no shape can be judged by them"
         )
         fix = "give inputs without a size of 0"
     else:
@@ -82,7 +82,7 @@ def layout_copies(
     }
     fix = _fix(recording, copies, moved)
     message = (
-        f"copies that only change a layout ({count(evidence['calls'], 'call')}) move {_size(moved)}, most in "
+        f"copies that only change a layout ({number_of(evidence['calls'], 'call')}) move {_size(moved)}, most in "
         f"{some_modules(copy.module for copy in copies)}: estimated at {percent(fraction)} of the products' own time"
     )
     if not fix:

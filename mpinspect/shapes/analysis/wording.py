@@ -1,8 +1,14 @@
-"""Word dtypes, counts and the names of many modules."""
+"""Word dtypes and the names of many modules."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+
+from mpinspect.reporting.words import and_more
+
+#: Layer numbers in a dotted path.
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 _BRANDS = {
     "float64": "FP64",
@@ -27,33 +33,30 @@ def grouped(names: Iterable[str]) -> list[str]:
 
 def members(names: Iterable[str]) -> dict[str, list[str]]:
     """Merge paths as ``grouped`` does; return the original paths of each merged one."""
-    patterns: dict[tuple[str | None, ...], list[str]] = {}
+    patterns: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        patterns.setdefault(tuple(None if _is_number(part) else part for part in name.split(".")), []).append(name)
+        patterns.setdefault(_NUMBER.sub("\0", name), []).append(name)
     return {_filled(found): found for found in patterns.values()}
-
-
-def _is_number(part: str) -> bool:
-    return part.isascii() and part.isdigit()
 
 
 def _filled(names: Sequence[str]) -> str:
     """Merge paths that differ only in numbers into one, with each number replaced by the span of its values."""
     if len(names) == 1:
         return names[0]
-    columns = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(
-        _span(sorted({int(part) for part in parts})) if _is_number(parts[0]) else parts[0] for parts in columns
-    )
+    spans = map(_span, zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True))
+    return _NUMBER.sub(lambda _: next(spans), names[0])
 
 
-def _span(values: list[int]) -> str:
+def _span(numbers: Iterable[int]) -> str:
+    values = sorted(set(numbers))
     if len(values) == 1:
         return str(values[0])
     if values == list(range(values[0], values[-1] + 1)):
         return f"{{{values[0]}..{values[-1]}}}"
-    shown = ",".join(map(str, values[:4]))
-    return f"{{{shown},...}}" if len(values) > 4 else f"{{{shown}}}"
+    shown = [str(value) for value in values[:4]]
+    if len(values) > 4:
+        shown.append("...")
+    return f"{{{','.join(shown)}}}"
 
 
 #: Words for the place of products outside every submodule and without a weight.
@@ -63,9 +66,4 @@ OUTSIDE = "code outside of submodules (the model's own, or the script's)"
 def some_modules(names: Iterable[str], limit: int = 3) -> str:
     """Name the first groups of modules, and the number of the others."""
     found = [name or "the model itself" for name in grouped(names)]
-    return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" if len(found) > limit else "")
-
-
-def count(number: int, noun: str) -> str:
-    """Return "1 product" or "1,234 products"."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return ", ".join(found[:limit]) + and_more(len(found) - limit)

@@ -118,9 +118,9 @@ def product_name(op: str) -> str:
     """Return an operator's name in PRODUCT_OPS for any spelling of the name; "" if it is not a product."""
     if op in PRODUCT_OPS:
         return op
-    space, _, rest = op.partition("::") if "::" in op else op.partition(".")
+    space, _, rest = op.replace("::", ".", 1).partition(".")
     name = rest.partition(".")[0]
-    for form in (name, name[:-1] if name.endswith("_") else name):
+    for form in (name, name.removesuffix("_")):
         if f"{space}::{form}" in PRODUCT_OPS:
             return f"{space}::{form}"
     return ""

@@ -60,17 +60,17 @@ _LAYOUTS: dict[str, _Layout] = {
 def attention(call: Call) -> tuple[Matmul, ...]:
     """Return the record of any attention operator, forward or backward."""
     layout = _LAYOUTS[call.op.partition("::")[2]]
-    first = 1 if layout.backward else 0
+    role, first, of_heads, of_values = ("backward", 1, 3, 2) if layout.backward else ("forward", 0, 1, 1)
     query, key, value = (call.tensor(first + place) for place in range(3))
     geometry = _geometry(call, layout, query, key, value)
     pairs = geometry.batch * geometry.heads * geometry.queries * geometry.keys
-    widths = geometry.head_dim * (3 if layout.backward else 1) + geometry.value_dim * (2 if layout.backward else 1)
+    widths = of_heads * geometry.head_dim + of_values * geometry.value_dim
     out = call.output or fresh((*query.shape[:-1], value.shape[-1]), query.dtype)
     return (
         Matmul(
             op=call.op,
             kind="attention",
-            role="backward" if layout.backward else "forward",
+            role=role,
             m=geometry.queries,
             n=geometry.keys,
             k=geometry.head_dim,
@@ -119,7 +119,9 @@ FAMILY: dict[str, Callable[[Call], tuple[Matmul, ...]]] = dict.fromkeys(_LAYOUTS
 
 
 def _geometry(call: Call, layout: _Layout, query: Operand, key: Operand, value: Operand) -> Attention:
-    bias = None if layout.bias is None else call.optional(layout.bias)
+    bias = None
+    if layout.bias is not None:
+        bias = call.optional(layout.bias)
     causal = layout.is_causal is not None and call.flag(layout.is_causal)
     if call.op.endswith("_efficient_attention_forward"):
         causal = call.value(9, 0) != 0  # custom_mask_type: 0 without a mask, 1 and 2 causal from either corner

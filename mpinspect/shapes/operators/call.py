@@ -47,19 +47,22 @@ class Call:
 
     def optional(self, place: int) -> Operand | None:
         """Return the tensor at a position, or None."""
-        found = self.inputs[place] if place < len(self.inputs) else None
+        found = self._input(place)
         return _plain(found) if isinstance(found, Operand) else None
 
     def tensors(self, place: int) -> list[Operand]:
         """Return the list of tensors at a position; empty if unknown."""
-        found = self.inputs[place] if place < len(self.inputs) else None
+        found = self._input(place)
         if found is None or isinstance(found, Operand):
             return []
         return [_plain(one) for one in found if one is not None]
 
+    def _input(self, place: int) -> Input:
+        return next(iter(self.inputs[place : place + 1]), None)
+
     def value(self, place: int, default: object = None) -> object:
         """Return the scalar at a position; the default if the scalar was not passed or not recorded."""
-        found = self.scalars[place] if place < len(self.scalars) else None
+        found = next(iter(self.scalars[place : place + 1]), None)
         if isinstance(found, str):
             found = _read(found)
         return default if found is None else found
@@ -101,7 +104,7 @@ class Call:
         if self.output is not None:
             return self.output
         behind = [one for one in self.inputs[after:] if isinstance(one, Operand)]
-        return behind[-1] if behind else None
+        return next(reversed(behind), None)
 
 
 def _plain(found: Operand) -> Operand:
@@ -153,22 +156,24 @@ def fresh(shape: Sequence[int], dtype: str) -> Operand:
 def transposed(operand: Operand) -> Operand:
     """Exchange the last two dimensions without moving memory."""
     shape, strides = operand.shape, operand.strides
-    return Operand(
-        (*shape[:-2], shape[-1], shape[-2]),
-        None if strides is None else (*strides[:-2], strides[-1], strides[-2]),
-        operand.dtype,
-        operand.offset,
-    )
+    if strides is not None:
+        strides = (*strides[:-2], strides[-1], strides[-2])
+    return _with(operand, (*shape[:-2], shape[-1], shape[-2]), strides)
 
 
 def column(operand: Operand) -> Operand:
     """View a vector as a matrix of one column."""
-    return _with(operand, (*operand.shape, 1), None if operand.strides is None else (*operand.strides, 1))
+    strides = operand.strides
+    if strides is not None:
+        strides = (*strides, 1)
+    return _with(operand, (*operand.shape, 1), strides)
 
 
-def row(operand: Operand) -> Operand:
-    """View a vector as a matrix of one row."""
-    strides = None if operand.strides is None else (operand.shape[0] * operand.strides[0], *operand.strides)
+def leading(operand: Operand) -> Operand:
+    """View a tensor with a leading dimension of size 1: a vector as a matrix of one row, an image as a batch of one."""
+    strides = operand.strides
+    if strides is not None:
+        strides = (operand.shape[0] * strides[0], *strides)
     return _with(operand, (1, *operand.shape), strides)
 
 
@@ -183,8 +188,10 @@ def folded(operand: Operand, kept: int = 1) -> Operand:
         raise UnknownSizesError
     lead, rest = operand.shape[:cut], operand.shape[cut:]
     shape = (math.prod(lead), *rest)
-    if operand.strides is None or 0 in shape:
-        return _with(operand, shape, None if operand.strides is None else contiguous_strides(shape))
+    if operand.strides is None:
+        return _with(operand, shape, None)
+    if 0 in shape:
+        return _with(operand, shape, contiguous_strides(shape))
     stride = _merged(lead, operand.strides[:cut])
     if stride is None:
         return Operand(shape, contiguous_strides(shape), operand.dtype)
@@ -211,12 +218,15 @@ def is_channels_last(operand: Operand) -> bool | None:
     strides = operand.strides
     if strides is None or len(operand.shape) < 3 or len(strides) != len(operand.shape):
         return None
-    last = channels_last(operand.shape)
-    if all(a == b or size <= 1 for size, a, b in zip(operand.shape, strides, last, strict=True)):
-        row_major = contiguous_strides(operand.shape)
-        same = all(a == b or size <= 1 for size, a, b in zip(operand.shape, strides, row_major, strict=True))
-        return None if same else True
-    return strides[1] == 1 and operand.shape[1] > 1
+    if not _has_strides(operand, channels_last(operand.shape)):
+        return strides[1] == 1 and operand.shape[1] > 1
+    return None if _has_strides(operand, contiguous_strides(operand.shape)) else True
+
+
+def _has_strides(operand: Operand, wanted: Sequence[int]) -> bool:
+    """Return whether an operand has these strides; those of dimensions of size 1 do not matter."""
+    rows = zip(operand.shape, operand.strides or (), wanted, strict=True)
+    return all(size <= 1 or stride == other for size, stride, other in rows)
 
 
 def channels_last(shape: Sequence[int]) -> tuple[int, ...]:

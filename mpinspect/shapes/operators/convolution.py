@@ -17,7 +17,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpinspect.shapes.operators.call import Call, UnknownSizesError, channels_last, fresh, is_channels_last, traffic
+from mpinspect.shapes.operators.call import (
+    Call,
+    UnknownSizesError,
+    channels_last,
+    fresh,
+    is_channels_last,
+    leading,
+    traffic,
+)
 from mpinspect.shapes.records import Convolution, Matmul, Operand
 
 
@@ -103,15 +111,17 @@ FAMILY: dict[str, Callable[[Call], tuple[Matmul, ...]]] = {
 def convolution(call: Call, scalars: _Scalars) -> tuple[Matmul, ...]:
     """Return the record of any convolution operator's forward."""
     image, weight = call.tensor(0), call.tensor(1)
-    batched = image
+    batched, output = image, call.output
     if len(image.shape) == len(weight.shape) - 1:  # conv1d to 3d accept an image without a batch
-        strides = None if image.strides is None else (math.prod(image.shape), *image.strides)
-        batched = Operand((1, *image.shape), strides, image.dtype, image.offset)
-    output = call.output if call.output is not None and len(call.output.shape) == len(weight.shape) else None
+        batched = leading(image)
+    if output is not None and len(output.shape) != len(weight.shape):
+        output = None
     geometry = _geometry(call, scalars, batched, weight, output)
     shape = (geometry.batch, geometry.out_channels, *geometry.output_size)
     out = output or _image(shape, image.dtype, batched, weight)
-    bias = None if scalars.bias is None else call.optional(scalars.bias)
+    bias = None
+    if scalars.bias is not None:
+        bias = call.optional(scalars.bias)
     groups, positions = geometry.groups, math.prod(geometry.kernel_size)
     sizes = (
         geometry.batch * math.prod(geometry.output_size),
@@ -125,8 +135,9 @@ def convolution_backward(call: Call, scalars: _Scalars, mask: int) -> tuple[Matm
     """Return the records of the gradients that a backward must compute; of both gradients if the mask is unknown."""
     grad, image, weight = call.tensor(0), call.tensor(1), call.tensor(2)
     geometry = _geometry(call, scalars, image, weight, grad)
-    wanted = call.value(mask, (True, True, True))
-    wants = wanted if isinstance(wanted, (list, tuple)) and len(wanted) >= 2 else (True, True)
+    wants = call.value(mask)
+    if not isinstance(wants, (list, tuple)) or len(wants) < 2:
+        wants = (True, True)
     groups, positions = geometry.groups, math.prod(geometry.kernel_size)
     ins, outs = geometry.in_channels // groups, geometry.out_channels // groups
     in_rows = geometry.batch * math.prod(geometry.input_size)
@@ -137,8 +148,9 @@ def convolution_backward(call: Call, scalars: _Scalars, mask: int) -> tuple[Matm
         records.append(_record(call, "dgrad", (in_rows, ins, outs * positions), geometry, operands))
     if wants[1]:
         # Patches are gathered from the image with more positions: the input, or a transposed convolution's output.
-        sizes = (outs * positions, ins, in_rows) if geometry.transposed else (ins * positions, outs, out_rows)
-        gathered, other = (grad, image) if geometry.transposed else (image, grad)
+        sizes, gathered, other = (ins * positions, outs, out_rows), image, grad
+        if geometry.transposed:
+            sizes, gathered, other = (outs * positions, ins, in_rows), grad, image
         out = Operand(weight.shape, weight.strides, weight.dtype)
         records.append(_record(call, "wgrad", sizes, geometry, (gathered, other, out)))
     return tuple(records)
@@ -161,10 +173,14 @@ def _geometry(call: Call, scalars: _Scalars, image: Operand, weight: Operand, ou
     dims = len(weight.shape) - 2
     if dims < 1 or len(image.shape) != dims + 2:
         raise UnknownSizesError
-    transposed = scalars.transposed if isinstance(scalars.transposed, bool) else call.flag(scalars.transposed)
+    transposed = scalars.transposed
+    if not isinstance(transposed, bool):
+        transposed = call.flag(transposed)
     in_channels = image.shape[1]
     groups = _groups(call, scalars, in_channels, weight, transposed)
-    out_channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    out_channels = weight.shape[0]
+    if transposed:
+        out_channels = weight.shape[1] * groups
     stride = _spatial(call, scalars.stride, dims, 1, output)
     dilation = _spatial(call, scalars.dilation, dims, 1, output)
     kernel, size = weight.shape[2:], image.shape[2:]
@@ -196,16 +212,21 @@ def _geometry(call: Call, scalars: _Scalars, image: Operand, weight: Operand, ou
 
 def _groups(call: Call, scalars: _Scalars, in_channels: int, weight: Operand, transposed: bool) -> int:
     """Return the groups as passed, else derived from the weight, which has one group's input channels unless transposed."""
-    told = None if scalars.groups is None else call.value(scalars.groups)
+    told = _passed(call, scalars.groups)
     if isinstance(told, int):
         groups = int(told)
     elif transposed or not weight.shape[1]:
         groups = 1
     else:
         groups = in_channels // weight.shape[1]
-    if groups < 1 or (weight.shape[0] != in_channels if transposed else weight.shape[1] * groups != in_channels):
+    of_weight = weight.shape[0] if transposed else weight.shape[1] * groups
+    if groups < 1 or of_weight != in_channels:
         raise UnknownSizesError
     return groups
+
+
+def _passed(call: Call, place: int | None) -> object:
+    return None if place is None else call.value(place)
 
 
 def _spatial(call: Call, place: int | None, dims: int, default: int, output: Operand | None) -> tuple[int, ...]:
@@ -220,7 +241,7 @@ def _spatial(call: Call, place: int | None, dims: int, default: int, output: Ope
 def _padding(
     call: Call, place: int | None, kernel: tuple[int, ...], dilation: tuple[int, ...], output: Operand | None
 ) -> tuple[int, ...]:
-    told = None if place is None else call.value(place)
+    told = _passed(call, place)
     if told == "valid":
         return (0,) * len(kernel)
     if told == "same" and dilation:
@@ -248,8 +269,9 @@ def _output_size(
 
 def _image(shape: tuple[int, ...], dtype: str, *deciding: Operand) -> Operand:
     """Return a result as cuDNN allocates it: NHWC if any operand is NHWC (cudnn_conv_suggest_memory_format, ConvUtils.h)."""
-    strides = channels_last(shape) if any(is_channels_last(one) for one in deciding) else None
-    return Operand(shape, strides, dtype) if strides else fresh(shape, dtype)
+    if any(is_channels_last(one) for one in deciding):
+        return Operand(shape, channels_last(shape), dtype)
+    return fresh(shape, dtype)
 
 
 def _record(

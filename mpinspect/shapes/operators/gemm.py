@@ -12,7 +12,7 @@ from mpinspect.shapes.operators.call import (
     expanded,
     folded,
     fresh,
-    row,
+    leading,
     traffic,
     transposed,
 )
@@ -106,7 +106,7 @@ def addmv(call: Call) -> tuple[Matmul, ...]:
 
 def dot(call: Call) -> tuple[Matmul, ...]:
     """Return the record of dot(self, tensor) or vdot, with m = n = 1."""
-    return gemm(call, row(call.tensor(0, 1)), column(call.tensor(1, 1)))
+    return gemm(call, leading(call.tensor(0, 1)), column(call.tensor(1, 1)))
 
 
 def linear(call: Call) -> tuple[Matmul, ...]:
@@ -129,7 +129,7 @@ def matmul(call: Call) -> tuple[Matmul, ...]:
     if len(b.shape) == 1:
         return _matrix_vector(call, folded(a), b, None, None)
     if len(a.shape) == 1:
-        a = row(a)
+        a = leading(a)
     if len(b.shape) == 2:
         return gemm(call, folded(a), b)
     batch = _broadcast(a.shape[:-2], b.shape[:-2])
@@ -140,11 +140,15 @@ def scaled_mm(call: Call) -> tuple[Matmul, ...]:
     """Return the record of _scaled_mm(self, mat2, scale_a, scale_b, ...): FP8 and FP4."""
     a, b = call.tensor(0, 2), call.tensor(1, 2)
     dtype = _dtype_name(call.value(9 if call.op.endswith("_v2") else 6))
-    k = a.shape[1] * (2 if a.dtype == _PACKED else 1)
+    k = a.shape[1] * _values_a_byte(a)
     if a.shape[1] != b.shape[0]:
         raise UnknownSizesError
     found = gemm(call, a, b, call.output, dtype=dtype, sizes=(a.shape[0], b.shape[1], k, 1))
     return tuple(replace(record, block=_block(call, a, k)) for record in found)
+
+
+def _values_a_byte(operand: Operand) -> int:
+    return 2 if operand.dtype == _PACKED else 1
 
 
 def _block(call: Call, a: Operand, k: int) -> int:
@@ -156,8 +160,10 @@ def _block(call: Call, a: Operand, k: int) -> int:
         return 16 if scale.dtype.startswith("float8_e4m3") else 32
     if scale.dtype == "float8_e8m0fnu":
         return 32
-    by_128 = len(scale.shape) == 2 and k > 128 and -(-k // 128) in scale.shape
-    return 128 if scale.dtype == "float32" and by_128 and 1 not in scale.shape else 0
+    by_128 = len(scale.shape) == 2 and k > 128 and -(-k // 128) in scale.shape and 1 not in scale.shape
+    if scale.dtype == "float32" and by_128:
+        return 128
+    return 0
 
 
 def grouped_mm(call: Call) -> tuple[Matmul, ...]:
@@ -167,7 +173,7 @@ def grouped_mm(call: Call) -> tuple[Matmul, ...]:
     with the total number of rows (or the total summed dimension) and ``batch`` 1.
     """
     a, b = call.tensor(0), call.tensor(1)
-    packed = 2 if a.dtype == _PACKED else 1
+    packed = _values_a_byte(a)
     dims = (len(a.shape), len(b.shape))
     if dims == (3, 3):
         return gemm(call, a, b, call.output)
@@ -206,14 +212,18 @@ def packed_weight(call: Call) -> tuple[Matmul, ...]:
     a, weight = call.tensor(0, 2), call.tensor(1)
     if not weight.shape:
         raise UnknownSizesError
-    n = weight.shape[0] * (8 if "int4" in call.op and len(weight.shape) == 4 else 1)
+    n = weight.shape[0]
+    if "int4" in call.op and len(weight.shape) == 4:
+        n *= 8
     return gemm(call, a, weight, call.output, sizes=(a.shape[0], n, a.shape[1], 1))
 
 
 def mixed_linear(call: Call) -> tuple[Matmul, ...]:
     """Return the record of _mixed_dtypes_linear(input, weight, scale), with an INT8 or packed INT4 weight (k, n or n / 2)."""
     x, weight = folded(call.tensor(0)), call.tensor(1, 2)
-    n = call.output.shape[-1] if call.output and call.output.shape else weight.shape[1]
+    n = weight.shape[1]
+    if call.output and call.output.shape:
+        n = call.output.shape[-1]
     return gemm(call, x, weight, None, sizes=(x.shape[0], n, x.shape[1], 1))
 
 
@@ -224,14 +234,15 @@ def _linear(call: Call, x: Operand, weight: Operand, bias: Operand | None) -> tu
         return _matrix_vector(call, folded(x), weight, None, bias)
     if len(weight.shape) != 2:
         raise UnknownSizesError
-    a = row(x) if len(x.shape) == 1 else folded(x)
+    a = leading(x) if len(x.shape) == 1 else folded(x)
     return gemm(call, a, transposed(weight), addend=bias)
 
 
 def _matrix_vector(
     call: Call, matrix: Operand, vector: Operand, out: Operand | None, addend: Operand | None
 ) -> tuple[Matmul, ...]:
-    out = column(out) if out is not None and len(out.shape) == 1 else None
+    if out is not None:
+        out = column(out) if len(out.shape) == 1 else None
     return gemm(call, matrix, column(vector), out, addend=addend)
 
 
@@ -249,4 +260,6 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ..
 def _dtype_name(value: object) -> str:
     """Return the name of a torch dtype; "" for the numbers that the profiler writes, which differ between versions."""
     name = str(value).removeprefix("torch.")
-    return name if name[:1].isalpha() and any(char.isdigit() for char in name) else ""
+    if name[:1].isalpha() and any(char.isdigit() for char in name):
+        return name
+    return ""

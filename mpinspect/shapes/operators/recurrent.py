@@ -85,32 +85,23 @@ def layers(call: Call) -> tuple[Matmul, ...]:
     batch_first), or of their forms for packed sequences (data, batch_sizes, hx, params, ...). The batch sizes of packed
     sequences are values, so every step is assumed to have the largest batch.
     """
-    packed = len(call.tensor(0).shape) == 2 and call.optional(1) is not None and len(call.tensor(1).shape) == 1
-    shift = 1 if packed else 0
+    x = call.tensor(0)
+    packed = len(x.shape) == 2 and call.optional(1) is not None and len(call.tensor(1).shape) == 1
+    shift = int(packed)
     states, weights = call.tensors(1 + shift) or [call.tensor(1 + shift)], call.tensors(2 + shift)
     if len(weights) < 2 or not states:
         raise UnknownSizesError
-    hidden = weights[1].shape[-1]
-    gates_hidden = weights[0].shape[0]
+    projection, gates_hidden = weights[1].shape[-1], weights[0].shape[0]
     cell = _cell_size(call.op, gates_hidden)
-    bidirectional = call.flag(7 + shift)
-    x = call.tensor(0)
+    if projection == cell:
+        projection = 0
     if packed:
-        steps = call.tensor(1).shape[0]
         most = states[0].shape[-2] if len(states[0].shape) > 1 else 1
-        rows = (most,) * steps
+        rows = (most,) * call.tensor(1).shape[0]
     else:
         rows = _rows(x, call.flag(8))
-    network = _Network(
-        gates=gates_hidden // cell,
-        hidden=cell,
-        projection=hidden if hidden != cell else 0,
-        inputs=x.shape[-1],
-        layers=call.integer(4 + shift),
-        directions=2 if bidirectional else 1,
-        rows=rows,
-        dtype=x.dtype,
-    )
+    gates, count, bidirectional = gates_hidden // cell, call.integer(4 + shift), call.flag(7 + shift)
+    network = _Network(gates, cell, projection, x.shape[-1], count, 1 + bidirectional, rows, x.dtype)
     return tuple(_forward(call.op, network))
 
 
@@ -134,7 +125,7 @@ def _of_cudnn(call: Call, first: int) -> _Network:
 def _of_mkldnn(call: Call) -> _Network:
     x, weight, hidden_weight = call.tensor(0), call.tensor(1, 2), call.tensor(2, 2)
     hidden = hidden_weight.shape[1]
-    gates = hidden_weight.shape[0] // hidden if hidden else 0
+    gates = hidden_weight.shape[0] // max(hidden, 1)
     if weight.shape[0] != hidden_weight.shape[0]:
         raise UnknownSizesError
     return _Network(gates, hidden, 0, weight.shape[1], 1, 1, _rows(x, False), x.dtype)
@@ -153,10 +144,11 @@ def _network(
     x = call.tensor(0)
     if mode not in _GATES or not x.shape:
         raise UnknownSizesError
-    packed = isinstance(batch_sizes, (list, tuple)) and batch_sizes and all(isinstance(n, int) for n in batch_sizes)
-    rows = tuple(batch_sizes) if packed and isinstance(batch_sizes, (list, tuple)) else _rows(x, batch_first)
-    directions = 2 if bidirectional else 1
-    return _Network(_GATES[mode], hidden, projection, x.shape[-1], count, directions, rows, x.dtype)
+    if isinstance(batch_sizes, (list, tuple)) and batch_sizes and all(isinstance(n, int) for n in batch_sizes):
+        rows = tuple(batch_sizes)
+    else:
+        rows = _rows(x, batch_first)
+    return _Network(_GATES[mode], hidden, projection, x.shape[-1], count, 1 + bidirectional, rows, x.dtype)
 
 
 def _rows(x: Operand, batch_first: bool) -> tuple[int, ...]:
@@ -164,12 +156,14 @@ def _rows(x: Operand, batch_first: bool) -> tuple[int, ...]:
         return (1,) * x.shape[0]
     if len(x.shape) != 3:
         raise UnknownSizesError
-    steps, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
+    steps, batch = x.shape[:2]
+    if batch_first:
+        steps, batch = batch, steps
     return (batch,) * steps
 
 
 def _cell_size(op: str, gates_hidden: int) -> int:
-    gates = 4 if op.endswith("::lstm") else 3 if op.endswith("::gru") else 1
+    gates = {"aten::lstm": 4, "aten::gru": 3}.get(op, 1)
     if not gates_hidden or gates_hidden % gates:
         raise UnknownSizesError
     return gates_hidden // gates
@@ -223,8 +217,10 @@ def _product(op: str, net: _Network, role: str, sizes: tuple[int, int, int], wei
     """Return a product in cuDNN's own memory: weights stored (outputs, inputs), all else row-major, everything aligned."""
     m, n, k = sizes
     a, out = fresh((m, k), net.dtype), fresh((m, n), net.dtype)
-    b = transposed(fresh((n, k), net.dtype)) if role == "forward" else fresh((k, n), net.dtype)
-    if role == "wgrad":
+    b = fresh((k, n), net.dtype)
+    if role == "forward":
+        b = transposed(fresh((n, k), net.dtype))
+    elif role == "wgrad":
         a = transposed(fresh((k, m), net.dtype))
     return Matmul(
         op=op,

@@ -27,7 +27,14 @@ from mpinspect.shapes.records import Matmul
 
 def plain_path(path: str) -> str:
     """Remove the parts that torch.compile's wrappers add to a dotted path."""
-    return path if "_orig_mod" not in path else ".".join(step for step in path.split(".") if step != "_orig_mod")
+    if "_orig_mod" not in path:
+        return path
+    return ".".join(step for step in path.split(".") if step != "_orig_mod")
+
+
+def joined(path: str, name: str) -> str:
+    """Return the dotted path of a module's attribute, without the wrappers' parts; ``path`` is "" for the model itself."""
+    return plain_path(f"{path}.{name}".removeprefix("."))
 
 
 class ModuleCalls:
@@ -67,7 +74,7 @@ class ModuleCalls:
     @property
     def current(self) -> int:
         """Return the id of the innermost running module; the model's id between calls."""
-        return self._running[-1] if self._running else self._root
+        return next(reversed(self._running), self._root)
 
     @property
     def any_running(self) -> bool:
@@ -76,8 +83,8 @@ class ModuleCalls:
 
     def of_node(self, number: int) -> int:
         """Return the id of the module whose forward made the autograd node with this sequence number."""
-        place = bisect_right(self._numbers, number) - 1
-        return self._owners[place] if place >= 0 else self._root
+        place = bisect_right(self._numbers, number)
+        return self._owners[place - 1] if place else self._root
 
     def module(self, key: int) -> torch.nn.Module:
         """Return the module with this id."""
@@ -109,7 +116,7 @@ class ModuleCalls:
 
     def _mark(self) -> None:
         self._numbers.append(_get_sequence_nr())
-        self._owners.append(self._running[-1] if self._running else self._root)
+        self._owners.append(self.current)
 
 
 class Parameters:
@@ -132,7 +139,7 @@ class Parameters:
             for local, parameter in module._parameters.items():
                 if parameter is None or id(parameter) not in by_id:
                     continue
-                name = plain_path(f"{path}.{local}" if path else local)
+                name = joined(path, local)
                 self._names.setdefault(id(parameter), []).append(name)
                 self._owned[id(parameter), id(module)] = name
                 self._local[id(module), local] = name
@@ -224,8 +231,11 @@ def role_and_parameter(forward: Forward | None, record: Matmul, weight: str) -> 
     """
     if forward is None:
         return "dgrad", weight
-    parameter = forward.a_parameter if _is_gradient_of_a(forward, record, weight) else forward.b_parameter
-    return ("wgrad" if parameter else "dgrad"), parameter or forward.a_parameter or forward.b_parameter
+    of_a = _is_gradient_of_a(forward, record, weight)
+    parameter, other = forward.a_parameter, forward.b_parameter
+    if not of_a:
+        parameter, other = other, parameter
+    return ("wgrad", parameter) if parameter else ("dgrad", other)
 
 
 def _is_gradient_of_a(forward: Forward, record: Matmul, weight: str) -> bool:
@@ -235,4 +245,6 @@ def _is_gradient_of_a(forward: Forward, record: Matmul, weight: str) -> bool:
     could_be_b = record.k == m and {record.m, record.n} == {k, n}
     if could_be_a != could_be_b:
         return could_be_a
-    return weight == forward.b_parameter if weight else bool(forward.a_parameter)
+    if weight:
+        return weight == forward.b_parameter
+    return bool(forward.a_parameter)

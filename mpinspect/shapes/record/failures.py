@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mpinspect.reporting.words import filled
 from mpinspect.shapes.record.values import Lack
 from mpinspect.shapes.records import Matmul
 
@@ -63,20 +64,24 @@ def reason(
     Args:
         lack: why the tensor lacks the values that the operator needs; None if not known.
     """
-    cause = meta_cause(error, operator) if device == "meta" else ""
-    if cause and cause is not _NO_KERNEL:
-        cause += f", and that tensor {lack.why}; {lack.give}" if lack else ", and meta tensors have none"
-    place = "" if where is None else f" in {where}" if where else " in the model itself"
-    called = f" at {operator}" if operator else ""
-    why = f"{cause} ({first_line(error)})" if cause else first_line(error)
-    return f"the {phase} stopped{place}{called}: {why}"
+    why = first_line(error)
+    if device == "meta" and (cause := meta_cause(error, operator)):
+        if lack and cause is not _NO_KERNEL:
+            cause += f", and that tensor {lack.why}; {lack.give}"
+        elif cause is not _NO_KERNEL:
+            cause += ", and meta tensors have none"
+        why = f"{cause} ({why})"
+    place = "" if where is None else f" in {where or 'the model itself'}"
+    return f"the {phase} stopped{place}{filled(' at {}', operator)}: {why}"
 
 
 def first_line(error: BaseException) -> str:
     """Return an exception's type and the first line of its message, at most 200 characters, without a full stop."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}".rstrip(". :") if lines else type(error).__name__
-    return text if len(text) <= 200 else text[:197].rstrip(". ") + " [...]"
+    first, *_ = [*str(error).strip().splitlines(), ""]
+    text = f"{type(error).__name__}: {first}".rstrip(". :")
+    if len(text) <= 200:
+        return text
+    return text[:197].rstrip(". ") + " [...]"
 
 
 #: Operators that, with matching sizes, fail only because of a rule of their own; by name without the namespace. Operators with
@@ -112,5 +117,7 @@ def result_of_refused(func: Any, records: Sequence[Matmul], error: Exception) ->
     out = records[0].out
     if out is None or meta_cause(error, str(func)):
         return None
-    dtype = torch.int32 if name == "aten::_int_mm" else getattr(torch, out.dtype, None)
+    dtype = getattr(torch, out.dtype, None)
+    if name == "aten::_int_mm":
+        dtype = torch.int32
     return None if dtype is None else torch.empty(out.shape, dtype=dtype, device="meta")

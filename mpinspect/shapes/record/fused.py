@@ -42,9 +42,9 @@ class _Names(dict[torch.dtype, str]):
 _DTYPES = _Names()
 
 
-def operand(tensor: torch.Tensor) -> Operand | None:
-    """Return a tensor's shape, strides, dtype and offset; None for tensors without strides (sparse, nested)."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
+def operand(tensor: Any) -> Operand | None:
+    """Return a tensor's shape, strides, dtype and offset; None for tensors without strides (sparse, nested), and no tensors."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     return Operand(tuple(tensor.shape), tensor.stride(), _DTYPES[tensor.dtype], int(tensor.storage_offset()))
 
@@ -76,22 +76,20 @@ class Attended:
 
 
 class _Running(threading.local):
-    """The call of scaled_dot_product_attention that this thread is running; None between calls."""
+    """The call of scaled_dot_product_attention that this thread is running; between calls one without operators."""
 
-    call: Attended | None = None
+    call = Attended()
 
 
 _running = _Running()
 
 
-def running_attention() -> Attended | None:
-    """Return the call of scaled_dot_product_attention whose operators this thread is running; None between calls."""
+def running_attention() -> Attended:
+    """Return the call of scaled_dot_product_attention whose operators this thread is running.
+
+    Between calls, the result has no operators and no reason for a math path.
+    """
     return _running.call
-
-
-def math_path() -> str:
-    """Return why the running operator is part of torch's unfused attention: one of MATH_PATHS; "" if it is not part of it."""
-    return "" if _running.call is None else _running.call.why
 
 
 def attention(
@@ -108,7 +106,7 @@ def attention(
 ) -> torch.Tensor:
     """Run scaled_dot_product_attention: on meta tensors with the operator that CUDA would choose, on others unchanged."""
     operands = [operand(one) for one in (query, key, value)]
-    mask = None if attn_mask is None else operand(attn_mask)
+    mask = operand(attn_mask)
     if not query.is_meta:
         with _recorded_as(_on_cuda(operands, mask, is_causal, enable_gqa)):
             return operation(  # type: ignore[no-any-return]
@@ -119,7 +117,7 @@ def attention(
         attended = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     elif backend in ("efficient", "cudnn"):
         run = getattr(aten, f"_scaled_dot_product_{backend}_attention")
-        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        bias = _bias(attn_mask, query, key)
         attended = run(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)
     else:
         with _recorded_as(Attended(why)):
@@ -146,7 +144,7 @@ def _on_cuda(operands: Sequence[Operand | None], mask: Operand | None, is_causal
     query, key, value = operands
     if backend == "math" or query is None or key is None or value is None:
         return Attended(why)
-    bias = None if mask is None else _expanded(mask, (*query.shape[:-1], key.shape[-2]), query.dtype)
+    bias = _expanded(mask, (*query.shape[:-1], key.shape[-2]), query.dtype)
     return Attended(operators=fused_operators(backend, (query, key, value), bias, is_causal))
 
 
@@ -156,7 +154,9 @@ def _choice(operands: Sequence[Operand | None], mask: Operand | None, grouped: b
     if query is None or key is None or value is None:
         return "math", "dimensions"
     backend = _backend(query, key, value, mask, grouped)
-    return backend, _why_math(query, key, value, mask, grouped) if backend == "math" else ""
+    if backend == "math":
+        return backend, _why_math(query, key, value, mask, grouped)
+    return backend, ""
 
 
 def _backend(query: Operand, key: Operand, value: Operand, mask: Operand | None, grouped: bool) -> str:
@@ -213,14 +213,19 @@ def _last_stride(one: Operand) -> int:
     return one.strides[-1] if one.strides else 1
 
 
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """Return the mask as it is added to the scores: a bool mask is cast to the query's dtype."""
-    added = mask.to(query.dtype) if mask.dtype == torch.bool else mask
-    return added.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = mask.to(query.dtype)
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-def _expanded(mask: Operand, shape: tuple[int, ...], dtype: str) -> Operand:
+def _expanded(mask: Operand | None, shape: tuple[int, ...], dtype: str) -> Operand | None:
     """Return a mask's memory layout as it is added to scores of this shape."""
+    if mask is None:
+        return None
     missing = len(shape) - len(mask.shape)
     kept = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.strides or (), strict=True)]
     return Operand(shape, (*[0] * missing, *kept), dtype, mask.offset)
@@ -271,13 +276,12 @@ def _described(
     enable_gqa: bool = False,
 ) -> Attended:
     """Return how CUDA would compute a call that autocast has not cast yet."""
-    mask = None if attn_mask is None else _cast(attn_mask)
-    return _on_cuda([_cast(query), _cast(key), _cast(value)], mask, is_causal, enable_gqa)
+    return _on_cuda([_cast(query), _cast(key), _cast(value)], _cast(attn_mask), is_causal, enable_gqa)
 
 
-def _cast(tensor: torch.Tensor) -> Operand | None:
+def _cast(tensor: torch.Tensor | None) -> Operand | None:
     found = operand(tensor)
-    if found is None or tensor.dtype not in ELIGIBLE or not torch.is_autocast_enabled("cpu"):
+    if tensor is None or found is None or tensor.dtype not in ELIGIBLE or not torch.is_autocast_enabled("cpu"):
         return found
     return replace(found, dtype=_DTYPES[torch.get_autocast_dtype("cpu")])
 
@@ -289,8 +293,10 @@ def _recurrent(name: str, packed: bool) -> Callable[..., Any]:
     def run(operation: Any, x: torch.Tensor, *args: Any) -> Any:
         if not x.is_meta or not _fits_cudnn(x):
             return operation(x, *args)
-        batch_sizes = args[0].tolist() if packed else []
-        states, weights, *rest = args[1:] if packed else args
+        batch_sizes = []
+        if packed:
+            batch_sizes, args = args[0].tolist(), args[1:]
+        states, weights, *rest = args
         return _cudnn_rnn(_MODES[name], x, batch_sizes, states, weights, *rest)
 
     return run
@@ -314,9 +320,12 @@ def _cudnn_rnn(
     batch_first: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     hx, cx = states if isinstance(states, (list, tuple)) else (states, None)
-    hidden = hx.shape[2] if cx is None else cx.shape[2]
-    projection = hx.shape[2] if hx.shape[2] != hidden else 0
-    stride = len(weights) // (layers * (2 if bidirectional else 1))
+    hidden = projection = hx.shape[2]
+    if cx is not None:
+        hidden = cx.shape[2]
+    if projection == hidden:
+        projection = 0
+    stride = len(weights) // (layers * (1 + bidirectional))
     sizes = (mode, hidden, projection, layers, batch_first, dropout, train, bidirectional, batch_sizes, None)
     output, hy, cy, _, _ = aten._cudnn_rnn(x, weights, stride, x.new_empty(0), hx, cx, *sizes)
     return (output, hy) if cx is None else (output, hy, cy)

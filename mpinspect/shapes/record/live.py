@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from mpinspect.reporting.words import number_of
 from mpinspect.runtime import own_code
 from mpinspect.runtime.emulation.products import is_composite
 from mpinspect.runtime.hooks import HandleList, ModelHook
@@ -202,7 +203,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
     def sentences(self) -> list[str]:
         """Return sentences on what could not be recorded, and why."""
         unreadable = [
-            f"{times} call{'s' if times > 1 else ''} of {op} could not be recorded: its tensors have no plain shapes"
+            f"{number_of(times, 'call')} of {op} could not be recorded: its tensors have no plain shapes"
             for op, times in self.unreadable.items()
         ]
         return [*self.notes, *unreadable]
@@ -316,8 +317,8 @@ class _LiveCalls(ModuleCalls):
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """Return the dtype of the autocast around most module calls; None if no call ran under autocast."""
-        known = [(times, str(dtype), dtype) for dtype, times in self._dtypes.items() if dtype is not None]
-        return max(known)[2] if known else None
+        known = {dtype: times for dtype, times in self._dtypes.items() if dtype is not None}
+        return max(known, key=lambda dtype: (known[dtype], str(dtype)), default=None)
 
     @property
     def evaluates(self) -> bool:
@@ -343,8 +344,10 @@ class _LiveCalls(ModuleCalls):
         if not torch.is_grad_enabled() and not module.training and not self._evaluates_from:
             self._evaluates_from = len(self._running)
         if torch.is_grad_enabled():
-            on = torch.is_autocast_enabled(self._device)
-            self._dtypes[torch.get_autocast_dtype(self._device) if on else None] += 1
+            dtype = None
+            if torch.is_autocast_enabled(self._device):
+                dtype = torch.get_autocast_dtype(self._device)
+            self._dtypes[dtype] += 1
 
     def _leave_live(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
         if self._evaluates_from == len(self._running):

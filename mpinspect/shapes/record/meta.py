@@ -24,11 +24,9 @@ class Pointwise:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of ``func``, from the cache if it is known; exceptions of ``func`` pass through."""
-        key = None if kwargs else _key(func, args)
-        if key is None:
+        if kwargs or (key := _key(func, args)) is None:
             return func(*args, **kwargs)
-        known = self._known.get(key)
-        if known is not None:
+        if (known := self._known.get(key)) is not None:
             size, stride, dtype = known
             return torch.empty_strided(size, stride, dtype=dtype, device="meta")
         result = func(*args)
@@ -80,8 +78,8 @@ def all_tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _moved(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if value.is_meta else on_meta(value.detach())
+    if isinstance(value, torch.Tensor) and not value.is_meta:
+        return on_meta(value.detach())
     if isinstance(value, (list, tuple)):
         return type(value)(_moved(one) for one in value)
     return value
@@ -89,21 +87,20 @@ def _moved(value: Any) -> Any:
 
 def _rnn_gradients(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the results of _cudnn_rnn_backward: gradients of the input, hx, cx and the weights."""
-    x, weights, hx, cx = args[0], args[1], args[4], args[5]
-    mask = args[21]
-    like = torch.empty_like
-    return (
-        like(x) if mask[0] else None,
-        like(hx) if mask[1] else None,
-        like(cx) if cx is not None and mask[2] else None,
-        [like(weight) for weight in weights] if mask[3] else [],
-    )
+    x, weights, hx, cx, mask = args[0], args[1], args[4], args[5], args[21]
+    gradients = [
+        torch.empty_like(one) if wanted and one is not None else None
+        for one, wanted in zip((x, hx, cx), mask[:3], strict=True)
+    ]
+    return (*gradients, [torch.empty_like(weight) for weight in weights if mask[3]])
 
 
 def _grouped_product(args: tuple[Any, ...]) -> torch.Tensor:
     """Return the result of _grouped_mm, whose meta kernel accepts only BF16, unlike its CUDA kernel."""
     a, b = args[0], args[1]
-    groups = args[2].shape[0] if len(args) > 2 and args[2] is not None else a.shape[0]
+    groups = a.shape[0]
+    if len(args) > 2 and args[2] is not None:
+        groups = args[2].shape[0]
     shapes = {
         (2, 3): (a.shape[0], b.shape[-1]),
         (3, 2): (a.shape[-2], b.shape[-1]),

@@ -17,7 +17,7 @@ from mpinspect.runtime.emulation.products import is_composite
 from mpinspect.shapes.operators import matmuls_of, product_name
 from mpinspect.shapes.record.attribution import Forward, Forwards, ModuleCalls, Parameters, role_and_parameter
 from mpinspect.shapes.record.failures import first_line, mixed_dtypes, result_of_refused
-from mpinspect.shapes.record.fused import Attended, math_path, operand, running_attention
+from mpinspect.shapes.record.fused import Attended, operand, running_attention
 from mpinspect.shapes.record.meta import MISSING_META, Pointwise, all_on_meta, is_pointwise
 from mpinspect.shapes.record.values import Values, targets
 from mpinspect.shapes.records import ITEM_SIZES, LayoutCopy, Matmul, Operand
@@ -115,8 +115,10 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = self._run(func, args, kwargs or {}, kind)
         except Exception as error:
             # If the result is known without the operator, the run continues, so that later products are recorded too.
-            result = result_of_refused(func, self._records(func, args, None), error) if kind == _PRODUCT else None
-            if result is None or not self.meta:
+            if kind != _PRODUCT or not self.meta:
+                raise
+            result = result_of_refused(func, self._records(func, args, None), error)
+            if result is None:
                 raise
             refused = first_line(error)
         if kind == _PRODUCT:
@@ -159,7 +161,7 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _records(self, func: Any, args: tuple[Any, ...], output: Operand | None) -> tuple[Matmul, ...]:
         inputs = [_input(value) for value in args]
-        scalars = _scalars(args)
+        scalars = [_scalar(value) for value in args]
         if func is aten.mkldnn_rnn_layer_backward.default:
             x, hx, cx = args[0], args[5], args[6]
             scalars.append([x.requires_grad, hx.requires_grad, cx.requires_grad, True])
@@ -171,13 +173,16 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if attended is not None:
             self._as_on_cuda(attended, node)
             return
-        first = result[0] if isinstance(result, (tuple, list)) and result else result
-        output = operand(first) if isinstance(first, torch.Tensor) else None
-        records = self._records(func, args, output)
+        first = result
+        if isinstance(result, (tuple, list)) and result:
+            first = result[0]
+        records = self._records(func, args, operand(first))
         if not records:
             self.unreadable[func._schema.name] += 1
             return
-        raises = refused or (mixed_dtypes(records[0]) if self.meta else "")
+        raises = refused
+        if self.meta and not refused:
+            raises = mixed_dtypes(records[0])
         if raises:
             records = tuple(replace(record, raises=raises) for record in records)
         if node is None:
@@ -189,16 +194,20 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the autograd node whose backward is running; None in a forward, also in one within the backward."""
         node = torch._C._current_autograd_node()
         # The engine's own operators run with grad mode off; a forward within the backward runs with grad mode on.
-        return None if node is not None and self.in_backward and torch.is_grad_enabled() else node
+        if self.in_backward and torch.is_grad_enabled():
+            return None
+        return node
 
     def _attention_of(self, node: Any) -> Attended | None:
         """Return the call of attention that the running operator is part of, if CUDA would fuse it; else None."""
         if node is None:
             call = running_attention()
-            return call if call is not None and call.operators else None
+            return call if call.operators else None
         number = node._sequence_nr()
         place = bisect_right(self._attended, number, key=lambda call: call.first) - 1
-        return self._attended[place] if place >= 0 and number < self._attended[place].last else None
+        if place < 0 or number >= self._attended[place].last:
+            return None
+        return self._attended[place]
 
     def _as_on_cuda(self, call: Attended, node: Any) -> None:
         """Record CUDA's fused operator once in place of the products of a call, or of the call's backward."""
@@ -215,12 +224,16 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(call.module, replace(record, autocast=call.autocast, recomputed=self.in_backward))
 
     def _module_of_forward(self) -> int:
-        node = torch._C._current_autograd_node()
-        running = self.calls.any_running or node is None
-        return self.calls.current if running else self.calls.of_node(node._sequence_nr())
+        return self._module_of(None if self.calls.any_running else torch._C._current_autograd_node())
+
+    def _module_of(self, node: Any) -> int:
+        """Return the module whose forward made an autograd node; without a node, the running module."""
+        return self.calls.current if node is None else self.calls.of_node(node._sequence_nr())
 
     def _is_cast(self, record: Matmul) -> bool | None:
-        return (self.lowers() and record.dtype in _SIXTEEN_BIT) if self.autocast else None
+        if not self.autocast:
+            return None
+        return self.lowers() and record.dtype in _SIXTEEN_BIT
 
     def _of_forward(self, args: tuple[Any, ...], records: tuple[Matmul, ...]) -> None:
         module = self._module_of_forward()
@@ -228,17 +241,21 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         applied = self._is_cast(records[0])
         a_name, b_name = self.parameters.name(first, module), self.parameters.name(second, module)
         record = records[0]
-        unfused = math_path() if record.kind in ("gemm", "attention") else ""
+        unfused = ""
+        if record.kind in ("gemm", "attention"):
+            unfused = running_attention().why
         forward = Forward(module, (record.m, record.n, record.k), a_name, b_name, applied, unfused)
-        differentiable = torch.is_grad_enabled() and any(_requires_grad(value) for value in args)
-        # Autograd has already made and numbered the operator's node.
-        self._forwards.add(forward, _get_sequence_nr() - 1 if differentiable else None)
+        node = None
+        if torch.is_grad_enabled() and any(_requires_grad(value) for value in args):
+            # Autograd has already made and numbered the operator's node.
+            node = _get_sequence_nr() - 1
+        self._forwards.add(forward, node)
         if record.kind == "recurrent":
             self._add_recurrent(module, args, records, applied)
             return
         for record in records:
             known = replace(
-                _on_math_path(record, unfused),
+                _on_math_path(record, forward),
                 parameter=b_name or a_name,
                 autocast=applied,
                 recomputed=self.in_backward,
@@ -246,9 +263,8 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(module, self._in_cell(module, known))
 
     def _of_backward(self, node: Any, args: tuple[Any, ...], records: tuple[Matmul, ...]) -> None:
-        number = node._sequence_nr()
-        forward = self._forwards.of_node(number)
-        module = forward.module if forward else self.calls.of_node(number)
+        forward = self._forwards.of_node(node._sequence_nr())
+        module = forward.module if forward else self._module_of(node)
         first, second = _factors(records[0], args)
         weight = self.parameters.name(first, module) or self.parameters.name(second, module)
         if forward is None:
@@ -258,12 +274,12 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add_recurrent(module, args, records, applied)
             return
         for record in records:
+            role, parameter = record.role, ""
             if record.kind == "gemm":
                 role, parameter = role_and_parameter(forward, record, weight)
-            else:
-                convolved = args[2] if record.kind == "convolution" else None
-                role, parameter = record.role, self.parameters.name(convolved, module)
-            unfused = _on_math_path(record, "" if forward is None else forward.math_path)
+            elif record.kind == "convolution":
+                parameter = self.parameters.name(args[2], module)
+            unfused = _on_math_path(record, forward)
             known = replace(unfused, role=role, parameter=parameter, autocast=applied)
             self._add(module, self._in_cell(module, known))
 
@@ -275,7 +291,9 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _in_cell(self, module: int, record: Matmul) -> Matmul:
         """Mark products of recurrent cells, and of recurrent layers that a CPU decomposes, as recurrent."""
         recurrent = isinstance(self.calls.module(module), (torch.nn.RNNBase, torch.nn.RNNCellBase))
-        return replace(record, kind="recurrent") if recurrent and record.kind == "gemm" else record
+        if recurrent and record.kind == "gemm":
+            return replace(record, kind="recurrent")
+        return record
 
     def _add_recurrent(
         self, module: int, args: tuple[Any, ...], records: tuple[Matmul, ...], applied: bool | None
@@ -295,16 +313,17 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, module: int, record: Matmul) -> None:
         key = (module, _aligned(record))
-        known = self._matmuls.get(key)
-        self._matmuls[key] = (record, 1) if known is None else (known[0], known[1] + 1)
+        first, times = self._matmuls.get(key, (record, 0))
+        self._matmuls[key] = first, times + 1
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
     def _copy(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        source = args[1] if func is aten.copy_.default else args[0]
+        is_new = func is not aten.copy_.default
+        source = args[0 if is_new else 1]
         if not isinstance(source, torch.Tensor) or not isinstance(result, torch.Tensor):
             return
-        if func is not aten.copy_.default:
+        if is_new:
             self.parameters.derive(source, result)
         kind = _copy_kind(source, result)
         if not kind:
@@ -312,9 +331,8 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = self._backward_node()
         if self._attention_of(node) is not None:
             return
-        module = self.calls.current if node is None else self.calls.of_node(node._sequence_nr())
         moved = source.numel() * source.element_size() + result.numel() * result.element_size()
-        entry = self._copies.setdefault((module, kind), [0, 0])
+        entry = self._copies.setdefault((self._module_of(node), kind), [0, 0])
         entry[0] += moved
         entry[1] += 1
 
@@ -329,7 +347,9 @@ def _kind(func: Any) -> int:
         return _COMPOSITE
     if product_name(schema.name):
         return _PRODUCT
-    return _POINTWISE if is_pointwise(func) else _PLAIN
+    if is_pointwise(func):
+        return _POINTWISE
+    return _PLAIN
 
 
 def _makes_stale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -340,26 +360,26 @@ def _makes_stale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _input(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return operand(value)
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-        return [operand(one) if isinstance(one, torch.Tensor) else None for one in value]
-    return None
+    if _is_tensors(value):
+        return [operand(one) for one in value]
+    return operand(value)
 
 
-def _scalars(args: tuple[Any, ...]) -> list[object]:
-    return [None if isinstance(value, torch.Tensor) else _scalar(value) for value in args]
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
 def _scalar(value: Any) -> object:
+    if isinstance(value, torch.Tensor) or _is_tensors(value):
+        return None
     if isinstance(value, (list, tuple)):
-        return None if value and isinstance(value[0], torch.Tensor) else list(value)
+        return list(value)
     return str(value) if isinstance(value, torch.dtype) else value
 
 
 def _factors(record: Matmul, args: tuple[Any, ...]) -> tuple[Any, Any]:
     """Return the two tensors that are multiplied; operators named add... have their addend as first argument."""
-    start = 1 if "add" in record.op else 0
+    start = int("add" in record.op)
     tensors = [value for value in args[start:] if isinstance(value, torch.Tensor)]
     return (*tensors[:2], None, None)[:2]  # type: ignore[return-value]
 
@@ -384,12 +404,15 @@ def _within_line(one: Operand | None) -> Operand | None:
     return replace(one, offset=one.offset % max(_LINE // ITEM_SIZES.get(one.dtype, 1), 1))
 
 
-def _on_math_path(record: Matmul, why: str) -> Matmul:
-    """Return the record as part of torch's unfused attention, also where a CPU has a fused kernel; unchanged without ``why``."""
-    if not why:
+def _on_math_path(record: Matmul, forward: Forward | None) -> Matmul:
+    """Return the record as part of torch's unfused attention if the forward is part of it, else unchanged.
+
+    The record's backend is then "math", also on a CPU, which has a fused kernel.
+    """
+    if forward is None or not forward.math_path:
         return record
     attention = record.attention and replace(record.attention, backend="math")
-    return replace(record, math_path=why, attention=attention)
+    return replace(record, math_path=forward.math_path, attention=attention)
 
 
 def _copy_kind(source: torch.Tensor, result: torch.Tensor) -> str:
@@ -398,6 +421,7 @@ def _copy_kind(source: torch.Tensor, result: torch.Tensor) -> str:
     if source.dtype != result.dtype:
         return "dtype"
     steps = [(a, b) for size, a, b in zip(source.shape, source.stride(), result.stride(), strict=True) if size > 1]
-    if any(a == 0 for a, _ in steps):  # an expansion written out: not the same memory in another order
-        return ""
-    return "layout" if any(a != b for a, b in steps) else ""
+    # An expansion that is written out is not the same memory in another order.
+    if all(a for a, _ in steps) and any(a != b for a, b in steps):
+        return "layout"
+    return ""

@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, as_format
+from mpinspect.reporting.words import number_of
 from mpinspect.runtime.emulation import half_arithmetic
 from mpinspect.runtime.wrappers import compiled_modules_eager
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
@@ -108,8 +110,7 @@ def _attempted(run: _Run) -> _Attempt:
         attempt = run.attempt()
         if not attempt.lacks_values or run.device != "meta":
             return attempt
-        second = run.attempt(Values())
-        return second if len(second.mode.matmuls()) >= len(attempt.mode.matmuls()) else attempt
+        return max(run.attempt(Values()), attempt, key=lambda one: len(one.mode.matmuls()))
     except LazyModelError as error:
         raise RecordingError(str(error)) from None
 
@@ -155,12 +156,16 @@ class _Run:
         def change(tensor: torch.Tensor, lack: Lack = COMPUTED) -> torch.Tensor:
             if self.device != "meta":
                 return own_copy(tensor)
-            return on_meta(tensor) if values is None else stand_in(tensor, lack)
+            if values is None:
+                return on_meta(tensor)
+            return stand_in(tensor, lack)
 
         def parameter(tensor: torch.Tensor) -> torch.Tensor:
             if self.device != "meta":
                 return tensor
-            return stand_in(tensor, COMPUTED) if values and tensor.numel() == 1 else _parameter_on_meta(tensor)
+            if values and tensor.numel() == 1:
+                return stand_in(tensor, COMPUTED)
+            return _parameter_on_meta(tensor)
 
         with (
             compiled_modules_eager(),
@@ -169,9 +174,7 @@ class _Run:
         ):
             parameters = Parameters(self.model, stand_ins)
             if values is not None:
-                for name, buffer in self.model.named_buffers():
-                    if values_of(buffer) is None:
-                        forget(buffer, buffer_without_values(name))
+                _mark_buffers_without_values(self.model)
             mode = MatmulMode(
                 calls,
                 parameters,
@@ -238,14 +241,20 @@ class _Run:
             self._stopped(attempt, error, "backward")
 
     def _stopped(self, attempt: _Attempt, error: Exception, phase: str) -> None:
-        failed = attempt.mode.failed
-        operator = failed[1] if failed is not None and failed[0] is error else ""
-        where = attempt.mode.calls.where_failed(error)
+        mode, operator, lack = attempt.mode, "", None
+        if mode.failed is not None and mode.failed[0] is error:
+            operator = mode.failed[1]
+        if mode.values and mode.values.lacked and mode.values.lacked[0] is error:
+            lack = mode.values.lacked[1]
         attempt.error = error
         attempt.lacks_values = self.device == "meta" and bool(meta_cause(error, operator))
-        values = attempt.mode.values
-        lack = values.lacked[1] if values and values.lacked and values.lacked[0] is error else None
-        attempt.stopped = reason(error, phase, where, operator, self.device, lack)
+        attempt.stopped = reason(error, phase, mode.calls.where_failed(error), operator, self.device, lack)
+
+
+def _mark_buffers_without_values(model: torch.nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if values_of(buffer) is None:
+            forget(buffer, buffer_without_values(name))
 
 
 def _odd(matmuls: Sequence[Matmul]) -> set[int]:
@@ -276,8 +285,9 @@ def _autocast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(args, Mapping) and not kwargs:  # a tokenizer's output
         return (), {str(name): value for name, value in args.items()}
-    several = isinstance(args, (tuple, list)) and not hasattr(args, "_fields")  # a packed sequence is one argument
-    return tuple(args) if several else (args,), dict(kwargs or {})
+    if not isinstance(args, (tuple, list)) or hasattr(args, "_fields"):  # a packed sequence is one argument
+        args = (args,)
+    return tuple(args), dict(kwargs or {})
 
 
 def _names(model: torch.nn.Module, count: int) -> list[str]:
@@ -287,7 +297,7 @@ def _names(model: torch.nn.Module, count: int) -> list[str]:
     except (TypeError, ValueError):
         parameters = []
     named = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    return [named[place] if place < len(named) else f"argument {place + 1}" for place in range(count)]
+    return named[:count] + [f"argument {place + 1}" for place in range(len(named), count)]
 
 
 def _unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
@@ -333,8 +343,7 @@ def _is_compiled(model: torch.nn.Module) -> bool:
 def _kind_of_device(model: torch.nn.Module, device: str) -> str:
     if device == "meta":
         return "meta"
-    tensors = [*model.parameters(), *model.buffers()]
-    return tensors[0].device.type if tensors else "cpu"
+    return next((tensor.device.type for tensor in chain(model.parameters(), model.buffers())), "cpu")
 
 
 def _parameter_on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -352,7 +361,7 @@ def _grad_mode(wanted: bool) -> Iterator[None]:
 
 def _unreadable(mode: MatmulMode) -> Sequence[str]:
     return [
-        f"{times} call{'s' if times > 1 else ''} of {op} could not be recorded: its tensors have no plain shapes (nested, "
+        f"{number_of(times, 'call')} of {op} could not be recorded: its tensors have no plain shapes (nested, "
         "sparse) or its arguments do not determine the sizes"
         for op, times in mode.unreadable.items()
     ]

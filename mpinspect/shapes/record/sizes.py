@@ -19,7 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from mpinspect.runtime.untouched import RandomState
-from mpinspect.shapes.record.attribution import plain_path
+from mpinspect.shapes.record.attribution import joined, plain_path
 
 #: The most settings of a configuration that are tried, each by building the model's class once.
 _MOST_TRIED = 16
@@ -62,7 +62,7 @@ def named_sizes(model: torch.nn.Module, odd: Collection[int] = ()) -> dict[str, 
     for (path, name), value in _determined(model, places, odd):
         names.setdefault(path, {}).setdefault(value, []).append(name)
     for (path, name, _), value in places.items():
-        names.setdefault(path, {}).setdefault(value, []).append(_joined(path, name))
+        names.setdefault(path, {}).setdefault(value, []).append(joined(path, name))
     _name_heads(model, names)
     return {
         path: {value: tuple(dict.fromkeys(found)) for value, found in sizes.items()} for path, sizes in names.items()
@@ -90,7 +90,7 @@ def _name_heads(model: torch.nn.Module, names: dict[str, dict[int, list[str]]]) 
         (path, module, weight) for path, module in model.named_modules() if (weight := _weight(module)) is not None
     ]
     tables = {
-        tuple(weight.shape): _joined(path, "num_embeddings")
+        tuple(weight.shape): joined(path, "num_embeddings")
         for path, module, weight in weights
         if isinstance(module, torch.nn.Embedding)
     }
@@ -126,8 +126,9 @@ def _determined(
     for name, keys, value in settings[:_MOST_TRIED]:
         # Heads and groups divide twice the size, too.
         changed = _changed(config, keys, 2 * value)
-        after = None if changed is None else _places_with(model, changed)
-        followed = [place for place, size in places.items() if size == value and (after or {}).get(place) == 2 * value]
+        if changed is None or (after := _places_with(model, changed)) is None:
+            continue
+        followed = [place for place, size in places.items() if size == value and after.get(place) == 2 * value]
         yield from (((path, name), value) for path, _, _ in followed)
 
 
@@ -173,7 +174,7 @@ def _changed(config: Any, keys: tuple[str, ...], value: int) -> Any:
     try:
         changed = inner = copy.deepcopy(config)
         for key in keys[:-1]:
-            inner = inner[key] if isinstance(inner, dict) else getattr(inner, key)
+            inner = _entries(inner)[key]
         if isinstance(inner, dict):
             inner[keys[-1]] = value
         else:
@@ -183,10 +184,14 @@ def _changed(config: Any, keys: tuple[str, ...], value: int) -> Any:
     return changed
 
 
+def _entries(config: Any) -> dict[Any, Any]:
+    return config if isinstance(config, dict) else getattr(config, "__dict__", {})
+
+
 def _integers(config: Any, path: str, keys: tuple[str, ...], depth: int) -> Iterator[tuple[str, tuple[str, ...], int]]:
     """Yield a configuration's sizes, then nested configurations' sizes: the name, the keys that lead to it, the value."""
-    entries = config if isinstance(config, dict) else getattr(config, "__dict__", {})
-    public = [(name, value) for name, value in entries.items() if isinstance(name, str) and not name.startswith("_")]
+    entries = _entries(config).items()
+    public = [(name, value) for name, value in entries if isinstance(name, str) and not name.startswith("_")]
     for name, value in public:
         if _is_size(value) and not name.endswith("_id"):
             yield f"{path}.{name}", (*keys, name), value
@@ -200,10 +205,6 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
-def _joined(path: str, name: str) -> str:
-    return plain_path(f"{path}.{name}" if path else name)
-
-
 # -- ties and switches -----------------------------------------------------------------------------------------------------
 
 
@@ -212,9 +213,9 @@ def tied_embeddings(model: torch.nn.Module) -> dict[str, str]:
     tables: dict[int, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and (weight := _weight(module)) is not None:
-            tables.setdefault(id(weight), _joined(path, "weight"))
+            tables.setdefault(id(weight), joined(path, "weight"))
     return {
-        _joined(path, name): tables[id(parameter)]
+        joined(path, name): tables[id(parameter)]
         for path, module in model.named_modules()
         if not isinstance(module, torch.nn.Embedding)
         for name, parameter in module._parameters.items()

@@ -46,19 +46,16 @@ def standing_in(model: torch.nn.Module, parameter: MakeTensor, buffer: MakeTenso
     """
     modules = list(model.modules())
     owned = [tensor for module in modules for tensor in _tensors(module)]
-    for tensor in owned:
-        if is_lazy(tensor):
-            raise LazyModelError(
-                "a parameter has no shape yet (a lazy module): run one batch through the model first, then record it"
-            )
+    if any(map(is_lazy, owned)):
+        raise LazyModelError(
+            "a parameter has no shape yet (a lazy module): run one batch through the model first, then record it"
+        )
     snapshots = [_Entries(module.__dict__) for module in modules]
     gradients = [(tensor, tensor.grad) for tensor in owned if tensor.is_leaf and tensor.grad is not None]
     random_state = RandomState.now()
     try:
-        stand_ins: dict[int, torch.Tensor] = {}
-        for tensor in owned:
-            if id(tensor) not in stand_ins:
-                stand_ins[id(tensor)] = _stand_in(tensor, parameter, buffer)
+        tied_once = {id(tensor): tensor for tensor in owned}
+        stand_ins = {key: _stand_in(tensor, parameter, buffer) for key, tensor in tied_once.items()}
         for module in modules:
             _replace(module.__dict__, stand_ins)
             _silence(module)
@@ -224,13 +221,12 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
         made = torch.empty(length, dtype=tensor.dtype, device="meta").as_strided(size, stride, offset)
     else:
         made = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
-    return made.requires_grad_() if tensor.requires_grad else made
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of an argument on its device, since a model may change its input in place."""
-    made = tensor.detach().clone()
-    return made.requires_grad_() if tensor.requires_grad and _differentiable(made) else made
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def losses(output: Any) -> list[torch.Tensor]:
@@ -247,7 +243,3 @@ def _once(tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             yield tensor
-
-
-def _differentiable(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,9 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the values of a tensor, sharing memory with its views' values; None if the values are not known."""
     if _lack(tensor) is not None:
         return None
-    return _shown(_beside(tensor), tensor) if tensor.is_meta else tensor
+    if tensor.is_meta:
+        return _shown(_beside(tensor), tensor)
+    return tensor
 
 
 def keep(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -156,7 +159,9 @@ def _lack(tensor: torch.Tensor) -> Lack | None:
     if isinstance(beside, Lack):
         return beside
     # A storage that was enlarged has more memory than there are known values.
-    return None if beside.nbytes() >= storage.nbytes() and _is_plain(tensor) else COMPUTED
+    if beside.nbytes() < storage.nbytes() or not _is_plain(tensor):
+        return COMPUTED
+    return None
 
 
 def _shown(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
@@ -190,10 +195,9 @@ class _Rule:
         schema, tags = func._schema, func.tags
         name = schema.name.partition("::")[2]
         random = torch.Tag.nondeterministic_seeded in tags
-        computes = not (random or product_name(schema.name))
         return cls(
             name,
-            None if computes else COMPUTED,
+            COMPUTED if random or product_name(schema.name) else None,
             schema.is_mutable and torch.Tag.inplace_view not in tags,
             any(one.alias_info is not None for one in schema.returns) and not schema.is_mutable,
             torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags,
@@ -230,12 +234,11 @@ class Values:
         if rule is None:
             rule = self._rules[func] = _Rule.of(func)
         tensors = list(all_tensors_in((*args, *kwargs.values())))
-        here = not _on_meta(kwargs) and not any(one.is_meta for one in tensors)
-        written = targets(func, args, kwargs) if rule.writes else []
-        if here:
+        if not _on_meta(kwargs) and not any(one.is_meta for one in tensors):
             return self._run_on_cpu(rule, func, args, kwargs, _deciding_lack(tensors))
+        written = targets(func, args, kwargs) if rule.writes else []
         lack = rule.lack or _deciding_lack(tensors)
-        if lack is None and any(not one.is_meta for one in written):
+        if lack is None and not all(one.is_meta for one in written):
             return _computed(func, args, kwargs)
         try:
             result = run(func, args, kwargs)
@@ -253,7 +256,7 @@ class Values:
                 raise error from None
         if written:
             _write(func, args, kwargs, written, lack)
-        elif not rule.shows and not _in_engine():
+        else:
             _keep_results(rule, func, args, kwargs, result, lack)
         return result
 
@@ -307,7 +310,7 @@ def _keep_results(
     """Store the values of new tensors, or the reason for their absence."""
     if rule.name in _FILLED:
         lack = None
-    if lack is COMPUTED:
+    if lack is COMPUTED or rule.shows or _in_engine():
         return
     made = list(all_tensors_in((result,)))
     if lack is None and any(one.numel() * one.element_size() > MOST_BYTES for one in made):
@@ -343,7 +346,12 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _valued(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return values_of(value)
-    return type(value)(map(_valued, value)) if type(value) in (list, tuple) else value
+    return _in_each(_valued, value)
+
+
+def _in_each(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return a plain list or tuple with each of its entries changed; other values unchanged."""
+    return type(value)(map(change, value)) if type(value) in (list, tuple) else value
 
 
 def _with_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:
@@ -356,10 +364,11 @@ def _with_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run:
 
 
 def _as_index(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        whole = not value.is_floating_point() and not value.is_complex()
-        return values_of(value) if whole and value.is_meta and _lack(value) is None else value
-    return type(value)(map(_as_index, value)) if type(value) in (list, tuple) else value
+    if not isinstance(value, torch.Tensor):
+        return _in_each(_as_index, value)
+    if not value.is_meta or value.is_floating_point() or value.is_complex() or _lack(value) is not None:
+        return value
+    return values_of(value)
 
 
 def _placed(result: Any, kwargs: dict[str, Any]) -> Any:
@@ -371,7 +380,7 @@ def _placed(result: Any, kwargs: dict[str, Any]) -> Any:
         made = on_meta(result.detach())
         keep(made, result)
         return made
-    return type(result)(_placed(one, kwargs) for one in result) if type(result) in (list, tuple) else result
+    return _in_each(partial(_placed, kwargs=kwargs), result)
 
 
 def _on_meta(kwargs: dict[str, Any]) -> bool:
@@ -424,11 +433,11 @@ def _is_computed(args: tuple[Any, ...]) -> bool:
 
 def _from_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return a meta tensor made from numbers, by way of the CPU; None for other data or if this fails."""
-    data = args[1:] if func is torch.Tensor.new_tensor else args
-    owner = args[0] if func is torch.Tensor.new_tensor else None
-    device = kwargs.get("device")
-    if device is None:
-        device = torch.get_default_device() if owner is None else owner.device
+    data, device = args, torch.get_default_device()
+    if func is torch.Tensor.new_tensor:
+        data, device = args[1:], args[0].device
+    if kwargs.get("device") is not None:
+        device = kwargs["device"]
     if len(data) != 1 or isinstance(data[0], torch.Tensor) or torch.device(device).type != "meta":
         return None
     try:

@@ -23,10 +23,20 @@ from mpinspect.reporting.document import (
     table,
 )
 from mpinspect.reporting.finding import SEVERITIES
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, percent
+from mpinspect.reporting.words import (
+    NOT_APPLICABLE,
+    UNKNOWN,
+    and_more,
+    bracketed,
+    duration,
+    filled,
+    number_of,
+    percent,
+    upper_first,
+)
 from mpinspect.shapes.analysis.report import Padding, ShapeReport, ShapeRow
 from mpinspect.shapes.analysis.verdict import VERDICTS
-from mpinspect.shapes.analysis.wording import count, dtype_name, members
+from mpinspect.shapes.analysis.wording import dtype_name, members
 
 #: Maximum numbers of product rows shown in a terminal and on a page; GitHub cuts a comment at 65,536 characters.
 _TERMINAL, _PAGE = 20, 60
@@ -66,16 +76,17 @@ def _unchanging(report: ShapeReport) -> Iterator[Line]:
     """Yield a sentence that counts the findings whose fix has no measurable effect."""
     ids = Counter(finding.id for finding in report.unchanging)
     if ids:
-        more = " more" if report.listed else ""
-        noun = "finding" if ids.total() == 1 else "findings"
+        noun = "more finding" if report.listed else "finding"
         named = ", ".join(id if number == 1 else f"{id} ({number} times)" for id, number in ids.items())
-        yield Line(f"{ids.total()}{more} {noun} would have no measurable effect: {named}. JSON has all.", "dim")
+        yield Line(f"{number_of(ids.total(), noun)} would have no measurable effect: {named}. JSON has all.", "dim")
 
 
 def padding_document(report: ShapeReport) -> Document:
     """Return the table of sizes that are worth padding on its own, or a sentence if it is empty."""
     table = _padding(report.padding)
-    return Document("", lines(["No size needs padding."]) if is_empty(table) else (table,))
+    if is_empty(table):
+        return Document("", lines(["No size needs padding."]))
+    return Document("", (table,))
 
 
 # -- the verdict ----------------------------------------------------------------------------------------------------
@@ -84,9 +95,9 @@ def padding_document(report: ShapeReport) -> Document:
 def headline(report: ShapeReport) -> str:
     """Return the model, GPU and dtype in one line."""
     dtype = dtype_name(report.dtype) or "no dtype"
-    cast = f" under {dtype_name(report.autocast_dtype)} autocast" if report.autocast_dtype else ""
+    cast = filled(" under {} autocast", dtype_name(report.autocast_dtype or ""))
     what = "forward and backward" if report.backward else "forward only"
-    gpu = report.gpu.name + (f" ({report.gpu.architecture})" if report.gpu.architecture else "")
+    gpu = report.gpu.name + filled(" ({})", report.gpu.architecture)
     where = ", recorded on a CPU" if report.device == "cpu" else ""
     return f"{report.model or 'A model'} on {gpu}{where}: {dtype}{cast}, {what}"
 
@@ -97,12 +108,13 @@ def totals(report: ShapeReport) -> list[str]:
         return ["No matrix product was recorded."]
     kept, broken = report.calls_by_talk.get(True, 0), report.calls_by_talk.get(False, 0)
     verdicts = ", ".join(
-        f"{percent(report.flops_by_verdict.get(verdict, 0) / report.flops if report.flops else 0.0)} {verdict}"
+        f"{percent(report.flops_by_verdict.get(verdict, 0) / (report.flops or 1))} {verdict}"
         for verdict in VERDICTS
         if verdict == "native" or report.flops_by_verdict.get(verdict, 0)
     )
     lines = [
-        f"{count(report.calls, 'product')}, {flops_words(report.flops)}; Tensor Cores by today's rule: {verdicts} (of the FLOPs)",
+        f"{number_of(report.calls, 'product')}, {flops_words(report.flops)}; Tensor Cores by today's rule: {verdicts} (of the "
+        "FLOPs)",
         f"multiples of 8 (a requirement before cuBLAS 11 and cuDNN 7.6.3): {_with_verb(kept, kept + broken)} them",
     ]
     if report.estimated_us is not None:
@@ -116,13 +128,14 @@ def totals(report: ShapeReport) -> list[str]:
 def _partial(report: ShapeReport, estimated_us: float) -> str:
     """Return a clause on tiles and waves that are not full, if they add a share of the time that is worth mentioning."""
     added = report.estimated_partial_tiles_fraction or 0.0
-    longer = duration(estimated_us * (1 + added))
-    return f", {longer} with tiles and waves that are not full" if added >= _WORTH_MENTIONING else ""
+    if added < _WORTH_MENTIONING:
+        return ""
+    return f", {duration(estimated_us * (1 + added))} with tiles and waves that are not full"
 
 
 def _with_verb(kept: int, total: int) -> str:
     """Return the count with its verb: "3 of 5 products have", "1 of 1 product has"."""
-    return f"{kept:,} of {count(total, 'product')} {'has' if kept == 1 else 'have'}"
+    return f"{kept:,} of {number_of(total, 'product')} {'has' if kept == 1 else 'have'}"
 
 
 def _clean(report: ShapeReport) -> Iterator[Line]:
@@ -140,15 +153,15 @@ def clean_sentence(report: ShapeReport) -> str:
     if is_clean(report):
         native = report.flops_by_verdict.get("native", 0) / report.flops
         what = "the shapes suit" if native == 1 else f"{percent(native)} of the FLOPs suit"
-        words = what[0].upper() + what[1:] if report.listed else f"Nothing to fix: {what}"
+        words = upper_first(what) if report.listed else f"Nothing to fix: {what}"
         return f"{words} the Tensor Cores of {report.gpu.name}."
     shares = [
         f"{percent(report.flops_by_verdict[verdict] / report.flops)} of the FLOPs {words}"
         for verdict, words in _SHORT_OF_NATIVE.items()
         if report.flops_by_verdict.get(verdict)
     ]
-    ids = list(dict.fromkeys(row.finding for row in report.matmuls if row.verdict != "native" and row.finding))
-    why = f" ({', '.join(ids)})" if ids else ""
+    ids = dict.fromkeys(row.finding for row in report.matmuls if row.verdict != "native" and row.finding)
+    why = bracketed(*ids)
     return f"No finding above info; {' and '.join(shares)}{why}."
 
 
@@ -176,11 +189,9 @@ def _padding(paddings: Iterable[Padding]) -> Tables:
 
 
 def _padding_cells(padding: Padding) -> list[str]:
-    names = padding.names[:3]
-    more = f" and {len(padding.names) - 3} more" if len(padding.names) > 3 else ""
     return [
         padding.what,
-        (", ".join(names) or UNKNOWN) + more,
+        (", ".join(padding.names[:3]) or UNKNOWN) + and_more(len(padding.names) - 3),
         str(padding.size),
         str(padding.advised),
         str(padding.to),

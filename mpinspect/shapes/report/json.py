@@ -48,7 +48,10 @@ def to_plain(report: ShapeReport) -> dict[str, Any]:
 
 
 def _row(row: ShapeRow) -> dict[str, Any]:
-    time = row.time
+    time: dict[str, Any] = {"estimated_us": None, "roofline_us": None, "roofline_bound": None}
+    if row.time is not None:
+        times = [row.time.low_us, row.time.high_us]
+        time = {"estimated_us": times, "roofline_us": row.time.best_us, "roofline_bound": row.time.bound}
     return {
         "module": row.module,
         "module_type": row.module_type,
@@ -72,9 +75,7 @@ def _row(row: ShapeRow) -> dict[str, Any]:
         "remarks": row.remarks,
         "stride_bytes": row.stride_bytes,
         "alignment_bytes": row.alignment_bytes,
-        "estimated_us": None if time is None else [time.low_us, time.high_us],
-        "roofline_us": None if time is None else time.best_us,
-        "roofline_bound": None if time is None else time.bound,
+        **time,
         "finding": row.finding,
         "block": row.matmul.block,
         "convolution": row.matmul.convolution,
