@@ -135,6 +135,10 @@ class LostUpdates:
         return self.lost / self.nonzero if self.nonzero else 0.0
 
 
+#: The zero of the addition of LostUpdates.
+NO_LOST_UPDATES = LostUpdates(0, 0, measured=True)
+
+
 @dataclass(frozen=True)
 class TensorWindow:
     """The counts of one tensor over one window of steps.
@@ -267,23 +271,29 @@ class Event:
     @property
     def story(self) -> str:
         """The fate of the step's gradients: TAKEN, SKIPPED (by a scaler), DROPPED (by the loop) or UNKNOWN."""
-        if self.skipped is None:
-            return UNKNOWN
-        return TAKEN if not self.skipped else DROPPED if self.dropped else SKIPPED
+        if self.skipped and self.dropped:
+            return DROPPED
+        return {None: UNKNOWN, False: TAKEN, True: SKIPPED}[self.skipped]
 
     @property
     def place(self) -> str:
         """Where the value arose, in words: a module's quoted path, "the loss", "the model itself" or "the model's input"."""
         if self.given:
             return "the model's input"
-        place = repr(self.module) if self.module else "the loss" if self.what in LOSSES else "the model itself"
+        place = "the model itself"
+        if self.module:
+            place = repr(self.module)
+        elif self.what in LOSSES:
+            place = "the loss"
         return f"after {place}" if self.after else place
 
     @property
     def quantity(self) -> str:
         """The tensor with the value, in words: "the weight gradient of 'fc.weight'", "the loss"."""
-        of = "" if self.what in LOSSES else f" of {module_named(self.tensor)}"
-        return f"the {self.what.replace('_', ' ')}{of}"
+        quantity = f"the {self.what.replace('_', ' ')}"
+        if self.what in LOSSES:
+            return quantity
+        return f"{quantity} of {module_named(self.tensor)}"
 
 
 #: Maximum number of rows of a batch that a measurement names.
@@ -547,8 +557,10 @@ def module_named(module: str) -> str:
 
 def containers(module: str) -> list[str]:
     """Return the dotted paths of the modules around a module, innermost first; "", the model itself, is the last."""
-    parts = module.split(".")[:-1] if module else []
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)] + ([""] if module else [])
+    if not module:
+        return []
+    parts = module.split(".")[:-1]
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
 
 def is_below(path: str, module: str) -> bool:
@@ -626,7 +638,9 @@ class Session:
 
     def totals(self) -> dict[TensorKey, TensorWindow]:
         """Return each tensor's counts merged over the whole run, in the order of ``watched``."""
-        merged = merge_windows(*self.windows).tensors if self.windows else {}
+        if not self.windows:
+            return {}
+        merged = merge_windows(*self.windows).tensors
         order = dict.fromkeys([*(info.key for info in self.watched), *merged])
         return {key: merged[key] for key in order if key in merged}
 
@@ -644,15 +658,13 @@ class Session:
 
         If a process is killed between writing a window and writing its progress, the window reaches further.
         """
-        told = [window.last_step + 1 for window in self.windows] + [event.step + 1 for event in self.events]
-        sampled = sum(window.sampled_steps for window in self.windows)
-        if self.progress.ended or (
-            self.progress.steps >= max(told, default=0) and self.progress.sampled_steps >= sampled
-        ):
+        if self.progress.ended:
             return self.progress
+        lasts = [window.last_step for window in self.windows] + [event.step for event in self.events]
+        sampled = sum(window.sampled_steps for window in self.windows)
         return replace(
             self.progress,
-            steps=max(self.progress.steps, *told),
+            steps=max([self.progress.steps, *(last + 1 for last in lasts)]),
             sampled_steps=max(self.progress.sampled_steps, sampled),
         )
 
@@ -689,18 +701,17 @@ def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:
     """Merge windows of one tensor: add the counts, and take the highest floor and the narrowest format."""
     if len(parts) == 1:
         return parts[0]
-    floors = [part.floor_exponent for part in parts if part.floor_exponent is not None]
     lost: dict[str, LostUpdates] = {}
     for part in parts:
         for name, updates in part.lost_updates.items():
-            lost[name] = lost[name] + updates if name in lost else updates
+            lost[name] = lost.get(name, NO_LOST_UPDATES) + updates
     return TensorWindow(
         merge(part.histogram for part in parts),
         sum(part.samples for part in parts),
         add_counts(part.peaks for part in parts),
         tuple(sorted({dtype for part in parts for dtype in part.dtypes})),
         narrowest(part.passed_through for part in parts),
-        max(floors) if floors else None,
+        max((part.floor_exponent for part in parts if part.floor_exponent is not None), default=None),
         lost,
         max(part.numel_max for part in parts),
     )
@@ -785,11 +796,14 @@ def add_counts(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
     return dict(sorted(total.items()))
 
 
-def floor_exponent(format_name: str, scale: float | None) -> int:
+def floor_exponent(format_name: str, scale: float | None) -> int | None:
     """Return the largest exponent of an unscaled magnitude that a format may have flushed at a loss scale.
 
-    This applies to values that were rounded to the format before counting. An unknown scale counts as 1.
+    This applies to values that were rounded to the format before counting. None for float32: the values were not rounded.
+    An unknown scale counts as 1.
     """
+    if format_name == "float32":
+        return None
     return math.ceil(math.log2(FORMATS[format_name].flush_edge) - math.log2(scale or 1.0))
 
 

@@ -45,6 +45,11 @@ class SampleOf(NamedTuple):
     def is_narrow(self) -> bool:
         return self.passed_through != "float32"
 
+    @property
+    def may_be_upcast(self) -> bool:
+        """Whether this may be an FP16 tensor that was upcast to FP32."""
+        return (self.dtype, self.passed_through) == ("float32", "float16")
+
 
 class StepScale(NamedTuple):
     """A loss scale, if known, and the integer to subtract from counted exponents (None: no integer unscales them)."""
@@ -237,9 +242,10 @@ class _Builder:
                 continue
             tensor = self._tensor(sample, value)
             slot = slots.setdefault(Slot(tensor, log2_scale), len(slots))
-            tells = sample.is_gradient and sample.is_narrow
-            overflow = overflow_exponent(sample.passed_through, value) if tells else NO_EXPONENT
-            is_upcast = tells and scale.is_in_rows and (sample.dtype, sample.passed_through) == ("float32", "float16")
+            overflow, is_upcast = NO_EXPONENT, False
+            if sample.is_gradient and sample.is_narrow:
+                overflow = overflow_exponent(sample.passed_through, value)
+                is_upcast = scale.is_in_rows and sample.may_be_upcast
             counted.append(index)
             of_gradients = sample.is_gradient and (sample.is_narrow or not self._is_narrow)
             figures.append((tensor, slot, log2_scale, overflow, of_gradients, is_upcast))
@@ -258,8 +264,7 @@ class _Builder:
 
     def _tensor(self, sample: SampleOf, scale: float | None) -> int:
         narrow = sample.passed_through
-        floor = floor_exponent(narrow, scale) if sample.is_narrow else None
-        context = Context((sample.dtype,), narrow, floor)
+        context = Context((sample.dtype,), narrow, floor_exponent(narrow, scale))
         tensor = self._tensors.setdefault(sample.key, len(self._tensors))
         if tensor == len(self._contexts):
             self._contexts.append(context)

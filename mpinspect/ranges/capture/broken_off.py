@@ -45,8 +45,10 @@ def is_failure(error: BaseException | None) -> bool:
 
 def uncaught() -> BaseException | None:
     """Return the exception that is ending this process; None without one, or in a session that continues after exceptions."""
+    if hasattr(sys, "ps1"):
+        return None
     error: BaseException | None = getattr(sys, "last_value", None)
-    return None if hasattr(sys, "ps1") else error
+    return error
 
 
 def may_be_for_a_value(error: BaseException) -> bool:
@@ -68,9 +70,8 @@ def broken_off(error: BaseException, layers: Iterable[Layer], clock: StepClock) 
     phase, module = _by_clock(clock), ""
     for frame in _frames(error):
         code = frame.f_code
-        called = frame.f_locals.get("self") if code in _CALLS else None
-        if id(called) in paths:
-            phase, module = IN_FORWARD, paths[id(called)]
+        if code in _CALLS and (called := id(frame.f_locals.get("self"))) in paths:
+            phase, module = IN_FORWARD, paths[called]
         elif found := _PHASES.get((code.co_filename, code.co_name)):
             phase, module = found, ""
             if found == IN_BACKWARD:
@@ -83,7 +84,9 @@ def broken_off(error: BaseException, layers: Iterable[Layer], clock: StepClock) 
 def _by_clock(clock: StepClock) -> str:
     if clock.after_backward:
         return AFTER_BACKWARD
-    return AFTER_FORWARD if clock.in_forward else BETWEEN_STEPS
+    if clock.in_forward:
+        return AFTER_FORWARD
+    return BETWEEN_STEPS
 
 
 def _frames(error: BaseException) -> list[FrameType]:

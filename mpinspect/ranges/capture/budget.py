@@ -99,7 +99,8 @@ class Budget:
         self._beside_work: deque[float] = deque(maxlen=_COMPARED)
         self._idle: deque[float] = deque(maxlen=_COMPARED)
         self._usual_bare = 0.0
-        self._costs: dict[str, deque[float]] = {}
+        #: The inspector's times, by whether the step was sampled and whether it was watched.
+        self._costs: dict[tuple[bool, bool], deque[float]] = {}
         self._decide()
 
     @property
@@ -124,14 +125,18 @@ class Budget:
             slowdown outside of its callbacks; 0 and ``own_s`` if the step's beginning was not observed.
         """
         bare = 0.0
+        is_at_work = self._samples or self._watches
         if step_s is None:
-            self._owes_first = self._samples or self._watches
+            self._owes_first = is_at_work
         else:
             bare = max(step_s - own_s, 0.0)
-            (self._beside_work if self._samples or self._watches else self._idle).append(bare)
-            hidden = min(self._hidden(), bare, own_s) if self._samples or self._watches else 0.0
-            own_s += hidden
-            bare = self._usual_part(bare - hidden)
+            if is_at_work:
+                self._beside_work.append(bare)
+                hidden = min(self._hidden(), bare, own_s)
+                own_s, bare = own_s + hidden, bare - hidden
+            else:
+                self._idle.append(bare)
+            bare = self._usual_part(bare)
             self._charge(own_s)
             if self._owes_first:
                 self._charge(own_s)
@@ -191,13 +196,16 @@ class Budget:
         self._for_watch, self._for_samples = watch, min(samples, seconds)
 
     def _charge(self, own_s: float) -> None:
-        kind = "sampled" if self._samples else "watched" if self._watches else "idle"
-        known = self._costs.setdefault(kind, deque(maxlen=_USUAL_OF))
+        known = self._costs.setdefault((self._samples, self._watches), deque(maxlen=_USUAL_OF))
         known.append(own_s)
         if own_s > self._earned_in(_MOST_CHARGED_STEPS) and len(known) > 2:
             own_s = min(own_s, max(_MOST_CHARGED * statistics.median(known), self._earned_in(_MOST_CHARGED_STEPS)))
-        # The watch and the samples share the cost of a step that is neither sampled nor watched.
-        self._spend(own_s, {"sampled": 0.0, "watched": 1.0}.get(kind, self._watch_share))
+        if self._samples:
+            self._spend(own_s, on_watch=0.0)
+        elif self._watches:
+            self._spend(own_s, on_watch=1.0)
+        else:
+            self._spend(own_s, self._watch_share)
 
     def _spend(self, seconds: float, on_watch: float) -> None:
         # Debts beyond the earnings of the longest pause are cancelled: after that pause a sample or watch is due anyway.

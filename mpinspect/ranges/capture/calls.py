@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from mpinspect.ranges.capture.culprit import Call, TensorStory
+from mpinspect.ranges.capture.largest import version_of
 
 #: A tensor new in this step, its number, and whether it is a module's input that no observed module produced.
 Fresh = tuple[torch.Tensor, int, bool]
@@ -37,7 +38,7 @@ class StepCalls:
         for tensor in inputs:
             if not tensor.numel():
                 continue
-            if id(tensor) in made and _version(tensor):
+            if id(tensor) in made and version_of(tensor):
                 # The module changed this input in place and returned it: the tensor is the output by now.
                 before = self._before_change(tensor)
                 if before is None:
@@ -67,14 +68,14 @@ class StepCalls:
     def _before_change(self, tensor: torch.Tensor) -> int | None:
         """Return a tensor's last recorded number if it has been changed in place at most once since; None otherwise."""
         known = self._known.get(id(tensor))
-        if known is None or known[0]() is not tensor or _version(tensor) - known[1] > 1:
+        if known is None or known[0]() is not tensor or version_of(tensor) - known[1] > 1:
             return None
         return known[2]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Return a tensor's number if the tensor was recorded in this step and is unchanged since; None otherwise."""
         known = self._known.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1] != _version(tensor):
+        if known is None or known[0]() is not tensor or known[1] != version_of(tensor):
             return None
         return known[2]
 
@@ -124,15 +125,10 @@ class StepCalls:
     def _tell_apart(self, tensor: torch.Tensor) -> int:
         number, self._count = self._count, self._count + 1
         # A weak reference shows whether the tensor still exists: Python reuses the ids of deleted objects.
-        self._known[id(tensor)] = (weakref.ref(tensor), _version(tensor), number)
+        self._known[id(tensor)] = (weakref.ref(tensor), version_of(tensor), number)
         return number
 
 
 def _may_alter(hook: object) -> bool:
     """Return whether a hook may change the gradient; the hooks of torch's FSDP2 only gather the weights."""
     return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return how often the tensor was changed in place; -1 for inference tensors, which do not count changes."""
-    return -1 if tensor.is_inference() else tensor._version

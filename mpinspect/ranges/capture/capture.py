@@ -30,6 +30,7 @@ from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
 from mpinspect.ranges.records import NeverUpdated
 from mpinspect.ranges.session import CALLS_LEFT_OUT, CLOSURES_LEFT_OUT, UNEVEN_INPUTS, Event, Measurement
+from mpinspect.reporting.words import some
 from mpinspect.runtime.device_stopwatch import EventStopwatch
 from mpinspect.runtime.distributed import allows_uneven_inputs
 from mpinspect.runtime.guard import guarded, unseen
@@ -276,8 +277,10 @@ class Capture(Dispatcher):
         Args:
             before: ``broken_weights`` when the run began.
         """
-        told = any(not event.skipped and not event.gradients_finite for event in self._recording.events)
-        left = self._broken_weights.left_behind(self.clock.step - 1, before) if self.clock.step and not told else None
+        is_explained = any(not event.skipped and not event.gradients_finite for event in self._recording.events)
+        if is_explained or not self.clock.step:
+            return None
+        left = self._broken_weights.left_behind(self.clock.step - 1, before)
         self._name_unread()
         return left
 
@@ -311,7 +314,7 @@ class Capture(Dispatcher):
         if new:
             self._recording.note(
                 f"{len(new)} parameters were added to the model after the inspector was made, and were not watched: "
-                f"{', '.join(new[:5])}{', ...' if new[5:] else ''}. Make it after whatever adds or replaces parameters"
+                f"{some(new)}. Make it after whatever adds or replaces parameters"
             )
 
     @guarded
@@ -337,7 +340,7 @@ class Capture(Dispatcher):
     @guarded
     def _record_whether_updated(self) -> None:
         """Record whether any update was applied, known from an observed optimizer's step or from changed weights."""
-        moved = True if self.optimizers.any_stepped else self._weight_changes.moved()
+        moved = self.optimizers.any_stepped or self._weight_changes.moved()
         self._recording.weights_moved(moved)
         # Without an optimizer or a scaler the script may need only the gradients.
         is_training = self.optimizers.known or self.scale.any_scaled

@@ -20,6 +20,7 @@ import torch
 from mpinspect.ranges.capture.graph import graph
 from mpinspect.ranges.capture.layers import Layer
 from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.reporting.words import some
 from mpinspect.runtime.garbage_collection import living
 from mpinspect.runtime.hooks import in_compiled_call, not_compiled
 from mpinspect.runtime.wrappers import compiled_functions, submodules, unwrapped
@@ -58,8 +59,9 @@ def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str
     """
     layers = list(layers)
     paths = {id(unwrapped(layer.module)): layer.path for layer in layers}
-    wrappers = _wrappers_around(_with_inner(layers)) if search else []
-    unseen = {paths.get(id(unwrapped(wrapper)), ""): None for wrapper in wrappers}
+    unseen: dict[str, None] = {}
+    if search:
+        unseen = {paths.get(id(unwrapped(wrapper)), ""): None for wrapper in _wrappers_around(_with_inner(layers))}
     for layer in layers:
         attributes = compiled_functions(layer.module).keys()
         if attributes - {"forward"} or (attributes and not layer.is_leaf):
@@ -69,12 +71,9 @@ def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str
 
 def not_seen_inside(paths: Collection[str]) -> str:
     """Return a sentence on the unseen tensors inside compiled modules ("": the whole model), and how to see them."""
-    if "" in paths:
-        where = "the compiled model"
-    else:
-        names = [repr(path) for path in paths]
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        where = f"the compiled {'module' if len(names) == 1 else 'modules'} {', '.join(names[:_MOST_NAMED])}{more}"
+    where = "the compiled model"
+    if "" not in paths:
+        where = f"the compiled {'module' if len(paths) == 1 else 'modules'} {some(list(paths), _MOST_NAMED)}"
     return (
         f"hooks do not run inside torch.compile: inside {where} only weight gradients were counted and watched. "
         "eager_samples=True (mpinspect run --eager-samples) runs the sampled steps uncompiled to see the rest, which changes "
@@ -85,7 +84,9 @@ def not_seen_inside(paths: Collection[str]) -> str:
 def compiled_graphs() -> int:
     """Return how many graphs torch.compile has compiled in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(dynamo.counters["stats"].get("unique_graphs", 0))
+    if dynamo is None:
+        return 0
+    return int(dynamo.counters["stats"].get("unique_graphs", 0))
 
 
 def formats_in_graph(losses: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> list[str] | None:
@@ -98,7 +99,9 @@ def formats_in_graph(losses: Iterable[torch.Tensor], parameters: Iterable[torch.
     leaves = {id(getattr(node, "variable", None)) for node in nodes}
     if leaves.isdisjoint(map(id, parameters)):
         return None
-    found = dict.fromkeys([""] if len(nodes) >= _MOST_NODES else [])
+    found: dict[str, None] = {}
+    if len(nodes) >= _MOST_NODES:
+        found[""] = None
     for node in nodes:
         made = getattr(node, "_input_metadata", None)
         if made is None:
@@ -206,7 +209,9 @@ class _Entry:
                 return compiled(*args, **kwargs)
             # Ask every inspector, since each reports the call to its own step clock.
             wanted = [ask() for ask in tuple(asks)]
-            return eager(*args, **kwargs) if any(wanted) else compiled(*args, **kwargs)
+            if any(wanted):
+                return eager(*args, **kwargs)
+            return compiled(*args, **kwargs)
 
         self._call = call
         vars(region.module)[region.attribute] = call

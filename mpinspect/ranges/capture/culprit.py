@@ -165,23 +165,23 @@ def event_of(
     """Return the event of a step's culprit. ``seen``: all tensors observed in the step; other arguments as in ``Event``."""
     first = found.first
     return Event(
-        step,
-        first.micro_batch,
-        found.phase,
-        found.module,
-        first.what,
-        first.name,
-        word(first.largest),
-        scale,
-        history.last_maxima(first.key),
-        skipped,
-        forward_finite,
-        finite_gradients(seen),
-        found.explanation,
-        found.after,
-        found.given,
-        first.is_input and first.phase == BACKWARD,
-        found.elsewhere,
+        step=step,
+        micro_batch=first.micro_batch,
+        phase=found.phase,
+        module=found.module,
+        what=first.what,
+        tensor=first.name,
+        value=word(first.largest),
+        loss_scale=scale,
+        last_maxima=history.last_maxima(first.key),
+        skipped=skipped,
+        forward_finite=forward_finite,
+        gradients_finite=finite_gradients(seen),
+        explanation=found.explanation,
+        after=found.after,
+        given=found.given,
+        of_input=first.is_input and first.phase == BACKWARD,
+        elsewhere=found.elsewhere,
         dropped=dropped,
         dtype=first.dtype,
     )
@@ -232,7 +232,7 @@ def _in_forward(
         reason = "every output seen was finite and the loss was not: it arose in the loss function"
         return Culprit(FORWARD, "", look, reason)
     bad = {other.tensor for other in seen if other.phase == FORWARD and not other.finite}
-    masks = _masks(seen, calls) if math.isnan(look.largest) else set()
+    masks = _masks(look, seen, calls)
     bad -= masks
     at = next((i for i, call in enumerate(calls) if call.module == look.module and look.tensor in call.returned), None)
     if at is None:
@@ -257,10 +257,10 @@ def _in_forward(
             return _in_container(around, inner, look, read, calls[:at])
         inner = container
     if outermost:
-        received = f"; {look.module!r} is the first module that received it" if look.module else ""
-        return Culprit(
-            FORWARD, "", look, f"it was in the data, or arose in code before the model{received}", given=True
-        )
+        reason = "it was in the data, or arose in code before the model"
+        if look.module:
+            reason += f"; {look.module!r} is the first module that received it"
+        return Culprit(FORWARD, "", look, reason, given=True)
     reason = (
         f"it arose before {inner!r}, whose input already held an inf or NaN: in the code around it or in the data (no call "
         "around it has returned to show which)"
@@ -270,7 +270,7 @@ def _in_forward(
 
 def _in_container(around: Call, inner: str, look: Seen, read: Collection[int], before: Sequence[Call]) -> Culprit:
     """Return a container as the culprit: an input of a module inside it is non-finite, but none of its own inputs."""
-    where = f"in the code of {around.module!r}" if around.module else "in the model's own code"
+    where = f"in {_code_of(around.module)}"
     unread = [
         repr(call.module)
         for call in before
@@ -287,8 +287,17 @@ def _in_container(around: Call, inner: str, look: Seen, read: Collection[int], b
     )
 
 
-def _masks(seen: Sequence[Seen], calls: Sequence[Call]) -> set[int]:
-    """Return the tensors that are masks with -inf: no module made them or received one as its only input."""
+def _code_of(module: str) -> str:
+    return f"the code of {module!r}" if module else "the model's own code"
+
+
+def _masks(output: Seen, seen: Sequence[Seen], calls: Sequence[Call]) -> set[int]:
+    """Return the tensors that are masks with -inf: no module made them or received one as its only input.
+
+    Empty unless the output is NaN: an infinite output may come from a mask.
+    """
+    if not math.isnan(output.largest):
+        return set()
     alone = {call.given[0] for call in calls if len(call.given) == 1}
     return {look.tensor for look in seen if look.is_input and look.largest == -math.inf} - alone
 
@@ -299,15 +308,17 @@ def read_all(call: Call, read: Collection[int]) -> bool:
 
 
 def _what_went_in(call: Call, made: Seen, seen: Sequence[Seen], read: Collection[int], masks: set[int]) -> str:
-    if read_all(call, read):
-        largest = max((look.largest for look in seen if look.tensor in call.given), default=0.0)
-        is_beyond = largest > FLOAT16.max_finite and made.dtype in ("", FLOAT16.name)
-        beyond = f", up to {largest:.3g} (beyond FP16's {FLOAT16.max_finite:g})"
-        but = "" if masks.isdisjoint(call.given) else " except -inf, as in a mask"
-        return f"its input was finite{but}" + (beyond if is_beyond else "")
     if call.overwritten:
         return "it changed its input in place, so whether its input was finite is not known"
-    return "whether its whole input was finite is not known, since not all of it was read"
+    if not read_all(call, read):
+        return "whether its whole input was finite is not known, since not all of it was read"
+    words = "its input was finite"
+    if not masks.isdisjoint(call.given):
+        words += " except -inf, as in a mask"
+    largest = max((look.largest for look in seen if look.tensor in call.given), default=0.0)
+    if largest > FLOAT16.max_finite and made.dtype in ("", FLOAT16.name):
+        words += f", up to {largest:.3g} (beyond FP16's {FLOAT16.max_finite:g})"
+    return words
 
 
 def _in_backward(
@@ -360,9 +371,11 @@ def _in_code_after(
 ) -> Culprit:
     """Return the culprit if no consumer of the tensor made the value: a container's code around the producer, or the loss."""
     story = stories[look.tensor]
-    producer = story.producers[0] if story.producers else look.module
+    producer = next(iter(story.producers), look.module)
     what = "input" if look.is_input else "output"
-    doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read" if unread else ""
+    doubt = ""
+    if unread:
+        doubt = f", or in {', '.join(map(repr, unread))}, at whose output no gradient was read"
     for container in containers(producer):
         returned = {number for call in calls if call.module == container for number in call.returned}
         # A module that only returns this tensor adds nothing to its gradient, which later code made.
@@ -373,9 +386,9 @@ def _in_code_after(
                 # The gradient at this tensor is the sum of both.
                 first, second = "another output or call of it", f"the output of {producer!r}, which it returned too,"
                 doubt += ", or in the code after it (the loss)"
-            own = f"the code of {container!r}" if container else "the model's own code"
             reason = (
-                f"the gradient at {first} was finite, the one at {second} was not: the inf or NaN arose in {own}{doubt}"
+                f"the gradient at {first} was finite, the one at {second} was not: the inf or NaN arose in "
+                f"{_code_of(container)}{doubt}"
             )
             return Culprit(BACKWARD, container, look, reason)
     if story.root:
@@ -399,11 +412,15 @@ def _innermost(modules: Sequence[str]) -> list[str]:
 
 def finite_in_forward(seen: Sequence[Seen]) -> bool | None:
     """Return whether every observed output and the loss were finite; None without observations (compiled code)."""
-    outputs = [look.finite for look in seen if look.phase == FORWARD and not look.is_input]
-    return all(outputs) if outputs else None
+    return are_finite(look for look in seen if look.phase == FORWARD and not look.is_input)
 
 
 def finite_gradients(seen: Sequence[Seen]) -> bool | None:
     """Return whether every observed gradient was finite; None if no gradient was observed."""
-    gradients = [look.finite for look in seen if look.phase == BACKWARD and look.what != SCALED_LOSS]
-    return all(gradients) if gradients else None
+    return are_finite(look for look in seen if look.phase == BACKWARD and look.what != SCALED_LOSS)
+
+
+def are_finite(seen: Iterable[Seen]) -> bool | None:
+    """Return whether all these tensors were finite; None if there are none."""
+    finite = [look.finite for look in seen]
+    return all(finite) if finite else None

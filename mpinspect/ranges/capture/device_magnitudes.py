@@ -25,7 +25,7 @@ from mpinspect.counting.cuda import available
 from mpinspect.counting.pieces import fills_its_memory
 from mpinspect.ranges.capture.culprit import NOT_READ
 from mpinspect.ranges.capture.host_rows import HostCopy
-from mpinspect.ranges.capture.largest import Slot
+from mpinspect.ranges.capture.largest import Slot, version_of
 from mpinspect.runtime.device import current_stream, memory_of, on_stream, stream_key
 
 #: Number of steps that read tensors at once, to learn which are changed in place afterwards.
@@ -241,11 +241,6 @@ def _is_readable(values: torch.Tensor, kernels: Kernels) -> bool:
         and not values.is_neg()
         and values.data_ptr() != 0
     )
-
-
-def version_of(values: torch.Tensor) -> int:
-    """Return how often a tensor's memory was changed in place; -1 for inference tensors, which do not count changes."""
-    return -1 if values.is_inference() else values._version
 
 
 def held_bytes(device: torch.device) -> int:

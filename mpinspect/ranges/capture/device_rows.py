@@ -25,8 +25,9 @@ from mpinspect.counting import fastest
 from mpinspect.counting.cuda import available
 from mpinspect.counting.layout import MIN_BITS, NARROW, NO_MINIMUM
 from mpinspect.counting.pieces import plain_values
-from mpinspect.ranges.capture.device_magnitudes import held_bytes, version_of
+from mpinspect.ranges.capture.device_magnitudes import held_bytes
 from mpinspect.ranges.capture.host_rows import HostCopy
+from mpinspect.ranges.capture.largest import version_of
 from mpinspect.ranges.capture.observations import ParameterGradient
 from mpinspect.runtime.device import current_stream, new_stream, on_stream
 

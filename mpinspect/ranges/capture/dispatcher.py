@@ -296,8 +296,7 @@ class Dispatcher(Guarded):
         self.clock.advance()
         self._compiled.step_ended(sampled)
         self.step_ended()
-        steps = self.clock.step if finished else step
-        self._recording.step_done(steps, self.clock.skipped_steps, self.clock.backwards, sampled)
+        self._recording.step_done(step + finished, self.clock.skipped_steps, self.clock.backwards, sampled)
         if self.attached:
             self._begin_step()
 

@@ -108,8 +108,9 @@ class _Travelling:
     found_inf: HostCopy | None = None
 
     def ready(self) -> bool:
-        copies = [copy for _, copy in self.copies] + ([self.found_inf] if self.found_inf is not None else [])
-        return all(copy.ready() for copy in copies) and all(each.ready() for each in self.log.magnitudes)
+        if self.found_inf is not None and not self.found_inf.ready():
+            return False
+        return all(copy.ready() for _, copy in self.copies) and all(each.ready() for each in self.log.magnitudes)
 
 
 #: The doubt about a block of an outlined step, and the doubt if the weight gradients of the step before may not have been read.
@@ -207,10 +208,14 @@ class Judge:
             look for look in seen if not self._history.excuses(look) and (look.what != SCALED_LOSS or loss_matters)
         ]
         stories, calls = log.calls.stories()
-        innocent = log.innocent if log.innocent is not None else self._innocent(suspicious, stories)
+        innocent = log.innocent
+        if innocent is None:
+            innocent = self._innocent(suspicious, stories)
         read = {look.tensor for look in seen if look.phase == FORWARD and look.largest != NOT_READ}
         found = culprit.find_culprit(suspicious, stories, calls, read, innocent)
-        event = self._event(found, suspicious, calls, log) if found is not None else None
+        event = None
+        if found is not None:
+            event = self._event(found, suspicious, calls, log)
         self._remember(log, largest)
         return event
 
@@ -246,22 +251,7 @@ class Judge:
         elif found.given and log.is_later_stage:
             reason = "the previous stage of the pipeline sent it: look at that stage's rank"
             found = replace(found, explanation=reason, elsewhere=True)
-        if log.is_partial and (found.after or found.module != found.first.module):
-            doubt = "not every call of this step was observed, so it may have arisen in a module that is called often"
-            found = replace(found, explanation=f"{found.explanation}; {doubt}")
-        elif (
-            log.reads_at_optimizers
-            and found.first.what == WEIGHT_GRADIENT
-            and found.first.name not in log.read_before_clipping
-        ):
-            doubt = (
-                "in this step, between samples on a GPU, weight gradients were read when the optimizer stepped, after "
-                "clipping, which spreads a NaN to all of them (every=1 reads them as they arrive)"
-            )
-            found = replace(found, explanation=f"{found.explanation}; {doubt}")
-        elif log.is_outlined and self._is_block(found.module, calls):
-            is_before = log.spares_weight_gradients and not log.is_checked
-            doubt = _INSIDE_BLOCK_OR_BEFORE if is_before else _INSIDE_BLOCK
+        if doubt := self._doubt(found, calls, log):
             found = replace(found, explanation=f"{found.explanation}; {doubt}")
         is_dropped = not log.skipped and _dropped(log, seen)
         event = culprit.event_of(
@@ -269,7 +259,8 @@ class Judge:
             seen,
             self._history,
             step=log.step,
-            scale=_scale_value(log.scale),
+            # Waits for the GPU if the scale is still there, which only happens if there is an event.
+            scale=None if log.scale is None else log.scale.number(),
             skipped=is_dropped or log.skipped,
             dropped=is_dropped,
             forward_finite=culprit.finite_in_forward(seen),
@@ -277,19 +268,28 @@ class Judge:
         self._history.excuse_masks(event, seen)
         return event
 
+    def _doubt(self, found: culprit.Culprit, calls: list[culprit.Call], log: StepLog) -> str:
+        """Return which tensors or modules the step did not observe, so that another module may be the culprit; else ""."""
+        if log.is_partial and (found.after or found.module != found.first.module):
+            return "not every call of this step was observed, so it may have arisen in a module that is called often"
+        may_be_clipped = log.reads_at_optimizers and found.first.name not in log.read_before_clipping
+        if may_be_clipped and found.first.what == WEIGHT_GRADIENT:
+            return (
+                "in this step, between samples on a GPU, weight gradients were read when the optimizer stepped, after "
+                "clipping, which spreads a NaN to all of them (every=1 reads them as they arrive)"
+            )
+        if not log.is_outlined or not self._is_block(found.module, calls):
+            return ""
+        if log.spares_weight_gradients and not log.is_checked:
+            return _INSIDE_BLOCK_OR_BEFORE
+        return _INSIDE_BLOCK
+
 
 def _dropped(log: StepLog, seen: Iterable[Seen]) -> bool:
     """Return whether the loop dropped every non-finite gradient of the step before another backward."""
     return log.dropped_before is not None and all(
         look.finite for look in seen if look.phase == BACKWARD and look.micro_batch >= log.dropped_before
     )
-
-
-def _scale_value(scale: BackwardScale | None) -> float | None:
-    """Return the scale as a number. Waits for the GPU if the scale is still there, which only happens if there is an event."""
-    if scale is None or scale.on_device is None:
-        return None if scale is None else scale.value
-    return float(scale.on_device)
 
 
 def _seen(readings: Iterable[Reading], largest: Iterable[float]) -> list[Seen]:
@@ -314,4 +314,6 @@ def _known(value: Value) -> float | None:
     """Return the number that a value holds; 0 if its tensors' copy holds it."""
     if isinstance(value, float):
         return value
-    return 0.0 if isinstance(value, tuple) else value.largest()
+    if isinstance(value, tuple):
+        return 0.0
+    return value.largest()

@@ -39,14 +39,18 @@ def largest_of(tensor: torch.Tensor, found: Found | None, at_once: bool) -> Valu
         at_once: whether a row of counts on a CPU is already filled; if not, the row is read when the step ends.
     """
     if isinstance(found, torch.Tensor):
-        return from_row(found.numpy()) if at_once and found.is_cpu else (found,)
+        if at_once and found.is_cpu:
+            return from_row(found.numpy())
+        return (found,)
     if found is not None:
         return found
     if not tensor.numel():
         return None
     tensor = local_part(tensor)
     largest = largest_magnitude(tensor)
-    return extremes(tensor) if largest is None else largest
+    if largest is None:
+        return extremes(tensor)
+    return largest
 
 
 def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
@@ -70,6 +74,11 @@ def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return False if a tensor's memory was freed, as sharded training does between uses: reading it would crash."""
     return tensor.data_ptr() != 0
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor's memory was changed in place; -1 for inference tensors, which do not count changes."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def is_plain(tensor: object) -> TypeGuard[torch.Tensor]:
@@ -115,7 +124,9 @@ def read_largest(tensor: torch.Tensor) -> float:
     if largest is not None:
         return largest
     found = extremes(tensor)
-    return 0.0 if found is None else from_extremes(*map(float, found))
+    if found is None:
+        return 0.0
+    return from_extremes(*map(float, found))
 
 
 def stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
@@ -131,16 +142,18 @@ def stacked(values: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
 
 def from_stacked(values: npt.NDArray[Any]) -> list[float]:
     """Return the largest magnitudes from the array that ``stacked`` made."""
-    return (
-        _from_heads(values) if values.shape[1] == layout.HEADER else [from_extremes(*pair) for pair in values.tolist()]
-    )
+    if values.shape[1] == layout.HEADER:
+        return _from_heads(values)
+    return [from_extremes(*pair) for pair in values.tolist()]
 
 
 def from_extremes(low: float, high: float) -> float:
     """Return the largest magnitude, given the smallest and the largest value: NaN if either is NaN, -inf if only one is -inf."""
     if math.isnan(low) or math.isnan(high):
         return math.nan
-    return low if low == -math.inf and high < math.inf else max(abs(low), abs(high))
+    if low == -math.inf and high < math.inf:
+        return low
+    return max(abs(low), abs(high))
 
 
 def from_row(row: Any) -> float:

@@ -97,7 +97,9 @@ class WatchedParameter(Nameable):
             return known
         if kind == WEIGHT_GRADIENT:
             return Held("own")
-        return known if self.parallel is None else copy_held(self.parallel)
+        if self.parallel is None:
+            return known
+        return copy_held(self.parallel)
 
 
 class Selection:
@@ -209,7 +211,9 @@ class ModelParameters:
     def find_wrappers(self) -> bool:
         """Look for DistributedDataParallel modules made since the parameters were found; return whether there are any."""
         alone = [each for each in self._parameters if each.parallel is None and not is_distributed(each.parameter)]
-        parallel = data_parallel() if alone else {}
+        if not alone:
+            return False
+        parallel = data_parallel()
         for watched in alone:
             watched.parallel = parallel.get(id(watched.parameter))
         return any(watched.parallel is not None for watched in alone)
@@ -229,7 +233,9 @@ class ModelParameters:
         Around a forward, FSDP2 substitutes whole parameters for its sharded ones. A substitute counts as a replacement only if
         an optimizer holds it.
         """
-        current = {} if self._model is None else dict(named_parameters(self._model))
+        if self._model is None:
+            return []
+        current = dict(named_parameters(self._model))
         pairs = ((watched, current.get(watched.name, watched.parameter)) for watched in self._parameters)
         return [
             (watched, new)
@@ -263,23 +269,17 @@ def _of_parameter(watched: WatchedParameter, type_name: str, kinds: Collection[s
     if not watched.counted:
         return []
     parameter = watched.parameter
-    note = "" if parameter.requires_grad else f"{FROZEN}: requires_grad is False"
     shape = () if is_lazy(parameter) else tuple(parameter.shape)
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return [
-        TensorInfo(
-            watched.name,
-            kind,
-            watched.owner,
-            type_name,
-            shape,
-            dtype,
-            "" if kind == WEIGHT else note,
-            *watched.held(kind),
-        )
-        for kind in PARAMETER_KINDS
-        if kind in kinds
-    ]
+    infos = []
+    for kind in PARAMETER_KINDS:
+        if kind in kinds:
+            note = ""
+            if kind != WEIGHT and not parameter.requires_grad:
+                note = f"{FROZEN}: requires_grad is False"
+            held = watched.held(kind)
+            infos.append(TensorInfo(watched.name, kind, watched.owner, type_name, shape, dtype, note, *held))
+    return infos
 
 
 def _patterns(given: str | Iterable[str] | None) -> tuple[str, ...] | None:

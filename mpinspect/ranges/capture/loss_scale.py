@@ -99,8 +99,10 @@ def from_scaler(scaler: Any) -> BackwardScale:
     if callable(getattr(scaler, "get_scale", None)):
         return from_callable(scaler.get_scale)
     loss_scale = getattr(scaler, "loss_scale", None)
+    if callable(loss_scale):
+        return from_callable(loss_scale)
     if loss_scale is not None:
-        return from_callable(loss_scale if callable(loss_scale) else lambda: loss_scale)
+        return from_callable(lambda: loss_scale)
     return BackwardScale(None, unknown=f"{type(scaler).__name__} has neither get_scale() nor loss_scale")
 
 
@@ -169,10 +171,12 @@ class ScaleOfBackward:
         # Torch returns -1 outside a backward.
         self.task = task if task != -1 else NO_BACKWARD
         scaled = self._of_scaled_loss()
-        self.by_scaler = scaled is not None and scaled.scale is not UNSCALED
-        self._was_scaled |= self.by_scaler
-        self.scaler = None if scaled is None else scaled.scaler()
-        self._scale = self._find(in_half) if scaled is None else scaled.scale
+        if scaled is None:
+            self._scale, self.scaler, self.by_scaler = self._find(in_half), None, False
+        else:
+            self._scale, self.scaler = scaled.scale, scaled.scaler()
+            self.by_scaler = scaled.scale is not UNSCALED
+            self._was_scaled |= self.by_scaler
         if self._scale.unknown:
             self._recording.scale_unknown(self._scale.unknown)
         return self._scale, True
@@ -237,16 +241,24 @@ class ScaleOfBackward:
         others = [scaler for scaler in self._scalers if not isinstance(scaler, torch.amp.GradScaler)]
         if others:
             return from_scaler(others[0])
-        return _ASIDE if self._was_scaled else self._without_scaling_seen(in_half)
-
-    def _without_scaling_seen(self, in_half: bool) -> BackwardScale:
-        if any(scaler.is_enabled() for scaler in self._scalers):
-            reason = (
-                "the scaler given has not scaled a loss through scaler.scale(); if you multiply by its scale yourself, "
-            )
-            return BackwardScale(None, unknown=reason + "pass loss_scale=scaler.get_scale")
-        if self._fp16_weights or in_half:
-            what = "the weights are FP16" if self._fp16_weights else "values passed through FP16"
-            reason = f"{what} and no scaler was seen; pass loss_scale= (mpinspect run: --loss-scale), 1 if the loss is not scaled"
+        if self._was_scaled:
+            return _ASIDE
+        reason = self._why_unknown(in_half)
+        if reason:
             return BackwardScale(None, unknown=reason)
         return UNSCALED
+
+    def _why_unknown(self, in_half: bool) -> str:
+        """Return why a backward that began at no scaled loss may be scaled nevertheless; "" if it is unscaled."""
+        if any(scaler.is_enabled() for scaler in self._scalers):
+            return (
+                "the scaler given has not scaled a loss through scaler.scale(); if you multiply by its scale yourself, pass "
+                "loss_scale=scaler.get_scale"
+            )
+        if self._fp16_weights:
+            what = "the weights are FP16"
+        elif in_half:
+            what = "values passed through FP16"
+        else:
+            return ""
+        return f"{what} and no scaler was seen; pass loss_scale= (mpinspect run: --loss-scale), 1 if the loss is not scaled"

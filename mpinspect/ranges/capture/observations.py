@@ -68,9 +68,9 @@ class Call:
     def inputs(self) -> list[torch.Tensor]:
         """Return the tensors in the module's arguments: one list for all observers, not to be changed."""
         if self._inputs is None:
-            self._inputs = (
-                tensor_list(self._args) + tensor_list(self._kwargs) if self._kwargs else tensor_list(self._args)
-            )
+            self._inputs = tensor_list(self._args)
+            if self._kwargs:
+                self._inputs += tensor_list(self._kwargs)
         return self._inputs
 
     def whole_numbers(self) -> list[torch.Tensor]:

@@ -33,6 +33,7 @@ class StepListener(Protocol):
 
 _listeners: list[StepListener] = []
 _handles: list[RemovableHandle] = []
+#: The hooks that are running: their optimizer's id and the method that they call.
 _under_way: set[tuple[int, str]] = set()
 #: torch's ``Optimizer.__init__`` and our wrapper of it.
 _wrapped: list[tuple[Any, Any]] = []
@@ -73,26 +74,23 @@ def _telling(original: Any) -> Any:
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # Return at once while torch.compile traces: steps inside a compiled function are not observed.
-    if torch.compiler.is_compiling() or _is_nested(optimizer):
-        return
-    _under_way.add((id(optimizer), "before"))
-    try:
-        for listener in tuple(_listeners):
-            listener.optimizer_steps(optimizer)
-    finally:
-        _under_way.discard((id(optimizer), "before"))
+    _notify(optimizer, "optimizer_steps")
 
 
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _notify(optimizer, "optimizer_stepped")
+
+
+def _notify(optimizer: torch.optim.Optimizer, method: str) -> None:
+    # Return at once while torch.compile traces: steps inside a compiled function are not observed.
     if torch.compiler.is_compiling() or _is_nested(optimizer):
         return
-    _under_way.add((id(optimizer), "after"))
+    _under_way.add((id(optimizer), method))
     try:
         for listener in tuple(_listeners):
-            listener.optimizer_stepped(optimizer)
+            getattr(listener, method)(optimizer)
     finally:
-        _under_way.discard((id(optimizer), "after"))
+        _under_way.discard((id(optimizer), method))
 
 
 def _is_nested(optimizer: torch.optim.Optimizer) -> bool:

@@ -192,9 +192,13 @@ class GradientDifference:
     @property
     def cosine(self) -> float | None:
         """Cosine of the angle between both gradients; None if either is zero or not finite."""
-        norms = math.sqrt(self._reference_square) * math.sqrt(self._half_square) if self._all_finite else 0.0
+        if not self._all_finite:
+            return None
+        norms = math.sqrt(self._reference_square) * math.sqrt(self._half_square)
+        if not norms:
+            return None
         # Rounding may push the quotient slightly beyond 1.
-        return max(-1.0, min(1.0, self._product / norms)) if norms else None
+        return max(-1.0, min(1.0, self._product / norms))
 
     @property
     def relative_error(self) -> float | None:
@@ -205,8 +209,9 @@ class GradientDifference:
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
-    dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-    return dense.reshape(-1)
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
+    return gradient.reshape(-1)
 
 
 def _holds_half(values: torch.Tensor) -> bool:

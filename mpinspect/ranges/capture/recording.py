@@ -238,14 +238,11 @@ class Recording:
             tensors: keys of the tensors, by the error that reading them raised.
         """
         for reason, keys in tensors.items():
-            names = [
-                f"the {key.kind.replace('_', ' ')} of {key.name!r}" if key.name else f"the model's own {key.kind}"
-                for key in keys
-            ]
-            more = f" and {len(names) - NAMED_LIMIT} more" if len(names) > NAMED_LIMIT else ""
+            names = ", ".join(map(_named, keys[:NAMED_LIMIT]))
+            if len(keys) > NAMED_LIMIT:
+                names += f" and {len(keys) - NAMED_LIMIT} more"
             self.note(
-                f"{', '.join(names[:NAMED_LIMIT])}{more} could not be {done} ({reason}); all other tensors are, and the "
-                "training is not affected"
+                f"{names} could not be {done} ({reason}); all other tensors are, and the training is not affected"
             )
         notes = {key: f"could not be counted: {reason}" for reason, keys in tensors.items() for key in keys}
         if notes and done == "counted":
@@ -254,8 +251,10 @@ class Recording:
     def need_no_gradient(self, gradients: Collection[TensorKey]) -> None:
         """Record the activation gradients that no backward needs, by the calls so far; replaces the earlier record."""
         if gradients != {info.key for info in self._watched if info.note == NEEDS_NO_GRADIENT}:
-            known = (replace(info, note="") if info.note == NEEDS_NO_GRADIENT else info for info in self._watched)
-            self.watch([replace(i, note=i.note or NEEDS_NO_GRADIENT) if i.key in gradients else i for i in known])
+            notes = {info.key: info.note for info in self._watched if info.note != NEEDS_NO_GRADIENT}
+            for key in gradients:
+                notes[key] = notes.get(key) or NEEDS_NO_GRADIENT
+            self.watch([replace(info, note=notes.get(info.key, "")) for info in self._watched])
 
     def scale(self, step: int, scale: float | None) -> None:
         """Record the loss scale of a step if it differs from the last one recorded."""
@@ -331,7 +330,7 @@ class Recording:
         if self._sinks:
             self._unwritten.append(window)
         if len(self._unwritten) > UNWRITTEN_LIMIT:
-            # The disk is slow, or there is no sink: merge the oldest two, since all become one window when written.
+            # The disk is slow: merge the oldest two, since all become one window when written.
             self._unwritten[:2] = [merge_windows(*self._unwritten[:2])]
 
     def step_done(self, steps: int, skipped_steps: int, backwards: int, sampled: bool) -> None:
@@ -352,8 +351,7 @@ class Recording:
         """Forward pending windows and the progress to the sinks; return immediately (``flush`` waits for the sinks)."""
         if self._before_write is not None:
             self._before_write()
-        windows = tuple(self._unwritten) if self._sinks else ()
-        self._unwritten.clear()
+        windows, self._unwritten = self._unwritten, []
         self._sinks.pass_on(lambda: coarsen(windows, WINDOWS_A_WRITE), self.progress)
         self._written_at = self._clock()
         self._stride = 0
@@ -415,3 +413,9 @@ class Recording:
     def _note_failures(self) -> None:
         for sentence in self._sinks.failures():
             self.note(sentence)
+
+
+def _named(key: TensorKey) -> str:
+    if not key.name:
+        return f"the model's own {key.kind}"
+    return f"the {key.kind.replace('_', ' ')} of {key.name!r}"

@@ -23,7 +23,7 @@ from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.ranges.capture.observations import ParameterGradient
 from mpinspect.ranges.capture.window_rows import WindowRows, never_in_float16
 from mpinspect.ranges.kinds import GRADIENT_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import LostUpdates, TensorKey, Window
+from mpinspect.ranges.session import NO_LOST_UPDATES, LostUpdates, TensorKey, Window
 from mpinspect.runtime.device import on_stream
 from mpinspect.runtime.guard import Unread
 
@@ -240,7 +240,9 @@ class Tally:
     def _without_lost(self, samples: list[Sample]) -> list[Sample]:
         """Return the samples except those of tensors that were changed while they were held; note these tensors as unread."""
         lost = {row for rows in self._device_rows.values() for row in rows.lost}
-        for sample in samples if lost else ():
+        if not lost:
+            return samples
+        for sample in samples:
             if id(sample.row) in lost:
                 self.unread.failed(sample.key, RuntimeError("changed in place after it arrived, before it was counted"))
         return [sample for sample in samples if id(sample.row) not in lost]
@@ -304,8 +306,7 @@ class Tally:
             return samples
         return [
             sample._replace(passed_through="float32")
-            if (sample.dtype, sample.passed_through) == ("float32", "float16")
-            and _of_module(sample.key) in self._in_float32
+            if sample.may_be_upcast and _of_module(sample.key) in self._in_float32
             else sample
             for sample in samples
         ]
@@ -320,7 +321,9 @@ class Tally:
 
 def _of_module(key: TensorKey) -> TensorKey:
     """Return the key; a weight gradient's key gets its module's path as its name."""
-    return TensorKey(key.name.rpartition(".")[0], key.kind) if key.kind == WEIGHT_GRADIENT else key
+    if key.kind == WEIGHT_GRADIENT:
+        return TensorKey(key.name.rpartition(".")[0], key.kind)
+    return key
 
 
 def _copies(step: _Step) -> Iterable[HostCopy]:
@@ -358,6 +361,5 @@ def _arrived_lost(step: _Step) -> dict[tuple[TensorKey, str], LostUpdates]:
     for indices, copy in step.lost_counts:
         for index, (lost, nonzero) in zip(indices, copy.values().tolist(), strict=True):
             key, name, measured = step.lost[index]
-            updates = LostUpdates(lost, nonzero, measured)
-            found[key, name] = found[key, name] + updates if (key, name) in found else updates
+            found[key, name] = found.get((key, name), NO_LOST_UPDATES) + LostUpdates(lost, nonzero, measured)
     return found

@@ -10,8 +10,9 @@ operations on the outputs raise an error.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,6 @@ from mpinspect.runtime.hooks import ModelHook, compiler_is_off, in_compiled_call
 
 if TYPE_CHECKING:
     from mpinspect.ranges.capture.dispatcher import Dispatcher
-import functools
-from collections.abc import Iterable
 
 
 class ForwardHook(ModelHook):

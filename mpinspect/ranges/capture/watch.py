@@ -392,7 +392,8 @@ class Watch(Observer):
             except Exception as error:
                 self._kernels_failed(error)
             else:
-                log.magnitudes += [] if sent is None else [sent]
+                if sent is not None:
+                    log.magnitudes.append(sent)
         if log.readings or log.found_inf:
             self._steps += 1
             self._judge.send(log)

@@ -15,7 +15,7 @@ from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import extremes, from_stacked, read_largest, stacked
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.kinds import WEIGHT
-from mpinspect.ranges.session import END, Event, TensorKey
+from mpinspect.ranges.session import END, Event, TensorKey, is_below
 from mpinspect.runtime.distributed import local_part, world_size
 from mpinspect.runtime.guard import Unread
 
@@ -57,8 +57,10 @@ class WeightChanges:
         first, self._first = self._first, []
         if any(_state(weight) != was for weight, was in first):
             return True
-        # On other devices than a CPU ``weight.data -= ...`` can't be detected without synchronising.
-        return False if all(values is not None for _, (_, values) in first) else None
+        if any(values is None for _, (_, values) in first):
+            # On other devices than a CPU ``weight.data -= ...`` can't be detected without synchronising.
+            return None
+        return False
 
     def backward_ended(self) -> None:
         """Choose the first weight that holds a gradient as the one whose state shows updates.
@@ -98,8 +100,9 @@ def _state(parameter: torch.Tensor) -> _State:
     except Exception:
         # A Tensor subclass whose values can't be accessed.
         return parameter._version, None
-    has_values = local.device.type == "cpu" and local.layout is torch.strided
-    return parameter._version, local.reshape(-1)[:4].tolist() if has_values else None
+    if local.device.type != "cpu" or local.layout is not torch.strided:
+        return parameter._version, None
+    return parameter._version, local.reshape(-1)[:4].tolist()
 
 
 class BrokenWeights:
@@ -141,11 +144,10 @@ class BrokenWeights:
             unmoved: whether no optimizer has updated the weights since that forward.
         """
         self._events += 1
-        inside = f"{event.module}." if event.module else ""
         largest = self._before_step
         if largest is None and unmoved:
             largest = self._magnitudes()
-        own = {name: value for name, value in (largest or {}).items() if name.startswith(inside)}
+        own = {name: value for name, value in (largest or {}).items() if is_below(name, event.module)}
         broken = next((name for name, value in own.items() if not math.isfinite(value)), None)
         if broken is not None:
             reason = (
@@ -158,7 +160,7 @@ class BrokenWeights:
         if own.get(name, 0.0) < _HUGE:
             return event
         reason = f"{name!r} itself reaches {own[name]:.2g}: the previous optimizer step, or other code that set it, made it so"
-        return replace(event, explanation=f"{event.explanation}; {reason}" if event.explanation else reason)
+        return replace(event, explanation="; ".join(filter(None, [event.explanation, reason])))
 
     def hold_no_gradient(self, broke: Callable[[], bool]) -> bool:
         """Return whether no weight holds a gradient now; on a CPU also whether all hold zeros, if ``broke`` returns True.
@@ -198,10 +200,9 @@ class BrokenWeights:
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[tuple[torch.Tensor, ...]]]] = {}
         for watched in self._parameters:
             with self.unread.left_out(TensorKey(watched.name, WEIGHT)):
-                values = _values(watched.parameter)
-                found = None if values is None or values.is_cpu else extremes(values)
+                found = _extremes_on_device(watched.parameter)
                 if found is None:
-                    magnitudes[watched.name] = 0.0 if values is None else read_largest(values)
+                    magnitudes[watched.name] = _magnitude(watched.parameter)
                 else:
                     names, pairs = groups.setdefault((found[0].device, found[0].dtype), ([], []))
                     names.append(watched.name)
@@ -221,7 +222,17 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 def _magnitude(parameter: torch.Tensor) -> float:
     """Return a parameter's largest magnitude, or NaN; 0 if it has no floating-point values to read."""
     values = _values(parameter)
-    return 0.0 if values is None else read_largest(values)
+    if values is None:
+        return 0.0
+    return read_largest(values)
+
+
+def _extremes_on_device(parameter: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    """Return a parameter's ``extremes``; None on a CPU, and if there are no values that torch can reduce."""
+    values = _values(parameter)
+    if values is None or values.is_cpu:
+        return None
+    return extremes(values)
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -229,4 +240,6 @@ def _values(parameter: torch.Tensor) -> torch.Tensor | None:
     if is_lazy(parameter) or parameter.is_meta:
         return None
     weight = detached_values(local_part(parameter))
-    return weight if weight.numel() and (weight.is_floating_point() or weight.is_complex()) else None
+    if not weight.numel() or not (weight.is_floating_point() or weight.is_complex()):
+        return None
+    return weight

@@ -23,7 +23,7 @@ from mpinspect.ranges.capture.arrangement import (
     SampleSet,
     rounds,
 )
-from mpinspect.ranges.session import LostUpdates, TensorKey
+from mpinspect.ranges.session import NO_LOST_UPDATES, LostUpdates, TensorKey
 from mpinspect.ranges.store.columns import PER_BIN, PER_PEAK, SIGNIFICANDS, Column, Lost, TensorColumns, narrowed
 from mpinspect.ranges.store.merging import merge_columns
 
@@ -192,7 +192,7 @@ class WindowRows:
         if unseen:
             self._join(Roster(unseen, (NOTHING_SAMPLED,) * len(unseen), {}))
         for at, found in lost.items():
-            self._lost[at] = self._lost[at] + found if at in self._lost else found
+            self._lost[at] = self._lost.get(at, NO_LOST_UPDATES) + found
 
     def columns(self) -> TensorColumns:
         """Return the window's tensors as columns, in the order of first appearance.

@@ -177,10 +177,10 @@ class ArrayCapture:
             self._announce(taken.key, taken.shape, taken.dtype)
 
     def _announce(self, key: TensorKey, shape: tuple[int, ...] = (), dtype: str = "", note: str = "") -> None:
-        varies = key.kind in (ACTIVATION, ACTIVATION_GRADIENT)
-        self._infos[key] = TensorInfo(
-            key.name, key.kind, owner(key), "", () if varies else shape, "" if varies else dtype, note
-        )
+        if key.kind in (ACTIVATION, ACTIVATION_GRADIENT):
+            # These vary.
+            shape, dtype = (), ""
+        self._infos[key] = TensorInfo(key.name, key.kind, owner(key), "", shape, dtype, note)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -249,20 +249,23 @@ class ArrayCapture:
     def session(self) -> Session:
         """Return everything recorded so far, including the open step, which stays open."""
         session = self._recording.session()
-        windows = [*session.windows, *([_window(self._ended)] if self._ended else [])]
-        events, progress = list(session.events), session.progress
-        if self._step is not None:
-            event = self._watch.judge(self._step.number, None)
-            windows += [_window([self._step])] if self._step.parts else []
-            events += [event] if event is not None else []
-            progress = replace(
-                progress,
-                steps=self._numbers.span,
-                sampled_steps=progress.sampled_steps + bool(self._step.parts),
-                backwards=self._backwards + self._step.has_gradients,
-            )
-        watched = tuple(self._infos.values())
-        return replace(session, watched=watched, windows=tuple(windows), events=tuple(events), progress=progress)
+        session = replace(session, watched=tuple(self._infos.values()))
+        if self._ended:
+            session = replace(session, windows=(*session.windows, _window(self._ended)))
+        step = self._step
+        if step is None:
+            return session
+        if step.parts:
+            session = replace(session, windows=(*session.windows, _window([step])))
+        if event := self._watch.judge(step.number, None):
+            session = replace(session, events=(*session.events, event))
+        progress = replace(
+            session.progress,
+            steps=self._numbers.span,
+            sampled_steps=session.progress.sampled_steps + bool(step.parts),
+            backwards=self._backwards + step.has_gradients,
+        )
+        return replace(session, progress=progress)
 
     # -- faults -------------------------------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ def _whole(given: Any) -> int:
         return operator.index(given)
     except TypeError:
         # An array or variable that holds an integer, or a float with an integer value.
-        value = given.item() if hasattr(given, "item") else given
+        value = _item(given)
     if isinstance(value, int):
         return value
     fraction = _number(given)
@@ -113,10 +113,14 @@ def _whole(given: Any) -> int:
 def _number(given: Any) -> float:
     """Convert a number, or an array or variable that holds one, to float; waits for the device that holds it."""
     try:
-        # Prefer item(): float() warns for an array with dimensions and for a torch tensor that requires a gradient.
-        return float(given.item() if hasattr(given, "item") else given)
+        # float() itself warns for an array with dimensions and for a torch tensor that requires a gradient.
+        return float(_item(given))
     except (TypeError, ValueError):
         return float(on_host(given).values.reshape(()))
+
+
+def _item(given: Any) -> Any:
+    return given.item() if hasattr(given, "item") else given
 
 
 def leaves(name: str, thing: Any) -> Iterator[tuple[str, Any]]:

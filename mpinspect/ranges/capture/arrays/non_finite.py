@@ -6,8 +6,9 @@ kind of an array assigns it to the forward or the backward.
 
 from __future__ import annotations
 
+from mpinspect.ranges.capture import culprit
 from mpinspect.ranges.capture.arrays.samples import ArraySample
-from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, Culprit, History, Seen, event_of, first_broken
+from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, Culprit, History, Seen
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT
 from mpinspect.ranges.session import Event, TensorKey
 
@@ -36,18 +37,17 @@ class NonFiniteWatch:
 
     def judge(self, step: int, skipped: bool | None) -> Event | None:
         """Return the event of the open step, or None; changes no state."""
-        first = first_broken([look for look in self._seen if not self._history.excuses(look)])
+        first = culprit.first_broken([look for look in self._seen if not self._history.excuses(look)])
         if first is None:
             return None
-        outputs = [look.finite for look in self._seen if look.what == ACTIVATION]
-        return event_of(
+        return culprit.event_of(
             Culprit(first.phase, first.module, first, _WHY),
             self._seen,
             self._history,
             step=step,
             scale=self._scale_of(first),
             skipped=skipped,
-            forward_finite=all(outputs) if outputs else None,
+            forward_finite=culprit.are_finite(look for look in self._seen if look.what == ACTIVATION),
         )
 
     def end_step(self, step: int, skipped: bool | None) -> Event | None:

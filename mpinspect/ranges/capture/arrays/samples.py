@@ -66,10 +66,12 @@ def sample(key: TensorKey, array: Any, given: Given) -> ArraySample:
     Raises:
         TypeError: the value is not an array, or its dtype has no exponents.
     """
-    power_of_two = given.scale is None or is_power_of_two(given.scale)
-    row, shape, dtype = _counted(array, None if power_of_two else given.scale)
+    shift, divisor = 0, given.scale
+    if given.scale is not None and is_power_of_two(given.scale):
+        # Unscaling only shifts the exponents.
+        shift, divisor = floor_log2(given.scale), None
+    row, shape, dtype = _counted(array, divisor)
     counts = layout.decode(row)
-    shift = floor_log2(given.scale) if power_of_two and given.scale else 0
     narrow = narrowest((given.passed_through, _FORMAT_OF.get(dtype, "float32")))
     histogram = counts.shifted(-shift)
     peak = _peak(key, histogram, narrow, given.scale)
@@ -79,11 +81,10 @@ def sample(key: TensorKey, array: Any, given: Given) -> ArraySample:
         peaks={} if peak is None else {peak: 1},
         dtypes=(dtype,),
         passed_through=narrow,
-        floor_exponent=None if narrow == "float32" else floor_exponent(narrow, given.scale),
+        floor_exponent=floor_exponent(narrow, given.scale),
         numel_max=counts.total,
     )
-    largest = _largest(counts, 1.0 if power_of_two else given.scale or 1.0)
-    return ArraySample(key, window, peak, largest, given.scale, shape, dtype)
+    return ArraySample(key, window, peak, _largest(counts, divisor or 1.0), given.scale, shape, dtype)
 
 
 def _counted(array: Any, divisor: float | None) -> tuple[IntArray, tuple[int, ...], str]:
@@ -116,4 +117,6 @@ def _peak(key: TensorKey, histogram: ExponentHistogram, narrow: str, scale: floa
 def _largest(counts: ExponentHistogram, divisor: float) -> float:
     if counts.nans:
         return math.nan
-    return math.inf if counts.infs else counts.max_abs * divisor
+    if counts.infs:
+        return math.inf
+    return counts.max_abs * divisor
