@@ -148,18 +148,14 @@ class Inspector:
         recipes: str | Iterable[str] = (),
         curves: int | None = MOST_CURVES,
     ) -> None:
+        _check(model, watch=watch, eager_samples=eager_samples)
+        check_curves(curves)
         has_limit = max_overhead is None
         if max_overhead is not None:
             share = check_max_overhead(max_overhead)
             max_overhead = None if math.isinf(share) else share
         if every is not None and not isinstance(every, Schedule):
             every = Schedule(every)
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"Inspector needs a torch.nn.Module, not {type(model).__name__}")
-        for name, switch in (("watch", watch), ("eager_samples", eager_samples)):
-            if not isinstance(switch, bool):
-                raise TypeError(f"{name}={switch!r}: give True or False")
-        check_curves(curves)
         self._scale_by_hand, self._eager_samples = _scale_by_hand(loss_scale), eager_samples
         selection = model_layers.Selection(include, exclude)
         found = model_layers.find_layers(model, selection)
@@ -364,6 +360,14 @@ class Inspector:
 
     def _announce(self, event: Event) -> None:
         """React to an event as soon as it is recorded; subclasses override this."""
+
+
+def _check(model: object, **switches: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"Inspector needs a torch.nn.Module, not {type(model).__name__}")
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise TypeError(f"{name}={switch!r}: give True or False")
 
 
 def _scale_by_hand(loss_scale: Any) -> float | Callable[[], Any] | None:
