@@ -150,10 +150,7 @@ class Inspector:
     ) -> None:
         _check(model, watch=watch, eager_samples=eager_samples)
         check_curves(curves)
-        has_limit = max_overhead is None
-        if max_overhead is not None:
-            share = check_max_overhead(max_overhead)
-            max_overhead = None if math.isinf(share) else share
+        has_limit, max_overhead = max_overhead is None, _finite_share(max_overhead)
         if every is not None and not isinstance(every, Schedule):
             every = Schedule(every)
         self._scale_by_hand, self._eager_samples = _scale_by_hand(loss_scale), eager_samples
@@ -368,6 +365,11 @@ def _check(model: object, **switches: object) -> None:
     for name, switch in switches.items():
         if not isinstance(switch, bool):
             raise TypeError(f"{name}={switch!r}: give True or False")
+
+
+def _finite_share(max_overhead: float | None) -> float | None:
+    share = math.inf if max_overhead is None else check_max_overhead(max_overhead)
+    return None if math.isinf(share) else share
 
 
 def _scale_by_hand(loss_scale: Any) -> float | Callable[[], Any] | None:
