@@ -6,7 +6,9 @@ columns that no block divides leave smaller blocks at the end, as if padded with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -26,6 +28,7 @@ from mpinspect.numeric.recipes import (
     WHOLE,
     Quantization,
 )
+from mpinspect.runtime.distributed import local_part, place_of
 
 #: The exponents of a scale of eight bits without mantissa (E8M0).
 _LEAST_SCALE, _GREATEST_SCALE = -127, 127
@@ -44,9 +47,13 @@ def count_blocks(tensor: torch.Tensor, block: tuple[int, int] = (1, 32)) -> Bloc
             along the last dimension: pass the transposed matrix for the product that sums over its rows.
         block: rows and columns of a block, each 1 or more, or 0 for all.
 
+    Of a DTensor this process's shard is counted, without communication: the ranks' counts add up. Blocks that a shard cuts are
+    said in ``cut_blocks``.
+
     Raises:
         TypeError: the tensor is not of a floating-point dtype.
-        ValueError: a negative size of a block, or a tensor on the meta device.
+        ValueError: a negative size of a block, a tensor on the meta device, or shards along an inner dimension whose rows a
+            block shares.
     """
     return blocks_and_exponents(tensor, block)[0]
 
@@ -58,14 +65,22 @@ def blocks_and_exponents(
 
     Args, Raises: as ``count_blocks``.
     """
-    values = _matrix(tensor)
-    regions = list(_regions(values, _size(values, block)))
+    shard = place_of(tensor)
+    values = _matrix(tensor if shard is None else local_part(tensor))
+    offset, whole = ((0, 0), values.shape) if shard is None else _rows_and_columns(*shard, block)
+    regions = list(_regions(values, _size(whole, block), offset, whole))
     loops = on_cpu.loops()
-    if loops is not None and all(loops.blocks.takes(*each) for each in regions):
+    count: Callable[..., BlockCounts] = _count
+    if loops is not None and all(loops.blocks.takes(region, size) for region, size, _ in regions):
         row = empty_row(BINARY32, values.device) if exponents else None
-        return sum((loops.blocks.count(*each, block, row) for each in regions), BlockCounts(block)), row
-    counts = sum((_count(*each, block) for each in regions), BlockCounts(block))
-    return counts, fastest.count(tensor) if exponents else None
+        count = partial(loops.blocks.count, row=row)
+    else:
+        row = fastest.count(values) if exponents else None
+    found = BlockCounts(block)
+    for region, size, is_cut in regions:
+        counts = count(region, size, block)
+        found += counts.as_cut() if is_cut else counts
+    return found, row
 
 
 def _count(region: torch.Tensor, size: tuple[int, int], block: tuple[int, int]) -> BlockCounts:
@@ -172,8 +187,11 @@ def _with_scales(
     values: torch.Tensor, quantization: Quantization, *others: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield blocks of one size at a time, their scales, and the same blocks of other matrices."""
-    size = _size(values, quantization.block)
-    regions = [[_in_blocks(*each) for each in _regions(matrix, size)] for matrix in (values, *others)]
+    shape, size = values.shape, _size(values.shape, quantization.block)
+    regions = [
+        [_in_blocks(region, each) for region, each, _ in _regions(matrix, size, (0, 0), shape)]
+        for matrix in (values, *others)
+    ]
     peaks = [_peaks(blocks) for blocks in regions[0]]
     finite = [torch.where(peak.isfinite(), peak, 0.0).amax() for peak in peaks]
     for peak, blocks, *same in zip(peaks, *regions, strict=True):
@@ -276,26 +294,50 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return values.reshape(values.numel() // max(columns, 1), columns)
 
 
-def _size(values: torch.Tensor, block: tuple[int, int]) -> tuple[int, int]:
+def _size(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
     if min(block) < 0:
         raise ValueError(f"a block of {block} has a negative size: give rows and columns, or 0 for all")
-    rows, columns = (each if each != WHOLE else max(whole, 1) for each, whole in zip(block, values.shape, strict=True))
+    rows, columns = (each if each != WHOLE else max(whole, 1) for each, whole in zip(block, shape, strict=True))
     return rows, columns
 
 
-def _regions(values: torch.Tensor, size: tuple[int, int]) -> Iterator[tuple[torch.Tensor, tuple[int, int]]]:
-    """Yield the parts of a matrix that are made of whole blocks of one size: all but the ends, and up to three ends."""
-    for band, rows in _divided_along(0, values, size[0]):
-        for region, columns in _divided_along(1, band, size[1]):
-            yield region, (rows, columns)
+def _rows_and_columns(
+    offset: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return a shard's first row and column in the matrix of the whole tensor, and that matrix's shape."""
+    if any(offset[1:-1]) and block[0] != 1:
+        raise ValueError("the tensor is sharded along an inner dimension: only blocks of one row can be counted")
+    rows = math.prod(shape[:-1])
+    return (offset[0] * rows // shape[0] if len(shape) > 1 else 0, offset[-1]), (rows, shape[-1])
 
 
-def _divided_along(dim: int, values: torch.Tensor, size: int) -> Iterator[tuple[torch.Tensor, int]]:
-    rest = values.shape[dim] % size
-    whole = values.shape[dim] - rest
-    for start, length, each in ((0, whole, size), (whole, rest, rest)):
-        if length and values.numel():
-            yield values.narrow(dim, start, length), each
+def _regions(
+    values: torch.Tensor, size: tuple[int, int], offset: tuple[int, int], whole: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, tuple[int, int], bool]]:
+    """Yield the parts of a matrix that are made of blocks of one size, that size, and whether other ranks have their rest.
+
+    Args:
+        offset, whole: where the matrix begins in a sharded matrix, and that one's shape.
+    """
+    for band, rows, cut_above in _divided_along(0, values, size[0], offset[0], whole[0]):
+        for region, columns, cut_aside in _divided_along(1, band, size[1], offset[1], whole[1]):
+            yield region, (rows, columns), cut_above or cut_aside
+
+
+def _divided_along(
+    dim: int, values: torch.Tensor, size: int, offset: int, whole: int
+) -> Iterator[tuple[torch.Tensor, int, bool]]:
+    length = values.shape[dim]
+    head = min(-offset % size, length)
+    tail = (length - head) % size
+    middle = length - head - tail
+    for start, long, each, is_cut in (
+        (0, head, head, True),
+        (head, middle, size, False),
+        (length - tail, tail, tail, offset + length < whole),
+    ):
+        if long and values.numel():
+            yield values.narrow(dim, start, long), each, is_cut
 
 
 def _in_blocks(region: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

@@ -240,51 +240,55 @@ def _sort(
     return types.UniTuple(types.int64, 2)(*[types.int64] * 7), generate
 
 
-def _add_vectors(context: Any, magnitudes: Any, limits: Any, numbers: Any, turns: Any, lower: Any, over: Any) -> Any:
-    """Add listed vectors to the lower planes, sixteen a turn; return non-zero if a value has a distance of 32 or more.
+def _adder(cuts: tuple[int, ...]) -> Any:
+    def add(context: Any, magnitudes: Any, limits: Any, numbers: Any, turns: Any, lower: Any, over: Any) -> Any:
+        """Add listed vectors to the lower planes, sixteen a turn; return non-zero if a value has a distance of 32 or more.
 
-    Args:
-        numbers: address of the vectors' numbers.
-        lower: address of the planes' first sixteen columns to fill; each turn fills the next sixteen.
-        over: address of int64s, to which the numbers of values beyond each cut are added.
-    """
+        Args:
+            numbers: address of the vectors' numbers.
+            lower: address of the planes' first sixteen columns to fill; each turn fills the next sixteen.
+            over: address of int64s, to which the numbers of values beyond each cut are added.
+        """
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        magnitudes, limits, numbers, turns, lower, over = arguments
-        code = Code(builder)
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            magnitudes, limits, numbers, turns, lower, over = arguments
+            code = Code(builder)
 
-        def body(turn: Any, state: list[Any]) -> list[Any]:
-            offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
-            listed, here = builder.add(numbers, offset), builder.add(lower, offset)
-            far, *beyond = state
-            sums = planes.Sums(code)
-            for k in range(LANES):
-                number = builder.zext(code.load(listed, 4 * k, I32), I64)
-                magnitude = code.load(builder.add(magnitudes, builder.mul(number, constant(I64, VECTOR_BYTES))), 0)
-                limit = code.load(builder.add(limits, builder.mul(number, constant(I64, 4))), 0, I32)
-                below = builder.sub(_splat(builder, limit), magnitude)
-                distance = builder.lshr(below, constant(Words, _FIELD))
-                inside = builder.icmp_unsigned("<", distance, constant(Words, planes.WINDOW))
-                bit = builder.shl(constant(Words, 1), distance)
-                sums.add(builder.select(inside, bit, constant(Words, 0)), 0)
-                far = builder.or_(far, builder.select(inside, constant(Words, 0), magnitude))
-                for c, cut in enumerate(_CUTS):
-                    is_over = builder.icmp_unsigned("<", below, constant(Words, _MANTISSA - cut))
-                    beyond[c] = builder.add(beyond[c], builder.zext(is_over, Words))
-            for plane in range(planes.LOWER):
-                sums.add(code.load(here, plane * planes.ROW_BYTES), plane)
-                code.store(sums.total(plane), here, plane * planes.ROW_BYTES)
-            code.store(sums.carries(), here, planes.LOWER * planes.ROW_BYTES)
-            return [far, *beyond]
+            def body(turn: Any, state: list[Any]) -> list[Any]:
+                offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
+                listed, here = builder.add(numbers, offset), builder.add(lower, offset)
+                far, *beyond = state
+                sums = planes.Sums(code)
+                for k in range(LANES):
+                    number = builder.zext(code.load(listed, 4 * k, I32), I64)
+                    magnitude = code.load(builder.add(magnitudes, builder.mul(number, constant(I64, VECTOR_BYTES))), 0)
+                    limit = code.load(builder.add(limits, builder.mul(number, constant(I64, 4))), 0, I32)
+                    below = builder.sub(_splat(builder, limit), magnitude)
+                    distance = builder.lshr(below, constant(Words, _FIELD))
+                    inside = builder.icmp_unsigned("<", distance, constant(Words, planes.WINDOW))
+                    bit = builder.shl(constant(Words, 1), distance)
+                    sums.add(builder.select(inside, bit, constant(Words, 0)), 0)
+                    far = builder.or_(far, builder.select(inside, constant(Words, 0), magnitude))
+                    for c, cut in enumerate(cuts):
+                        is_over = builder.icmp_unsigned("<", below, constant(Words, _MANTISSA - cut))
+                        more = builder.add(beyond[c], constant(Words, 1))
+                        beyond[c] = builder.select(is_over, more, beyond[c])
+                for plane in range(planes.LOWER):
+                    sums.add(code.load(here, plane * planes.ROW_BYTES), plane)
+                    code.store(sums.total(plane), here, plane * planes.ROW_BYTES)
+                code.store(sums.carries(), here, planes.LOWER * planes.ROW_BYTES)
+                return [far, *beyond]
 
-        far, *beyond = code.loop(turns, [constant(Words, 0)] * (1 + len(_CUTS)), body)
-        for c, vector in enumerate(beyond):
-            number = builder.zext(code.operation("vector.reduce.add", vector, result=I32), I64)
-            place = code.place(over, 8 * c, I64)
-            builder.store(builder.add(builder.load(place), number), place)
-        return builder.zext(code.operation("vector.reduce.or", far, result=I32), I64)
+            far, *beyond = code.loop(turns, [constant(Words, 0)] * (1 + len(cuts)), body)
+            for c, vector in enumerate(beyond):
+                number = builder.zext(code.operation("vector.reduce.add", vector, result=I32), I64)
+                place = code.place(over, 8 * c, I64)
+                builder.store(builder.add(builder.load(place), number), place)
+            return builder.zext(code.operation("vector.reduce.or", far, result=I32), I64)
 
-    return types.int64(*[types.int64] * 6), generate
+        return types.int64(*[types.int64] * 6), generate
+
+    return intrinsic(add)
 
 
 def _transpose(context: Any, source: Any, row_bytes: Any, groups: Any, target: Any, target_bytes: Any) -> Any:
@@ -318,7 +322,8 @@ def _transpose(context: Any, source: Any, row_bytes: Any, groups: Any, target: A
 
 measure: Any = intrinsic(_measure)
 sort: Any = intrinsic(_sort)
-add_vectors: Any = intrinsic(_add_vectors)
+#: The second counts no values beyond the cuts: for blocks that have none.
+add_vectors, add_low_vectors = _adder(_CUTS), _adder(())
 transpose: Any = intrinsic(_transpose)
 
 
@@ -368,6 +373,16 @@ def _add_far(tile: Any, numbers: Any, counts: Any, powers: Any) -> None:
 
 
 @compiled
+def _add(tile: Any, k: Any, numbers: Any, turns: Any, over: Any, is_low: Any) -> Any:
+    """Add vectors to the lower planes k; return non-zero if a value has a distance of 32 or more."""
+    magnitudes, limits, listed = _place(tile.magnitudes), _place(tile.limits), _place(numbers)
+    lower = _place(tile.lower[k]) + VECTOR_BYTES * tile.state[k, 0]
+    if is_low:
+        return add_low_vectors(magnitudes, limits, listed, turns, lower, _place(over))
+    return add_vectors(magnitudes, limits, listed, turns, lower, _place(over))
+
+
+@compiled
 def _add_classes(tile: Any, kind: Any, counts: Any, over: Any) -> None:
     """Add the magnitudes of each class to its planes of a kind (0 values, 1 powers of two)."""
     for c in range(_CLASSES):
@@ -376,17 +391,9 @@ def _add_classes(tile: Any, kind: Any, counts: Any, over: Any) -> None:
         numbers[length : length + LANES] = np.int32(len(tile.limits) - 1)
         start, turns = np.int64(0), -(-length // LANES)
         while start < turns:
-            first = tile.state[k, 0]
-            now = min(turns - start, _TURNS - first)
+            now = min(turns - start, _TURNS - tile.state[k, 0])
             part = numbers[LANES * start : LANES * (start + now)]
-            if add_vectors(
-                _place(tile.magnitudes),
-                _place(tile.limits),
-                _place(part),
-                now,
-                _place(tile.lower[k]) + VECTOR_BYTES * first,
-                _place(over),
-            ):
+            if _add(tile, k, part, now, over, c == 0):
                 _add_far(tile, part, counts[kind, c], counts[1, c])
             tile.state[k, 0] += now
             if tile.state[k, 0] == _TURNS:
@@ -588,15 +595,15 @@ def _add_blocks(given: Any, first: Any, last: Any, tile: Any, counting: Any, fou
 def _work(address: Any) -> None:
     given = shares.carray(pointer(shares.job_at(address)[shares.VALUES], np.int64(0)), (_FIELDS,))
     own, found = shares.own_part(address), shares.result_of(address)
-    counting, owner = kernels.counting32(found[_ROW:]), _new_tile(given[_PADDED])
-    tile = _without_owners(owner)
+    owners = kernels.counting32(found[_ROW:]), _new_tile(given[_PADDED])
+    counting, tile = kernels.without_owners(owners[0]), _without_owners(owners[1])
     start, length, turn = shares.next_values(address, own, 0)
     while length:
         first, last = start // given[_UNIT], (start + length) // given[_UNIT]
         _add_blocks(given, first, last, tile, counting, found)
         start, length, turn = shares.next_values(address, own, turn)
-    _finish(owner, _counts_of(found))
-    kernels.finish32(counting)
+    kernels.finish32(owners[0])
+    _finish(owners[1], _counts_of(found))
 
 
 @compiled_for("void(int64, int64, int64, int64, int64, int64, UniTuple(int64, 2))")

@@ -15,7 +15,9 @@ from typing import Any
 import numba
 import numba.core.event
 
-#: The files of this folder that contribute to loops; ``layout`` and ``numeric.blocks`` contribute, too, by their constants.
+from mpinspect.numeric.blocks import CUTS, DISTANCES, LOWEST_EXPONENT
+
+#: The files of this folder that contribute to loops; ``layout`` contributes too, by its constants.
 _MADE_OF = ("blocks", "compiling", "kernels", "lost", "memory", "planes", "shares", "vectors")
 #: Suffixes of numba's index and data files.
 _SUFFIXES = (".nbi", ".nbc")
@@ -23,9 +25,9 @@ _SUFFIXES = (".nbi", ".nbc")
 
 def _digest() -> str:
     folder = Path(__file__).parent
-    constants = [folder.parent / "layout.py", folder.parents[1] / "numeric" / "blocks.py"]
-    sources = [*constants, *(folder / f"{name}.py" for name in _MADE_OF)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    sources = [folder.parent / "layout.py", *(folder / f"{name}.py" for name in _MADE_OF)]
+    constants = repr((CUTS, DISTANCES, LOWEST_EXPONENT)).encode()
+    return hashlib.sha256(b"".join([constants, *(path.read_bytes() for path in sources)])).hexdigest()[:12]
 
 
 _DIGEST = _digest()

@@ -438,6 +438,31 @@ def counting32(row: Any) -> Any:
 
 
 @compiled
+def without_owners(counting: Any) -> Any:
+    """Return the state of ``counting32`` as views that count no references; the caller keeps that state."""
+    scratch, window = counting.scratch, counting.window
+    return _Counting(
+        without_owner(counting.row),
+        without_owner(counting.ends),
+        _Scratch(
+            without_owner(scratch.fields),
+            without_owner(scratch.groups),
+            without_owner(scratch.integers),
+            without_owner(scratch.of_integers),
+        ),
+        _Window(
+            without_owner(window.planes),
+            without_owner(window.lower),
+            without_owner(window.masks),
+            without_owner(window.totals),
+            without_owner(window.padded),
+            without_owner(window.state),
+        ),
+        without_owner(counting.wide),
+    )
+
+
+@compiled
 def counting64(row: Any) -> Any:
     """Return the state for counting float64 values into a WIDE row."""
     ends = np.zeros(2, np.uint64)

@@ -26,14 +26,14 @@ types: Any = numba.types
 WINDOW = 32
 #: Values in a block, and columns; a column has sixteen values of a block, sixteen apart.
 BLOCK, COLUMNS = 4096, 256
-#: Most blocks that the planes hold: a column's sums then have ten bits, and the sum over all columns eighteen.
-MOST_BLOCKS = 63
+#: Most blocks that the planes hold: a column's sums then have twelve bits, and the sum over all columns twenty.
+MOST_BLOCKS = 255
 #: Planes that are copied; a row of carries follows them.
 LOWER = 4
-#: Rows of the other planes: one for each bit, then from row 18 on the carries that wait for another of the same weight.
-ROWS = 18 + 6
+#: Rows of the other planes: one for each bit, then from row 20 on the carries that wait for another of the same weight.
+ROWS = 20 + 8
 
-_WAITING = 18
+_WAITING = 20
 # Number of columns that are left when the counters are read.
 _LAST_COLUMNS = 2
 
@@ -155,7 +155,10 @@ def add_carries(planes: Any, carries: Any, blocks: Any) -> None:
             rows + (LOWER + level) * ROW_BYTES, rows + (_WAITING + level) * ROW_BYTES, carries.ctypes.data, COLUMNS
         )
         blocks, level = blocks >> 1, level + 1
-    planes[_WAITING + level, :] = carries
+    # numba copies slices element by element.
+    waiting = planes[_WAITING + level]
+    for j in range(len(waiting)):
+        waiting[j] = carries[j]
 
 
 @compiled
