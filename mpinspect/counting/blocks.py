@@ -33,7 +33,7 @@ from mpinspect.runtime.distributed import local_part, place_of
 #: The exponents of a scale of eight bits without mantissa (E8M0).
 _LEAST_SCALE, _GREATEST_SCALE = -127, 127
 #: The number of elements examined at once; some temporary tensors have 8 bytes an element.
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 18
 
 
 def count_blocks(tensor: torch.Tensor, block: tuple[int, int] = (1, 32)) -> BlockCounts:

@@ -155,7 +155,7 @@ def _measure(context: Any, words: Any, magnitudes: Any, tops: Any, powers: Any, 
     """Fill a tile's magnitudes, tops and powers from its words, in groups of sixteen vectors.
 
     Args:
-        vectors: the vectors of a block; their tops are equal if it is a power of two up to sixteen.
+        vectors: neighbours that share their top, a power of two up to sixteen.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -487,8 +487,10 @@ def _add_tile(tile: Any, words: Any, blocks: Any, vectors: Any, found: Any) -> N
     """Count blocks of so many vectors, from an address with words of whole groups of sixteen vectors."""
     groups = -(-blocks * vectors // LANES)
     counts = _counts_of(found)
-    measure(words, _place(tile.magnitudes), _place(tile.tops), _place(tile.powers), groups, vectors)
-    if vectors > LANES or vectors & (vectors - 1):
+    is_shared = vectors <= LANES and not vectors & (vectors - 1)
+    near = vectors if is_shared else 1
+    measure(words, _place(tile.magnitudes), _place(tile.tops), _place(tile.powers), groups, near)
+    if not is_shared:
         for start in range(0, blocks * vectors, vectors):
             tile.tops[start : start + vectors] = tile.tops[start : start + vectors].max()
     others, found_powers = sort(
