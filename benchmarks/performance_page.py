@@ -23,6 +23,7 @@ TEMPLATE = Path(__file__).with_name("performance_template.md")
 #: Placeholder in the template -> its results file (without ``.json``) and the function that formats it.
 SECTIONS = {
     "counting": ("counting-cpu", page_tables.counting),
+    "blocks": ("blocks-cpu", page_tables.anything),
     "overhead": ("overhead-cpu", page_tables.overhead),
     "where_it_goes": ("where_it_goes-cpu", page_tables.where_it_goes),
     "gpu_tests": ("gpu_tests-gpu", page_tables.gpu_tests),

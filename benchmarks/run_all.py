@@ -42,6 +42,7 @@ class Benchmark:
 
 BENCHMARKS = (
     Benchmark("counting", ("--quick",)),
+    Benchmark("blocks", ("--quick",)),
     Benchmark("overhead", ("--quick",)),
     Benchmark("where_it_goes", ("--quick",)),
     Benchmark("cold_starts", ("--quick",)),

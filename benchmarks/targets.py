@@ -46,6 +46,13 @@ TARGETS: dict[str, Target] = {
         "counting", "TensorBoard's add_histogram of 25 M float32, over counting", 25.0, "x", at_least=True
     ),
     "counting.half_zeros": Target("counting", "counting 25 M float32, half of them zeros, over dense ones", 1.3, "x"),
+    "blocks.float32": Target(
+        "blocks",
+        "25 M float32: blocks of 32 and exponents, over exponents, CPU time, the worse of 1 and 2 threads",
+        1.6,
+        "x",
+    ),
+    "blocks.bfloat16": Target("blocks", "25 M bfloat16: the same", 1.6, "x"),
     "overhead.default": Target(
         "overhead", "GPT: weight and activation gradients, every step, watch on, in callbacks over the step", 0.04, "%"
     ),

@@ -1,4 +1,4 @@
-"""Counts and quantises tensors in blocks that share a scale, in torch, on any device.
+"""Counts and quantises tensors in blocks that share a scale, on any device; on CPUs ``cpu.blocks`` counts where it is available.
 
 A block has rows and columns; the columns lie along the dimension that the product sums over (``numeric.recipes``). Rows and
 columns that no block divides leave smaller blocks at the end, as if padded with zeros.
@@ -6,10 +6,15 @@ columns that no block divides leave smaller blocks at the end, as if padded with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
+from mpinspect.counting import fastest
+from mpinspect.counting.bits import BINARY32, empty_row
+from mpinspect.counting.cpu import available as on_cpu
 from mpinspect.counting.pieces import detached_values
 from mpinspect.numeric.blocks import CUTS, DISTANCES, LOWEST_EXPONENT, BlockCounts, QuantizationLoss
 from mpinspect.numeric.formats import FLOAT8_E4M3, FloatFormat
@@ -23,43 +28,79 @@ from mpinspect.numeric.recipes import (
     WHOLE,
     Quantization,
 )
+from mpinspect.runtime.distributed import local_part, place_of
 
 #: The exponents of a scale of eight bits without mantissa (E8M0).
 _LEAST_SCALE, _GREATEST_SCALE = -127, 127
 #: The number of elements examined at once; some temporary tensors have 8 bytes an element.
-_AT_ONCE = 1 << 22
+_AT_ONCE = 1 << 18
 
 
 def count_blocks(tensor: torch.Tensor, block: tuple[int, int] = (1, 32)) -> BlockCounts:
     """Return how far each element lies below the largest magnitude of its block, as exact integers.
 
-    Waits for the tensor's device.
+    On a CPU numba's loops count float32, float16 and bfloat16 (the extra mpinspect[cpu]), otherwise torch. Waits for the tensor's
+    device.
 
     Args:
         tensor: floating point, of any shape (float64 is counted as float32). All but the last dimension are rows. The blocks lie
             along the last dimension: pass the transposed matrix for the product that sums over its rows.
         block: rows and columns of a block, each 1 or more, or 0 for all.
 
+    Of a DTensor this process's shard is counted, without communication: the ranks' counts add up. Blocks that a shard cuts are
+    said in ``cut_blocks``.
+
     Raises:
         TypeError: the tensor is not of a floating-point dtype.
-        ValueError: a negative size of a block, or a tensor on the meta device.
+        ValueError: a negative size of a block, a tensor on the meta device, or shards along an inner dimension whose rows a
+            block shares.
     """
-    values = _matrix(tensor).abs()
-    size = _size(values, block)
-    blocks = _in_blocks(values, size)
-    peak = blocks.amax(dim=(1, 3), keepdim=True)
+    return blocks_and_exponents(tensor, block)[0]
+
+
+def blocks_and_exponents(
+    tensor: torch.Tensor, block: tuple[int, int] = (1, 32), exponents: bool = False
+) -> tuple[BlockCounts, torch.Tensor | None]:
+    """Return ``count_blocks`` and, if asked for, the row of ``fastest.count``, in one read where numba counts.
+
+    Args, Raises: as ``count_blocks``.
+    """
+    shard = place_of(tensor)
+    values = _matrix(tensor if shard is None else local_part(tensor))
+    offset, whole = ((0, 0), values.shape) if shard is None else _rows_and_columns(*shard, block)
+    regions = list(_regions(values, _size(whole, block), offset, whole))
+    loops = on_cpu.loops()
+    count: Callable[..., BlockCounts] = _count
+    if loops is not None and all(loops.blocks.takes(region, size) for region, size, _ in regions):
+        row = empty_row(BINARY32, values.device) if exponents else None
+        count = partial(loops.blocks.count, row=row)
+    else:
+        row = fastest.count(values) if exponents else None
+    found = BlockCounts(block)
+    for region, size, is_cut in regions:
+        counts = count(region, size, block)
+        found += counts.as_cut() if is_cut else counts
+    return found, row
+
+
+def _count(region: torch.Tensor, size: tuple[int, int], block: tuple[int, int]) -> BlockCounts:
+    """Count with torch: the oracle of all other implementations."""
+    blocks = _in_blocks(region, size)
+    peak = _peaks(blocks)
     significand, exponent = _split(peak)
-    is_broken, is_zero = ~peak.isfinite(), peak == 0
-    is_tiny = ~is_broken & ~is_zero & (exponent < LOWEST_EXPONENT)
-    inside = _in_blocks(torch.ones_like(values, dtype=torch.bool), size)
+    is_broken = ~peak.isfinite()
+    is_tiny = ~is_broken & (peak != 0) & (exponent < LOWEST_EXPONENT)
+    elements, broken, tiny = size[0] * size[1], int(is_broken.sum()), int(is_tiny.sum())
     found = BlockCounts(
         block,
         blocks=peak.numel(),
-        zero_blocks=int(is_zero.sum()),
-        broken_blocks=int(is_broken.sum()),
-        tiny_blocks=int(is_tiny.sum()),
+        zero_blocks=int((peak == 0).sum()),
+        broken_blocks=broken,
+        broken_elements=broken * elements,
+        tiny_blocks=tiny,
+        tiny_elements=tiny * elements,
     )
-    for piece in _pieces(blocks, inside, significand, exponent, is_broken, is_tiny):
+    for piece in _pieces(blocks, significand, exponent, ~(is_broken | is_tiny)):
         found += _counted(block, *piece)
     return found
 
@@ -67,30 +108,21 @@ def count_blocks(tensor: torch.Tensor, block: tuple[int, int] = (1, 32)) -> Bloc
 def _counted(
     block: tuple[int, int],
     blocks: torch.Tensor,
-    inside: torch.Tensor,
     significand: torch.Tensor,
     exponent: torch.Tensor,
-    is_broken: torch.Tensor,
-    is_tiny: torch.Tensor,
+    is_counted: torch.Tensor,
 ) -> BlockCounts:
     """Return the elements of some blocks, of shape (R, rows, C, columns); the rest has a value for each block."""
-    counted = inside & ~(is_broken | is_tiny)
-    nonzero = counted & (blocks != 0)
-    own_significand, own_exponent = _split(blocks)
+    values = blocks.float().abs()
+    nonzero = is_counted & (values != 0)
+    own_significand, own_exponent = _split(values)
     distance = (exponent - own_exponent).clamp(0, DISTANCES - 1)
     kind = sum((significand > cut).long() for cut in CUTS)
     slot = (kind * DISTANCES + distance)[nonzero]
     is_power = (own_significand == 1)[nonzero]
     over = [int((nonzero & (distance == 0) & (own_significand > cut)).sum()) for cut in CUTS]
-    return BlockCounts(
-        block,
-        _rows(slot),
-        _rows(slot[is_power]),
-        (over[0], over[1]),
-        zeros=int((counted & (blocks == 0)).sum()),
-        broken_elements=int((inside & is_broken).sum()),
-        tiny_elements=int((inside & is_tiny).sum()),
-    )
+    zeros = int((is_counted & (values == 0)).sum())
+    return BlockCounts(block, _rows(slot), _rows(slot[is_power]), (over[0], over[1]), zeros=zeros)
 
 
 def quantised(tensor: torch.Tensor, quantization: Quantization) -> torch.Tensor:
@@ -102,12 +134,12 @@ def quantised(tensor: torch.Tensor, quantization: Quantization) -> torch.Tensor:
         TypeError, ValueError: as ``count_blocks``.
     """
     values = _matrix(tensor)
-    size = _size(values, quantization.block)
-    blocks = _in_blocks(values, size)
-    scale = _scales(blocks.abs(), quantization)
-    rounded = _rounded(_divided(blocks, scale), quantization.format).mul_(scale)
-    whole = torch.where(scale.isfinite(), rounded, torch.nan)
-    return _out_of_blocks(whole, values.shape).reshape(tensor.shape).to(tensor.device)
+    out = torch.empty_like(values, dtype=torch.float32)
+    for blocks, scale, target in _with_scales(values, quantization, out):
+        for piece, divisor, place in _pieces(blocks, scale, target):
+            rounded = _rounded(_divided(piece.float(), divisor), quantization.format).mul_(divisor)
+            place.copy_(torch.where(divisor.isfinite(), rounded, torch.nan))
+    return out.reshape(tensor.shape).to(tensor.device)
 
 
 def quantization_loss(tensor: torch.Tensor, quantization: Quantization) -> QuantizationLoss:
@@ -116,20 +148,14 @@ def quantization_loss(tensor: torch.Tensor, quantization: Quantization) -> Quant
     Raises:
         TypeError, ValueError: as ``count_blocks``.
     """
-    values = _matrix(tensor).abs()
-    size = _size(values, quantization.block)
-    blocks = _in_blocks(values, size)
-    inside = _in_blocks(torch.ones_like(values, dtype=torch.bool), size)
-    found = QuantizationLoss()
-    for piece in _pieces(blocks, inside, _scales(blocks, quantization)):
-        found += _lost(quantization, *piece)
-    return found
+    values = _matrix(tensor)
+    pieces = (piece for blocks in _with_scales(values, quantization) for piece in _pieces(*blocks))
+    return sum((_lost(quantization, *piece) for piece in pieces), QuantizationLoss())
 
 
-def _lost(
-    quantization: Quantization, magnitudes: torch.Tensor, inside: torch.Tensor, scale: torch.Tensor
-) -> QuantizationLoss:
+def _lost(quantization: Quantization, blocks: torch.Tensor, scale: torch.Tensor) -> QuantizationLoss:
     """Return the loss of some blocks, of shape (R, rows, C, columns), with their scales."""
+    magnitudes = blocks.float().abs()
     is_finite = scale.isfinite().expand_as(magnitudes)
     scaled = torch.where(is_finite, _divided(magnitudes, scale), 0.0)
     rounded = _rounded(scaled, quantization.format)
@@ -145,7 +171,7 @@ def _lost(
         nonzero=int((x != 0).sum()),
         flushed=int(flushed.sum()),
         clipped=int((scaled > quantization.format.max_finite * (1 + tolerance)).sum()),
-        broken=int((inside & ~is_finite).sum()),
+        broken=int((~is_finite).sum()),
         magnitudes=float(x.sum()),
         lost=float(x[flushed].sum()),
         squares=float(x.square().sum()),
@@ -157,14 +183,33 @@ def _lost(
 # -- scales ------------------------------------------------------------------------------------------------------------------
 
 
-def _scales(magnitudes: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-    """Return each block's divisor, of shape (R, 1, C, 1): 1 for blocks of zeros, 0 for scales that are flushed, NaN if broken."""
+def _with_scales(
+    values: torch.Tensor, quantization: Quantization, *others: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield blocks of one size at a time, their scales, and the same blocks of other matrices."""
+    shape, size = values.shape, _size(values.shape, quantization.block)
+    regions = [
+        [_in_blocks(region, each) for region, each, _ in _regions(matrix, size, (0, 0), shape)]
+        for matrix in (values, *others)
+    ]
+    peaks = [_peaks(blocks) for blocks in regions[0]]
+    finite = [torch.where(peak.isfinite(), peak, 0.0).amax() for peak in peaks]
+    for peak, blocks, *same in zip(peaks, *regions, strict=True):
+        yield blocks, _scales(peak, torch.stack(finite).amax(), quantization), *same
+
+
+def _scales(peak: torch.Tensor, largest: torch.Tensor, quantization: Quantization) -> torch.Tensor:
+    """Return each block's divisor, of shape (R, 1, C, 1): 1 for blocks of zeros, 0 for scales that are flushed, NaN if broken.
+
+    Args:
+        peak: the blocks' largest magnitudes.
+        largest: the largest finite one of the whole tensor.
+    """
     format = quantization.format
-    peak = magnitudes.amax(dim=(1, 3), keepdim=True)
     if quantization.scale == POWER_OF_TWO:
         scale = _power_of_two(_power(peak, quantization))
     elif quantization.scale == E4M3_SCALE:
-        scale = _two_level(peak, format)
+        scale = _two_level(peak, largest, format)
     else:
         scale = peak / format.max_finite
     scale = torch.where(peak == 0, 1.0, scale)
@@ -184,14 +229,11 @@ def _power(peak: torch.Tensor, quantization: Quantization) -> torch.Tensor:
     return power.clamp(_LEAST_SCALE, _GREATEST_SCALE)
 
 
-def _two_level(peak: torch.Tensor, format: FloatFormat) -> torch.Tensor:
+def _two_level(peak: torch.Tensor, largest: torch.Tensor, format: FloatFormat) -> torch.Tensor:
     """Return NVFP4's divisors: a scale in E4M3 for each block, below one in FP32 for the tensor (TransformerEngine's rule)."""
     finite = torch.where(peak.isfinite(), peak, 0.0)
-    if not peak.numel():
-        return peak
-    peak_of_all = finite.amax()
     # A number divided by a tensor would be its reciprocal's product, which rounds twice.
-    whole = torch.full_like(peak_of_all, FLOAT8_E4M3.max_finite * format.max_finite) / peak_of_all
+    whole = torch.full_like(largest, FLOAT8_E4M3.max_finite * format.max_finite) / largest
     return _rounded(finite / format.max_finite * whole, FLOAT8_E4M3) / whole
 
 
@@ -237,7 +279,7 @@ def _split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values in float32 as a matrix, on the CPU if they are on MPS."""
+    """Return the values as a matrix, on the CPU if they are on MPS; in float32 unless their dtype is float16 or bfloat16."""
     values = detached_values(tensor)
     if not values.is_floating_point():
         raise TypeError(f"a tensor of {values.dtype} has no scales: give one of a floating-point dtype")
@@ -247,21 +289,69 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
         # It has no float64.
         values = values.cpu()
     columns = values.shape[-1] if values.dim() else 1
-    return values.float().reshape(values.numel() // max(columns, 1), columns)
+    if values.dtype not in (torch.float16, torch.bfloat16):
+        values = values.float()
+    return values.reshape(values.numel() // max(columns, 1), columns)
 
 
-def _size(values: torch.Tensor, block: tuple[int, int]) -> tuple[int, int]:
+def _size(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
     if min(block) < 0:
         raise ValueError(f"a block of {block} has a negative size: give rows and columns, or 0 for all")
-    rows, columns = (each if each != WHOLE else max(whole, 1) for each, whole in zip(block, values.shape, strict=True))
+    rows, columns = (each if each != WHOLE else max(whole, 1) for each, whole in zip(block, shape, strict=True))
     return rows, columns
 
 
-def _in_blocks(values: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    """Return values as (R, rows, C, columns), padded with zeros."""
-    (rows, columns), (height, width) = size, values.shape
-    padded = torch.nn.functional.pad(values, (0, -width % columns, 0, -height % rows))
-    return padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+def _rows_and_columns(
+    offset: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return a shard's first row and column in the matrix of the whole tensor, and that matrix's shape."""
+    if any(offset[1:-1]) and block[0] != 1:
+        raise ValueError("the tensor is sharded along an inner dimension: only blocks of one row can be counted")
+    rows = math.prod(shape[:-1])
+    return (offset[0] * rows // shape[0] if len(shape) > 1 else 0, offset[-1]), (rows, shape[-1])
+
+
+def _regions(
+    values: torch.Tensor, size: tuple[int, int], offset: tuple[int, int], whole: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, tuple[int, int], bool]]:
+    """Yield the parts of a matrix that are made of blocks of one size, that size, and whether other ranks have their rest.
+
+    Args:
+        offset, whole: where the matrix begins in a sharded matrix, and that one's shape.
+    """
+    for band, rows, cut_above in _divided_along(0, values, size[0], offset[0], whole[0]):
+        for region, columns, cut_aside in _divided_along(1, band, size[1], offset[1], whole[1]):
+            yield region, (rows, columns), cut_above or cut_aside
+
+
+def _divided_along(
+    dim: int, values: torch.Tensor, size: int, offset: int, whole: int
+) -> Iterator[tuple[torch.Tensor, int, bool]]:
+    length = values.shape[dim]
+    head = min(-offset % size, length)
+    tail = (length - head) % size
+    middle = length - head - tail
+    for start, long, each, is_cut in (
+        (0, head, head, True),
+        (head, middle, size, False),
+        (length - tail, tail, tail, offset + length < whole),
+    ):
+        if long and values.numel():
+            yield values.narrow(dim, start, long), each, is_cut
+
+
+def _in_blocks(region: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Return a view of shape (R, rows, C, columns)."""
+    (rows, columns), (height, width) = size, region.shape
+    down, right = region.stride()
+    shape = (height // rows, rows, width // columns, columns)
+    return region.as_strided(shape, (rows * down, down, columns * right, right))
+
+
+def _peaks(blocks: torch.Tensor) -> torch.Tensor:
+    """Return each block's largest magnitude in float32, of shape (R, 1, C, 1); NaN if it has one."""
+    high, low = (extreme(blocks, dim=(1, 3), keepdim=True) for extreme in (torch.amax, torch.amin))
+    return torch.maximum(high, -low).float()
 
 
 def _pieces(blocks: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -272,11 +362,6 @@ def _pieces(blocks: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch
     for start in range(0, length, step):
         size = min(step, length - start)
         yield tuple(each.narrow(dim, start, size) if each.shape[dim] == length else each for each in (blocks, *others))
-
-
-def _out_of_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    high, rows, wide, columns = blocks.shape
-    return blocks.reshape(high * rows, wide * columns)[: shape[0], : shape[1]]
 
 
 def _rows(slots: torch.Tensor) -> tuple[tuple[int, ...], ...]:

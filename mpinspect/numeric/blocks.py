@@ -9,7 +9,7 @@ significand, too. The formulas are those of the OCP MX specification 1.0, sectio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.numeric.recipes import AMAX, FLOAT32_SCALE, FLOOR, RCEIL, Quantization
@@ -44,6 +44,8 @@ class BlockCounts:
         zero_blocks: blocks of zeros.
         broken_blocks, broken_elements: blocks with an infinity or NaN, which become NaN, and their elements.
         tiny_blocks, tiny_elements: blocks with a largest magnitude below 2^-112, and their elements.
+        cut_blocks, cut_elements: parts of blocks whose other parts lie on other ranks, and their elements that are not zero. The
+            distances of these elements may be larger in the whole block, so the counts give bounds alone.
     """
 
     block: tuple[int, int]
@@ -57,6 +59,8 @@ class BlockCounts:
     broken_elements: int = 0
     tiny_blocks: int = 0
     tiny_elements: int = 0
+    cut_blocks: int = 0
+    cut_elements: int = 0
 
     def __add__(self, other: BlockCounts) -> BlockCounts:
         """Return the counts of both tensors.
@@ -74,6 +78,10 @@ class BlockCounts:
             *(getattr(self, name) + getattr(other, name) for name in _NUMBERS),
         )
 
+    def as_cut(self) -> BlockCounts:
+        """Return the same counts of blocks whose other parts lie on other ranks."""
+        return replace(self, cut_blocks=self.blocks, cut_elements=self.nonzero + self.tiny_elements)
+
     @property
     def nonzero(self) -> int:
         """Number of non-zero elements in counted blocks."""
@@ -83,8 +91,12 @@ class BlockCounts:
         """Return how many non-zero elements a recipe rounds to zero, exactly.
 
         Raises:
-            ValueError: the scale is no power of two by the rule FLOOR or RCEIL, or the blocks have another size.
+            ValueError: the scale is no power of two by the rule FLOOR or RCEIL, the blocks have another size, or some are cut.
         """
+        self._require_whole()
+        return self._flushed(quantization)
+
+    def _flushed(self, quantization: Quantization) -> int:
         edge = _edge(quantization.format)
         return sum(
             sum(row[edge + 1 - shift :]) + powers[edge - shift] for row, powers, shift in self._shifted(quantization)
@@ -110,20 +122,21 @@ class BlockCounts:
         self._require(quantization)
         if quantization.rule == RCEIL:
             return 0
+        self._require_whole()
         return self.over[CUTS.index(quantization.format.max_significand)]
 
     def flushed_bounds(self, quantization: Quantization) -> tuple[int, int]:
         """Return the least and greatest number of elements that a recipe flushes.
 
-        They are equal for power-of-two scales. An FP32 scale maps a block's maximum to the format's largest value, so the
-        distance decides for all but two powers of two.
+        They are equal for power-of-two scales, unless blocks are cut. An FP32 scale maps a block's maximum to the format's
+        largest value, so the distance decides for all but two powers of two.
 
         Raises:
             ValueError: the scale depends on more than the block, or the blocks have another size.
         """
         if quantization.is_power_of_two:
-            exact = self.flushed(quantization)
-            return exact, exact
+            flushed = self._flushed(quantization)
+            return flushed, flushed + self.cut_elements
         self._require_block(quantization)
         if quantization.scale != FLOAT32_SCALE or quantization.rule != AMAX:
             raise ValueError(
@@ -132,7 +145,7 @@ class BlockCounts:
         format = quantization.format
         # The half of the smallest subnormal, which rounds to zero, in units of the binade of the largest value.
         edge = 2.0 ** -_edge(format)
-        low = high = 0
+        low, high = 0, self.cut_elements
         for (least, greatest), row, powers in zip(_CLASSES, self.distances, self.powers, strict=True):
             smallest = format.max_significand / greatest * (1 - _FLOAT32_ERROR)
             largest = format.max_significand / least * (1 + _FLOAT32_ERROR)
@@ -157,6 +170,12 @@ class BlockCounts:
         if quantization.format.max_significand not in CUTS:
             raise ValueError(f"{quantization.element} is no format of block recipes: FP8 and FP4 are")
         self._require_block(quantization)
+
+    def _require_whole(self) -> None:
+        if self.cut_blocks:
+            raise ValueError(
+                f"the ranks' shards cut {self.cut_blocks} blocks, so the count is not exact: ask for flushed_bounds"
+            )
 
     def _require_block(self, quantization: Quantization) -> None:
         if quantization.block != self.block:
@@ -224,7 +243,11 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-_NUMBERS = (*("zeros", "blocks", "zero_blocks", "broken_blocks", "broken_elements", "tiny_blocks", "tiny_elements"),)
+_NUMBERS = (
+    *("zeros", "blocks", "zero_blocks", "broken_blocks", "broken_elements", "tiny_blocks", "tiny_elements"),
+    "cut_blocks",
+    "cut_elements",
+)
 
 
 def _edge(format: FloatFormat) -> int:

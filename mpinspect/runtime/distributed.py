@@ -48,6 +48,18 @@ def is_distributed(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "_local_tensor")
 
 
+def place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return where this process's part of a DTensor begins, and the whole's shape; None for others. Starts no communication."""
+    if not is_distributed(tensor):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    distributed: Any = tensor
+    shape = tuple(distributed.shape)
+    _, offset = compute_local_shape_and_global_offset(shape, distributed.device_mesh, distributed.placements)
+    return tuple(offset), shape
+
+
 def has_process_group() -> bool:
     """Return whether this process has joined torch's default process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -173,6 +173,14 @@ def test_the_counts_of_rows_add_up_to_the_whole(
         assert total == whole
 
 
+def test_counts_of_steps_add_up_to_those_of_all_their_values() -> None:
+    steps = [_data(name) for name in ("normal", "log-normal", "maxima at the cuts")]
+    for orient in (torch.Tensor.contiguous, torch.t):
+        a, b, c = (count_blocks(orient(x)) for x in steps)
+        # Every step's rows and columns are whole blocks, so that they can be joined in either direction.
+        assert a + b + c == count_blocks(orient(torch.cat(steps))) == count_blocks(orient(torch.cat(steps, dim=1)))
+
+
 @pytest.mark.parametrize("block", [(1, 16), (4, 8), (0, 0), (0, 4), (1, 0)])
 @pytest.mark.parametrize("shape", [(300, 70), (3, 5000), (5000, 3), (0, 8)])
 def test_a_tensor_examined_piece_by_piece_counts_the_same(
@@ -222,15 +230,41 @@ def test_the_values_of_a_block_of_even_scale() -> None:
         assert (float(quantised(x, even)[0, 0]) > 1.75) is grows
 
 
-def test_nvfp4_has_a_scale_in_e4m3_for_each_block_below_one_for_the_tensor() -> None:
-    x = _data("normal")
-    whole = np.float32(448 * 6) / np.float32(x.abs().max())
-    blocks = x.reshape(64, 16, 16).numpy()
-    peak = np.abs(blocks).max(-1)
-    scale = (peak / np.float32(6) * whole).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / whole
-    divided = np.clip(blocks / scale[..., None], -6, 6)
-    expected = divided.astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale[..., None]
-    assert np.array_equal(quantised(x, NVFP4).numpy(), expected.reshape(64, 256))
+def _nvfp4(x: torch.Tensor, block: tuple[int, int]) -> np.ndarray:
+    """Return NVFP4's values in float64, by the published rule: E4M3 scales of blocks below an FP32 scale of the tensor.
+
+    Each step rounds once, to the format that holds its result: the tensor's scale 2688 / amax to FP32; a block's scale
+    amax_b S / 6 to E4M3; a value times S over the block's scale to E2M1.
+    """
+    values = x.double().numpy()
+    whole = float(np.float32(448 * 6 / np.abs(values).max()))
+    height, width = block
+    out = np.zeros_like(values)
+    for row in range(0, values.shape[0], height):
+        for column in range(0, values.shape[1], width):
+            part = values[row : row + height, column : column + width]
+            scale = float(ml_dtypes.float8_e4m3fn(np.abs(part).max() * whole / 6))
+            if scale:
+                divided = np.clip(part * whole / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+                out[row : row + height, column : column + width] = divided.astype(np.float64) * scale / whole
+    return out
+
+
+@pytest.mark.parametrize("block", [(1, 16), (16, 16)])
+@pytest.mark.parametrize("name", DATA)
+def test_nvfp4_has_a_scale_in_e4m3_for_each_block_below_one_for_the_tensor(name: str, block: tuple[int, int]) -> None:
+    x, quantization = _data(name), replace(NVFP4, block=block)
+    for oriented in (x, x.T.contiguous()):
+        exact, expected = oriented.double().numpy(), _nvfp4(oriented, block)
+        found = quantised(oriented, quantization).double().numpy()
+        # FP32 rounds the products: a value midway between two of E2M1, within 2^-21, may round to either.
+        is_close = np.isclose(found, expected, rtol=2.0**-21, atol=0)
+        assert (~is_close).mean() <= 0.01
+        assert (found == 0).sum() == (expected == 0).sum()
+        flushed = (expected == 0) & (exact != 0)
+        lost = loss(oriented, quantization)
+        assert lost.flushed == flushed.sum()
+        assert lost.lost == pytest.approx(np.abs(exact[flushed]).sum(), rel=1e-12)
 
 
 def test_a_block_of_nvfp4_far_below_the_largest_is_flushed_whole() -> None:

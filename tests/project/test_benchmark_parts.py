@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import blocks
 import counting
 import entrances
 import gpu_overhead
@@ -53,6 +54,13 @@ def test_hard_data_has_the_named_distribution(data, dtype):
     else:
         assert zeros < 0.01
         assert len(exponents) < 25
+
+
+def test_every_way_of_counting_blocks_counts_the_exponents_too():
+    values = hard_data.fresh(hard_data.DENSE, 256 * 128, torch.bfloat16).reshape(256, 128)
+    alone, *others = [call() for call in blocks.ways(values).values()]
+    assert len({counts for counts, _ in others}) == len(others) > 1
+    assert all(torch.equal(row, alone) for _, row in others)
 
 
 def test_large_data_repeats_a_block_and_fills_all_of_the_memory(monkeypatch):

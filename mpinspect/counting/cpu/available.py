@@ -26,8 +26,9 @@ _LOOK_EVERY_S = 1.0
 
 
 class Loops(NamedTuple):
-    """The modules ``counter``, ``largest`` and ``lost``, with all their loops loaded."""
+    """The modules ``blocks``, ``counter``, ``largest`` and ``lost``, with all their loops loaded."""
 
+    blocks: Any
     counter: Any
     largest: Any
     lost: Any
@@ -149,9 +150,9 @@ def _cache_folder() -> Path:
 
 
 def _imported() -> Loops:
-    from mpinspect.counting.cpu import counter, largest, lost
+    from mpinspect.counting.cpu import blocks, counter, largest, lost
 
-    return Loops(counter, largest, lost)
+    return Loops(blocks, counter, largest, lost)
 
 
 AVAILABLE = Available()

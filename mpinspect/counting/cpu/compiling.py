@@ -15,8 +15,10 @@ from typing import Any
 import numba
 import numba.core.event
 
+from mpinspect.numeric.blocks import CUTS, DISTANCES, LOWEST_EXPONENT
+
 #: The files of this folder that contribute to loops; ``layout`` contributes too, by its constants.
-_MADE_OF = ("compiling", "kernels", "lost", "memory", "planes", "shares", "vectors")
+_MADE_OF = ("blocks", "compiling", "kernels", "lost", "memory", "planes", "shares", "vectors")
 #: Suffixes of numba's index and data files.
 _SUFFIXES = (".nbi", ".nbc")
 
@@ -24,7 +26,8 @@ _SUFFIXES = (".nbi", ".nbc")
 def _digest() -> str:
     folder = Path(__file__).parent
     sources = [folder.parent / "layout.py", *(folder / f"{name}.py" for name in _MADE_OF)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    constants = repr((CUTS, DISTANCES, LOWEST_EXPONENT)).encode()
+    return hashlib.sha256(b"".join([constants, *(path.read_bytes() for path in sources)])).hexdigest()[:12]
 
 
 _DIGEST = _digest()

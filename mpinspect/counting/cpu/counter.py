@@ -37,7 +37,7 @@ class _Way:
         row = torch.empty(self.encoding.layout.length, dtype=torch.int64, device="cpu")
         length = values.numel()
         work = shares.address_of(self.work)
-        shares.fill_row(work, _address(values, length), length, row.data_ptr(), len(row), threads, team)
+        shares.fill_row(work, address(values), length, row.data_ptr(), len(row), threads, team)
         return row
 
     def row_of_pieces(self, pieces: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -74,35 +74,35 @@ def takes(tensor: torch.Tensor) -> bool:
 def fill(tensor: torch.Tensor, row: int) -> None:
     """Count a tensor that ``takes`` accepts into the row at an address."""
     length = tensor.numel()
-    threads, team = _threads_for(length)
-    shares.fill_row(WORK[tensor.dtype], _address(tensor, length), length, row, NARROW.length, threads, team)
+    threads, team = threads_for(length)
+    shares.fill_row(WORK[tensor.dtype], address(tensor), length, row, NARROW.length, threads, team)
 
 
 def fill_many(pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
     """Count many tensors that ``takes`` accepts into the rows at their addresses, in one compiled call."""
-    entries = [(WORK[tensor.dtype], _address(tensor, length := tensor.numel()), length, row) for tensor, row in pairs]
-    shares.fill_rows(np.array(entries, np.int64), NARROW.length, *_threads_for(_TEAM_FROM), _TEAM_FROM)
+    entries = [(WORK[tensor.dtype], address(tensor), tensor.numel(), row) for tensor, row in pairs]
+    shares.fill_rows(np.array(entries, np.int64), NARROW.length, *threads_for(_TEAM_FROM), _TEAM_FROM)
 
 
-def _threads_for(length: int) -> tuple[int, tuple[int, int]]:
+def threads_for(length: int) -> tuple[int, tuple[int, int]]:
     """Return the number of threads for this many values, and the addresses of their team."""
     if length >= _TEAM_FROM and TEAM.there and (threads := torch.get_num_threads()) > 1:
         return threads, TEAM.addresses
     return 1, NO_TEAM
 
 
-def _address(tensor: torch.Tensor, length: int) -> int:
+def address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's first value.
 
     Raises:
         ValueError: the tensor has values but no memory.
     """
-    address = tensor.data_ptr()
-    if not address and length:
+    found = tensor.data_ptr()
+    if not found and tensor.numel():
         raise ValueError(
             "the tensor's memory has been given back, as sharded training does between uses: nothing to count"
         )
-    return address
+    return found
 
 
 def count(values: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ def count(values: torch.Tensor) -> torch.Tensor:
     way = _WAYS[values.dtype]
     threads, length = torch.get_num_threads(), values.numel()
     if (length < _TEAM_FROM or threads == 1 or TEAM.there) and (values.is_contiguous() or fills_its_memory(values)):
-        return way.row(values, *_threads_for(length))
+        return way.row(values, *threads_for(length))
     pieces, times = flat_bits(values, _chunk(length, threads))
     row = merge_rows(POOL.map(way.row_of_pieces, list(pieces), threads if length >= _POOL_FROM else 1))
     if times != 1:

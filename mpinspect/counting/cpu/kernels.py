@@ -314,7 +314,7 @@ def _find_edges_in_planes(block: Any, masks: Any, lowest: Any, highest: Any, scr
 
 
 @compiled
-def _without_owner(array: Any) -> Any:
+def without_owner(array: Any) -> Any:
     """Return a view of the array's memory without a reference to its owner, which saves reference counting in loops."""
     return carray(pointer(array.ctypes.data, array.dtype.type(0)), array.shape)
 
@@ -323,8 +323,8 @@ def _without_owner(array: Any) -> Any:
 def _add_fitting_blocks(bits: Any, counting: Any) -> Any:
     """Add whole blocks of float32 words to the planes, up to one that fits no window; return the number of values added."""
     f, window, state = _FORMAT32, counting.window, counting.window.state
-    all_planes, lower, masks = _without_owner(window.planes), _without_owner(window.lower), _without_owner(window.masks)
-    row, size = _without_owner(counting.row), 4 * (planes.LOWER + 1) * planes.COLUMNS
+    all_planes, lower, masks = without_owner(window.planes), without_owner(window.lower), without_owner(window.masks)
+    row, size = without_owner(counting.row), 4 * (planes.LOWER + 1) * planes.COLUMNS
     lowest, highest, blocks, side = state[_LOWEST], state[_HIGHEST], state[_BLOCKS], state[_SIDE]
     least, largest = np.uint32(2**32 - 1), f.zero
     start = 0
@@ -438,6 +438,31 @@ def counting32(row: Any) -> Any:
 
 
 @compiled
+def without_owners(counting: Any) -> Any:
+    """Return the state of ``counting32`` as views that count no references; the caller keeps that state."""
+    scratch, window = counting.scratch, counting.window
+    return _Counting(
+        without_owner(counting.row),
+        without_owner(counting.ends),
+        _Scratch(
+            without_owner(scratch.fields),
+            without_owner(scratch.groups),
+            without_owner(scratch.integers),
+            without_owner(scratch.of_integers),
+        ),
+        _Window(
+            without_owner(window.planes),
+            without_owner(window.lower),
+            without_owner(window.masks),
+            without_owner(window.totals),
+            without_owner(window.padded),
+            without_owner(window.state),
+        ),
+        without_owner(counting.wide),
+    )
+
+
+@compiled
 def counting64(row: Any) -> Any:
     """Return the state for counting float64 values into a WIDE row."""
     ends = np.zeros(2, np.uint64)
@@ -462,34 +487,38 @@ def add_float64(counting: Any, address: Any, length: Any) -> None:
 
 
 @compiled
-def add_float16(counting: Any, address: Any, length: Any) -> None:
-    """Count ``length`` float16 values at an address."""
-    bits = carray(pointer(address, np.uint16(0)), (length,))
-    scratch, wide = counting.scratch, counting.wide
-    for start in range(0, length, _BLOCK):
-        narrow = bits[start : start + _BLOCK]
-        # A subnormal is its mantissa, an integer, times 2^-24. No intermediate result is a subnormal float32.
-        for j in range(len(narrow)):
-            scratch.integers[j] = np.float32(narrow[j] & np.uint16(0x3FF))
-        for j in range(len(narrow)):
-            magnitude = np.uint32(narrow[j] & np.uint16(0x7FFF))
-            shifted = np.uint32(magnitude << np.uint32(13))
-            normal = np.uint32(shifted + np.uint32((224 if magnitude >= np.uint32(0x7C00) else 112) << 23))
-            subnormal = np.uint32(scratch.of_integers[j] - np.uint32(24 << 23)) if magnitude else np.uint32(0)
-            wide[j] = normal if magnitude >= np.uint32(0x400) else subnormal
-        _add_words(wide[: len(narrow)], counting)
+def widen(narrow: Any, is_bfloat16: Any, wide: Any, scratch: Any) -> None:
+    """Write float16 or bfloat16 words to ``wide``, as float32 words."""
+    for start in range(0, len(narrow), _BLOCK):
+        part, target = narrow[start : start + _BLOCK], wide[start : start + _BLOCK]
+        if is_bfloat16:
+            for j in range(len(part)):
+                target[j] = np.uint32(np.uint32(part[j]) << np.uint32(16))
+        else:
+            _widen_float16(part, target, scratch)
 
 
 @compiled
-def add_bfloat16(counting: Any, address: Any, length: Any) -> None:
-    """Count ``length`` bfloat16 values at an address."""
+def _widen_float16(narrow: Any, wide: Any, scratch: Any) -> None:
+    # A subnormal is its mantissa, an integer, times 2^-24. No intermediate result is a subnormal float32.
+    for j in range(len(narrow)):
+        scratch.integers[j] = np.float32(narrow[j] & np.uint16(0x3FF))
+    for j in range(len(narrow)):
+        magnitude = np.uint32(narrow[j] & np.uint16(0x7FFF))
+        shifted = np.uint32(magnitude << np.uint32(13))
+        normal = np.uint32(shifted + np.uint32((224 if magnitude >= np.uint32(0x7C00) else 112) << 23))
+        subnormal = np.uint32(scratch.of_integers[j] - np.uint32(24 << 23)) if magnitude else np.uint32(0)
+        wide[j] = normal if magnitude >= np.uint32(0x400) else subnormal
+
+
+@compiled
+def add_narrow(counting: Any, address: Any, length: Any, is_bfloat16: Any) -> None:
+    """Count ``length`` float16 or bfloat16 values at an address."""
     bits = carray(pointer(address, np.uint16(0)), (length,))
-    wide = counting.wide
     for start in range(0, length, _BLOCK):
         narrow = bits[start : start + _BLOCK]
-        for j in range(len(narrow)):
-            wide[j] = np.uint32(np.uint32(narrow[j]) << np.uint32(16))
-        _add_words(wide[: len(narrow)], counting)
+        widen(narrow, is_bfloat16, counting.wide, counting.scratch)
+        _add_words(counting.wide[: len(narrow)], counting)
 
 
 @compiled

@@ -26,20 +26,20 @@ types: Any = numba.types
 WINDOW = 32
 #: Values in a block, and columns; a column has sixteen values of a block, sixteen apart.
 BLOCK, COLUMNS = 4096, 256
-#: Most blocks that the planes hold: a column's sums then have ten bits, and the sum over all columns eighteen.
-MOST_BLOCKS = 63
+#: Most blocks that the planes hold: a column's sums then have twelve bits, and the sum over all columns twenty.
+MOST_BLOCKS = 255
 #: Planes that are copied; a row of carries follows them.
 LOWER = 4
-#: Rows of the other planes: one for each bit, then from row 18 on the carries that wait for another of the same weight.
-ROWS = 18 + 6
+#: Rows of the other planes: one for each bit, then from row 20 on the carries that wait for another of the same weight.
+ROWS = 20 + 8
 
-_WAITING = 18
+_WAITING = 20
 # Number of columns that are left when the counters are read.
 _LAST_COLUMNS = 2
 
 _Word = np.uint32
 
-_ROW_BYTES = 4 * COLUMNS
+ROW_BYTES = 4 * COLUMNS
 #: Left rotation of a word that moves the mantissa to the top, below it sign and exponent (nine bits).
 _TURN = 9
 #: Rotated mantissas less than 2^-11 below the next power of two are within _NEAR_TOP of the end; _BELOW masks the other bits.
@@ -48,7 +48,7 @@ _NEAR_TOP, _BELOW = 1 << (32 - 11), (1 << _TURN) - 1
 _AHEAD = 4 * BLOCK
 
 
-class _Sums:
+class Sums:
     """Words to add to the planes: at most two of each weight, since a third combines them into a sum and a carry."""
 
     def __init__(self, code: Code) -> None:
@@ -104,7 +104,7 @@ def _generate_add_block(context: Any, builder: Any, signature: Any, arguments: A
         values = builder.add(bits, builder.mul(turn, constant(I64, LANES * VECTOR_BYTES)))
         offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
         old, new = builder.add(before, offset), builder.add(after, offset)
-        sums, nearest = _Sums(code), constant(Words, 2**32 - 1)
+        sums, nearest = Sums(code), constant(Words, 2**32 - 1)
         least, largest = ends
         for row in range(LANES):
             value = code.load(values, row * VECTOR_BYTES)
@@ -120,9 +120,9 @@ def _generate_add_block(context: Any, builder: Any, signature: Any, arguments: A
             moved = builder.add(turned, constant(Words, _NEAR_TOP))
             nearest = builder.select(nonzero, code.operation("umin", nearest, moved), nearest)
         for plane in range(LOWER):
-            sums.add(code.load(old, plane * _ROW_BYTES), plane)
-            code.store(sums.total(plane), new, plane * _ROW_BYTES)
-        code.store(sums.carries(), new, LOWER * _ROW_BYTES)
+            sums.add(code.load(old, plane * ROW_BYTES), plane)
+            code.store(sums.total(plane), new, plane * ROW_BYTES)
+        code.store(sums.carries(), new, LOWER * ROW_BYTES)
         found = builder.icmp_unsigned("<=", nearest, constant(Words, _NEAR_TOP + _BELOW))
         code.store(builder.bitcast(found, I16), builder.add(masks, builder.add(turn, turn)), 0)
         return [least, largest]
@@ -152,10 +152,13 @@ def add_carries(planes: Any, carries: Any, blocks: Any) -> None:
     level, rows = 0, planes.ctypes.data
     while blocks & 1:
         add_rows(
-            rows + (LOWER + level) * _ROW_BYTES, rows + (_WAITING + level) * _ROW_BYTES, carries.ctypes.data, COLUMNS
+            rows + (LOWER + level) * ROW_BYTES, rows + (_WAITING + level) * ROW_BYTES, carries.ctypes.data, COLUMNS
         )
         blocks, level = blocks >> 1, level + 1
-    planes[_WAITING + level, :] = carries
+    # numba copies slices element by element.
+    waiting = planes[_WAITING + level]
+    for j in range(len(waiting)):
+        waiting[j] = carries[j]
 
 
 @compiled

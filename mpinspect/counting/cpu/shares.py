@@ -102,7 +102,7 @@ def _count_float16(address: Any) -> None:
     own = own_part(address)
     start, length, turn = next_values(address, own, 0)
     while length:
-        kernels.add_float16(counting, values + 2 * start, length)
+        kernels.add_narrow(counting, values + 2 * start, length, False)
         start, length, turn = next_values(address, own, turn)
     kernels.finish32(counting)
 
@@ -112,7 +112,7 @@ def _count_bfloat16(address: Any) -> None:
     own = own_part(address)
     start, length, turn = next_values(address, own, 0)
     while length:
-        kernels.add_bfloat16(counting, values + 2 * start, length)
+        kernels.add_narrow(counting, values + 2 * start, length, True)
         start, length, turn = next_values(address, own, turn)
     kernels.finish32(counting)
 

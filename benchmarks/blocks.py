@@ -1,0 +1,106 @@
+"""The cost of counting blocks along with exponents on a CPU, over counting exponents alone. Every ratio is taken within one run.
+
+    python benchmarks/blocks.py [--json benchmarks/results/blocks-cpu.json] [--repeats 9] [--quick]
+
+All ways read the same matrix, in turn, and each repetition begins with another one. Times are the process's CPU time, medians
+over the repetitions, so that other programs disturb less. One orientation is counted: blocks along rows, as fprop's operands have
+them, or along columns (the transposed matrix), as wgrad's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from counting import in_turn
+from hard_data import DENSE, HALF_ZEROS, WIDE, fresh
+from machine import arguments, write_results
+from targets import checked, verdicts
+
+from mpinspect.counting import fastest
+from mpinspect.counting.blocks import blocks_and_exponents
+
+#: 25 M elements; tiles, threads' parts and blocks of 128 x 128 divide it.
+SHAPE, QUICK = (6016, 4096), (128, 4096)
+CASES = ((torch.float32, DENSE), (torch.float32, HALF_ZEROS), (torch.float32, WIDE), (torch.bfloat16, DENSE))
+BLOCKS = ((1, 32), (1, 16), (1, 128), (128, 128))
+EXPONENTS, PROMISED, COLUMNS = "exponents", "1x32", "1x32 columns"
+
+
+@dataclass
+class Row:
+    """One way on one kind of data. ``over_exponents``: relative to the exponents alone, which the others count, too."""
+
+    dtype: str
+    data: str
+    threads: int
+    way: str
+    ms: float
+    over_exponents: float
+
+
+def ways(values: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """Return name -> call."""
+    found: dict[str, Callable[[], Any]] = {EXPONENTS: lambda: fastest.count(values)}
+    for rows, columns in BLOCKS:
+        found[f"{rows}x{columns}"] = lambda block=(rows, columns): blocks_and_exponents(values, block, exponents=True)
+    found[COLUMNS] = lambda: blocks_and_exponents(values.T, exponents=True)
+    return found
+
+
+def measure(dtype: torch.dtype, data: str, threads: int, shape: tuple[int, int], repeats: int) -> list[Row]:
+    """Measure all ways on one kind of data."""
+    torch.set_num_threads(threads)
+    calls = ways(fresh(data, shape[0] * shape[1], dtype).reshape(shape))
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for repetition in range(repeats):
+        for name, call in in_turn(calls, repetition).items():
+            started = time.process_time()
+            call()
+            seconds[name].append(time.process_time() - started)
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    name = str(dtype).removeprefix("torch.")
+    return [Row(name, data, threads, way, taken * 1e3, taken / medians[EXPONENTS]) for way, taken in medians.items()]
+
+
+def promises(rows: list[Row]) -> list[dict[str, Any]]:
+    """Return the targets with the larger ratio of one and two threads."""
+    return [
+        checked(
+            key, max(row.over_exponents for row in rows if (row.dtype, row.data, row.way) == (dtype, DENSE, PROMISED))
+        )
+        for key, dtype in (("blocks.float32", "float32"), ("blocks.bfloat16", "bfloat16"))
+    ]
+
+
+def line(row: Row) -> str:
+    return f"{row.dtype:9} {row.data:12} {row.threads} threads {row.way:14} {row.ms:8.2f} ms {row.over_exponents:6.2f}x exponents"
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--repeats", type=int, default=9, help="calls of each way to take the median of (default 9)")
+    parser.add_argument("--quick", action="store_true", help="small matrices, three repetitions")
+    options = parser.parse_args()
+    shape, repeats = (QUICK, 3) if options.quick else (SHAPE, options.repeats)
+    trouble = fastest.warm_up(compile_here=True)
+    print("\n".join(trouble))
+    rows = []
+    for dtype, data in CASES:
+        for threads in (1, 2):
+            found = measure(dtype, data, threads, shape, repeats)
+            print("\n".join(map(line, found)), flush=True)
+            rows += found
+    kept = promises(rows)
+    print(verdicts(kept))
+    if options.json:
+        results = {"repeats": repeats, "notes": trouble, "rows": [asdict(row) for row in rows], "checked": kept}
+        write_results(options.json, results)
+
+
+if __name__ == "__main__":
+    main()
