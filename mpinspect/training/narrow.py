@@ -52,12 +52,15 @@ def layers_to_convert(model: nn.Module, precision: Precision, keep_wide: Iterabl
             raise ValueError(f"keep_wide={patterns!r}: precision={precision.name!r} converts no layers to FP8")
         return ()
     _check_plain(model, precision)
-    # A subclass may compute something else, or be read by the module around it, as in nn.MultiheadAttention.
-    linear = {path: module for path, module in model.named_modules() if type(module) is nn.Linear}
+    # A shared layer has several paths.
+    modules = model.named_modules(remove_duplicate=False)
+    linear = {path: module for path, module in modules if isinstance(module, nn.Linear)}
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in linear):
             raise ValueError(f"keep_wide={pattern!r} matches none of the model's Linear layers: {some([*linear])}")
-    chosen = {path: each for path, each in linear.items() if not any(fnmatchcase(path, one) for one in patterns)}
+    kept = {id(each) for path, each in linear.items() if any(fnmatchcase(path, pattern) for pattern in patterns)}
+    # A subclass may compute something else, or be read by the module around it, as in nn.MultiheadAttention.
+    chosen = {path: each for path, each in linear.items() if type(each) is nn.Linear and id(each) not in kept}
     if not chosen:
         raise ValueError(
             f"precision={precision.name!r} converts layers of the class torch.nn.Linear, and the model has none to convert"
@@ -72,19 +75,25 @@ def convert_layers(model: nn.Module, precision: Precision, paths: Iterable[str])
 
     A layer's input is cast as autocast does, and raises ValueError if its rows are no multiple of what the kernels take.
     """
-    paths = frozenset(paths)
-    if not paths:
+    layers = {path: model.get_submodule(path) for path in paths}
+    if not layers:
         return False
     emulated = _is_emulated(next(model.parameters()).device, precision.recipe)
     if precision.recipe in _FLOAT8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = replace(Float8LinearConfig.from_recipe_name(_FLOAT8[precision.recipe]), emulate=emulated)
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, path: path in paths)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, path: path in layers)
     else:
-        _to_mxfp8([model.get_submodule(path) for path in paths], emulated)
-    for path in paths:
-        model.get_submodule(path).register_forward_pre_hook(partial(_prepared, path, precision))
+        _to_mxfp8(layers.values(), emulated)
+    converted: dict[nn.Module, nn.Module] = {}
+    for path, layer in layers.items():
+        if layer in converted:
+            # torchao may convert one of the paths of a shared layer, or make a layer for each.
+            model.set_submodule(path, converted[layer])
+            continue
+        converted[layer] = model.get_submodule(path)
+        converted[layer].register_forward_pre_hook(partial(_prepared, path, precision))
     return emulated
 
 

@@ -190,6 +190,27 @@ def test_the_chosen_layers_become_mxfp8_linear_with_their_bias_and_hooks():
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
+@pytest.mark.parametrize("precision", ["fp8-rowwise", "mxfp8"])
+@pytest.mark.usefixtures("stubbed")
+def test_a_layer_with_two_paths_is_converted_in_both_or_in_none(precision):
+    def shared() -> Net:
+        model = Net()
+        model.blocks.append(model.blocks[0])
+        return model
+
+    model = shared()
+    mp = made(precision, model=model)
+    kinds = {path: type(module).__name__ for path, module in model.named_modules(remove_duplicate=False)}
+    assert kinds["blocks.0"] == kinds["blocks.3"] == ("MXFP8Linear" if precision == "mxfp8" else "Float8Linear")
+    assert model.blocks[0].weight is model.blocks[3].weight
+    assert all(len(block._forward_pre_hooks) == 1 for block in model.blocks)
+    losses = train(mp, 20)
+    assert losses[-1] < losses[0]
+    model = shared()
+    made(precision, ["head", "blocks.3"], model)
+    assert type(model.blocks[0]) is type(model.blocks[3]) is nn.Linear
+
+
 @pytest.mark.usefixtures("stubbed")
 def test_rows_that_kernels_refuse_are_named_where_a_weight_gradient_is_needed():
     mp = made("mxfp8")
