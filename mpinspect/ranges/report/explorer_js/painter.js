@@ -9,7 +9,7 @@ import { power } from "./words.js";
 const AXIS = 22;
 /** Shares from 10^-5 on differ in lightness. */
 const DECADES = 5;
-const COLOURS = ["fill", "soft", "ink", "flushed", "subnormal", "overflow", "error"];
+const COLOURS = ["fill", "soft", "ink", "info", "flushed", "subnormal", "overflow", "error"];
 
 export class Painter {
   /** @param {import("./view.js").View} view @param {HTMLElement} root whose colours are used */
@@ -97,6 +97,21 @@ export class Painter {
     }
     this.limits(context, height);
     if (h && h.infs + h.nans) this.marks(context, h, height);
+  }
+
+  /** Differences of shares as bars from the middle: up where there are more in B. @param {HTMLCanvasElement} canvas @param {Map<number, number>} shares by exponent @param {number} most the largest in any strip */
+  difference(canvas, shares, most) {
+    const height = this.row - 2;
+    const context = this.sharp(canvas, height);
+    const middle = Math.round(height / 2);
+    for (const [exponent, share] of shares) {
+      const left = Math.round(this.place(exponent));
+      const tall = (Math.abs(share) / most) * (middle - 2);
+      context.fillStyle = this.colour(share > 0 ? "info" : "soft");
+      context.fillRect(left, share > 0 ? middle - tall : middle, Math.max(Math.round(this.place(exponent + 1)) - left, 1), tall);
+    }
+    context.fillStyle = this.colour("soft");
+    context.fillRect(0, middle, this.width, 1);
   }
 
   /** A cross for infinities and a ring for NaNs, at the right end. @param {CanvasRenderingContext2D} context @param {any} h @param {number} height */
