@@ -42,6 +42,10 @@ export class Comparison {
     this.fill();
     const resized = new ResizeObserver(() => this.draw());
     resized.observe(root);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      for (const painter of this.painters) painter.forget();
+      this.draw();
+    });
     this.draw();
   }
 

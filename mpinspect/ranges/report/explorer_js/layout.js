@@ -24,7 +24,9 @@ const FREE = { row: ROWS[0], curve: 170 };
  */
 export function widths(wide, columns, longest) {
   const isCompact = wide < SPACIOUS;
-  const names = clamp(longest * LETTER + BESIDE + SWITCH, ...(/** @type {[number, number]} */ (isNarrow() ? NARROW_NAMES : NAMES)));
+  const [least, most] = isNarrow() ? NARROW_NAMES : NAMES;
+  // The names leave three quarters to the rest.
+  const names = clamp(longest * LETTER + BESIDE + SWITCH, least, Math.max(least, Math.min(most, wide / 4)));
   const figures = columns.filter((column) => !column.isWide || !isCompact).reduce((sum, column) => sum + column.width, 0);
   return { names, strip: Math.max(wide - names - figures - BORDERS, LEAST_STRIP), isCompact };
 }

@@ -24,16 +24,25 @@ export class Painter {
     this.ends = [0, 1];
     /** @type {Map<string, string>} */
     this.colours = new Map();
+    /** What each axis shows. @type {WeakMap<HTMLCanvasElement, string>} */
+    this.axes = new WeakMap();
     /** @type {Map<string, CanvasPattern>} */
     this.hatchings = new Map();
   }
 
-  /** Prepares for a drawing: the page's colours may have changed. @param {number} left @param {number} width @param {number} row its height */
+  /** Reads the colours again before the next drawing: reading them at each move of a slider takes longer than the drawing. */
+  forget() {
+    this.colours.clear();
+  }
+
+  /** Prepares for a drawing. @param {number} left @param {number} width @param {number} row its height */
   begin(left, width, row) {
     this.left = left;
     this.row = row;
-    const style = getComputedStyle(this.root);
-    this.colours = new Map(COLOURS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    if (!this.colours.size) {
+      const style = getComputedStyle(this.root);
+      this.colours = new Map(COLOURS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    }
     this.width = width;
     this.ends = this.view.span();
   }
@@ -185,6 +194,9 @@ export class Painter {
 
   /** @param {HTMLCanvasElement} canvas */
   axis(canvas) {
+    const of = [this.ends, this.width, this.colour("soft"), window.devicePixelRatio].join();
+    if (this.axes.get(canvas) === of) return;
+    this.axes.set(canvas, of);
     const context = this.sharp(canvas, AXIS);
     context.fillStyle = this.colour("soft");
     context.font = "11px system-ui, sans-serif";
