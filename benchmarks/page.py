@@ -88,7 +88,8 @@ def measure(maps: int, save: Callable[[Path], Path]) -> dict[str, Any]:
         # Both maps must be visible: a hidden map is drawn only once it is scrolled into view.
         page = browser.new_page(viewport={"width": 1280, "height": 1300 * maps})
         begun = time.perf_counter()
-        page.goto(f"file://{path}")
+        # A page on two runs opens with their difference.
+        page.goto(f"file://{path}{'#view=all' if maps > 1 else ''}")
         page.wait_for_function(
             "maps => [...document.querySelectorAll('.explorer .rows')].filter(map => map.querySelector('tr[data-name]'))"
             ".length === maps",

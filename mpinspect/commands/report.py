@@ -70,7 +70,7 @@ def _read(options: argparse.Namespace) -> RangeReport | RunReport:
     path, format = options.run_dir, options.format
     try:
         if is_run_directory(path):
-            run = read_run(path, format, each_rank=options.each_rank)
+            run = read_run(path, format, each_rank=options.each_rank, for_page=options.html is not None)
             if run.unreadable and not run.parts:
                 raise UnusableError(f"{run.unreadable[0].rstrip('.')}.")
             return run

@@ -6,7 +6,7 @@ import html
 from collections.abc import Callable, Iterator
 
 from mpinspect.reporting.document import Block, Document, Front, Listed, Tab
-from mpinspect.reporting.finding import inferred
+from mpinspect.reporting.finding import SEVERITIES, inferred
 from mpinspect.reporting.words import number_of
 
 STYLE = """
@@ -42,13 +42,17 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect:has(.tabs [value=kernels]:not(:checked)) .tab.kernels,
 .mpinspect:has(.tabs [value=shapes]:not(:checked)) .tab.shapes{display:none}}
 @supports not selector(:has(a)){.mpinspect .tab{grid-row:auto}}
-@media (min-width:1001px){.mpinspect .screen:has(.explorer,.tab){height:calc(100vh - 42px);min-height:34em}
+.mpinspect .panel .notes>summary{margin:.7em 0 .3em;cursor:pointer;font-weight:600}
+@media (min-width:1001px){.mpinspect .bar{flex-wrap:nowrap;height:42px}.mpinspect .bar>*{flex:none}
+.mpinspect .bar h1{flex:0 1 auto;min-width:3em}.mpinspect .fact:last-child{flex:0 99 auto;overflow:hidden;text-overflow:ellipsis}
+.mpinspect .fact{white-space:nowrap}.mpinspect .screen:has(.explorer,.tab){height:calc(100vh - 42px);min-height:34em}
 .mpinspect .screen:has(.explorer,.tab)>*{min-height:0;height:100%;box-sizing:border-box}}
 @media (max-width:1000px){.mpinspect .screen{display:block}.mpinspect .panel{border-left:0}
 .mpinspect .picture{padding:.4em 1em 0}}
-@media print{.mpinspect .screen{display:block;height:auto!important}.mpinspect .panel{border:0;overflow:visible}
+@media print{.mpinspect .tabs{display:none}
+.mpinspect .screen{display:block;height:auto!important}.mpinspect .panel{border:0;overflow:visible}
 .mpinspect .screen>*{height:auto!important}
-.mpinspect .finding::details-content{content-visibility:visible;height:auto}}
+.mpinspect .panel details::details-content{content-visibility:visible;height:auto}}
 """
 
 #: Renders a block at a level of headings.
@@ -83,12 +87,7 @@ def front(
         yield f'<p class="alarm">{escape(document.alarm)}</p>'
     for block in shown.verdict:
         yield from render(block, 1)
-    if shown.findings:
-        yield f"<h2>{escape(number_of(len(shown.findings), 'finding'))}</h2>"
-        yield "<ul>"
-        for listed in shown.findings:
-            yield f"<li>{''.join(_listed(listed, escape))}</li>"
-        yield "</ul>"
+    yield from _findings(shown, escape)
     yield from (f'<p class="dim">{escape(note)}</p>' for note in shown.notes)
     yield "</section>"
     if shown.picture is not None:
@@ -101,6 +100,19 @@ def front(
     if shown.picture is None and not shown.tabs:
         yield f'<p class="picture strong">{escape(shown.without)}</p>'
     yield "</div>"
+
+
+def _findings(shown: Front, escape: Escape) -> Iterator[str]:
+    """Yield the findings that ask for a change; below them, closed, the others."""
+    notes = [each for each in shown.findings if each.finding.severity == SEVERITIES[0]]
+    for each, noun in (([each for each in shown.findings if each not in notes], "finding"), (notes, "note")):
+        if not each:
+            continue
+        title = escape(number_of(len(each), noun))
+        yield f"<h2>{title}</h2>" if noun == "finding" else f'<details class="notes"><summary>{title}</summary>'
+        yield "<ul>"
+        yield from (f"<li>{''.join(_listed(listed, escape))}</li>" for listed in each)
+        yield "</ul>" if noun == "finding" else "</ul></details>"
 
 
 def _switch(shown: Front, escape: Escape) -> Iterator[str]:

@@ -33,7 +33,9 @@ def is_run_directory(path: str | PathLike[str]) -> bool:
     return folder.is_dir() and not (folder / FILE_NAME).exists() and bool(_processes(folder) or _runs_in(folder))
 
 
-def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank: bool = False) -> RunReport:
+def read_run(
+    path: str | PathLike[str], format: str | None = None, *, each_rank: bool = False, for_page: bool = False
+) -> RunReport:
     """Return the report of a run directory, even if the run is still running or was killed.
 
     The counts of a job's ranks are added up: one report for each model, with the shapes of the first process that
@@ -43,6 +45,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
         path: the directory.
         format: the number format to judge the models against; None: the format that each uses.
         each_rank: whether to report each rank's models separately.
+        for_page: whether to read single ranks too, which a page shows beside their sum.
 
     Raises:
         SessionError: nothing in the directory is readable, or it contains several runs.
@@ -73,7 +76,7 @@ def read_run(path: str | PathLike[str], format: str | None = None, *, each_rank:
                     models.unreadable(name)
                     unreadable.append(f"{name}: {found}" if name else str(found))
     parts = tuple(ModelPart(name, analyse(session, format)) for name, session in models.models())
-    ranks = () if each_rank else with_each_rank(folder, parts, format)
+    ranks = with_each_rank(folder, parts, format) if for_page and not each_rank else ()
     # Rank 0's own report repeats the notes on the other ranks: list each once.
     notes = [*models.notes, *_said({each: of for each, of in saw.items() if each not in models.notes}, len(processes))]
     return RunReport(

@@ -22,6 +22,7 @@ from mpinspect.ranges.session import TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
 from mpinspect.reporting.forms import document, render
+from mpinspect.run.diff import DiffReport, diff
 from mpinspect.run.report import ModelPart, RunReport, by_module
 from mpinspect.run.report.module_notes import _cells, _to_do
 from mpinspect.runtime import gpus
@@ -407,6 +408,70 @@ def test_tabs_need_no_script_and_have_an_address(width: int, axe: str, browser: 
     again.wait_for_selector(".explorer tr.marked")
     assert again.locator(".explorer tr.marked canvas").first.bounding_box()["width"] > 100
     assert page.troubles == []
+
+
+def two_runs() -> DiffReport:
+    """A healthy run and one whose gradients of two layers lie eight powers of two lower from step 5 on."""
+    first = replace(broken(nan_from=99), events=())
+    low = {"blocks.0.fc1", "head"}
+    windows = tuple(
+        replace(
+            window,
+            tensors={
+                key: replace(each, histogram=each.histogram.shifted(-8))
+                if key.name in low and window.first_step >= 5
+                else each
+                for key, each in window.tensors.items()
+            },
+        )
+        for window in first.windows
+    )
+    return diff(first, replace(first, windows=windows))
+
+
+def test_a_page_on_two_runs_begins_with_what_changed():
+    page = render(two_runs(), ".html")
+    assert "They part at step 5" in part(page, "header", "bar")
+    assert "They part at step 5: " in part(page, "section", "panel")
+    same = replace(broken(nan_from=99), events=())
+    assert "No difference" in part(render(diff(same, same), ".html"), "header", "bar")
+    assert "B in trouble" in part(render(diff(same, broken()), ".html"), "header", "bar")
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_both_maps_and_their_difference_share_an_axis(width: int, axe: str, browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    path = two_runs().save(tmp_path / "a.html")
+    page = browser.new_context(offline=True, viewport={"width": width, "height": 900}).new_page()
+    troubles: list[str] = []
+    page.on("console", lambda message: troubles.append(message.text))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.goto(f"file://{path}")
+    rows = page.locator(".compared tbody tr")
+    page.wait_for_selector(".compared tbody tr")
+    assert {each.get_attribute("title") for each in rows.locator("th button").all()} == {"blocks.0.fc1", "head"}
+    assert "4 tensors that did not move are hidden" in page.text_content(".explorer .said")
+    assert rows.first.locator("canvas").count() == 3
+    # Up at the powers of two where B has more, eight below those where A has.
+    inked = """canvas => {
+      const { width, height } = canvas;
+      const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+      const columns = (from, to) => Array.from({ length: width }, (_, x) => x)
+        .filter((x) => { for (let y = from; y < to; y++) if (data[4 * (y * width + x) + 3] > 0) return true; return false; });
+      return [columns(0, height / 2 - 2), columns(height / 2 + 2, height)]
+        .map((found) => found.reduce((sum, x) => sum + x, 0) / found.length);
+    }"""
+    more, less = rows.first.locator("canvas").nth(2).evaluate(inked)
+    assert more < less
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.evaluate(axe)
+    assert [(each["id"], each["nodes"][0]["html"]) for each in page.evaluate("axe.run()")["violations"]] == []
+    page.check(".explorer input[type=checkbox]")
+    assert rows.count() == 6
+    # A layer leads to its own view in B.
+    page.click(".compared tbody button")
+    page.wait_for_selector(".detail h3")
+    assert page.input_value("[data-widget] select >> nth=0") == "1"
+    assert troubles == []
 
 
 def test_documents_without_a_front_have_none():

@@ -90,7 +90,7 @@ def test_the_page_of_a_job_has_a_switch_to_each_rank_and_marks_those_that_differ
         info = dataclasses.replace(session.info, rank=rank, world_size=12)
         events = (odd,) if rank in (7, 11) else ()
         dataclasses.replace(session, info=info, events=events).save(model)
-    report = read_run(tmp_path)
+    report = read_run(tmp_path, for_page=True)
     # Ranks that differ come first where not all have room.
     assert [(part.name, part.differs) for part in report.ranks] == [
         *((f"rank {rank}", "") for rank in range(6)),
@@ -107,7 +107,9 @@ def test_the_page_of_a_job_has_a_switch_to_each_rank_and_marks_those_that_differ
     # Other forms have the sum alone.
     for suffix in (".txt", ".md", ".json"):
         assert render(report, suffix) == render(dataclasses.replace(report, ranks=()), suffix)
-    assert read_run(tmp_path, each_rank=True).ranks == ()
+    assert read_run(tmp_path, each_rank=True, for_page=True).ranks == read_run(tmp_path).ranks == ()
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").read_text("utf-8") == page
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".html", ".json"])

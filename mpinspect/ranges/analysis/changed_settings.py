@@ -32,10 +32,11 @@ def changed_settings(first: Session, second: Session) -> Iterator[Change]:
         parts = [_precision, _optimizers, _scalers, *parts]
     for part in parts:
         one, other = part(first), part(second)
-        # A parameter that only one run has counts as a layer that differs, not as a setting.
+        # A parameter that only one run has counts as a layer that differs, not as a setting; older files name no devices.
         for name in dict.fromkeys([*one, *other]):
             here, there = one.get(name, NOT_APPLICABLE), other.get(name, NOT_APPLICABLE)
-            if here != there and not (part is _shapes and NOT_APPLICABLE in (here, there)):
+            needs_both = part is _shapes or name == "devices"
+            if here != there and not (needs_both and NOT_APPLICABLE in (here, there)):
                 yield Change(name, here, there)
 
 

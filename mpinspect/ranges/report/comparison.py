@@ -21,6 +21,7 @@ from mpinspect.reporting.document import (
     Limit,
     Line,
     Tables,
+    Widget,
     bullets,
     section,
     table,
@@ -40,6 +41,8 @@ from mpinspect.reporting.words import (
 
 #: Rows of tables of what changed.
 ROWS = Limit(8, 100, "more that moved less (--all, JSON)", "more that moved less; JSON has all")
+#: Settings on the front of a page.
+BESIDE = Limit(8, 12)
 SETTINGS, _NAMES, _GONE = Limit(20, 100), Limit(12, 50), Limit(5, 20)
 
 _LAYERS = (
@@ -173,16 +176,23 @@ def blocks(diff: RangeDiff, *, everything: bool) -> tuple[Block, ...]:
     moved = [change for change in diff.layers if change.moved_from is not None]
     return (
         *_tensors(f"Moved, worst first: {len(moved):,} of {len(diff.layers):,} tensors", moved, everything),
-        *section("Settings that differ", _settings(diff)),
-        *section("Findings in B alone", Findings(diff.new)),
+        *section("Settings that differ", _settings(diff), is_on_front=len(diff.settings) <= BESIDE.page),
+        *section("Findings in B alone", Findings(diff.new), is_on_front=True),
         *section("Findings in A alone", bullets([finding.message for finding in diff.gone], _GONE)),
         *section("Infinite or NaN in one run alone", Items(tuple(_events(diff)))),
         *section("Loss scale", *_scales(diff)),
         *section("Counted in one run alone", Items(tuple(_alone(diff)))),
         *_unmoved(diff, moved, everything),
         *section("What was compared", *map(Line, _compared(diff))),
-        *widget(Mapped("A", diff.first), Mapped("B", diff.second), together=True),
     )
+
+
+def maps(diff: RangeDiff) -> Iterator[Widget]:
+    """Yield the maps of both runs with their difference; nothing if no tensor was counted."""
+    changes = tuple(
+        (each.kind, each.name, each.elsewhere_fraction, each.moved_from and each.moved_from[0]) for each in diff.layers
+    )
+    yield from widget(Mapped("A", diff.first), Mapped("B", diff.second, changes=changes), together=True)
 
 
 def _tensors(title: str, shown: Sequence[LayerChange], everything: bool) -> Iterator[Block]:

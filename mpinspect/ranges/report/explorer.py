@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FORMATS, FloatFormat, floor_log2
@@ -61,12 +61,18 @@ class ModuleNotes:
 NO_NOTES = ModuleNotes()
 
 
+#: Kind, name, share elsewhere and first step moved of tensors, see ``Mapped``.
+Changes: TypeAlias = tuple[tuple[str, str, float, "int | None"], ...]
+
+
 class Mapped(NamedTuple):
     """A model to show on a map: its name among those of the page, its report, and what is known of its modules."""
 
     name: str
     report: RangeReport
     notes: ModuleNotes = NO_NOTES
+    #: In a comparison with another run, how its tensors changed, the most moved first.
+    changes: Changes = ()
 
 
 def picture(*models: Mapped, of: str = "Model") -> Widget | None:
@@ -100,22 +106,22 @@ def widget(*models: Mapped, together: bool = False) -> Iterator[Widget]:
         "The maps" if together and len(shown) > 1 else "The map",
         "mpinspect.ranges.report",
         "explorer",
-        tuple((model.name, partial(packed, model.report, model.notes, model.name)) for model in shown),
+        tuple((model.name, partial(packed, *model[1:3], model.name, model.changes)) for model in shown),
         "The interactive map needs JavaScript; the tables say the same.",
         together,
     )
 
 
-def packed(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> str:
-    """Return ``data(report, notes, name)`` as gzipped JSON in base64."""
-    text = json.dumps(data(report, notes, name), separators=(",", ":"), allow_nan=False)
+def packed(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", changes: Changes = ()) -> str:
+    """Return ``data(...)`` as gzipped JSON in base64."""
+    text = json.dumps(data(report, notes, name, changes), separators=(",", ":"), allow_nan=False)
     return base64.b64encode(gzip.compress(text.encode("utf-8"), mtime=0)).decode("ascii")
 
 
-def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> dict[str, Any]:
+def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", changes: Changes = ()) -> dict[str, Any]:
     """Return the data of the script: formats, every tensor's counts in each block of the run, and the run's history.
 
-    ``name`` distinguishes the model from others on its page; "" stands for its class.
+    ``name`` distinguishes the model from others on its page; "" stands for its class. ``changes`` are as in ``Mapped``.
     """
     layers = _shown(report)
     updates = [layer for layer in seen_layers(report) if layer.kind == UPDATE]
@@ -170,6 +176,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "") -> 
         # Shown beside a module's tensors, in no map: flushing does not decide whether an update is lost.
         "updates": [_tensor(layer, 0, windows) for layer in updates],
         "notes": _notes(notes),
+        "changes": [(kind, printable(tensor), *figures) for kind, tensor, *figures in changes],
     }
 
 

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
+from mpinspect.ranges.analysis.comparison import RangeDiff
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
-from mpinspect.ranges.report.comparison import ROWS, blocks, headline, matters, trouble
+from mpinspect.ranges.report.comparison import BESIDE, ROWS, blocks, headline, maps, matters, trouble
+from mpinspect.ranges.report.front import NO_MAP
 from mpinspect.ranges.session import LostUpdates
 from mpinspect.reporting.document import (
     Block,
     Column,
     Document,
     Findings,
+    Front,
     Item,
     Items,
     Limit,
+    Line,
+    Listed,
     Part,
     Parts,
+    Tone,
     bullets,
     section,
     table,
@@ -43,8 +51,47 @@ def document(report: DiffReport, *, everything: bool = False) -> Document:
             *(_kernels(report.kernels, everything) if report.kernels else ()),
             *section("Notes", bullets(_notes(report), _NOTES)),
         ),
-        verdict=(Items((_side(report.first, "A"), _side(report.second, "B"))),),
+        verdict=(_sides(report),),
+        front=_front(report, only.ranges) if only else None,
     )
+
+
+def _sides(report: DiffReport) -> Items:
+    return Items((_side(report.first, "A"), _side(report.second, "B")))
+
+
+def _front(report: DiffReport, diff: RangeDiff) -> Front:
+    """Return the first screen of the page on one model: what changed first, and the maps of both runs with their difference."""
+    state, tone = _state(diff)
+    paths = [PurePath(side.path).name for side in (report.first, report.second)]
+    settings = (Item(f"{change.name}: {change.first} -> {change.second}") for change in diff.settings)
+    beside: tuple[Block, ...] = (
+        Line(verdict(report), "strong" if tone == "good" else tone),
+        *section("Settings that differ", Items(tuple(settings), BESIDE)),
+        _sides(report),
+    )
+    found = next(maps(diff), None)
+    return Front(
+        " -> ".join(filter(None, paths)) or diff.second.session.info.model,
+        state,
+        tone,
+        (),
+        beside,
+        # The verdict, the settings and the picture say what infos say.
+        tuple(Listed(finding) for finding in report.findings if finding.severity != SEVERITIES[0]),
+        picture=None if found is None else replace(found, title="", of="Runs"),
+        without=NO_MAP,
+    )
+
+
+def _state(diff: RangeDiff) -> tuple[str, Tone]:
+    """Return the headline in a few words, and its tone."""
+    in_trouble = trouble(diff)
+    if in_trouble:
+        return f"{'Both' if in_trouble.startswith('Both') else in_trouble[0]} in trouble", "error"
+    if diff.moved is not None:
+        return f"They part at step {diff.moved.first_step:,}", "warning"
+    return ("No difference" if diff.differs is None else "No meaningful change"), "good"
 
 
 def verdict(report: DiffReport) -> str:
@@ -74,7 +121,10 @@ def _side(side: Side, name: str) -> Item:
 def _models(report: DiffReport, everything: bool) -> Parts:
     order = sorted(range(len(report.models)), key=lambda place: _urgency(report.models[place]))
     parts = [
-        Part(f"{model.name}: {headline(model.ranges)}", Document("", blocks(model.ranges, everything=everything)))
+        Part(
+            f"{model.name}: {headline(model.ranges)}",
+            Document("", (*blocks(model.ranges, everything=everything), *maps(model.ranges))),
+        )
         for model in report.models
     ]
     return Parts(tuple(parts), None if everything else _MODELS, tuple(map(order.index, range(len(parts)))))

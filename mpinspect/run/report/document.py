@@ -193,11 +193,24 @@ def _to_do(findings: Iterable[Finding]) -> int:
 def _panel(report: RunReport) -> Iterator[Block]:
     """Yield the verdict beside the picture."""
     if len(report.parts) > 1:
-        yield from _verdict(report)
+        yield from _verdict_of_several(report)
     elif report.parts:
         yield from _only_verdict(report, report.parts[0].ranges)
     else:
         yield from _of_speed(report)
+
+
+def _verdict_of_several(report: RunReport) -> Iterator[Block]:
+    """Yield what ended the run, the models' verdicts, the change of the worst, and below them what they compute in."""
+    gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
+    yield from (Line(report.ended, "error"),) if report.ended else ()
+    tone: Tone = "good" if all(part.ranges.verdict.healthy for part in gravest) else "strong"
+    said = _by_model((part.name, "".join(part.ranges.verdict.sentences[:1])) for part in gravest)
+    yield from (Line(words, tone) for words in said)
+    yield from change_blocks(gravest[0].ranges.verdict, f" in {gravest[0].name}")
+    yield from (
+        Line(words, "dim") for words in _by_model((part.name, part.ranges.verdict.precision) for part in gravest)
+    )
 
 
 def _of_speed(report: RunReport) -> Iterator[Block]:

@@ -3,13 +3,15 @@
 
 /** The choice of all models of a page, in its switch and its address. */
 export const ALL = "all";
+/** The choice of two runs and their difference. */
+export const DIFFERENCE = "difference";
 
 export const asked = () => new URLSearchParams(location.hash.slice(1));
 
 /** What the address asks for a model; null where it asks for nothing, or for another model. @param {any} data @param {string} name */
 export function wanted(data, name) {
   const found = asked();
-  const isMine = !found.has("model") || found.get("model") === data.model || data.view === ALL;
+  const isMine = !found.has("model") || found.get("model") === data.model || data.view !== undefined;
   return isMine ? found.get(name) : null;
 }
 

@@ -2,7 +2,8 @@
 // render(root, data) draws the map of one model into an element; start() draws every map of a page.
 // @ts-check
 
-import { ALL, asked } from "./address.js";
+import { ALL, asked, DIFFERENCE } from "./address.js";
+import { Comparison } from "./comparison.js";
 import { decode, element } from "./dom.js";
 import { LayerMap } from "./map.js";
 import { copyButtons, findingsLead, fixed, tabs } from "./panel.js";
@@ -51,6 +52,9 @@ export function figuresIn(root) {
   return new Map(own.filter((/** @type {any} */ [, figures]) => figures));
 }
 
+/** The same tensor in the view of a map. @param {HTMLElement} root @param {any} layer */
+const layerIn = (root, layer) => drawn.get(root)?.view.layers.find((/** @type {any} */ each) => each.kind === layer.kind && each.name === layer.name);
+
 /** Several models with a switch: one at a time, or the maps of all, which move together. What the reader chose in one holds for the next. */
 class Models {
   /** @param {HTMLElement} root @param {string[]} packed @param {string[]} names */
@@ -59,6 +63,8 @@ class Models {
     this.packed = packed;
     this.names = names;
     this.select = element("select", {}, ...names.map((name, place) => element("option", { value: place }, name)), element("option", { value: ALL }, "all, which move together"));
+    const isPair = root.dataset.together !== undefined && names.length === 2;
+    if (isPair) this.select.prepend(element("option", { value: DIFFERENCE }, `${names.join(", ")} and their difference`));
     this.maps = element("div", { className: "maps" });
     /** Of each model decoded so far. @type {Promise<any>[]} */
     this.known = [];
@@ -73,23 +79,42 @@ class Models {
   /** The model that the address names, or the one that the page opens with; all where the page or the address asks for all. */
   opens() {
     const found = asked();
-    const isTogether = found.get("view") === ALL || (!found.has("model") && this.root.dataset.together !== undefined);
     const named = this.names.indexOf(found.get("model") ?? "");
-    return isTogether ? ALL : String(named < 0 ? Number(this.root.dataset.first ?? 0) : named);
+    const together = this.select.options[0].value === DIFFERENCE ? DIFFERENCE : ALL;
+    const view = found.get("view") ?? (!found.has("model") && this.root.dataset.together !== undefined ? together : "");
+    return [ALL, together].includes(view) ? view : String(named < 0 ? Number(this.root.dataset.first ?? 0) : named);
   }
 
   async show() {
     const view = this.select.value;
-    const places = view === ALL ? this.names.map((_, place) => place) : [Number(view)];
+    const isOne = view !== ALL && view !== DIFFERENCE;
+    const places = isOne ? [Number(view)] : this.names.map((_, place) => place);
     const data = await Promise.all(places.map((place) => (this.known[place] ??= decode(this.packed[place]))));
     // Another was chosen meanwhile.
     if (this.select.value !== view) return;
     for (const map of this.shown) forget(map);
-    this.maps.classList.toggle("several", places.length > 1);
-    if (!this.maps.isConnected) this.root.replaceChildren(element("div", { className: "controls" }, element("label", {}, element("span", {}, this.root.dataset.of ?? "Model"), this.select)), this.maps);
+    this.maps.classList.toggle("several", view === ALL && places.length > 1);
+    if (!this.maps.isConnected) this.root.replaceChildren(element("div", { className: "controls" }, element("label", { className: "roomy" }, element("span", {}, this.root.dataset.of ?? "Model"), this.select)), this.maps);
+    if (view === DIFFERENCE) {
+      this.compare(data);
+      return;
+    }
     this.shown = places.map(() => element("div", {}));
     this.maps.replaceChildren(...this.shown.flatMap((map, place) => (view === ALL ? [element("h3", {}, element("bdi", {}, this.names[places[place]])), map] : [map])));
     this.shown.forEach((map, place) => this.begin(map, view === ALL ? { ...data[place], view, format: comparedIn(data) } : data[place]));
+  }
+
+  /** @param {any[]} data of both runs */
+  compare(data) {
+    this.shown = [];
+    const root = element("div", {});
+    this.maps.replaceChildren(root);
+    const [first, second] = data.map((each) => ({ ...each, view: DIFFERENCE, format: comparedIn(data) }));
+    new Comparison(root, [first, second], async (layer) => {
+      this.choice = { kind: layer.kind };
+      await this.open(this.names[1]);
+      drawn.get(this.shown[0])?.choose(layerIn(this.shown[0], layer));
+    });
   }
 
   /** Opens the map of one model, unless its map is there already. @param {string} name */
@@ -114,6 +139,7 @@ class Models {
 /** Shows a place in a root's map, in that of the named model if there are several. @param {HTMLElement} root @param {Models | null} models @param {import("./panel.js").Place} place */
 async function showIn(root, models, { thing, layer, step }) {
   if (models && thing) await models.open(thing);
+  if (models && !models.shown.length) await models.open(models.names[models.names.length - 1]);
   drawn.get(models ? models.shown[0] : root)?.showPlace(step, layer);
 }
 

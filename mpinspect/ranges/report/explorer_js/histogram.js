@@ -24,6 +24,7 @@
  * @property {number} smallest       significand of the smallest magnitude
  * @property {number} largest        significand of the largest
  * @property {number[]} below        below[i]: elements with an exponent less than min + i
+ * @property {number} all            finite non-zero elements
  */
 
 /** Significands from here up round to 2 in 11 bits. */
@@ -32,7 +33,8 @@ const NEAR_TOP = 2 - 2 ** -11;
 /** @param {any[]} packed as explorer.py packs one @returns {Histogram} */
 export function unpack(packed) {
   const [min, zeros, infs, nans, smallest, largest, counts, powers, tops] = packed;
-  return { min, counts, powers, tops, zeros, infs, nans, smallest, largest, below: sums(counts) };
+  const below = sums(counts);
+  return { min, counts, powers, tops, zeros, infs, nans, smallest, largest, below, all: below[counts.length] };
 }
 
 /** @param {number[]} counts */
@@ -59,15 +61,16 @@ export function merge(parts) {
   const lowest = used.filter((part) => part.min === min).map((part) => part.smallest);
   const highest = used.filter((part) => part.min + part.counts.length === end).map((part) => part.largest);
   const total = (/** @type {"zeros" | "infs" | "nans"} */ field) => parts.reduce((sum, part) => sum + part[field], 0);
+  const below = sums(counts);
   return {
-    min, counts, powers, tops, below: sums(counts),
+    min, counts, powers, tops, below, all: below[counts.length],
     zeros: total("zeros"), infs: total("infs"), nans: total("nans"),
     smallest: lowest.length ? Math.min(...lowest) : 1, largest: highest.length ? Math.max(...highest) : 1,
   };
 }
 
 /** @param {Histogram} h */
-export const nonzero = (h) => h.below[h.counts.length];
+export const nonzero = (h) => h.all;
 
 /** Elements with an exponent less than this one. @param {Histogram} h @param {number} exponent */
 const countBelow = (h, exponent) => h.below[Math.min(Math.max(exponent - h.min, 0), h.counts.length)];

@@ -8,7 +8,7 @@ import { clamp } from "./histogram.js";
 export const [LETTER, BESIDE] = [7.4, 34];
 const SWITCH = 18;
 /** Pixels of the column of names at least and at most, on a wide and on a narrow page. */
-const [NAMES, NARROW_NAMES] = [[160, 250], [72, 104]];
+const [NAMES, NARROW_NAMES] = [[160, 310], [72, 104]];
 /** Pixels of a strip at least, of the table's borders with its scroll bar, and of a page that shows every column. */
 const [LEAST_STRIP, BORDERS, SPACIOUS] = [140, 14, 1250];
 /** Heights of a row and of the curve at least and at most, of the table's header, and of the parts on a page that scrolls. */
@@ -24,7 +24,9 @@ const FREE = { row: ROWS[0], curve: 170 };
  */
 export function widths(wide, columns, longest) {
   const isCompact = wide < SPACIOUS;
-  const names = clamp(longest * LETTER + BESIDE + SWITCH, ...(/** @type {[number, number]} */ (isNarrow() ? NARROW_NAMES : NAMES)));
+  const [least, most] = isNarrow() ? NARROW_NAMES : NAMES;
+  // The names leave most to the rest.
+  const names = clamp(longest * LETTER + BESIDE + SWITCH, least, Math.max(least, Math.min(most, 0.28 * wide)));
   const figures = columns.filter((column) => !column.isWide || !isCompact).reduce((sum, column) => sum + column.width, 0);
   return { names, strip: Math.max(wide - names - figures - BORDERS, LEAST_STRIP), isCompact };
 }

@@ -71,10 +71,10 @@ export class LayerMap {
       addEventListener(moment, () => {
         this.isPrinted = this.table.isPrinted = moment === "beforeprint";
         this.wide = 0;
-        this.draw();
+        this.redraw();
       }, { signal });
     }
-    for (const query of ["(prefers-color-scheme: dark)", "(max-width: 760px)"]) matchMedia(query).addEventListener("change", () => this.draw(), { signal });
+    for (const query of ["(prefers-color-scheme: dark)", "(max-width: 760px)"]) matchMedia(query).addEventListener("change", () => this.redraw(), { signal });
   }
 
   /** Draws again when the page's size changes, and follows other maps only while it is seen. */
@@ -97,6 +97,12 @@ export class LayerMap {
     }
   }
 
+  /** Draws with the colours of another scheme or medium. */
+  redraw() {
+    this.painter.forget();
+    this.draw();
+  }
+
   draw() {
     const { view, painter, table } = this;
     this.isBehind = false;
@@ -107,7 +113,7 @@ export class LayerMap {
     this.back.hidden = view.isOpening;
     const rows = table.choose();
     this.measure();
-    const given = widths(this.wide, table.columns, view.longest);
+    const given = widths(this.wide, table.visible, view.longest);
     const { row, curve } = heights(this.isPrinted ? 0 : this.free, rows);
     painter.begin(given.names + 1, given.strip, row);
     this.shares.draw(this.wide, curve);

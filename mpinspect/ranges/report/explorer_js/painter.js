@@ -9,7 +9,7 @@ import { power } from "./words.js";
 const AXIS = 22;
 /** Shares from 10^-5 on differ in lightness. */
 const DECADES = 5;
-const COLOURS = ["fill", "soft", "ink", "flushed", "subnormal", "overflow", "error"];
+const COLOURS = ["fill", "soft", "ink", "info", "flushed", "subnormal", "overflow", "error"];
 
 export class Painter {
   /** @param {import("./view.js").View} view @param {HTMLElement} root whose colours are used */
@@ -24,16 +24,25 @@ export class Painter {
     this.ends = [0, 1];
     /** @type {Map<string, string>} */
     this.colours = new Map();
+    /** What each axis shows. @type {WeakMap<HTMLCanvasElement, string>} */
+    this.axes = new WeakMap();
     /** @type {Map<string, CanvasPattern>} */
     this.hatchings = new Map();
   }
 
-  /** Prepares for a drawing: the page's colours may have changed. @param {number} left @param {number} width @param {number} row its height */
+  /** Reads the colours again before the next drawing: reading them at each move of a slider takes longer than the drawing. */
+  forget() {
+    this.colours.clear();
+  }
+
+  /** Prepares for a drawing. @param {number} left @param {number} width @param {number} row its height */
   begin(left, width, row) {
     this.left = left;
     this.row = row;
-    const style = getComputedStyle(this.root);
-    this.colours = new Map(COLOURS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    if (!this.colours.size) {
+      const style = getComputedStyle(this.root);
+      this.colours = new Map(COLOURS.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+    }
     this.width = width;
     this.ends = this.view.span();
   }
@@ -97,6 +106,21 @@ export class Painter {
     }
     this.limits(context, height);
     if (h && h.infs + h.nans) this.marks(context, h, height);
+  }
+
+  /** Differences of shares as bars from the middle: up where there are more in B. @param {HTMLCanvasElement} canvas @param {Map<number, number>} shares by exponent @param {number} most the largest in any strip */
+  difference(canvas, shares, most) {
+    const height = this.row - 2;
+    const context = this.sharp(canvas, height);
+    const middle = Math.round(height / 2);
+    for (const [exponent, share] of shares) {
+      const left = Math.round(this.place(exponent));
+      const tall = (Math.abs(share) / most) * (middle - 2);
+      context.fillStyle = this.colour(share > 0 ? "info" : "soft");
+      context.fillRect(left, share > 0 ? middle - tall : middle, Math.max(Math.round(this.place(exponent + 1)) - left, 1), tall);
+    }
+    context.fillStyle = this.colour("soft");
+    context.fillRect(0, middle, this.width, 1);
   }
 
   /** A cross for infinities and a ring for NaNs, at the right end. @param {CanvasRenderingContext2D} context @param {any} h @param {number} height */
@@ -170,6 +194,9 @@ export class Painter {
 
   /** @param {HTMLCanvasElement} canvas */
   axis(canvas) {
+    const of = [this.ends, this.width, this.colour("soft"), window.devicePixelRatio].join();
+    if (this.axes.get(canvas) === of) return;
+    this.axes.set(canvas, of);
     const context = this.sharp(canvas, AXIS);
     context.fillStyle = this.colour("soft");
     context.font = "11px system-ui, sans-serif";

@@ -60,6 +60,8 @@ export class Shares {
     const of = view.chosen ? "of the chosen layer" : "of the worst layer";
     this.picture.replaceChildren(this.chart(wide, height, of, curves));
     this.legend.replaceChildren(...this.legendOf(of, curves));
+    // Below it lies the table.
+    this.legend.style.maxHeight = `${height - BELOW}px`;
     this.legend.style.width = `${Math.max(this.painter.left - 40, 60)}px`;
     this.readout.replaceChildren(...this.readoutOf(curves));
     this.readout.style.width = `${Math.max(wide - this.painter.left - this.painter.width - 24, 60)}px`;

@@ -48,7 +48,7 @@ export class Table {
     this.columns = columnsOf(view);
     this.axis = element("canvas", { "aria-hidden": "true" });
     this.heads = this.columns.map((column) => this.head(column));
-    this.cols = this.columns.map((column) => element("col", { className: column.isWide ? "wide" : "" }));
+    this.cols = this.columns.map((column) => element("col", { className: column.isWide ? "wide" : column.name }));
     this.body = element("tbody", {});
     this.element = element("div", { className: "rows", tabIndex: 0, role: "region", "aria-label": "Layers: arrow keys choose one" },
       element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, ...this.heads)), this.body));
@@ -80,12 +80,18 @@ export class Table {
     return element("ul", { tabIndex: 0 }, ...said.map((line) => element("li", {}, line)));
   }
 
+  /** The columns that say something of the kind shown: updates are of parameters. */
+  get visible() {
+    const isOutput = (this.view.state.kind ?? "").startsWith("activation");
+    return this.columns.filter(({ name }) => name !== "lost" || !isOutput);
+  }
+
   /** @param {ColumnOf} column */
   head({ name, words, meaning, isWide }) {
     if (!name) return element("th", { scope: "col", className: "map" }, this.axis, element("span", { className: "unseen" }, words));
     const button = element("button", { type: "button", title: meaning }, words);
     button.addEventListener("click", () => this.actions.change({ sort: name }));
-    return element("th", { scope: "col", className: name === "model" ? "left" : isWide ? "wide" : "" }, button);
+    return element("th", { scope: "col", className: name === "model" ? "left" : isWide ? "wide" : name }, button);
   }
 
   /** Takes the rows to show; they are drawn once their size is known. */
@@ -97,7 +103,8 @@ export class Table {
   /** @param {import("./layout.js").Widths} widths */
   draw({ names, strip, isCompact }) {
     const { sort } = this.view.state;
-    const each = this.columns.map((column, place) => (column.isWide && isCompact ? 0 : [names, strip][place] ?? column.width));
+    const { visible } = this;
+    const each = this.columns.map((column, place) => ((column.isWide && isCompact) || !visible.includes(column) ? 0 : [names, strip][place] ?? column.width));
     const laid = [...each, this.painter.row, this.shown.length].join();
     if (laid !== this.laid) this.lay(each, isCompact);
     this.laid = laid;
@@ -116,6 +123,7 @@ export class Table {
   /** @param {number[]} each width of a column @param {boolean} isCompact */
   lay(each, isCompact) {
     this.element.classList.toggle("compact", isCompact);
+    this.element.classList.toggle("lossless", this.visible.length < this.columns.length);
     this.cols.forEach((col, place) => { col.style.width = `${each[place]}px`; });
     // Of a wider table the browser would widen the columns, and the strips would leave the curve's axis.
     /** @type {HTMLElement} */ (this.element.firstElementChild).style.width = `${each.reduce((sum, one) => sum + one, 0)}px`;
@@ -213,7 +221,8 @@ export class Table {
     cells.forEach(([text, tone], column) => {
       const cell = kept.cells[column];
       if (cell.textContent !== text) cell.textContent = text;
-      const named = this.columns[column + 2].isWide ? `wide ${tone}` : tone;
+      const { isWide, name } = this.columns[column + 2];
+      const named = isWide ? `wide ${tone}` : name === "lost" ? `lost ${tone}` : tone;
       if (cell.className !== named) cell.className = named;
     });
     if (found) Object.assign(row.dataset, { name: layer.name, flushed: found.flushed, subnormal: found.subnormal, low: found.low, high: found.high, all: found.all });

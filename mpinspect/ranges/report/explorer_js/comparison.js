@@ -1,0 +1,149 @@
+// Two runs of a model side by side: the strips of A and B on one axis, and their difference as a third; tensors that did not move
+// are hidden.
+// @ts-check
+
+import { keep, wanted } from "./address.js";
+import { element, entry, isNarrow } from "./dom.js";
+import { clamp, nonzero } from "./histogram.js";
+import { BESIDE, LETTER } from "./layout.js";
+import { Painter } from "./painter.js";
+import { View } from "./view.js";
+import { numberOf, percent } from "./words.js";
+
+/** Most rows, pixels of a row at least and at most, and of the columns of figures with the table's borders. */
+const [MOST, LEAST, TALLEST, FIGURES] = [200, 24, 84, 176];
+
+/** A tensor of both runs. @typedef {{first: any, second: any, elsewhere: number, from: number | null}} Pair */
+
+export class Comparison {
+  /**
+   * @param {HTMLElement} root what is in it gives way @param {[any, any]} data of A and B, opened in the format in which they are compared
+   * @param {(layer: any) => void} choose called with a tensor of B
+   */
+  constructor(root, data, choose) {
+    this.root = root;
+    this.choose = choose;
+    this.views = data.map((each) => new View(each, undefined));
+    this.painters = this.views.map((view) => new Painter(view, root));
+    const [first, second] = this.views;
+    const kinds = second.kinds.filter((/** @type {any} */ kind) => first.kinds.some((/** @type {any} */ other) => other.name === kind.name));
+    const asked = wanted(data[1], "kind");
+    const moved = data[1].changes.find((/** @type {any} */ [,,, from]) => from !== null);
+    const opens = [asked, moved?.[0], kinds[0]?.name].find((name) => kinds.some((/** @type {any} */ kind) => kind.name === name));
+    for (const view of this.views) Object.assign(view.state, { kind: opens, scale: view.data.own, block: -1, layer: null, isOwn: false });
+    this.kind = element("select", {}, ...kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, `${each.title} (${this.movedOf(each.name)} moved)`)));
+    this.format = element("select", { className: "narrow" }, ...second.data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
+    this.all = element("input", { type: "checkbox" });
+    this.said = element("p", { className: "said", role: "status", "aria-live": "polite" });
+    this.axes = ["A", "B", "difference"].map((words) => element("canvas", { "aria-hidden": "true", className: words }));
+    this.body = element("tbody", {});
+    this.cols = [0, 1, 2, 3, 4, 5].map(() => element("col", {}));
+    this.rows = element("div", { className: "rows compared", tabIndex: 0, role: "region", "aria-label": "Tensors of both runs" });
+    this.fill();
+    const resized = new ResizeObserver(() => this.draw());
+    resized.observe(root);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      for (const painter of this.painters) painter.forget();
+      this.draw();
+    });
+    this.draw();
+  }
+
+  fill() {
+    const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", { className: control === this.kind ? "roomy" : "" }, element("span", {}, words), control);
+    const heads = ["A", "B", "B minus A"].map((words, place) => element("th", { scope: "col", className: "map" }, element("b", {}, words), this.axes[place]));
+    this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
+      element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "elsewhere"), element("th", { scope: "col", title: "the first step in which it moved, by more than it does by itself" }, "from step"))), this.body));
+    this.root.replaceChildren(element("div", { className: "controls" }, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all)), this.said, this.rows,
+      element("p", { className: "legend" }, entry("A and B: the darker, the larger the share; the format's edges at each run's own loss scale."), entry("B minus A: up where B has more, down where A has."), entry("A click shows the layer in B.")));
+    this.root.classList.add("explorer");
+    this.kind.addEventListener("change", () => this.change({ kind: this.kind.value }));
+    this.format.addEventListener("change", () => this.change({ format: this.views[1].formatNamed(this.format.value) }));
+    this.all.addEventListener("change", () => this.draw());
+  }
+
+  /** @param {any} changed part of the state of both */
+  change(changed) {
+    const { format } = changed;
+    for (const view of this.views) Object.assign(view.state, changed, format && { format: view.sameFormat(format) });
+    this.draw();
+    keep(this.views[1]);
+  }
+
+  /** The number of tensors of a kind that moved. @param {string} kind */
+  movedOf(kind) {
+    return this.views[1].data.changes.filter((/** @type {any} */ [of,,, from]) => of === kind && from !== null).length;
+  }
+
+  /** The tensors of the kind shown, the most moved first. @returns {Pair[]} */
+  pairs() {
+    const [first, second] = this.views;
+    const { kind } = second.state;
+    const named = (/** @type {View} */ view, /** @type {string} */ name) => view.layers.find((/** @type {any} */ layer) => layer.kind === kind && layer.name === name);
+    return second.data.changes.filter((/** @type {any} */ [of]) => of === kind)
+      .map((/** @type {any} */ [, name, elsewhere, from]) => ({ first: named(first, name), second: named(second, name), elsewhere, from }))
+      .filter((/** @type {Pair} */ pair) => pair.first && pair.second);
+  }
+
+  draw() {
+    const wide = this.root.clientWidth;
+    if (!wide) return;
+    const { kind, format } = this.views[1].state;
+    this.kind.value = kind ?? "";
+    this.format.value = format.name;
+    const all = this.pairs();
+    const shown = this.all.checked ? all : all.filter((pair) => pair.from !== null);
+    this.said.textContent = `${all.length - shown.length ? `${numberOf(all.length - shown.length, "tensor")} that did not move ${all.length - shown.length === 1 ? "is" : "are"} hidden. ` : ""}`
+      + (shown.length > MOST ? `The ${MOST} that moved most of ${shown.length} are shown.` : shown.length ? "" : "None moved by more than it does by itself.");
+    this.lay(wide, shown.slice(0, MOST));
+    const differences = shown.slice(0, MOST).map(differenceOf);
+    const most = Math.max(...differences.map(({ largest }) => largest), 1e-9);
+    this.axes.forEach((axis, place) => this.painters[Math.min(place, 1)].axis(axis));
+    this.body.replaceChildren(...shown.slice(0, MOST).map((pair, place) => this.row(pair, differences[place], most)));
+  }
+
+  /** Gives all strips one axis and one width. @param {number} wide in pixels @param {Pair[]} shown */
+  lay(wide, shown) {
+    const longest = shown.reduce((most, { second }) => Math.max(most, second.name.length), 0);
+    const names = isNarrow() ? 92 : clamp(longest * LETTER + BESIDE, 120, 250);
+    const figures = isNarrow() ? 0 : FIGURES;
+    const strip = Math.max(Math.floor((wide - names - figures - 16) / 3), 60);
+    const free = this.root.clientHeight - this.rows.offsetTop - 60;
+    const row = clamp(Math.floor(free / Math.max(shown.length, 1)), LEAST, TALLEST);
+    [names, strip, strip, strip, figures / 2, figures / 2].forEach((width, place) => { this.cols[place].style.width = `${width}px`; });
+    this.rows.classList.toggle("narrow", !figures);
+    this.rows.style.setProperty("--row", `${row}px`);
+    for (const painter of this.painters) painter.begin(names, strip - 8, row);
+    const ends = this.painters.map((painter) => painter.ends);
+    for (const painter of this.painters) painter.ends = [Math.min(ends[0][0], ends[1][0]), Math.max(ends[0][1], ends[1][1])];
+    this.names = names;
+  }
+
+  /** @param {Pair} pair @param {Difference} difference @param {number} most the largest difference of a share in any row */
+  row({ first, second, elsewhere, from }, difference, most) {
+    const name = second.name || "(the model itself)";
+    const letters = Math.max(Math.floor(((this.names ?? 0) - BESIDE) / LETTER), 6);
+    const button = element("button", { type: "button", title: name }, element("bdi", {}, name.length > letters ? `…${name.slice(1 - letters)}` : name));
+    button.addEventListener("click", () => this.choose(second));
+    const canvases = [first, second, null].map(() => element("canvas", { "aria-hidden": "true" }));
+    this.painters[0].strip(canvases[0], first);
+    this.painters[1].strip(canvases[1], second);
+    this.painters[1].difference(canvases[2], difference.shares, most);
+    return element("tr", { className: from === null ? "" : "moved" }, element("th", { scope: "row", className: "left" }, button), ...canvases.map((canvas) => element("td", { className: "map" }, canvas)),
+      element("td", {}, percent(elsewhere)), element("td", {}, from === null ? "-" : String(from)));
+  }
+}
+
+/** By exponent, the share of the non-zero elements in B less that in A. @typedef {{shares: Map<number, number>, largest: number}} Difference */
+
+/** @param {Pair} pair @returns {Difference} */
+function differenceOf({ first, second }) {
+  /** @type {Map<number, number>} */
+  const shares = new Map();
+  for (const [layer, sign] of [[first, -1], [second, 1]]) {
+    const h = layer.whole;
+    const all = nonzero(h);
+    h.counts.forEach((/** @type {number} */ count, /** @type {number} */ index) => shares.set(h.min + index, (shares.get(h.min + index) ?? 0) + sign * (all ? count / all : 0)));
+  }
+  return { shares, largest: Math.max(0, ...[...shares.values()].map(Math.abs)) };
+}
