@@ -341,6 +341,15 @@ def test_frequent_skips_are_a_warning():
     assert found(steps_with([event(step) for step in range(5, 100, 7)]), "non-finite-event").severity == "warning"
 
 
+def test_steps_skipped_for_the_forward_are_not_ascribed_to_the_backward():
+    search = [event(0)]
+    later = [event(step, "forward", value="nan", forward_finite=False) for step in range(30, 100)]
+    backward = next(
+        finding for finding in steps_with([*search, *later]).findings if "The backward was" in finding.message
+    )
+    assert (backward.severity, backward.evidence["skipped_steps"]) == ("info", 1)
+
+
 def test_an_event_explained_by_a_diagnosis_is_info_without_a_fix():
     session = steps_with([event(step) for step in range(5)], steps=5)
     assert found(session, "scale-too-high").severity == "error"

@@ -463,6 +463,53 @@ def test_an_error_in_the_report_does_not_hide_the_users_exception(
     assert "could not print its report" in capsys.readouterr().err
 
 
+def test_a_model_on_the_meta_device_has_one_note_and_no_claim_of_health() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(inspector: Inspector) -> None:
+        with inspector:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4, device="meta")).sum().backward()
+                optimizer.step()
+
+    inspector = Inspector(model)
+    with pytest.warns(MpinspectWarning, match="the meta device, which holds shapes and no values") as told:
+        train(inspector)
+    assert len(told) == len(inspector.session().notes) == 1
+    assert inspector.report().verdict.healthy is None
+
+
+def test_a_model_that_leaves_the_meta_device_before_training_is_inspected_from_its_first_step() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 1)
+    with Inspector(model) as inspector:
+        model.to_empty(device="cpu")
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert inspector.session().notes == ()
+    assert inspector.report().session.progress.sampled_steps == 1
+    assert inspector.report().verdict.healthy is True
+
+
+def test_two_inspectors_of_one_model_have_equal_counts() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model) as first, Inspector(model) as second:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert first.session().totals() == second.session().totals()
+    assert len(first.session().totals()) == 7
+    assert first.session().notes == second.session().notes == ()
+
+
 def test_an_inspector_that_was_never_attached_says_so() -> None:
     model = nn.Linear(2, 2)
     inspector = Inspector(model)

@@ -12,7 +12,7 @@ import sessions
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.report import dataframe
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.session import Session, TensorKey
 from mpinspect.reporting import forms, markdown
 
 
@@ -36,6 +36,17 @@ def test_every_row_of_a_table_has_as_many_cells_as_its_header(name):
 def test_names_are_escaped_in_markdown():
     escaped = markdown.escape("a|b *c* <script> _d_ [e](f) `g` # h @i")
     assert escaped == r"a\|b \*c\* &lt;script&gt; \_d\_ \[e\](f) \`g\` \# h \@i"
+
+
+def test_a_dataframes_columns_have_the_same_types_whatever_is_known():
+    """A column whose every figure is unknown has the type of its figures, too."""
+    known = dataframe.render(sessions.report_by_hand(sessions.everything())).dtypes
+    names = ["name", "kind", "module", "module_type"]
+    empty = dataframe.render(analyse(Session(watched=sessions.word_model().watched))).dtypes
+    assert not empty.empty
+    for name, dtype in empty.items():
+        assert dtype == known[name], name
+        assert str(dtype) != "object" or name in names, name
 
 
 def test_a_dataframe_has_a_row_per_layer_and_every_figure():

@@ -77,6 +77,17 @@ def test_an_operator_that_breaks_in_fp32_too_is_the_cause_of_skipped_steps():
     assert found["non-finite-event"].severity == "info"
 
 
+def test_the_verdict_does_not_ask_for_a_second_change_where_the_scale_falls_for_an_operator():
+    born = BornInfinite(
+        name="head", step=7, names=("mul", "train.py:7", "forward"), text="float16", elements=1, of=64, largest=1e6
+    )
+    events = tuple(map(broken, (4, 7, 11)))
+    session = session_of({weight("w"): FINE}, measurements=[born.measurement()], precision=FP16, events=events)
+    report = analyse(replace(session, progress=Progress(20, 20, 0, 20, True)))
+    assert [finding.id for finding in report.findings[:2]] == ["overflow-in-operator", "scale-falls-for-forward"]
+    assert report.verdict.more == f"{len(report.findings) - 1} more notes in the report."
+
+
 def test_a_cause_in_the_data_comes_before_the_operator_that_it_breaks():
     examined = ExaminedArgument(name="head", step=4, text="the logarithm of 0", elements=1)
     assert "breaks-in-fp32-too" not in findings(alike(), examined, precision=FP16, events=(broken(4),))

@@ -15,7 +15,7 @@ from mpinspect import Inspector, MixedPrecision
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.faults.verdict import verdict
 from mpinspect.ranges.report.scale_line import reserve_line
-from mpinspect.ranges.session import ScaleChange, Session
+from mpinspect.ranges.session import ScaleChange, ScalerRecord, Session
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import as_power
 
@@ -122,7 +122,7 @@ def test_the_verdict_of_a_healthy_run_has_at_most_four_lines(how):
     assert verdict.healthy is True
     assert verdict.sentences[0].startswith("Healthy: no numerical problem was found in 8 steps")
     assert len(verdict.lines) <= 4
-    assert verdict.lines[-1].startswith(("No numerical problems.", "Nothing to do"))
+    assert verdict.lines[-1].startswith(("To train in 16 bits, ", "Keep ", "Nothing to do"))
     assert not verdict.code
     assert not verdict.change
 
@@ -191,8 +191,8 @@ def test_a_few_weights_of_another_dtype_are_called_a_few():
 @pytest.mark.parametrize(
     ("used", "told"),
     [
-        (2.0**13, "No numerical problems. Keep FP16 with the loss scale 8192 (2^13)."),
-        (2.0**24, "A dynamic scaler can stay as it is; a static one is safer at 32768 (2^15)."),
+        (2.0**13, "Keep FP16 and this loss scale."),
+        (2.0**24, "Take the loss scale 32768 (2^15), or a GradScaler, which skips a step that overflows."),
         (None, "No problems in the observed part."),
     ],
 )
@@ -208,6 +208,21 @@ def test_the_advice_after_a_healthy_float16_run_depends_on_its_scale(used, told)
     healthy = verdict(session, (), report.loss_scale, None)
     assert healthy.healthy is True
     assert healthy.sentences[-1] == told
+
+
+def test_a_scaler_above_the_window_may_stay_and_a_static_scale_may_not():
+    recorded = sessions.word_model()
+    told = []
+    for scalers in ((), (ScalerRecord("GradScaler", backoff_factor=0.5),)):
+        precision = replace(recorded.precision, autocast=("float16",), weights={"float32": 1}, scalers=scalers)
+        progress = replace(recorded.progress, scales=(ScaleChange(0, 2.0**24),))
+        session = replace(recorded, precision=precision, progress=progress)
+        told.append(verdict(session, (), analyse(session).loss_scale, None).sentences[1:])
+    place = "The loss scale, 16777216 (2^24), leaves little room for larger gradients. Scales up to 2^18 leave enough."
+    assert told == [
+        (place, "Take the loss scale 32768 (2^15), or a GradScaler, which skips a step that overflows."),
+        (place, "Keep the scaler: it skips a step that overflows, and lowers the scale."),
+    ]
 
 
 def test_the_reserve_of_the_window_is_named_in_powers_of_two():
@@ -309,7 +324,7 @@ def test_the_verdict_summarises_further_warnings():
     said = verdict(Session(), [*grave, Finding("other", "info", "", "x", {})], advice, None).more
     assert said == (
         "Also to fix: It was not finite in step 5 (at a scale of 8 (2^3)), where it began (id-1); "
-        "The scale, 8 (2^3), is too large (id-2); and 2 findings more. Also noted: 1 info."
+        "The scale, 8 (2^3), is too large (id-2); and 2 findings more. 1 more note in the report."
     )
     assert verdict(Session(), grave[:1], advice, None).more == ""
 

@@ -9,11 +9,13 @@ import made_kernels
 import pytest
 import sessions
 import shape_records
+import torch
 
 import mpinspect
 from mpinspect.commands import cli
 from mpinspect.kernels.analysis import analyse_kernels
 from mpinspect.numeric.exponents import ExponentHistogram
+from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT
 from mpinspect.ranges.session import Session, TensorKey
 from mpinspect.ranges.store import FILE_NAME, SessionError
@@ -128,6 +130,18 @@ def test_in_python_sessions_and_paths_may_be_mixed(pair):
     assert report.models[0].ranges.moved.name == "decoder"
     with pytest.raises(ValueError, match="float99"):
         mpinspect.diff(*pair, format="float99")
+
+
+def test_reports_are_compared_by_their_sessions():
+    reports = [analyse(session) for session in (sessions.word_model(), flushed())]
+    sides = [report.session for report in reports]
+    assert str(diff(*reports)) == str(diff(*sides)) == str(diff(reports[0], sides[1]))
+    assert "The ranges do not differ" in str(diff(reports[0], reports[0]))
+
+
+def test_an_object_that_is_no_run_is_refused_with_what_to_pass():
+    with pytest.raises(TypeError, match=r"not Inspector: pass its session\(\) or report\(\)"):
+        diff(mpinspect.Inspector(torch.nn.Linear(2, 2)), sessions.word_model())
 
 
 def test_runs_in_two_formats_are_judged_in_the_narrower_one(pair):

@@ -45,6 +45,12 @@ from mpinspect.runtime.distributed import is_pipeline_trial, local_part
 from mpinspect.runtime.guard import Guarded, entrance, guarded, overrides_functions
 from mpinspect.runtime.outputs import tensor_list
 
+#: The note of a run on the meta device.
+ON_META = (
+    "the model is on the meta device, which holds shapes and no values, so nothing was counted: move it before training, "
+    "for example by model.to_empty(device=...) and an initialisation"
+)
+
 
 class Dispatcher(Guarded):
     """Passes the events of one model's training to the observers, which ``Capture`` makes."""
@@ -162,6 +168,9 @@ class Dispatcher(Guarded):
         if self.clock.enough_closures:
             # The rest of this optimizer's step is as cheap as an unobserved step.
             self.at_work, self.quiet = (), True
+        if self._parameters and self._parameters[0].parameter.is_meta:
+            self.observing, self.at_work, self.quiet = (), (), True
+            self._recording.note(ON_META)
 
     @entrance
     def runs_eagerly(self) -> bool:

@@ -24,12 +24,14 @@ from mpinspect.ranges.session import (
     Session,
     module_named,
 )
-from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts, inferred
+from mpinspect.reporting.finding import SEVERITIES, Finding, inferred
 from mpinspect.reporting.sentences import Said, Sentences, by_number, text
 from mpinspect.reporting.words import as_power, filled, format_name, lower_first, number_of
 
 _INFO, _WARNING, _ERROR = SEVERITIES
 _OPENINGS = {_ERROR: "In trouble", _WARNING: "Needs fixing"}
+#: Ids of two findings on one fault: the first one's change removes the second.
+_ONE_CHANGE = {("overflow-in-operator", "scale-falls-for-forward")}
 _INITIAL = 2.0**LOG2_INITIAL
 
 
@@ -60,8 +62,8 @@ def verdict(
         sentences = (_healthy(session), *_scale(session, format, fp16), _next(session, format, fp16))
         return Verdict(True, precision, sentences)
     worst = grave[0]
-    noted = filled("Also noted: {}.", in_counts(finding for finding in findings if finding.severity == _INFO))
-    more = " ".join(filter(None, (_also_grave(grave[1:]), noted)))
+    others = [finding for finding in grave[1:] if (worst.id, finding.id) not in _ONE_CHANGE]
+    more = " ".join(filter(None, (_also_grave(others), _notes(len(findings) - 1 - len(others)))))
     sentence = f"{_OPENINGS[worst.severity]}{inferred(worst)}: {worst.message}"
     return Verdict(False, precision, (sentence,), worst.fix, worst.code, more, ended)
 
@@ -99,6 +101,11 @@ def _ended(session: Session) -> str:
     if error.text.startswith(_EXIT):
         return f"Ended by sys.exit({error.text.removeprefix(_EXIT)}) {place}."
     return f"Ended by an exception {place}: {error.text}"
+
+
+def _notes(number: int) -> str:
+    """Return the number of findings that ask for no further change; "" for none."""
+    return f"{number_of(number, 'more note')} in the report." if number else ""
 
 
 #: Maximum number of further findings whose first clause the verdict quotes.
@@ -303,8 +310,8 @@ class _Own(Sentences):
     IN_WINDOW = "The loss scale, {used:scale}, lies in the {window}."
     AT_TOP = "The loss scale, {used:scale}, lies at the top of the {window}."
     ABOVE_MARGIN = (
-        "The loss scale, {used:scale}, lies above {highest:power}, the largest with a margin for larger gradients; a dynamic "
-        "scaler may use it."
+        "The loss scale, {used:scale}, leaves little room for larger gradients. "
+        "Scales up to {highest:power} leave enough."
     )
 
 
@@ -338,28 +345,28 @@ def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
 class _Next(Sentences):
     """What to do after a healthy run."""
 
-    KEEP_BF16 = "No numerical problems. Keep BF16."
+    KEEP_BF16 = "Keep BF16."
     SHOW_FORMAT = (
         "No problems in the observed part. eager_samples=True (mpinspect run --eager-samples) shows the format."
     )
     NOTHING = "Nothing to do."
-    TRY_BF16 = "No numerical problems. To train in 16 bits, try BF16 autocast."
+    TRY_BF16 = "To train in 16 bits, try BF16 autocast."
     TRY_EITHER = (
-        "No numerical problems. To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler, which skips a "
-        "step that overflows."
+        "To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler, which skips a step that overflows."
     )
     TRY_EITHER_FROM = (
-        "No numerical problems. To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler from "
-        "{start:scale}, which skips a step that overflows."
+        "To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler from {start:scale}, which skips a step "
+        "that overflows."
     )
     IN_WHAT_WAS_SEEN = "No problems in the observed part."
     COUNT_IN_FP32 = (
         "Nothing to do. To measure the values that FP16 flushed, count a few batches' gradients in FP32 (autocast off)."
     )
-    STATIC_LOWER = "A dynamic scaler can stay as it is; a static one is safer at {recommended:scale}."
+    KEEP_SCALER = "Keep the scaler: it skips a step that overflows, and lowers the scale."
+    STATIC_LOWER = "Take the loss scale {recommended:scale}, or a GradScaler, which skips a step that overflows."
     RAISE = "Start the next run with the loss scale {recommended:scale}."
-    KEEP_SCALE = "No numerical problems. Keep FP16 with the loss scale {used:scale}."
-    KEEP_WITHOUT = "No numerical problems. Keep FP16 without a loss scale."
+    KEEP_SCALE = "Keep FP16 and this loss scale."
+    KEEP_WITHOUT = "Keep FP16 without a loss scale."
 
 
 def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -> str:
@@ -368,7 +375,7 @@ def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -
     start = (fp16.needed and fp16.recommended) or min(fp16.highest or _INITIAL, _INITIAL)
     figures = {"recommended": fp16.recommended, "used": session.last_scale, "start": start}
     if format == FLOAT16:
-        return text(_next_in_float16(session.last_scale, fp16), figures)
+        return text(_next_in_float16(session, fp16), figures)
     says = _Next.NOTHING
     if format == BFLOAT16:
         says = _Next.KEEP_BF16
@@ -388,13 +395,15 @@ def _takes_scaler(session: Session) -> bool:
     return not by_hand and not any(optimizer.type == "LBFGS" for optimizer in ledger.optimizers)
 
 
-def _next_in_float16(used: float | None, advice: LossScaleAdvice) -> _Next:
+def _next_in_float16(session: Session, advice: LossScaleAdvice) -> _Next:
+    used = session.last_scale
     if not advice.available or used is None:
         return _Next.IN_WHAT_WAS_SEEN
     if advice.needed is None or advice.lowest is None or advice.highest is None:
         return _Next.COUNT_IN_FP32
     if used > advice.highest:
-        return _Next.STATIC_LOWER
+        lowers = any(scaler.enabled and scaler.backoff_factor for scaler in session.precision.scalers)
+        return _Next.KEEP_SCALER.when(lowers) or _Next.STATIC_LOWER
     if used < advice.lowest:
         return _Next.RAISE
     return _Next.KEEP_WITHOUT.when(used == 1) or _Next.KEEP_SCALE

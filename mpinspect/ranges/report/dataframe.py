@@ -9,7 +9,7 @@ from mpinspect.numeric.exponents import Interval
 from mpinspect.ranges.analysis.report import LayerReport, RangeReport
 from mpinspect.ranges.report.layers import flushed_at_recommended
 
-#: Columns of integers that may be missing, stored as pandas' nullable integers.
+#: Columns of integers that may be unknown, stored as pandas' nullable integers.
 _INTEGERS = (
     "elements",
     "nonzero",
@@ -29,6 +29,9 @@ _LABELS = ("name", "kind", "module", "module_type", "samples")
 def render(report: RangeReport) -> Any:
     """Return one row per layer and kind, in the model's order; unknown figures are missing (NaN or ``<NA>``).
 
+    Names are strings, counts and exponents integers (``Int64``), other figures ``float64``, ``rounding_noise`` is ``bool``,
+    also where every figure of a column is unknown.
+
     An estimate ``x`` has its bounds in ``x_low`` and ``x_high``; for a measured figure all three are equal.
     ``flushed_fraction_scaled`` is at the recommended loss scale; the other figures are at scale 1.
 
@@ -44,8 +47,10 @@ def render(report: RangeReport) -> Any:
     # Layers differ in the formats that updates were tested for, so the columns of lost updates are the last.
     columns += sorted({name for row in rows for name in row} - set(columns))
     frame = pandas.DataFrame(rows, columns=columns)
-    integers = [name for name in _INTEGERS if name in frame.columns]
-    return frame.astype(dict.fromkeys(integers, "Int64"))
+    # Without a known figure pandas would give a column the type "object".
+    types = {name: "float64" for name in columns if name not in (*_LABELS, "rounding_noise")}
+    types |= dict.fromkeys(set(_INTEGERS) & types.keys(), "Int64") | {"samples": "int64"}
+    return frame.astype(types | ({"rounding_noise": "bool"} if rows else {}))
 
 
 def _row(layer: LayerReport, report: RangeReport) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from mpinspect.numeric.formats import FormatLike, as_format
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.precision import ledger_line
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.session import Session, narrowest
 from mpinspect.ranges.store import SessionError, read_session
 from mpinspect.run.diff.products import Product, compare_kernels, compare_shapes, products
@@ -21,10 +22,9 @@ from mpinspect.run.report import ModelPart
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
-    from mpinspect.ranges.analysis.report import RangeReport
 
-#: A run directory, an inspector's log_dir, a session file, or a session.
-Run: TypeAlias = "str | PathLike[str] | Session"
+#: A run directory, an inspector's log_dir, a session file, a session, or a report.
+Run: TypeAlias = "str | PathLike[str] | Session | RangeReport"
 
 Kept = TypeVar("Kept")
 Found = TypeVar("Found")
@@ -34,8 +34,8 @@ def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffRe
     """Compare two runs: what changed in settings, layers, events, shapes and kernels, and from which step they part.
 
     Args:
-        first, second: a run directory of ``mpinspect run``, the inspector's log_dir, a session file, or a ``Session``.
-            The first is the one to compare with: a baseline.
+        first, second: a run directory of ``mpinspect run``, the inspector's log_dir, a session file, a ``Session``, or a
+            ``RangeReport``, whose session is compared. The first is the one to compare with: a baseline.
         format: the number format to judge both against; None for the format that both use, or, where they use two, the
             narrower one.
 
@@ -43,6 +43,7 @@ def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffRe
         SessionError: a run can't be read, has no counts, or shares no layer with the other.
         ValueError: ``format`` is the name of no known format.
         OSError: a directory can't be listed.
+        TypeError: ``first`` or ``second`` is none of these.
     """
     name = None if format is None else as_format(format).name
     one, other = _read(first, name), _read(second, name)
@@ -83,6 +84,11 @@ class _Read:
 
 
 def _read(run: Run, format: str | None) -> _Read:
+    if isinstance(run, RangeReport):
+        run = run.session
+    if not isinstance(run, (Session, str, PathLike)):
+        kind = type(run).__name__
+        raise TypeError(f"diff() compares sessions, reports or directories, not {kind}: pass its session() or report()")
     if isinstance(run, Session):
         return _Read("", (ModelPart(run.info.model, analyse(run, format)),))
     path = str(Path(run))

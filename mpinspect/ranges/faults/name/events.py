@@ -279,7 +279,10 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
     session, first = case.session, _earliest(events)
     steps = sorted({event.step for event in events})
     # A step that was not watched may have left no event, only a count in ``skipped_steps``.
-    skipped = max(len({event.step for event in events if event.skipped}), session.progress.skipped_steps)
+    for_others = {event.step for event in session.events if event.skipped}.difference(steps)
+    skipped = max(
+        len({event.step for event in events if event.skipped}), session.progress.skipped_steps - len(for_others)
+    )
     count = max(len(steps), skipped)
     stepped = next((event for event in events if event.story == TAKEN), None)
     severity, outcome, fix = _outcome(events, case, skipped, count)
