@@ -21,6 +21,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
+from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
@@ -29,6 +30,7 @@ from mpinspect.ranges.records import (
     ChangedIntegers,
     FrozenBuffer,
     LostSum,
+    Positions,
     Record,
 )
 from mpinspect.reporting.words import number_of
@@ -114,6 +116,7 @@ class Pending(NamedTuple):
         arguments: its arguments, with twins.
         exact: its arguments as they are, in FP32 if it overwrites them; None if none of them has a twin of its own.
         before: the largest relative error that its inputs had inherited.
+        given: its arguments as they are.
         dtype: of its first argument, if that is a tensor.
         is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
     """
@@ -122,6 +125,7 @@ class Pending(NamedTuple):
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     exact: tuple[tuple[Any, ...], dict[str, Any]] | None
     before: float
+    given: tuple[tuple[Any, ...], dict[str, Any]]
     dtype: torch.dtype | None
     is_cast: bool
 
@@ -158,6 +162,9 @@ class SecondComputation:
         }
         #: Additions that left buffers as they are, by line.
         self._frozen: defaultdict[str, list[FrozenBuffer]] = defaultdict(list)
+        self._numbers = RoundedNumbers()
+        #: Functions that read whole numbers, by operator.
+        self._readers = self._numbers.watchers()
         self._parameters = list(parameters)
         self._twins: dict[int, Twin] = {}
         #: The modules of forward operators, by the sequence number of their autograd node.
@@ -227,13 +234,14 @@ class SecondComputation:
             before = max((self._error(each) for each in tensors if _is_plain(each)), default=0.0)
         dtype = getattr(args[0], "dtype", None) if args else None
         is_cast = func.overloadpacket in _CASTS and all(map(self._is_cast, tensors))
-        return Pending(func, twins, exact, before, dtype, is_cast)
+        return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast)
 
     def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
         """Run the operator again on the twins of its arguments, and compare the results."""
         func = pending.func
         name = func.overloadpacket.__name__
         results = _plain(result)
+        self._read_numbers(pending, result)
         if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_WITHOUT_RESULT):
             self._forget(results)
             return
@@ -255,6 +263,17 @@ class SecondComputation:
         except Exception:
             self.skipped[name] += 1
             self._forget(results)
+
+    def _read_numbers(self, pending: Pending, result: Any) -> None:
+        """Search an operator of the forward for whole numbers that became equal; if that fails, search no more."""
+        read = self._readers.get(pending.func.overloadpacket)
+        if read is None or torch._C._current_autograd_node() is not None:
+            return
+        try:
+            read(*pending.given, result, self._module)
+        except Exception as error:
+            self._readers = {}
+            self.skipped[f"the search for rounded numbers ({error!r})"] += 1
 
     def _is_used_up(self) -> bool:
         """Return whether the time or the memory for twins is used up; drop the twins of storages that are gone."""
@@ -422,9 +441,11 @@ class SecondComputation:
         """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
         worst, whose = self._gradients_error()
         self._found[AbsorbedOperand] += _running_sums(self._repeated.values())
+        if self._numbers.found is not None:
+            self._found[Positions].append(self._numbers.found)
         # A buffer that several lines, or several modules at one line, add to is frozen at each.
         found: list[Record] = [replace(additions[-1], times=len(additions)) for additions in self._frozen.values()]
-        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers)
+        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions)
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
         worsts: tuple[tuple[type[Record], str], ...] = (
