@@ -185,6 +185,19 @@ def test_the_exact_computation_follows_its_own_decisions():
     assert second.skipped == {}
 
 
+def test_of_several_cancelling_differences_the_one_with_the_most_effect_on_the_loss_is_recorded():
+    """The first has the larger error, and a weight of 1e-6 in the loss."""
+    x = values(128).requires_grad_()
+    with Twice() as second:
+        loud = (100 * x).bfloat16() - 99.99 * x
+        harmful = (x + 8).bfloat16() - (x.detach() + 7.99)
+        (1e-6 * loud.sum() + harmful.square().sum()).backward()
+    by_error = sorted(second._found[AmplifiedError], key=lambda each: each.after)
+    (found,) = records(second, AmplifiedError)
+    assert len(by_error) == 2
+    assert found.names[1] == by_error[0].names[1] != by_error[1].names[1]
+
+
 def trained(model, twice, loss_of):
     """Return the loss and gradients of a copy of the model after one step, and the second computation if asked for."""
     model = copy.deepcopy(model)

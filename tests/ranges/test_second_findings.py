@@ -17,6 +17,7 @@ from mpinspect.ranges.records import (
     ChangedIntegers,
     ExaminedArgument,
     MixedPowers,
+    OverflowedNorm,
 )
 from mpinspect.ranges.session import Event, OptimizerRecord, Precision, Progress, ScalerRecord
 
@@ -156,12 +157,15 @@ def test_each_mixture_of_scales_has_its_fix(record, words, code):
     assert code in finding.code
 
 
-def test_a_mixture_explains_the_overflows_that_it_makes():
+@pytest.mark.parametrize(
+    "cause", [mixed("number"), OverflowedNorm(name="0", step=0, text="rows of sum", elements=4, of=4, is_by_row=True)]
+)
+def test_a_mixture_and_an_overflowed_norm_explain_the_skipped_steps_that_they_make(cause):
     events = tuple(
         Event(step, 0, "backward", "0", "activation", "0", "inf", 2.0 ** (20 - step), (), True, True)
         for step in range(8)
     )
-    found = findings(mixed("number"), precision=FP16, events=events)
+    found = findings(cause, precision=FP16, events=events)
     assert found["non-finite-event"].severity == "info"
     assert all(found[id].severity == "info" for id in ("initial-scale-too-high", "scale-too-high") if id in found)
 

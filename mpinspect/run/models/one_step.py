@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -206,7 +205,6 @@ class OneStep(Guarded):
 
     def _begin_products(self) -> None:
         from mpinspect.ranges.faults.measure.powers import PowersOfScale
-        from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
         from mpinspect.ranges.faults.measure.second import SecondComputation
         from mpinspect.shapes.record.live import LiveMatmuls
 
@@ -219,8 +217,7 @@ class OneStep(Guarded):
         if reason:
             self._note_lint(reason)
             return
-        rounded = RoundedNumbers(partial(self._models.record, tuple(models)))
-        products = LiveMatmuls(models, rounded.watchers())
+        products = LiveMatmuls(models)
         second = SecondComputation(products.running_module, _parameters(models), _buffers(models))
         products.compute_twice(second)
         self._powers = PowersOfScale(products.running_module, _parameters(models))

@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -35,9 +35,6 @@ _ON_THE_WAY = (
     "torch._compile",
     "torch._dynamo",
 )
-#: An observer of an operator's calls: called with its arguments, its result, and a function that returns the running
-#: module's dotted path (None if mpinspect itself calls the operator).
-Watcher = Callable[[tuple[Any, ...], dict[str, Any], Any, Callable[[], str | None]], None]
 
 
 class Second(Protocol):
@@ -71,14 +68,13 @@ class LiveMatmuls:
 
     Args:
         models: the models by name; if there are several, each module's path begins with its model's name.
-        watchers: by operator (an OpOverloadPacket), called after each of its calls in a forward; they must not modify tensors.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module], watchers: Mapping[Any, Watcher] | None = None) -> None:
+    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
         self._model = next(iter(models.values())) if len(models) == 1 else _together(models)
         self._calls = _LiveCalls(self._model)
         parameters = Parameters(self._model, {id(parameter): parameter for parameter in self._model.parameters()})
-        self._mode = _LiveMode(self._calls, parameters, watchers or {})
+        self._mode = _LiveMode(self._calls, parameters)
         self._device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
         self._left = False
         self._thread = threading.get_ident()
@@ -169,7 +165,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
     #: If False, torch refuses higher-order operators while the mode is active.
     supports_higher_order_operators = True
 
-    def __init__(self, calls: _LiveCalls, parameters: Parameters, watchers: Mapping[Any, Watcher]) -> None:
+    def __init__(self, calls: _LiveCalls, parameters: Parameters) -> None:
         # A single call does not show the device's own autocast: 16-bit products count as cast.
         super().__init__(calls, parameters, autocast=False, lowers=lambda: True, meta=False)
         self.recording = False
@@ -178,7 +174,6 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         #: Sentences on what failed in the instruments of the step, beside its products.
         self.failures: list[str] = []
         self._live_calls = calls
-        self._watchers = watchers
         #: Computes the step a second time, if anything does.
         self.second: Second | None = None
         #: Sees all operators, if anything does.
@@ -220,9 +215,6 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
             self._end_second(pending, result)
         if self.follower is not None and result is not NotImplemented:
             self._follow(func, args, kwargs or {}, result)
-        watcher = self._watchers.get(func.overloadpacket)
-        if watcher is not None and result is not NotImplemented:
-            self._watch(watcher, args, kwargs or {}, result)
         return result
 
     def _begin_second(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,19 +247,6 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
     def _second_failed(self, error: Exception) -> None:
         self.second = None
         self.failures.append(f"mpinspect failed in computing the recorded step a second time ({error!r})")
-
-    def _watch(self, watcher: Watcher, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Let a watcher see an operator of the forward; if it fails, no watcher sees any more."""
-        if torch._C._current_autograd_node() is not None or self._is_beside_the_step():
-            return
-        try:
-            watcher(args, kwargs, result, functools.partial(self._where, sys._getframe(1)))
-        except Exception as error:
-            self._watchers = {}
-            self.notes.append(f"mpinspect failed to read the values of the recorded step ({error!r})")
-
-    def _where(self, frame: FrameType) -> str | None:
-        return None if _called_by_us(frame) else self.calls.paths[self.calls.current]
 
     def _records(self, func: Any, args: tuple[Any, ...], output: Any) -> tuple[Matmul, ...]:
         try:

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.ranges.capture.largest import has_memory
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.records import Positions, Record
+from mpinspect.ranges.records import Positions
 from mpinspect.runtime.device import is_capturing
 
 aten = torch.ops.aten
@@ -36,8 +36,8 @@ _CARRYING = (
 )
 _COMPARING = (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
 
-#: Returns the dotted path of the running module; None if mpinspect itself calls the operator.
-Where = Callable[[], str | None]
+#: Returns the dotted path of the running module.
+Where = Callable[[], str]
 #: Called with an operator's arguments and its result.
 Watcher = Callable[[tuple[Any, ...], dict[str, Any], Any, Where], None]
 
@@ -57,13 +57,11 @@ class RoundedNumbers:
     Neighbours become equal in a cast, an ``arange`` or a ``cumsum``, which does little harm to a divisor or a target. They are
     recorded if they, or simple functions of them, are passed to a sine or cosine, become integers again, or are subtracted from
     or compared with each other. The results of an ``arange`` or ``cumsum`` are also recorded if compared with other numbers.
-
-    Args:
-        tell: receives the measurement, once; its step is not set.
     """
 
-    def __init__(self, tell: Callable[[Record], None]) -> None:
-        self._tell: Callable[[Record], None] | None = tell
+    def __init__(self) -> None:
+        #: The first numbers whose differences matter; their step is not set.
+        self.found: Positions | None = None
         #: By the address of the numbers' storage.
         self._rounded: dict[int, _Rounded] = {}
         self._left, self._left_on_gpu = _MOST_IN_ALL, _MOST_ON_GPU
@@ -128,15 +126,14 @@ class RoundedNumbers:
     ) -> None:
         """Remember a result if rounding has made enough neighbours equal."""
         numbers = _collapsed(exact.flatten(), rounded.flatten())
-        module = None if numbers is None else where()
-        if numbers is not None and module is not None:
-            numbers = replace(numbers, name=module, text=dtype_name(result.dtype))
+        if numbers is not None:
+            numbers = replace(numbers, name=where(), text=dtype_name(result.dtype))
             self._remember(result, _Rounded(operator, numbers, _reference(result)))
 
     def _is_worth_reading(self, source: Any, result: Any) -> bool:
         """Return whether values may be compared; subtract the cost from the remaining allowance."""
         if (
-            self._tell is None
+            self.found is not None
             or not _is_readable(source)
             or not _is_readable(result)
             or result.dtype not in FIRST_LOST
@@ -184,10 +181,9 @@ class RoundedNumbers:
         """Record the numbers if all operands are rounded numbers."""
         origins = [self._of(each) for each in operands]
         origin = origins[0]
-        if origin is None or None in origins or self._tell is None:
+        if origin is None or None in origins or self.found is not None:
             return
-        self._tell(replace(origin.numbers, names=(origin.operator, how)))
-        self._tell = None
+        self.found = replace(origin.numbers, names=(origin.operator, how))
         self._rounded.clear()
 
     def _of(self, tensor: Any) -> _Rounded | None:

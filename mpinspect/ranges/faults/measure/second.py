@@ -21,6 +21,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map
 
+from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
@@ -29,6 +30,7 @@ from mpinspect.ranges.records import (
     ChangedIntegers,
     FrozenBuffer,
     LostSum,
+    Positions,
     Record,
 )
 from mpinspect.reporting.words import number_of
@@ -78,6 +80,8 @@ _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "qu
 _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
 #: Bytes of twins from which on those of freed storages are dropped.
 _FIRST_SWEEP = 32 << 20
+#: Bytes of errors that are kept until the gradient at their operator's result is known.
+_MOST_ERRORS = 64 << 20
 #: The most operators that are named as left out.
 _MOST_NAMED = 5
 #: The least local error of a sum, relative to the norm of its exact result. Rounding a sum once makes at most 2^-9 in BF16.
@@ -114,16 +118,20 @@ class Pending(NamedTuple):
         arguments: its arguments, with twins.
         exact: its arguments as they are, in FP32 if it overwrites them; None if none of them has a twin of its own.
         before: the largest relative error that its inputs had inherited.
+        given: its arguments as they are.
         dtype: of its first argument, if that is a tensor.
         is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
+        node: the sequence number of its autograd node; None if it has none.
     """
 
     func: Any
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     exact: tuple[tuple[Any, ...], dict[str, Any]] | None
     before: float
+    given: tuple[tuple[Any, ...], dict[str, Any]]
     dtype: torch.dtype | None
     is_cast: bool
+    node: int | None
 
 
 class Place(NamedTuple):
@@ -158,6 +166,9 @@ class SecondComputation:
         }
         #: Additions that left buffers as they are, by line.
         self._frozen: defaultdict[str, list[FrozenBuffer]] = defaultdict(list)
+        self._numbers = RoundedNumbers()
+        #: Functions that read whole numbers, by operator.
+        self._readers = self._numbers.watchers()
         self._parameters = list(parameters)
         self._twins: dict[int, Twin] = {}
         #: The modules of forward operators, by the sequence number of their autograd node.
@@ -172,6 +183,13 @@ class SecondComputation:
         self.skipped: Counter[str] = Counter()
         self._is_over = False
         self._found: defaultdict[type[Record], list[Record]] = defaultdict(list)
+        #: The errors of operators whose backward has not run, by the sequence number of their autograd node.
+        self._errors: dict[int, torch.Tensor] = {}
+        #: The bytes of errors that were kept.
+        self._errors_bytes = 0
+        #: The norms of errors times the gradient of the loss at them, by sequence number, and the numbers by id of the record.
+        self._effects: dict[int, float] = {}
+        self._nodes: dict[int, int] = {}
         #: Additions of few elements, by line: each alone may be absorbed by chance.
         self._repeated: defaultdict[str, list[AbsorbedOperand]] = defaultdict(list)
 
@@ -182,6 +200,8 @@ class SecondComputation:
         if not isinstance(func, torch._ops.OpOverload):
             return None
         try:
+            if self._errors:
+                self._weigh(args)
             return self._prepare(func, args, kwargs)
         except Exception:
             self.skipped[func.overloadpacket.__name__] += 1
@@ -227,13 +247,14 @@ class SecondComputation:
             before = max((self._error(each) for each in tensors if _is_plain(each)), default=0.0)
         dtype = getattr(args[0], "dtype", None) if args else None
         is_cast = func.overloadpacket in _CASTS and all(map(self._is_cast, tensors))
-        return Pending(func, twins, exact, before, dtype, is_cast)
+        return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors))
 
     def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
         """Run the operator again on the twins of its arguments, and compare the results."""
         func = pending.func
         name = func.overloadpacket.__name__
         results = _plain(result)
+        self._read_numbers(pending, result)
         if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_WITHOUT_RESULT):
             self._forget(results)
             return
@@ -255,6 +276,17 @@ class SecondComputation:
         except Exception:
             self.skipped[name] += 1
             self._forget(results)
+
+    def _read_numbers(self, pending: Pending, result: Any) -> None:
+        """Search an operator of the forward for whole numbers that became equal; if that fails, search no more."""
+        read = self._readers.get(pending.func.overloadpacket)
+        if read is None or torch._C._current_autograd_node() is not None:
+            return
+        try:
+            read(*pending.given, result, self._module)
+        except Exception as error:
+            self._readers = {}
+            self.skipped[f"the search for rounded numbers ({error!r})"] += 1
 
     def _is_used_up(self) -> bool:
         """Return whether the time or the memory for twins is used up; drop the twins of storages that are gone."""
@@ -295,7 +327,7 @@ class SecondComputation:
                 worst = int((wide - local).abs().argmax())
                 given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
                 figures = {"error": error, "value": given, "exact": exact}
-                self._add(LostSum, pending, value, frame, **figures)
+                self._add(LostSum, pending, value, frame, wide - local, **figures)
         elif operator in _AMPLIFYING:
             if operator in _ADDITIONS:
                 self._compare_addition(pending, value, wide, local, frame)
@@ -317,16 +349,16 @@ class SecondComputation:
         if bool(born.any()) and value.dtype in _NARROW:
             largest = float(local[born].abs().max())
             figures = {"elements": float(born.sum()), "of": float(value.numel()), "largest": largest}
-            self._add(BornInfinite, pending, value, frame, **figures)
+            self._add(BornInfinite, pending, value, frame, None, **figures)
         elif bool(of_precision.any()) and not self._found.get(BornInfinite):
             figures = {"elements": float(of_precision.sum()), "of": float(value.numel()), "largest": 0.0}
-            self._add(BornInfinite, pending, value, frame, **figures)
+            self._add(BornInfinite, pending, value, frame, None, **figures)
         elif not self._found.get(BornInfinite):
             # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take.
             broken &= wide != -torch.inf
             if bool(broken.any()):
                 figures = {"elements": float(broken.sum()), "of": float(value.numel())}
-                self._add(BrokenAlike, pending, value, frame, **figures)
+                self._add(BrokenAlike, pending, value, frame, None, **figures)
 
     def _compare_addition(
         self,
@@ -360,7 +392,7 @@ class SecondComputation:
                 self._record(AbsorbedOperand, pending, value, frame, **figures)
             )
         elif figures and error >= _ABSORBED * least:
-            self._add(AbsorbedOperand, pending, value, frame, **figures)
+            self._add(AbsorbedOperand, pending, value, frame, wide - local, **figures)
 
     def _compare_buffer(
         self,
@@ -390,7 +422,7 @@ class SecondComputation:
             worst = int(differ.argmax())
             given, wanted = float(value.flatten()[worst]), float(exact.flatten()[worst])
             changed, of = float(differ.count_nonzero()), float(value.numel())
-            self._add(ChangedIntegers, pending, value, frame, changed=changed, of=of, given=given, exact=wanted)
+            self._add(ChangedIntegers, pending, value, frame, None, changed=changed, of=of, given=given, exact=wanted)
 
     def _compare_errors(
         self, pending: Pending, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, frame: FrameType
@@ -399,10 +431,40 @@ class SecondComputation:
         size = float(twin.norm())
         inherited = float((wide - twin).norm()) / size if size else 0.0
         if inherited >= _CANCELLED and pending.before <= _UNCANCELLED:
-            self._add(AmplifiedError, pending, value, frame, before=pending.before, after=inherited)
+            figures = {"before": pending.before, "after": inherited}
+            self._add(AmplifiedError, pending, value, frame, wide - twin, **figures)
 
-    def _add(self, kind: type[Any], pending: Pending, result: torch.Tensor, frame: FrameType, **figures: float) -> None:
-        self._found[kind].append(self._record(kind, pending, result, frame, **figures))
+    def _add(
+        self,
+        kind: type[Any],
+        pending: Pending,
+        result: torch.Tensor,
+        frame: FrameType,
+        off: torch.Tensor | None,
+        **figures: float,
+    ) -> None:
+        record = self._record(kind, pending, result, frame, **figures)
+        self._found[kind].append(record)
+        if off is not None and pending.node is not None and self._errors_bytes + off.nbytes <= _MOST_ERRORS:
+            self._errors[pending.node] = off
+            self._errors_bytes += off.nbytes
+            self._nodes[id(record)] = pending.node
+
+    def _weigh(self, args: tuple[Any, ...]) -> None:
+        """Multiply the error of an operator, whose backward is running, by the gradient of the loss at its result."""
+        node = torch._C._current_autograd_node()
+        number = -1 if node is None else node._sequence_nr()
+        error = self._errors.get(number)
+        if error is None:
+            return
+        gradient = next((each for each in _plain(args) if each.shape == error.shape), None)
+        if gradient is not None:
+            del self._errors[number]
+            self._effects[number] = float((gradient.float() * error).norm())
+
+    def _effect(self, record: Record) -> float | None:
+        """Return how much a record's error changes the loss, to first order; None if that is unknown."""
+        return self._effects.get(self._nodes.get(id(record), -1))
 
     def _record(
         self, kind: type[Any], pending: Pending, result: torch.Tensor, frame: FrameType, **figures: float
@@ -422,9 +484,11 @@ class SecondComputation:
         """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
         worst, whose = self._gradients_error()
         self._found[AbsorbedOperand] += _running_sums(self._repeated.values())
+        if self._numbers.found is not None:
+            self._found[Positions].append(self._numbers.found)
         # A buffer that several lines, or several modules at one line, add to is frozen at each.
         found: list[Record] = [replace(additions[-1], times=len(additions)) for additions in self._frozen.values()]
-        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers)
+        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions)
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
         worsts: tuple[tuple[type[Record], str], ...] = (
@@ -433,8 +497,13 @@ class SecondComputation:
             (AmplifiedError, "after"),
         )
         for kind, size in worsts:
-            worst_first = sorted(self._found.get(kind, []), key=lambda each: -getattr(each, size))
-            found += [_with_gradients(each, worst, whose) for each in worst_first[:1]]
+            records = self._found.get(kind, [])
+            # A large error may do nothing, and a smaller one all the harm.
+            weighed = sorted((each for each in records if self._effect(each) is not None), key=self._effect)  # type: ignore[arg-type]
+            others = sorted(
+                (each for each in records if self._effect(each) is None), key=lambda each: getattr(each, size)
+            )
+            found += [_with_gradients(each, worst, whose) for each in (*weighed[-1:], *others[-1:])]
         self._end()
         return found
 
@@ -453,6 +522,7 @@ class SecondComputation:
 
     def _end(self) -> None:
         self._is_over = True
+        self._errors.clear()
         self._twins.clear()
         self._modules.clear()
 
@@ -585,6 +655,12 @@ def _is_plain(value: Any) -> bool:
         and not value.is_meta
         and not _is_strange(value)
     )
+
+
+def _node_of(tensors: list[torch.Tensor]) -> int | None:
+    """Return the sequence number of the autograd node that an operator on these tensors has got; None if it has none."""
+    is_forward = torch._C._current_autograd_node() is None and torch.is_grad_enabled()
+    return _get_sequence_nr() - 1 if is_forward and any(each.requires_grad for each in tensors) else None
 
 
 def _is_decision(value: Any) -> bool:

@@ -432,7 +432,13 @@ def _router_ties(case: Case) -> Iterator[Found]:
 FAULTS = (
     Fault("statistics-broken", "warning", _statistics_broken, (_Running,)),
     Fault("loss-in-16-bits", "warning", _loss_in_16_bits, (_Loss,), OF_FORWARD),
-    Fault("norm-overflows", "error", _norm_overflows, (_Norm,)),
+    Fault(
+        "norm-overflows",
+        "error",
+        _norm_overflows,
+        (_Norm,),
+        ("initial-scale-too-high", "scale-too-high", "gradients-all-zero", "non-finite-event"),
+    ),
     Fault("positions-collapse", "warning", _positions_collapse, (_Whole,), ("result-is-rounding-error",), "warning"),
     Fault("router-ties", "warning", _router_ties, (_Tied,)),
 )
