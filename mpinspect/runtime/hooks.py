@@ -69,7 +69,19 @@ def compiler_is_off() -> bool:
     return dynamo is not None and (dynamo._stance.stance == "force_eager" or dynamo.config.disable)
 
 
-class ModelHook:
+class Uncopied:
+    """Base of hooks that have no effect in copies and pickles of the model or optimizer that holds them."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _INERT
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (functools.partial, (sys.audit, "mpinspect.inactive"))
+
+
+class ModelHook(Uncopied):
     """A hook on one module: calls ``react`` unless the module is a copy of the one it was put on."""
 
     __slots__ = ("_module_id", "_react")
@@ -86,12 +98,6 @@ class ModelHook:
             return
         if id(module) == self._module_id:
             self._react(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _INERT
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (functools.partial, (sys.audit, "mpinspect.inactive"))
 
 
 #: The key of our hook among a tensor's hooks; torch uses keys from 0 on.

@@ -75,7 +75,9 @@ class AutoScale:
     @property
     def steps_to_wait(self) -> int:
         """The number of steps until the next inspected block begins; 0 within a block."""
-        return 0 if self._inspector is not None else self._left
+        if self._inspector is not None:
+            return 0
+        return self._left
 
     def __str__(self) -> str:
         """Return a clause on the state of the inspection and the window found."""
@@ -131,15 +133,17 @@ class AutoScale:
     def _end(self) -> None:
         inspector = self._stop()
         self._left = self._scaler.rules.growth_interval
-        found = self._agreed(None if inspector is None else self._read(inspector))
+        found = self._agreed(self._read(inspector))
         if found is None:
             return
         floor = min(self._scaler.rules.floor or found.lowest, found.lowest)
         self._scaler.bound(found.lowest, found.highest, floor=floor)
         self._scaler.update(found.recommended)
 
-    def _read(self, inspector: Inspector) -> _Found | None:
+    def _read(self, inspector: Inspector | None) -> _Found | None:
         """Return the block's recommended scales, or None; log errors of the inspection instead of raising them."""
+        if inspector is None:
+            return None
         try:
             seen = frozenset(inspector.session().totals())
             report = inspector.report()
@@ -174,7 +178,9 @@ class AutoScale:
         flags = torch.tensor(largest, dtype=torch.float32, device=self._scaler._device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._scaler.process_group)
         missing, lowest, highest, recommended = flags.tolist()
-        return None if missing else _found(lowest, -highest, -recommended)
+        if missing:
+            return None
+        return _found(lowest, -highest, -recommended)
 
     def _is_distributed(self) -> bool:
         group = self._scaler.process_group

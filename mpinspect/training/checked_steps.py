@@ -57,7 +57,9 @@ class CheckedSteps(torch.amp.GradScaler):
         if not self._last_found:
             return torch.tensor(float(bool(self._last_skipped)), dtype=torch.float32, device="cpu")
         first, *others = self._last_found
-        return first + sum(other.to(first.device, non_blocking=True) for other in others) if others else first
+        for other in others:
+            first = first + other.to(first.device, non_blocking=True)
+        return first
 
     # -- scaling and unscaling --------------------------------------------------------------------------------------
 

@@ -194,8 +194,7 @@ def statement(there: Precision, here: Precision, scale: str) -> str:
     """Return a sentence on the conversions between two precisions at loading. ``scale``: a clause on the loss scale."""
     if there == here:
         return f"loaded a {here.name} checkpoint as it was saved; {scale}"
-    kept_there = "FP32" if there.masters or there.stored == torch.float32 else _NAMES[there.stored]
-    kept_here = "FP32" if here.masters or here.stored == torch.float32 else _NAMES[here.stored]
+    kept_there, kept_here = ("FP32" if each.masters else _NAMES[each.stored] for each in (there, here))
     if kept_there == kept_here:
         weights = f"the {kept_here} weights and optimizer state were taken over exactly"
     elif kept_here == "FP32":

@@ -26,18 +26,18 @@ def chosen_scaler(given: str | float | LossScaler | None, precision: Precision, 
         given = "dynamic" if precision.scaled else "none"
     options: dict[str, Any] = {"device": device, "forward_nonfinite": "hold"}
     if isinstance(given, LossScaler):
-        scaler = given
-    elif given == "none":
-        scaler = LossScaler(device=device, enabled=False)
-    elif given in ("dynamic", "auto"):
-        scaler = LossScaler(floor=COLLAPSE, **options)
-    elif isinstance(given, str) and given in PRESETS:
-        scaler = LossScaler.preset(given, floor=COLLAPSE, **options)
-    elif isinstance(given, (int, float)) and not isinstance(given, bool):
-        scaler = LossScaler.static(float(given), **options)
-    else:
-        raise (ValueError if isinstance(given, str) else TypeError)(_wrong_scale(given))
-    return scaler
+        return given
+    if given == "none":
+        return LossScaler(device=device, enabled=False)
+    if given in ("dynamic", "auto"):
+        return LossScaler(floor=COLLAPSE, **options)
+    if isinstance(given, str) and given in PRESETS:
+        return LossScaler.preset(given, floor=COLLAPSE, **options)
+    if isinstance(given, str):
+        raise ValueError(_wrong_scale(given))
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        return LossScaler.static(float(given), **options)
+    raise TypeError(_wrong_scale(given))
 
 
 def require_real(model: torch.nn.Module) -> None:

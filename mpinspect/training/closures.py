@@ -31,7 +31,7 @@ def taken_from(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Evaluation | None, Callable[[Evaluation], Any]]:
     """Return the closure in the arguments of ``step`` (None if absent), and a function that steps with another closure."""
-    closure = kwargs.get("closure", args[0] if args else None)
+    closure = kwargs.get("closure", next(iter(args), None))
     if kwargs.get("closure") is not None and not callable(closure):
         raise TypeError(f"the closure must be a function that returns the loss, not {closure!r}")
     if not callable(closure):
@@ -58,7 +58,9 @@ def run(optimizer: torch.optim.Optimizer, evaluate: Evaluation, step: Callable[[
             loss = evaluate()
     except Overflow as overflow:
         return ClosureStep(overflow.args[0], skipped=True)
-    before = None if _asks_once(optimizer) else Snapshot(optimizer)
+    before = None
+    if not _asks_once(optimizer):
+        before = Snapshot(optimizer)
     fresh = [loss]
 
     def closure() -> Any:

@@ -113,11 +113,12 @@ def _first_poisoned(model: torch.nn.Module) -> NonFinite | None:
 
 def _finite(tensors: list[Any]) -> list[bool]:
     """Return for each tensor whether all its values are finite. Waits for the GPU once for all tensors."""
+    if not tensors:
+        return []
     flags = [torch.isfinite(_values(tensor)).all() for tensor in tensors]
-    devices = {flag.device for flag in flags}
-    if len(devices) > 1:
+    if len({flag.device for flag in flags}) > 1:
         flags = [flag.cpu() for flag in flags]
-    found: list[bool] = torch.stack(flags).tolist() if flags else []
+    found: list[bool] = torch.stack(flags).tolist()
     return found
 
 
@@ -128,4 +129,6 @@ def _kind(tensor: Any) -> str:
 def _values(tensor: torch.Tensor) -> torch.Tensor:
     # Use only the local shard of a distributed tensor: a collective would hang if other ranks do not check.
     found = local_part(tensor).detach()
-    return found.coalesce().values() if found.is_sparse else found
+    if found.is_sparse:
+        return found.coalesce().values()
+    return found

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mpinspect.runtime.distributed import local_part
+from mpinspect.runtime.hooks import Uncopied
 from mpinspect.runtime.outputs import tensors_in
 from mpinspect.training.skipped_steps import NonFinite
 
@@ -75,12 +76,13 @@ class ForwardSearch:
         if first is None:
             detail = "every module's output was finite: it arose in the code after them, or in the loss"
             return NonFinite("", "loss", "", detail)
-        value = "nan" if first.value == "nan" else "inf"
+        value = first.value.removeprefix("-")
         if not first.is_input:
             return NonFinite(first.layer, first.layer, value, "its output was the first that was not finite")
         parent = first.layer.rpartition(".")[0]
-        where = "" if parent else ": in the data, or in the model's own code"
-        detail = f"it arose before {first.layer!r}, whose input was not finite{where}"
+        detail = f"it arose before {first.layer!r}, whose input was not finite"
+        if not parent:
+            detail += ": in the data, or in the model's own code"
         return NonFinite(parent, first.layer, value, detail)
 
     def forget(self) -> None:
@@ -124,21 +126,15 @@ class ForwardSearch:
                 self._looks.append(_Look(layer, self._calls, is_input, (low, high)))
 
 
-class _Hook:
-    """The forward hook. A deep-copied or unpickled hook (as in a copy of the model) is inactive."""
+class _Hook(Uncopied):
+    """The forward hook."""
 
-    def __init__(self, look: Callable[..., None] | None = None) -> None:
+    def __init__(self, look: Callable[..., None]) -> None:
         self._look = look
 
     def __call__(self, module: torch.nn.Module, inputs: Any, named: Any, output: Any) -> None:
-        if self._look is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self._look((inputs, named), output)
-
-    def __deepcopy__(self, memo: object) -> _Hook:
-        return _Hook()
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()
 
 
 def _first(seen: list[_Seen]) -> _Seen | None:
@@ -150,7 +146,7 @@ def _first(seen: list[_Seen]) -> _Seen | None:
     worst = next((look for look in seen if look.value in ("nan", "inf")), None)
     masks = [look for look in seen if look.value == "-inf"]
     if worst is None:
-        return masks[0] if masks else None
+        return next(iter(masks), None)
     handed = [look for look in seen if look.call == worst.call and look.is_input]
     if worst.is_input or any(look.value == "-inf" for look in handed):
         return next((look for look in masks if not look.is_input and look.call < worst.call), worst)
@@ -160,6 +156,4 @@ def _first(seen: list[_Seen]) -> _Seen | None:
 def _value(low: float, high: float) -> str:
     if math.isnan(low) or math.isnan(high):
         return "nan"
-    if high == math.inf:
-        return "inf"
-    return "-inf" if low == -math.inf else ""
+    return next((str(bound) for bound in (high, low) if math.isinf(bound)), "")

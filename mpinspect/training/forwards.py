@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpinspect.runtime.hooks import Uncopied
 from mpinspect.training.suggestions import Seen
 
 #: The largest number of distinct input shapes to remember; beyond it, shapes are certainly not constant.
@@ -26,7 +27,9 @@ class ForwardShapes:
 
     def seen(self, device: str, float32_fraction: float) -> Seen:
         """Return the counts so far, with the current values of torch's settings."""
-        capability = torch.cuda.get_device_capability() if device == "cuda" else None
+        capability = None
+        if device == "cuda":
+            capability = torch.cuda.get_device_capability()
         return Seen(
             device,
             capability,
@@ -114,35 +117,23 @@ def _allows_tf32(backend: Any) -> bool:
         return getattr(backend, "fp32_precision", "") == "tf32"
 
 
-class _Hook:
-    """The forward pre-hook. A deep-copied or unpickled hook (as in a copy of the model) is inactive."""
+class _Hook(Uncopied):
+    """The forward pre-hook."""
 
-    def __init__(self, shapes: ForwardShapes | None = None) -> None:
+    def __init__(self, shapes: ForwardShapes) -> None:
         self._shapes = shapes
 
     def __call__(self, module: torch.nn.Module, inputs: Any, named: Any) -> None:
-        if self._shapes is not None and module.training and not torch.compiler.is_compiling():
+        if module.training and not torch.compiler.is_compiling():
             self._shapes.look((inputs, named))
 
-    def __deepcopy__(self, memo: object) -> _Hook:
-        return _Hook()
 
-    def __reduce__(self) -> Any:
-        return _Hook, ()
+class _FailedHook(Uncopied):
+    """Hook that runs when a forward ends; an exception leaves the output None."""
 
-
-class _FailedHook:
-    """Hook that runs when a forward ends; an exception leaves the output None. In a copy of the model it is inactive."""
-
-    def __init__(self, watch: OutsideAutocast | None = None) -> None:
+    def __init__(self, watch: OutsideAutocast) -> None:
         self._watch = watch
 
     def __call__(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if self._watch is not None and output is None and not torch.compiler.is_compiling():
+        if output is None and not torch.compiler.is_compiling():
             self._watch.explain(sys.exc_info()[1])
-
-    def __deepcopy__(self, memo: object) -> _FailedHook:
-        return _FailedHook()
-
-    def __reduce__(self) -> Any:
-        return _FailedHook, ()

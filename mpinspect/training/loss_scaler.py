@@ -83,7 +83,8 @@ class LossScaler(MovingScale):
         if enabled:
             rules.check()
             init_scale = rules.clamped(checked_scale(init_scale, "init_scale"))
-            window = None if window is None else checked_window(*window)
+            if window is not None:
+                window = checked_window(*window)
         if device is not None:
             _check_device(device)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -121,7 +122,7 @@ class LossScaler(MovingScale):
             ValueError: the window is empty, or the floor is above ``lowest``. The scaler is then unchanged.
         """
         lowest, highest = checked_window(lowest, highest)
-        floor = lowest if floor is None else checked_scale(floor, "floor")
+        floor = checked_scale(lowest if floor is None else floor, "floor")
         if floor > lowest:
             raise ValueError(f"floor {floor:g} is above the window's lowest scale, {lowest:g}")
         self._change(replace(self.rules, floor=floor, ceiling=highest))
@@ -192,13 +193,10 @@ class LossScaler(MovingScale):
         self._read()
         state: dict[str, Any] = super().__getstate__()
         # Tensors become numbers; objects that belong to a model or a process are left out.
-        group = self.process_group
-        left_behind: dict[str, Any] = {
-            "_last_found": [],
-            "explainer": None,
-            "process_group": False if group is False else None,
-        }
-        return {**state, **left_behind, "_iteration": Iteration()}
+        state |= {"_last_found": [], "explainer": None, "_iteration": Iteration()}
+        if self.process_group is not False:
+            state["process_group"] = None
+        return state
 
 
 def _check_device(device: object) -> None:

@@ -75,7 +75,7 @@ class MasterWeights:
         dtypes = stored_dtypes(model, precision)
         held = list(dict.fromkeys(parameter for optimizer in optimizers for parameter in held_parameters(optimizer)))
         halved = [parameter for parameter in held if dtypes.get(parameter, torch.float32) != torch.float32]
-        pairs = {parameter: _master(parameter) for parameter in halved} if precision.masters else {}
+        pairs = {parameter: _master(parameter) for parameter in halved if precision.masters}
         for optimizer in optimizers:
             _exchange(optimizer, pairs)
         convert_model(model, precision, optimizers)
@@ -266,7 +266,9 @@ def master_params_to_model_params(
 ) -> None:
     """Copy the masters to the model's parameters, rounding to the parameters' dtype."""
     _require_flat(model_params, master_params, flat_master)
-    masters = unflatten(master_params[0], model_params) if flat_master else list(master_params)
+    masters = list(master_params)
+    if flat_master:
+        masters = unflatten(master_params[0], model_params)
     if masters:
         torch._foreach_copy_(list(model_params), masters)
 
@@ -300,8 +302,10 @@ def _master(parameter: Tensor) -> Tensor:
 
 
 def _require_flat(model_params: Sequence[Tensor], master_params: Sequence[Tensor], flat_master: bool) -> None:
-    if len(master_params) != (1 if flat_master else len(model_params)):
-        hint = "pass flat_master=True here as to prep_param_lists" if not flat_master else "flat_master=True needs one"
+    wanted, hint = len(model_params), "pass flat_master=True here as to prep_param_lists"
+    if flat_master:
+        wanted, hint = 1, "flat_master=True needs one"
+    if len(master_params) != wanted:
         raise ValueError(f"there are {len(model_params)} model_params and {len(master_params)} master_params: {hint}")
 
 

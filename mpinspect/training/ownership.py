@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mpinspect.runtime.hooks import Uncopied
 from mpinspect.training.closures import held_parameters
 from mpinspect.training.loss_scaler import LossScaler
 from mpinspect.training.masters import is_master
@@ -79,11 +80,11 @@ def take_scaler(owner: object, scaler: LossScaler) -> None:
     _owners[scaler] = weakref.ref(owner)
 
 
-class StepGuard:
+class StepGuard(Uncopied):
     """Raises if ``optimizer.step()`` is called outside the owner's step; inactive in a copy of the optimizer."""
 
-    def __init__(self, owner: Any = None) -> None:
-        self._owner = None if owner is None else weakref.ref(owner)
+    def __init__(self, owner: Any) -> None:
+        self._owner = weakref.ref(owner)
 
     @classmethod
     def put(cls, owner: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -99,15 +100,9 @@ class StepGuard:
             handle.remove()
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        owner = None if self._owner is None else self._owner()
+        owner = self._owner()
         if owner is not None and not owner.stepping:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step() was called directly: its gradients would be scaled or missing. "
                 "Call the MixedPrecision's step() instead; it steps the optimizer"
             )
-
-    def __deepcopy__(self, memo: object) -> StepGuard:
-        return StepGuard()
-
-    def __reduce__(self) -> Any:
-        return StepGuard, ()

@@ -135,12 +135,8 @@ def stored_dtypes(model: nn.Module, precision: Precision) -> dict[torch.Tensor, 
 
     A parameter shared with a layer that stays FP32 stays FP32.
     """
-    kept = set() if precision.stored == torch.float32 else {id(parameter) for parameter in _kept_parameters(model)}
-    return {
-        parameter: torch.float32 if id(parameter) in kept else precision.stored
-        for parameter in model.parameters()
-        if is_convertible(parameter)
-    }
+    found = {parameter: precision.stored for parameter in model.parameters() if is_convertible(parameter)}
+    return found | {parameter: torch.float32 for parameter in _kept_parameters(model) if parameter in found}
 
 
 def is_convertible(tensor: torch.Tensor) -> bool:
@@ -189,7 +185,9 @@ def _check_unwrapped(model: nn.Module, precision: Precision) -> None:
     for module in model.modules():
         wrapper = next((base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
         if wrapper == "FSDPModule":
-            scale = ", loss_scale='dynamic'" if precision.stored == torch.float16 else ""
+            scale = ""
+            if precision.stored == torch.float16:
+                scale = ", loss_scale='dynamic'"
             raise ValueError(
                 f"the model was sharded by fully_shard, and precision={precision.name!r} would change the dtype of its "
                 "parameters: let FSDP2 keep FP32 weights and compute in 16 bits, by fully_shard(..., mp_policy="
@@ -209,8 +207,8 @@ def _check_made(model: nn.Module) -> None:
 
 
 def _cast(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(new) if value.dtype == old else value
+    if isinstance(value, torch.Tensor) and value.dtype == old:
+        return value.to(new)
     if isinstance(value, list):  # LBFGS stores its history in lists
         return [_cast(item, old, new) for item in value]
     return value

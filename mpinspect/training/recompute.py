@@ -47,7 +47,7 @@ class _Recomputed(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         with torch.enable_grad():
             # Views, because hooks on the tensors themselves would run on this function's share of the gradient.
-            tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
+            tensors = [tensor if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
             result = _without_autocast(ctx.function, tensors)
         inputs = [tensor for tensor, want in zip(tensors, wanted, strict=True) if want and tensor is not None]
         gradients = iter(torch.autograd.grad(result, inputs, gradient, create_graph=create_graph))
@@ -93,11 +93,15 @@ def _in_float32(
     target: torch.Tensor,
     weight: torch.Tensor | None,
 ) -> torch.Tensor:
-    soft = target.float() if target.is_floating_point() else target
-    return F.cross_entropy(input.float(), soft, None if weight is None else weight.float(), *rest, **options)
+    if target.is_floating_point():
+        target = target.float()
+    return F.cross_entropy(input.float(), target, _full(weight), *rest, **options)
 
 
-_HALVES = (torch.float16, torch.bfloat16)
+def _full(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.float()
+
+
 _FUSED_RMS_NORM = torch.__version__ >= (2, 9)  # type: ignore[operator]
 
 
@@ -213,5 +217,4 @@ def _rounded(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    full = (None if tensor is None else tensor.float() for tensor in (x, weight, bias))
-    return function(*full).to(x.dtype)
+    return function(*map(_full, (x, weight, bias))).to(x.dtype)

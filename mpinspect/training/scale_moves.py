@@ -107,7 +107,9 @@ class MovingScale(CheckedSteps):
         if not self._enabled:
             return
         self._need_scale("update")
-        given = None if new_scale is None else self._checked_new_scale(new_scale)
+        given = None
+        if new_scale is not None:
+            given = self._checked_new_scale(new_scale)
         found = self._found_of_all()
         if given is None and not found:
             raise RuntimeError(

@@ -94,11 +94,14 @@ class ScaleRules:
         """Return the state after one more step."""
         if skipped:
             counted = _with_skip(state)
-            return _moved(counted, self._backed_off(state.scale) if self._back_off_due(counted) else state.scale)
-        clean = state.clean_steps + 1
-        due = clean == self.growth_interval
-        counted = ScaleState(state.scale, 0 if due else clean, 0, state.steps_since_move + 1, state.skips_since_move)
-        return _moved(counted, self._grown(state.scale)) if due else counted
+            if self._back_off_due(counted):
+                return _moved(counted, self._backed_off(state.scale))
+            return counted
+        clean, steps = state.clean_steps + 1, state.steps_since_move + 1
+        counted = ScaleState(state.scale, clean, 0, steps, state.skips_since_move)
+        if clean == self.growth_interval:
+            return _moved(replace(counted, clean_steps=0), self._grown(state.scale))
+        return counted
 
     def collapses(self, state: ScaleState) -> bool:
         """Return whether an overflow in this state would call for a back-off although the scale is at its floor."""
@@ -106,8 +109,12 @@ class ScaleRules:
 
     def clamped(self, scale: float) -> float:
         """Return ``scale`` clamped to [floor, ceiling]."""
-        if self.floor is not None:
-            scale = max(scale, self.floor)
+        return self._lowered(self._raised(scale))
+
+    def _raised(self, scale: float) -> float:
+        return scale if self.floor is None else max(scale, self.floor)
+
+    def _lowered(self, scale: float) -> float:
         return scale if self.ceiling is None else min(scale, self.ceiling)
 
     def check(self) -> None:
@@ -130,13 +137,13 @@ class ScaleRules:
         return enough_in_a_row and counted.skips_since_move >= self.tolerance * counted.steps_since_move
 
     def _backed_off(self, scale: float) -> float:
-        smaller = float32(scale * self.backoff_factor)
-        return smaller if self.floor is None else max(smaller, self.floor)
+        return self._raised(float32(scale * self.backoff_factor))
 
     def _grown(self, scale: float) -> float:
         larger = float32(scale * self.growth_factor)
-        larger = larger if math.isfinite(larger) else scale
-        return larger if self.ceiling is None else min(larger, self.ceiling)
+        if math.isinf(larger):
+            larger = scale
+        return self._lowered(larger)
 
 
 def _with_skip(state: ScaleState) -> ScaleState:

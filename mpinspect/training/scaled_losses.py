@@ -148,7 +148,8 @@ def _ask(explainer: Explainer | None, phase: str, optimizer: torch.optim.Optimiz
     try:
         if phase == FORWARD:
             return explainer.forward()
-        return None if optimizer is None else explainer.gradient(optimizer)
+        if optimizer is not None:
+            return explainer.gradient(optimizer)
     except Exception:
-        _log.warning("looking for the cause of a skipped step failed", exc_info=True)
-        return None
+        _log.warning("the search for the cause of a skipped step failed", exc_info=True)
+    return None

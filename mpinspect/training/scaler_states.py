@@ -81,7 +81,9 @@ def read(state_dict: Any, current: Saved, loss_id: int) -> Saved:
         )
     if isinstance(state_dict, Mapping) and all(key in state_dict for key in _TORCHS_KEYS):
         torchs = _read_torchs(state_dict, current)
-        return torchs if OWN_KEY not in state_dict else _read_own(state_dict[OWN_KEY], torchs)
+        if OWN_KEY not in state_dict:
+            return torchs
+        return _read_own(state_dict[OWN_KEY], torchs)
     if isinstance(state_dict, Mapping) and any(str(key).startswith("loss_scaler") for key in state_dict):
         return _read_apex(state_dict, current, loss_id)
     raise ValueError(f"this is no loss scaler's state dict: {_looks_like(state_dict)}")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from mpinspect.reporting.words import number_or_power
+from mpinspect.reporting.words import bracketed, number_or_power
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -75,8 +75,10 @@ class SkippedStep:
         if self.culprit is None:
             return "a gradient was not finite"
         kind = {"nan": "NaN", "inf": "infinite"}.get(self.culprit.value, "not finite")
-        layer = f"layer {self.culprit.layer!r}" if self.culprit.layer else "the model itself"
-        detail = f" ({self.culprit.detail})" if self.culprit.detail else ""
+        layer = "the model itself"
+        if self.culprit.layer:
+            layer = f"layer {self.culprit.layer!r}"
+        detail = bracketed(self.culprit.detail)
         if self.phase == FORWARD:
             return f"the forward was {kind} already, first seen at {layer}{detail}: the loss scale is not the cause"
         return f"the gradient of {self.culprit.name!r} was {kind}, the first in the backward, at {layer}{detail}"

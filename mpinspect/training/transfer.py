@@ -23,8 +23,11 @@ def copy_gradients(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> N
     sources, targets = [], []
     for parameter, master in zip(parameters, masters, strict=True):
         gradient = parameter.grad
-        if gradient is None or gradient.is_sparse:
-            master.grad = None if gradient is None else gradient.to(master.dtype).coalesce()
+        if gradient is None:
+            master.grad = None
+            continue
+        if gradient.is_sparse:
+            master.grad = gradient.to(master.dtype).coalesce()
             continue
         if master.grad is None or master.grad.is_sparse:
             master.grad = torch.empty_like(master)
@@ -43,8 +46,10 @@ def copy_gradients_flat(parameters: Sequence[Tensor], master: Tensor) -> None:
     for parameter, target in zip(parameters, unflatten(master.grad, parameters), strict=True):
         if parameter.grad is None:
             target.zero_()
+        elif parameter.grad.is_sparse:
+            target.copy_(parameter.grad.to_dense())
         else:
-            target.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+            target.copy_(parameter.grad)
     _remember(parameters)
 
 
@@ -98,4 +103,6 @@ def _writes_since(parameter: Tensor) -> int | None:
 def _any(gradient: Tensor | None) -> bool:
     if gradient is None:
         return False
-    return bool((gradient._values() if gradient.is_sparse else gradient).any())
+    if gradient.is_sparse:
+        gradient = gradient._values()
+    return bool(gradient.any())

@@ -533,7 +533,7 @@ def test_a_forward_that_fails_takes_the_scale_down_as_in_grad_scaler() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_hold_leaves_the_scale_alone(fused: bool) -> None:
+def test_hold_does_not_change_the_scale(fused: bool) -> None:
     scaler = LossScaler("cpu", 8.0, growth_interval=5, forward_nonfinite="hold")
     outcomes(scaler, [False] * 3)
     with pytest.warns(LossScaleWarning, match="leave the scale as it is") as told:
@@ -663,7 +663,7 @@ def test_a_fault_of_the_explainer_does_not_end_the_training(caplog: pytest.LogCa
         assert outcomes(scaler, [True, False]) == [4.0, 4.0]
     assert scaler.skips[-1].culprit is None
     assert [record.getMessage() for record in caplog.records] == [
-        "looking for the cause of a skipped step failed",
+        "the search for the cause of a skipped step failed",
         "ending the search for the cause of a skipped step failed",
         "step 0 skipped: a gradient was not finite; the loss scale goes from 8 to 4",
         "ending the search for the cause of a skipped step failed",
