@@ -16,7 +16,7 @@ from mpinspect.commands.output import BROKEN_PIPE, INTERRUPTED, UNUSABLE, Unusab
 from mpinspect.reporting.streams import printable, say
 from mpinspect.runtime.version import __version__
 
-# Without typing, whose import takes as long as the rest: type checkers take the name alone for true.
+# ``typing`` is not imported, since that takes as long as all other imports; type checkers treat a variable of this name as True.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,32 +28,37 @@ _EPILOG = "exit status: 0 fine, 1 a finding that --fail-on names, 2 wrong usage 
 
 #: The commands, by the name of their file, with their help; a new one is a row here. Only the one that is called is imported.
 COMMANDS = {
-    "report": "Show what a recorded run says: ranges, findings, the loss scale.",
-    "diff": "Compare two runs: what changed, which layers moved, and the first step at which the runs part.",
+    "report": "Show the report of a recorded run: ranges, findings, the loss scale.",
+    "diff": "Compare two runs: settings, findings, layers whose ranges moved, and the first step that differs.",
     "demo": "Train a small language model with the inspector on and show its report.",
     "lint": "Check whether a model's matrix products suit Tensor Cores, without running it on a GPU.",
     "kernels": "Show from torch.profiler's traces which kernels ran on Tensor Cores, and which could have.",
-    "compile": "Compile the kernels that count on a CPU now (a minute or two, once a machine), before any training needs them.",
-    "run": "Run a training script, unmodified, with the inspector attached to what it trains.",
+    "compile": "Compile the CPU's counting kernels in advance: a minute or two, once per machine.",
+    "run": "Run an unmodified training script with the inspector attached to its models.",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status. On wrong usage argparse exits with status 2."""
-    options = _options(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    options = _options(argv)
     try:
-        # With ``rest`` a program of the user's owns the streams, and its exceptions pass through.
-        status: int = _run(options) if options.rest is None else options.run(options)
+        return _run(options)
     except UnusableError as error:
         say(sys.stderr, error)
         return UNUSABLE
-    return status
 
 
 def _run(options: argparse.Namespace) -> int:
+    status: int
+    if options.rest is not None:
+        # The user's program owns the streams, and its exceptions pass through.
+        status = options.run(options)
+        return status
     _escape_unprintable_names()
     try:
-        status: int = options.run(options)
+        status = options.run(options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         say(sys.stderr, "stopped")
@@ -72,8 +77,8 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         there_are = f": there are {', '.join(COMMANDS)}"
         _parser(None).error(f"there is no command {words[0]!r}{_meant(words[0], COMMANDS) or there_are}")
-    split = getattr(_module(words[0]), "split", None) if words and words[0] in COMMANDS else None
-    if split is None:
+    split = words[0] in COMMANDS and getattr(_module(words[0]), "split", None)
+    if not split:
         return _parsed(words, None)
     ours, theirs = split(words[1:])
     return _parsed([words[0], *ours], theirs)

@@ -18,6 +18,6 @@ def run(options: argparse.Namespace) -> int:
 
     troubles = fastest.warm_up(compile_here=True)
     if troubles or fastest.cpu_counter() is None:
-        raise UnusableError(troubles[0] if troubles else "numba is not installed: pip install 'mpinspect[cpu]'")
-    say(sys.stdout, "the counting kernels are compiled, and kept on disk for every process of this machine")
+        raise UnusableError(next(iter(troubles), "numba is not installed: pip install 'mpinspect[cpu]'"))
+    say(sys.stdout, "the counting kernels are compiled, and cached on disk for all processes on this machine")
     return 0

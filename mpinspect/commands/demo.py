@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         raise UnusableError(f"the demo can't run: {error}") from error
     except KeyboardInterrupt as stop:
-        say(sys.stderr, f"stopped{f': {stop}' if str(stop) else ''}")
+        say(sys.stderr, ": ".join(filter(None, ["stopped", str(stop)])))
         return INTERRUPTED
     save_to(report, options.png, options.md, options.html)
     return status(report.findings, options.fail_on)
@@ -56,11 +56,16 @@ def _demo_alone(options: argparse.Namespace) -> RangeReport:
     from mpinspect.demo import demo
 
     # The demo prints its report itself.
-    steps = {"steps": options.steps} if options.steps else {}
-    report = demo.run(log_dir=options.log_dir, seed=options.seed, quiet=options.quiet or options.json, **steps)
+    quiet = options.quiet or options.json
+    report = demo.run(log_dir=options.log_dir, seed=options.seed, quiet=quiet, **_steps(options))
     if options.json:
         sys.stdout.write(report.to_json())
     return report
+
+
+def _steps(options: argparse.Namespace) -> dict[str, int]:
+    """Return the number of steps as a keyword argument, if one was given."""
+    return {"steps": options.steps} if options.steps else {}
 
 
 def _curves(options: argparse.Namespace) -> RangeReport:
@@ -69,7 +74,7 @@ def _curves(options: argparse.Namespace) -> RangeReport:
 
     comparison = compare(
         log_dir=options.log_dir,
-        setting=Setting(steps=options.steps) if options.steps else Setting(),
+        setting=Setting(**_steps(options)),
         seeds=range(options.seed, options.seed + (options.seeds or 1)),
         quiet=options.quiet or options.json,
     )

@@ -11,14 +11,16 @@ _RUN = "a run directory of mpinspect run, an inspector's log_dir, or a session f
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", metavar="A", help=f"the run to compare with: {_RUN}")
-    parser.add_argument("second", metavar="B", help="the run to judge; it may still go on")
-    add_output_options(parser, _finding, png=False, or_else=", of what differs or of what B has and A has not")
+    parser.add_argument("second", metavar="B", help="the run to judge; it may still be running")
+    add_output_options(
+        parser, _finding, png=False, or_else="; findings are the differences, and those that B has and A has not"
+    )
     parser.add_argument("--all", action="store_true", help="show every tensor")
     parser.add_argument(
         "--format",
         type=known_format,
         metavar="NAME",
-        help="judge both against float16, bfloat16, float8_e4m3, ... (what they use; of two the narrower)",
+        help="judge both against float16, bfloat16, float8_e4m3, ... (default: the narrower of the formats that they use)",
     )
 
 

@@ -17,9 +17,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "traces", metavar="TRACE", nargs="+", help="torch.profiler's trace, .json or .json.gz; or a folder: one a rank"
     )
     parser.add_argument(
-        "--gpu", metavar="NAME", type=gpu_name, help="the GPU, where the traces do not tell: hopper, A100, ..."
+        "--gpu", metavar="NAME", type=gpu_name, help="the GPU, if the traces do not name it: hopper, A100, ..."
     )
-    add_output_options(parser, _condition, or_else=", or where a share is as said: 'tensor-core share < 60%%'")
+    add_output_options(parser, _condition, or_else=", or if a share meets a condition: 'tensor-core share < 60%%'")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,13 +38,15 @@ def _status(report: KernelReport, options: argparse.Namespace) -> int:
     names = [what for what in options.fail_on if isinstance(what, str)]
     # Check every condition: one that can't be decided is an error even if another one holds.
     held = [_holds(what, report) for what in options.fail_on if not isinstance(what, str)]
-    return FOUND if any(held) else status(report.findings, names)
+    if any(held):
+        return FOUND
+    return status(report.findings, names)
 
 
 def _holds(condition: Condition, report: KernelReport) -> bool:
     held = condition.holds(report)
     if held is None:
-        raise UnusableError(f"--fail-on {condition.text!r} can't be told: {condition.doubt(report)}")
+        raise UnusableError(f"--fail-on {condition.text!r} can't be decided: {condition.doubt(report)}")
     return held
 
 

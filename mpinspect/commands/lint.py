@@ -56,31 +56,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--real",
         action="store_true",
-        help="run on real tensors (a GPU if there is one), where shapes depend on the data",
+        help="run on real tensors (on a GPU if there is one), for models whose shapes depend on the data",
     )
     parser.add_argument("--fix", action="store_true", help="print only the table of sizes to pad")
-    parser.add_argument("--baseline", metavar="FILE", help="findings that are known: only others count for --fail-on")
+    parser.add_argument(
+        "--baseline", metavar="FILE", help="known findings: only findings not in it count for --fail-on"
+    )
     parser.add_argument("--write-baseline", metavar="FILE", help="write this run's findings as a baseline")
     add_output_options(parser, _shape_finding, png=False)
 
 
 def run(options: argparse.Namespace) -> int:
-    # Read the baseline first: if it is broken, the model need not be built, which may take a while.
-    baseline = None if options.baseline is None else read_baseline(options.baseline)
+    baseline = None
+    if options.baseline is not None:
+        # Read it first: if it is broken, the model need not be built, which may take a while.
+        baseline = read_baseline(options.baseline)
     report = _report(options)
-    comparison = None if baseline is None else compare(report.findings, baseline)
     _print(report, options)
     if options.fix or baseline is not None or options.write_baseline is not None:
         _warn_of_gaps(report)
-    if baseline is not None and comparison is not None:
-        other = baseline.other_than(report)
-        if other:
-            _warn(other)
-        _print_comparison(comparison, other, options)
+    findings = report.findings
+    if baseline is not None:
+        comparison = compare(findings, baseline)
+        _print_comparison(comparison, baseline.other_than(report), options)
+        findings = comparison.new
     if options.write_baseline is not None:
         write_baseline(options.write_baseline, report)
     save_to(report, options.md, options.html)
-    return status(report.findings if comparison is None else comparison.new, options.fail_on)
+    return status(findings, options.fail_on)
 
 
 def _report(options: argparse.Namespace) -> ShapeReport:
@@ -93,18 +96,21 @@ def _report(options: argparse.Namespace) -> ShapeReport:
         choose_gpu(options.gpu)
     except ValueError as error:
         raise UnusableError(error) from error
-    device = "meta" if not options.real else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device = "meta"
+    if options.real:
+        kind, device = "real", "cuda" if torch.cuda.is_available() else "cpu"
     model = load_model(options.target, device)
     if options.real:
         model = model.to(device)
     args, kwargs = build_inputs(options.inputs, device)
-    kind = "real" if options.real else "meta"
     try:
         return lint_shapes(model, args, kwargs, options.dtype, options.gpu, not options.no_backward, kind)
     except ValueError as error:
         # lint_shapes raises ValueError with a sentence for wrong usage.
-        hint = "" if options.inputs else f". {_NO_INPUT}"
-        raise UnusableError(f"{options.target}: {str(error).rstrip('.')}{hint}") from error
+        reason = str(error).rstrip(".")
+        if not options.inputs:
+            reason += f". {_NO_INPUT}"
+        raise UnusableError(f"{options.target}: {reason}") from error
     except (Exception, SystemExit) as error:
         raise UnusableError(f"{options.target} could not be run: {describe(error)}") from error
 
@@ -135,15 +141,20 @@ def _warn(sentence: str) -> None:
 
 
 def _print_comparison(comparison: Comparison, other: str, options: argparse.Namespace) -> None:
-    """Print the new findings and the resolved ones; with --json print to stderr."""
+    """Print the new findings and the resolved ones, with --json on stderr. ``other``: a sentence to warn with, or ""."""
+    if other:
+        _warn(other)
     lines = [
         f"Against {options.baseline}: {len(comparison.new)} new, {comparison.known} known, {len(comparison.gone)} gone"
     ]
     lines += [f"  new   {finding.severity}  {key_of(finding)}" for finding in comparison.new]
     lines += [f"  gone  {key}" for key in comparison.gone]
-    # With --json the caller has already printed this on stderr.
-    lines += [f"  {other}"] if other and not options.json else []
-    print("", *map(printable, lines), sep="\n", file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        print("", *map(printable, lines), sep="\n", file=sys.stderr)
+        return
+    if other:
+        lines.append(f"  {other}")
+    print("", *map(printable, lines), sep="\n")
 
 
 def _shape_finding(text: str) -> str:
@@ -164,7 +175,7 @@ class Key:
     size: Annotated[int, Between(-(1 << 63), (1 << 63) - 1)]
 
     def __str__(self) -> str:
-        return " ".join([self.id, *([self.layer] if self.layer else []), *([str(self.size)] if self.size else [])])
+        return " ".join(filter(None, [self.id, self.layer, str(self.size or "")]))
 
 
 @dataclass(frozen=True)
@@ -196,9 +207,7 @@ class Baseline:
         if all(then == now for then, now in made if then and now):
             return ""
         then, now = (", ".join(filter(None, names)) for names in zip(*made, strict=True))
-        return (
-            f"the baseline was made for {then} and this report is for {now}: findings may be new or gone for that alone"
-        )
+        return f"the baseline was made for {then} and this report is for {now}: findings may be new or gone only because of that"
 
 
 def key_of(finding: Finding) -> Key:
@@ -248,7 +257,7 @@ def write_baseline(path: str, report: ShapeReport) -> None:
         UnusableError: the recording is empty, so a baseline would be useless; or the file can't be written.
     """
     if not report.flops:
-        raise UnusableError(f"{path} is not written: nothing was recorded, and a baseline of nothing says nothing")
+        raise UnusableError(f"{path} is not written: no matrix product was recorded, so the baseline would be empty")
     keys = sorted({key_of(finding) for finding in report.findings})
     lines = [json.dumps({"id": key.id, "layer": key.layer, "size": key.size}) for key in keys]
     head = {
@@ -257,13 +266,10 @@ def write_baseline(path: str, report: ShapeReport) -> None:
         "gpu": report.gpu.name,
         "dtype": report.dtype,
     }
-    text = (
-        json.dumps(head)[:-1]
-        + ', "findings": ['
-        + ",".join(f"\n  {line}" for line in lines)
-        + ("\n" if lines else "")
-        + "]}\n"
-    )
+    text = json.dumps(head)[:-1] + ', "findings": [' + ",".join(f"\n  {line}" for line in lines)
+    if lines:
+        text += "\n"
+    text += "]}\n"
     try:
         # A full disk leaves the previous baseline intact.
         replace_whole(Path(path), text.encode("utf-8"))

@@ -63,8 +63,10 @@ def load_model(target: str, device: str) -> torch.nn.Module:
         with torch.device(device):
             model = found()
     except (Exception, SystemExit) as error:
-        hint = "; --real builds it with real weights" if device == "meta" and isinstance(error, Exception) else ""
-        raise UnusableError(f"calling {target} without arguments failed: {describe(error)}{hint}") from error
+        reason = f"calling {target} without arguments failed: {describe(error)}"
+        if device == "meta" and isinstance(error, Exception):
+            reason += "; --real builds it with real weights"
+        raise UnusableError(reason) from error
     if not isinstance(model, torch.nn.Module):
         raise UnusableError(f"{target} returned {indefinite(type(model).__name__)}, not a torch.nn.Module")
     return model
@@ -72,8 +74,7 @@ def load_model(target: str, device: str) -> torch.nn.Module:
 
 def describe(error: BaseException) -> str:
     """Return an exception's type, its message's first line, and its innermost code line outside installed packages."""
-    text = str(error).strip().splitlines()
-    what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    what = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     own = [frame for frame in frames if not _is_installed(frame.filename)]
     if not own:
@@ -133,9 +134,11 @@ def _near(found: Any) -> str:
     own = [
         name
         for name, value in vars(found).items()
-        if not name.startswith("_") and (getattr(value, "__module__", None) == getattr(found, "__name__", ""))
+        if not name.startswith("_") and getattr(value, "__module__", None) == getattr(found, "__name__", "")
     ]
-    return f"it has {', '.join(own[:8])}" if own else _FORM
+    if not own:
+        return _FORM
+    return f"it has {', '.join(own[:8])}"
 
 
 # -- its inputs ----------------------------------------------------------------------------------------------------------

@@ -24,23 +24,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run_dir",
         metavar="RUN_DIR",
-        help="the inspector's log_dir, a run directory of mpinspect run, or a session file; the run may still go on",
+        help="the inspector's log_dir, a run directory of mpinspect run, or a session file; the run may still be running",
     )
     add_output_options(parser, range_finding)
     parser.add_argument(
         "--watch",
         action="store_true",
-        help="show the report again whenever the run has written something, until it ends; waits for a run that has not begun",
+        help="show the report again after each write of the run, until the run ends; waits for a run that has not begun",
     )
     parser.add_argument("--all", action="store_true", help="show every layer, and every block of repeated ones")
     parser.add_argument(
-        "--each-rank", action="store_true", help="show each rank's models by themselves, not the ranks' counts added up"
+        "--each-rank",
+        action="store_true",
+        help="show each rank's models separately instead of adding up the ranks' counts",
     )
     parser.add_argument(
         "--format",
         type=known_format,
         metavar="NAME",
-        help="judge against float16, bfloat16, float8_e4m3, ... (what the run uses)",
+        help="judge against float16, bfloat16, float8_e4m3, ... (default: the format that the run uses)",
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from mpinspect.commands.output import OK, UnusableError, gpu_name, positive, status
 from mpinspect.numeric.recipes import RECIPES, as_recipe
@@ -14,7 +16,7 @@ from mpinspect.run.options import LaunchOptions
 
 _USAGE = "mpinspect run [options] (SCRIPT | -m MODULE | -c CODE | -) [ARGUMENT ...]"
 _FAIL_ON = (
-    "exit with 1 where the script ended with 0 and there are findings of this severity or above ('warning', 'error'), or with "
+    "exit with 1 if the script ended with 0 and there are findings of this severity or above ('warning', 'error'), or with "
     "this id; may be repeated"
 )
 #: Options that take no value.
@@ -30,9 +32,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "script",
+        "target",
         metavar="SCRIPT",
-        help="the script, as after python, or - for stdin; all that follows it is the script's own",
+        help="the script, as after python, or - for stdin; all words after it are the script's own arguments",
     )
     parser.add_argument("-m", action="store_true", dest="is_module", help="SCRIPT is a module, as after python -m")
     parser.add_argument(
@@ -42,7 +44,10 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--every", type=positive, metavar="N", help="sample every N-th step (10; with --max-overhead at most: 1)"
+        "--every",
+        type=positive,
+        metavar="N",
+        help="sample every N-th step (10; with --max-overhead: 1, the smallest interval)",
     )
     parser.add_argument(
         "--dense", type=_natural, default=10, metavar="N", help="sample all of the first N steps (%(default)s)"
@@ -51,16 +56,16 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         "--max-overhead",
         type=_overhead,
         metavar="SHARE",
-        help="sample as often as this share of the training's time allows (0.02 is 2%%) instead; none: as often as --every says "
-        "(without this option: until that takes over half of the training's time)",
+        help="limit the inspection to this share of the training's time (0.02 is 2%%); none: no limit (default: no limit until "
+        "the inspection has taken over half of the training's time)",
     )
     parser.add_argument(
         "--eager-samples",
         action="store_true",
-        help="run what torch.compile compiled uncompiled in sampled steps, to see inside; changes the last bits of results",
+        help="run compiled models uncompiled in sampled steps, to count inside them; changes the last bits of results",
     )
     parser.add_argument("--steps", type=positive, metavar="N", help="stop inspecting a model after N of its steps")
-    parser.add_argument("--kinds", type=_kinds, metavar="A,B", help=f"what to count, of {', '.join(KINDS)}")
+    parser.add_argument("--kinds", type=_kinds, metavar="A,B", help=f"kinds of tensors to count, of {', '.join(KINDS)}")
     pattern = "shell pattern over dotted paths of modules and parameters; may be repeated"
     parser.add_argument("--include", action="append", metavar="PATTERN", help=f"inspect only these: a {pattern}")
     parser.add_argument("--exclude", action="append", metavar="PATTERN", help=f"do not inspect these: a {pattern}")
@@ -72,10 +77,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         type=_recipes,
         default=(),
         metavar="A,B",
-        help=f"measure what recipes of FP8 and FP4 would lose of every Linear layer, of {', '.join(RECIPES)}",
+        help=f"measure the values that every Linear layer would lose in recipes of FP8 and FP4, of {', '.join(RECIPES)}",
     )
     parser.add_argument(
-        "--loss-scale", type=_scale, metavar="S", help="of a script that multiplies its loss by hand (1 if it does not)"
+        "--loss-scale",
+        type=_scale,
+        metavar="S",
+        help="the factor by which the script itself multiplies its loss (1: it does not)",
     )
 
 
@@ -83,12 +91,12 @@ def _add_reports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-dir",
         metavar="DIR",
-        help="the run directory (runs/SCRIPT-DATE-TIME, or beside the folder that the script's own --output_dir names)",
+        help="the run directory (runs/SCRIPT-DATE-TIME, or next to the folder of the script's own --output_dir)",
     )
     parser.add_argument(
         "--lint",
         action=argparse.BooleanOptionalAction,
-        help="lint the matrix products of one step as it ran, in full (without this option: in brief, where nothing hinders)",
+        help="report the shapes of one step's matrix products in full (default: in brief, if they can be recorded)",
     )
     parser.add_argument("--kernels", action="store_true", help="profile one step: which kernels ran on Tensor Cores")
     parser.add_argument(
@@ -123,9 +131,10 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
             return [*ours, "--", *left[:1]], left[1:]
         form = word[:2]
         if form in ("-m", "-c"):
-            # As in Python, -mpackage.module may be one word.
-            given = [word[2:]] if word != form else left[:1]
-            return [*ours, form, "--", *given], left if word != form else left[1:]
+            if word != form:
+                # As in Python, -mpackage.module may be one word.
+                left.insert(0, word[2:])
+            return [*ours, form, "--", *left[:1]], left[1:]
         if not word.startswith("-") or word == "-":
             return [*ours, "--", word], left
         ours.append(word)
@@ -138,44 +147,24 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(options: argparse.Namespace) -> int:
     from mpinspect.run import UnusableDirectoryError, launch
 
-    is_file = not options.is_module and not options.is_code and options.script != "-"
-    if is_file and not Path(options.script).exists():
+    is_file = not options.is_module and not options.is_code and options.target != "-"
+    if is_file and not Path(options.target).exists():
         # Like Python's message, with its status.
-        raise UnusableError(f"can't open file {options.script!r}: there is no such script")
-    asked = LaunchOptions(
-        target=options.script,
-        is_module=options.is_module,
-        is_code=options.is_code,
-        full=options.full,
-        arguments=tuple(options.rest),
-        log_dir=options.log_dir,
-        kinds=options.kinds,
-        include=_several(options.include),
-        exclude=_several(options.exclude),
-        every=options.every or (10 if options.max_overhead in (None, math.inf) else 1),
-        dense=options.dense,
-        steps=options.steps,
-        lint=options.lint,
-        kernels=options.kernels,
-        gpu=options.gpu,
-        watch=options.watch,
-        loss_scale=options.loss_scale,
-        max_overhead=options.max_overhead,
-        eager_samples=options.eager_samples,
-        tracker=options.tracker,
-        curves=options.curves,
-        fail_on=tuple(options.fail_on),
-        recipes=options.recipes,
-    )
+        raise UnusableError(f"can't open file {options.target!r}: there is no such script")
+    options.arguments = options.rest
+    options.every = options.every or (10 if options.max_overhead in (None, math.inf) else 1)
+    given: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(LaunchOptions)}
+    for name, value in given.items():
+        if isinstance(value, list):
+            given[name] = tuple(value)
+    asked = LaunchOptions(**given)
     try:
         report = launch(asked)
     except UnusableDirectoryError as error:
         raise UnusableError(error) from error
-    return OK if report is None else status(report.findings, asked.fail_on)
-
-
-def _several(given: Iterable[str] | None) -> tuple[str, ...] | None:
-    return None if given is None else tuple(given)
+    if report is None:
+        return OK
+    return status(report.findings, asked.fail_on)
 
 
 def _natural(text: str) -> int:
@@ -194,7 +183,9 @@ def _scale(text: str) -> float:
 
 def _overhead(text: str) -> float:
     """Parse a share; "none" is inf."""
-    return math.inf if text == "none" else _below(1, text, "give a share between 0 and 1, 0.02 for 2%, or none")
+    if text == "none":
+        return math.inf
+    return _below(1, text, "give a share between 0 and 1, 0.02 for 2%, or none")
 
 
 def _below(limit: float, text: str, advice: str) -> float:

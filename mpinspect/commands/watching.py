@@ -46,13 +46,15 @@ class _State(NamedTuple):
     @property
     def has_ended(self) -> bool | None:
         """Whether the run has ended; None if there is no record of it."""
-        return None if self.outcome == "unknown" else self.outcome != STILL_RUNNING
+        if self.outcome == "unknown":
+            return None
+        return self.outcome != STILL_RUNNING
 
     @property
     def last_line(self) -> str:
         """The local time of the last data."""
         if not self.files:
-            return "no data came"
+            return "no data was written"
         latest = max(changed for changed, _ in self.files.values())
         return f"last data at {time.strftime('%H:%M:%S', time.localtime(latest / 1e9))}"
 
@@ -83,12 +85,10 @@ def watch(path: str, read: Callable[[], AnyReport], show: Callable[[AnyReport], 
                 shown = now
                 _clear()
                 show(report)
-                ended = _sessions_have_ended(report) if now.has_ended is None else now.has_ended
-                print(
-                    f"\n{path}: {now.last_line}{'; the run has ended' if ended else ' (Ctrl-C ends this)'}", flush=True
-                )
-                if ended:
+                if now.has_ended or (now.has_ended is None and _sessions_have_ended(report)):
+                    print(f"\n{path}: {now.last_line}; the run has ended", flush=True)
                     return report
+                print(f"\n{path}: {now.last_line} (Ctrl-C ends this)", flush=True)
         time.sleep(max(_PAUSE_S, _PAUSE_FACTOR * (time.monotonic() - began)))
 
 

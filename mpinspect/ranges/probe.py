@@ -66,7 +66,7 @@ class ProbeReport(RendersItself):
     @property
     def largest_difference(self) -> float:
         """Largest |measured - predicted| flushed fraction of a comparable layer at scale 1, 0..1; 0.0 without such a layer."""
-        return abs(self.worst.unscaled.difference) if self.worst else 0.0
+        return max((abs(layer.unscaled.difference) for layer in self.layers if layer.comparable), default=0.0)
 
 
 def probe(
@@ -110,9 +110,13 @@ def probe(
         first = _sweep(passes, given, 1.0)
         session = passes.session()
         advice = recommend_loss_scale(session)
-        second_scale = advice.recommended if loss_scale is None else float(loss_scale)
+        second_scale = loss_scale or advice.recommended
         start.restore()
-        second = first if second_scale == 1.0 else _sweep(passes, given, second_scale) if second_scale else None
+        second: _Sweep | None = None
+        if second_scale == 1.0:
+            second = first
+        elif second_scale is not None:
+            second = _sweep(passes, given, float(second_scale))
     finally:
         passes.model_state.restore()
         random.restore()

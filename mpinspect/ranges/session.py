@@ -733,17 +733,14 @@ def merge_windows(first: Window, *others: Window) -> Window:
     )
 
 
-def coarsen(windows: Sequence[Window], limit: int | None = None) -> tuple[Window, ...]:
+def coarsen(windows: Sequence[Window], limit: int) -> tuple[Window, ...]:
     """Merge neighbouring windows until at most ``limit`` are left, in step order; every total stays exact.
 
-    The windows become about equally long (in sampled steps), even if old windows are coarsened repeatedly with new
-    ones. ``limit`` defaults to ``window_limit`` of the largest window's number of tensors.
+    The windows become about equally long (in sampled steps), even if old windows are coarsened repeatedly with new ones.
 
     Raises:
         ValueError: limit < 1.
     """
-    if limit is None:
-        limit = window_limit(max((len(window.tensors) for window in windows), default=0))
     groups = coarsen_plan([window.sampled_steps for window in windows], limit)
     return tuple(merge_windows(*(windows[index] for index in group)) for group in groups)
 

@@ -49,7 +49,9 @@ def launch(options: LaunchOptions) -> RunReport | None:
             raise
     else:
         script.forget_file()
-    return _report_now(ending) if ending is not None and options.fail_on else None
+    if ending is None or not options.fail_on:
+        return None
+    return _report_now(ending)
 
 
 def _begin(options: LaunchOptions) -> Ending | None:
@@ -75,8 +77,9 @@ def _begin(options: LaunchOptions) -> Ending | None:
     # On other machines the directory may have another name, or lie on a disk that rank 0 does not see.
     if rank.number == 0 or trouble or (rank.of > 1 and os.environ.get("LOCAL_RANK") == "0"):
         where = trouble or f"recording into {shown(whole)}"
-        lead = f"rank {rank.number}: " if rank.of > 1 else ""
-        say(f"{lead}{where} (mpinspect report reads it back, even if the run is killed)")
+        if rank.of > 1:
+            where = f"rank {rank.number}: {where}"
+        say(f"{where} (mpinspect report reads it back, even if the run is killed)")
     return ending
 
 

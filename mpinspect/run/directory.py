@@ -44,14 +44,14 @@ def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[P
         UnusableDirectoryError: the directory in ``options`` can't be made.
         OSError: not even a temporary directory can be made.
     """
-    wanted = (
-        Path(options.log_dir) if options.log_dir else _beside_output(options) or Path("runs") / _name(options, rank)
-    )
+    wanted = Path(options.log_dir or _beside_output(options) or Path("runs", _name(options, rank)))
     try:
         wanted = wanted.absolute()
         path, is_another = _claim_free(wanted, rank, record)
     except OSError as error:
-        why = "it is no folder" if wanted.exists() and not wanted.is_dir() else error.strerror or str(error)
+        why = error.strerror or str(error)
+        if wanted.exists() and not wanted.is_dir():
+            why = "it is no folder"
         if options.log_dir:
             raise UnusableDirectoryError(f"--log-dir {options.log_dir} can't be used: {why}") from error
         import tempfile
@@ -73,8 +73,9 @@ def shown(path: Path, start: str = "") -> str:
 
 def process_name(directory: Path) -> str:
     """Return a process's name, derived from its directory's: "rank 1", "process-0"; "" for a run directory itself."""
-    name = directory.name
-    return name.replace("rank", "rank ") if _PROCESS.fullmatch(name) else ""
+    if not _PROCESS.fullmatch(directory.name):
+        return ""
+    return directory.name.replace("rank", "rank ")
 
 
 def others_of(directory: Path, whole: Path) -> list[Path]:
@@ -107,7 +108,9 @@ def _beside_output(options: LaunchOptions) -> Path | None:
         return None
     folder = Path(os.path.abspath(named))  # noqa: PTH100  as the script would, without following links
     is_around_us = folder == Path.cwd() or folder in Path.cwd().parents
-    return None if is_around_us or not folder.parent.is_dir() else folder.with_name(f"{folder.name}-mpinspect")
+    if is_around_us or not folder.parent.is_dir():
+        return None
+    return folder.with_name(f"{folder.name}-mpinspect")
 
 
 def _output_folder(arguments: Sequence[str]) -> str:
@@ -115,15 +118,18 @@ def _output_folder(arguments: Sequence[str]) -> str:
     for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if name.startswith("-") and name.strip("-").replace("-", "_").lower() in _OUTPUTS:
-            return value if equals else "" if following.startswith("-") else following
+            if equals or following.startswith("-"):
+                return value
+            return following
     return ""
 
 
 def _name(options: LaunchOptions, rank: Rank) -> str:
     now = datetime.datetime.now()
-    # The ranks of a job start at different seconds, under one launcher.
-    moment = f"{now:%Y%m%d-%H%M%S}" if rank.of < 2 else f"{now:%Y%m%d}-{os.getppid()}"
-    return f"{options.stem}-{moment}"
+    if rank.of > 1:
+        # The ranks of a job start at different seconds, under one launcher.
+        return f"{options.stem}-{now:%Y%m%d}-{os.getppid()}"
+    return f"{options.stem}-{now:%Y%m%d-%H%M%S}"
 
 
 def _claim_free(wanted: Path, rank: Rank, record: dict[str, Any]) -> tuple[Path, bool]:

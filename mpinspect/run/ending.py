@@ -77,8 +77,9 @@ class Ending:
         self.report: RunReport | None = None
         self._whole = whole or directory
         #: With several processes every line begins with the process's name.
-        name = process_name(directory) if whole not in (None, directory) or leaves_no_trace else ""
-        self._lead = f"{name}: " if name else ""
+        name = process_name(directory)
+        is_one_of_several = self._is_rank or leaves_no_trace
+        self._lead = f"{name}: " if name and is_one_of_several else ""
         self._said: set[str] = set()
         self._record = record
         self._leaves_no_trace = leaves_no_trace
@@ -105,11 +106,12 @@ class Ending:
                 leave_trace_of_sigterm(self.directory / SIGTERM)
             if self.options.tracker is not None:
                 self._tracker = ActiveRun(self.options.tracker, self._before_the_tracker_ends)
+            written = None
             if self.speaks and self._is_rank:
                 from mpinspect.run.all_ranks import AllRanks
 
                 self._all_ranks = AllRanks(self._whole, curves=self.options.curves)
-            written = None if self._all_ranks is None else self._all_ranks.written
+                written = self._all_ranks.written
             self._watcher = Watcher(self.options, self.directory, self._say, self.seen, self._tracker, written)
             self._watcher.install()
         except Exception as error:
@@ -171,7 +173,9 @@ class Ending:
             work.join(_EXIT_DELAY_S)
 
     def _finish(self, flush: bool) -> None:
-        recordings = Recordings() if self._watcher is None else self._watcher.finish()
+        recordings = Recordings()
+        if self._watcher is not None:
+            recordings = self._watcher.finish()
         if self._tracker is not None and self._tracker.missing:
             self.seen.note(self._tracker.missing)
         self.seen.other_frameworks = [name for name in _FRAMEWORKS if name in sys.modules]
@@ -182,27 +186,22 @@ class Ending:
             return
         if self.outcome.by_error and self._is_rank and recordings.models:
             self.speaks = self._reports_for_all()
-        report = self.report = self._joined(recordings)
+        self.report = self._joined(recordings)
         if flush:
             with suppress(Exception):
                 sys.stdout.flush()
+        self._print(self.report)
+        self._save(self.report, recordings.models)
+
+    def _print(self, report: RunReport) -> None:
+        """Print the report, or the first line of its verdict if this process does not speak for the run."""
         if self._leaves_no_trace and self.outcome.by_error:
             say(f"{process_name(self.directory) or self.directory.name} ended by {self.outcome.words}")
         if self.speaks:
-            streams.write(sys.__stderr__, f"\n{report}\n" if self.options.full else f"\n{_in_brief(report)}")
+            text = str(report) + "\n" if self.options.full else _in_brief(report)
+            streams.write(sys.__stderr__, f"\n{text}")
         elif report.first_line and report.first_line not in self._said:
             self._say(report.first_line)
-        try:
-            self._save(report, recordings.models)
-        except OSError as error:
-            self._say(f"the report can't be written to {self.directory}: {error.strerror or error}")
-            if self.speaks and report.holds_more_than_its_verdict and not self.options.full:
-                # No file holds the models that were left out above.
-                streams.write(sys.__stderr__, f"\n{report}\n")
-        else:
-            if self.speaks and report.holds_more_than_its_verdict:
-                page, whole = self._shown(self._page), self._shown(self._whole)
-                say(f"the whole report: {page} (mpinspect report {shlex.quote(str(whole))} prints it)")
 
     @property
     def _page(self) -> Path:
@@ -225,8 +224,8 @@ class Ending:
         The launcher stops the other ranks once this one has exited. If the first rank fails too, it prints the report.
         """
         claim = self._whole / _CLAIM
-        enough = time.monotonic() + (0.0 if self.speaks else _FIRST_S)
-        while time.monotonic() < enough and not claim.exists():
+        enough = time.monotonic() + _FIRST_S
+        while not self.speaks and time.monotonic() < enough and not claim.exists():
             time.sleep(_LOOK_S)
         try:
             claim.touch(exist_ok=False)
@@ -271,6 +270,20 @@ class Ending:
             self._write_last_record()
 
     def _save(self, report: RunReport, models: list[RecordedModel]) -> None:
+        """Write the report and print where it is. If that fails, print all that was left out before, which no file holds."""
+        holds_more = self.speaks and report.holds_more_than_its_verdict
+        try:
+            self._write(report, models)
+        except OSError as error:
+            self._say(f"the report can't be written to {self.directory}: {error.strerror or error}")
+            if holds_more and not self.options.full:
+                streams.write(sys.__stderr__, f"\n{report}\n")
+        else:
+            if holds_more:
+                page, whole = self._shown(self._page), self._shown(self._whole)
+                say(f"the whole report: {page} (mpinspect report {shlex.quote(str(whole))} prints it)")
+
+    def _write(self, report: RunReport, models: list[RecordedModel]) -> None:
         """Write the report and the final run.json, which is written even if the disk refuses the report. Raises OSError."""
         try:
             for model in models:

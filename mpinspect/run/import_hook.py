@@ -32,9 +32,8 @@ class _Finder:
     ) -> ModuleSpec | None:
         if name != self._name:
             return None
-        for finder in [finder for finder in sys.meta_path if finder is not self]:
-            find = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = find(name, path, target) if find is not None else None
+        for finder in [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]:
+            spec = finder.find_spec(name, path, target)
             if spec is not None:
                 self._wrap(spec)
                 return spec

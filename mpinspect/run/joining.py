@@ -185,8 +185,10 @@ def with_others(report: RunReport, others: Iterable[Path], added: Collection[Pat
 
     line = first_line(first.event)
     own_steps = [each.event.step for each in _own(report)]
-    when = "" if not own_steps else " earlier" if min(own_steps) > first.event.step else " first"
-    said = f"{process_name(Path(first.process))} broke{when}: {line}"
+    broke = "broke"
+    if own_steps:
+        broke = "broke earlier" if min(own_steps) > first.event.step else "broke first"
+    said = f"{process_name(Path(first.process))} {broke}: {line}"
     elsewhere = f"{first.process}/{first.model}: {line}"
     return replace(report, broke_elsewhere=elsewhere, saw=(said, *errors, *report.saw))
 

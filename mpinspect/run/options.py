@@ -71,18 +71,25 @@ class LaunchOptions:
     @property
     def command(self) -> str:
         """The command line of the script, quoted for a shell; code given as an argument is shortened."""
-        lead = ["-m"] if self.is_module else ["-c"] if self.is_code else []
-        code = " ".join(self.target.split()) if self.is_code else self.target
-        short = f"{code[:_LONGEST_CODE]}..." if self.is_code and len(code) > _LONGEST_CODE else code
-        return shlex.join([*lead, short, *self.arguments])
+        if self.is_module:
+            return shlex.join(["-m", self.target, *self.arguments])
+        if not self.is_code:
+            return shlex.join([self.target, *self.arguments])
+        code = " ".join(self.target.split())
+        if len(code) > _LONGEST_CODE:
+            code = f"{code[:_LONGEST_CODE]}..."
+        return shlex.join(["-c", code, *self.arguments])
 
     @property
     def stem(self) -> str:
         """A short name for directories: ``train`` for train.py, ``package.train`` for -m package.train, ``code`` for -c."""
-        if self.is_code or self.target == "-":
-            return "code" if self.is_code else "stdin"
-        name = self.target if self.is_module else PurePath(self.target).stem
-        return name.lstrip(".") or "script"
+        if self.is_code:
+            return "code"
+        if self.is_module:
+            return self.target.lstrip(".") or "script"
+        if self.target == "-":
+            return "stdin"
+        return PurePath(self.target).stem.lstrip(".") or "script"
 
 
 @dataclass(frozen=True)

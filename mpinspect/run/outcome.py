@@ -47,7 +47,9 @@ def outcome_of(error: BaseException) -> Outcome:
     if code is None or isinstance(code, int):
         # The exit status is the code's low eight bits.
         status = (code or 0) & 0xFF
-        return Outcome(f"exit status {status}", status) if status else Outcome()
+        if not status:
+            return Outcome()
+        return Outcome(f"exit status {status}", status)
     return Outcome(f"exit status 1: {first_line_of(code)}", 1)
 
 
@@ -144,9 +146,10 @@ class Seen:
             ]
         backwards = _count(self.backwards, "backward", "backwards")
         found_none = f"{made} and {backwards} ran, but no module was found whose gradients could be inspected"
-        # If the model was copied or replaced, the optimizer's parameters are not those that get the gradients.
-        likely = ": was the model copied, or made after the optimizer?" if self.optimizers else ""
-        return [found_none + likely]
+        if self.optimizers:
+            # If the model was copied or replaced, the optimizer's parameters are not those that get the gradients.
+            found_none += ": was the model copied, or made after the optimizer?"
+        return [found_none]
 
     def _of_frameworks(self) -> list[str]:
         if not self.other_frameworks:
@@ -174,8 +177,12 @@ class Seen:
 
 
 def _was(processes: int) -> tuple[str, str]:
-    return ("1 process was", "it") if processes == 1 else (f"{processes} processes were", "them")
+    if processes == 1:
+        return "1 process was", "it"
+    return f"{processes} processes were", "them"
 
 
 def _count(number: int, one: str, many: str) -> str:
-    return f"no {one}" if number == 0 and one.endswith(" was") else f"{number} {one if number == 1 else many}"
+    if number == 0 and one.endswith(" was"):
+        return f"no {one}"
+    return f"{number} {one if number == 1 else many}"

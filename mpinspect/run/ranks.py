@@ -73,13 +73,14 @@ class ModelsOfRanks:
         rank, world = found.info.rank, found.info.world_size
         is_rank = world > 1 or _RANK.match(process) is not None
         if is_rank and rank < world <= MOST_RANKS:
-            self._present[rank] = "" if session.progress.ended else _unfinished(record)
+            self._present[rank] = _unfinished(session, record)
             self._world = max(self._world, world)
         if self._each or not is_rank:
             self._models[alone] = session
             return
-        # Inspectors that a script makes itself, one log_dir per rank, are distinguished by their directories.
-        name = name if process else found.info.model or name
+        if not process:
+            # Inspectors that a script makes itself, one log_dir per rank, are distinguished by their directories.
+            name = found.info.model or name
         total = self._models.setdefault(name, RankSum())
         try:
             if not rank < world <= MOST_RANKS:
@@ -122,17 +123,19 @@ class ModelsOfRanks:
     def models(self) -> Iterator[tuple[str, Session]]:
         """Yield each model's name and session; several ranks' sessions are yielded as their sum."""
         without_folder = self._why_no_folder()
-        absent = {
-            rank: self._why_absent(rank, without_folder) for rank in range(self._world) if rank not in self._present
-        }
+        absent: dict[int, str] = {}
         ranks: dict[str, list[int]] = {}
-        for rank, why in absent.items():
-            ranks.setdefault(why, []).append(rank)
+        for rank in range(self._world):
+            if rank not in self._present:
+                absent[rank] = self._why_absent(rank, without_folder)
+                ranks.setdefault(absent[rank], []).append(rank)
         left = "left nothing that can be added"
         self.notes[:0] = [f"{ranks_named(of)} of {self._world:,} {left}: {why}" for why, of in ranks.items()]
         unfinished = {rank: why for rank, why in self._present.items() if why}
         for name, found in self._models.items():
-            yield name, found.session(absent, unfinished, self._ended_early) if isinstance(found, RankSum) else found
+            if isinstance(found, RankSum):
+                found = found.session(absent, unfinished, self._ended_early)
+            yield name, found
 
     def _why_absent(self, rank: int, without_folder: str) -> str:
         """Return why no session of a rank was added."""
@@ -157,11 +160,15 @@ class ModelsOfRanks:
         return "no folder, though started on this machine: ended before there was one, or ran without mpinspect"
 
 
-def _unfinished(record: ProcessRecord) -> str:
-    """Return a phrase, to follow a rank's name, on a session that has not ended; "" if another note covers it."""
+def _unfinished(session: Session, record: ProcessRecord) -> str:
+    """Return a phrase, to follow a rank's name, on a session that has not ended; "" if it has, or if another note covers it."""
+    if session.progress.ended:
+        return ""
     if record.outcome == STILL_RUNNING:
         return f"had not ended ({STILL_RUNNING})"
-    return "left a session file that is damaged or cut off" if record.ended and not record.ended_early else ""
+    if not record.ended or record.ended_early:
+        return ""
+    return "left a session file that is damaged or cut off"
 
 
 def early_end(process: str, record: ProcessRecord) -> Measurement | None:
@@ -169,13 +176,15 @@ def early_end(process: str, record: ProcessRecord) -> Measurement | None:
     match = _RANK.fullmatch(process)
     if match is None or not record.ended_early:
         return None
-    kind = "itself"
-    words = f"{'by' if record.by_error else 'with'} {record.outcome}"
     if record.outcome in (KILLED, STOPPED):
-        kind = "killed" if record.outcome == KILLED else "stopped"
+        kind = {KILLED: "killed", STOPPED: "stopped"}[record.outcome]
         words = record.outcome.removeprefix("ended ")
-    elif record.by_error and _IN_A_COLLECTIVE.search(record.outcome):
+    elif not record.by_error:
+        kind, words = "itself", f"with {record.outcome}"
+    elif _IN_A_COLLECTIVE.search(record.outcome):
         kind, words = "in a collective", f"by {record.outcome.partition(':')[0]} in a collective"
+    else:
+        kind, words = "itself", f"by {record.outcome}"
     return Measurement(ENDED_EARLY, rank=int(match[1]), figures={"order": float(ENDINGS.index(kind))}, text=words)
 
 

@@ -74,7 +74,7 @@ def read_run(
                 saw.setdefault(str(found), []).append(name)
                 if isinstance(found, SessionError):
                     models.unreadable(name)
-                    unreadable.append(f"{name}: {found}" if name else str(found))
+                    unreadable.append(": ".join(filter(None, [name, str(found)])))
     parts = tuple(ModelPart(name, analyse(session, format)) for name, session in models.models())
     ranks = with_each_rank(folder, parts, format) if for_page and not each_rank else ()
     # Rank 0's own report repeats the notes on the other ranks: list each once.
@@ -101,8 +101,12 @@ def _said(saw: dict[str, list[str]], processes: int) -> Iterator[str]:
     for sentence, names in saw.items():
         names = list(dict.fromkeys(names))
         ranks = [int(name.removeprefix("rank")) for name in names if name.removeprefix("rank").isdigit()]
-        named = ranks_named(ranks) if len(ranks) == len(names) > 1 else ", ".join(names)
-        yield sentence if len(names) == processes or not named else f"{named}: {sentence}"
+        named = ", ".join(names)
+        if len(ranks) == len(names) > 1:
+            named = ranks_named(ranks)
+        if named and len(names) < processes:
+            sentence = f"{named}: {sentence}"
+        yield sentence
 
 
 def run_of_model(session_file: Path, part: ModelPart) -> RunReport:
@@ -132,10 +136,10 @@ def run_of_model(session_file: Path, part: ModelPart) -> RunReport:
 
 def _processes(folder: Path) -> dict[str, Path]:
     """Return the directories of processes, by path relative to ``folder``; ``folder`` itself has the name ""."""
-    found = {"": folder} if _is_process(folder) else {}
     below = [path for path in (*folder.glob("*"), *folder.glob("rank*/process-*")) if process_name(path)]
-    names = {path.relative_to(folder).as_posix(): path for path in below if _is_process(path)}
-    return found | {name: names[name] for name in sorted(names, key=in_order)}
+    names = {path.relative_to(folder).as_posix(): path for path in below}
+    found = {"": folder} | {name: names[name] for name in sorted(names, key=in_order)}
+    return {name: path for name, path in found.items() if _is_process(path)}
 
 
 def _is_process(place: Path) -> bool:
@@ -164,21 +168,13 @@ def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] |
         yield trouble
     elif record.models and not report:
         yield f"{REPORTS[1]} is missing, and with it the shapes of one step's matrix products{_may_hold(place)}"
-    where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole" if report else ""
-    names = []
-    for session_file in sorted(place.glob(f"*/{FILE_NAME}"), key=_made):
-        name = session_file.parent.name
-        names.append(name)
-        try:
-            session = read_session(session_file)
-            yield name, session
-        except (SessionError, OSError) as error:
-            yield SessionError(f"{name} can't be read: {str(error).rstrip('.')}{where}")
-            continue
-        if record.ended and not session.progress.ended and not session.progress.steps:
-            yield SessionError(f"{name} can't be read: its session file is cut off before the first step{where}")
-        elif report and not session.progress.ended:
-            yield f"the session file of {name} is damaged or cut off{where}"
+    where = ""
+    if report:
+        where = f"; {place / REPORTS[0]} and {REPORTS[1]} hold the whole"
+    files = sorted(place.glob(f"*/{FILE_NAME}"), key=_made)
+    names = [file.parent.name for file in files]
+    for file in files:
+        yield from _model(file, record, where)
     for name in record.models:
         if name not in names:
             yield SessionError(f"{name} was recorded, but its session file is missing{where}")
@@ -187,10 +183,30 @@ def _found(place: Path, record: ProcessRecord) -> Iterator[tuple[str, Session] |
     yield from _seen(place, record, report, names)
 
 
+def _model(file: Path, record: ProcessRecord, where: str) -> Iterator[tuple[str, Session] | SessionError | str]:
+    """Yield a model's name and session, and a sentence on its damage; ``where``: a clause on files that hold the whole."""
+    name = file.parent.name
+    try:
+        session = read_session(file)
+    except (SessionError, OSError) as error:
+        yield SessionError(f"{name} can't be read: {str(error).rstrip('.')}{where}")
+        return
+    yield name, session
+    if session.progress.ended:
+        return
+    if record.ended and not session.progress.steps:
+        yield SessionError(f"{name} can't be read: its session file is cut off before the first step{where}")
+    elif where:
+        yield f"the session file of {name} is damaged or cut off{where}"
+
+
 def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: list[str]) -> Iterator[ShapeReport | str]:
     """Yield the shapes, the process's sentences (from its record, else its report), and sentences on missing parts."""
     written = report.get("saw")
-    yield from record.saw or (str(each) for each in (written if isinstance(written, list) else ()))
+    if record.saw:
+        yield from record.saw
+    elif isinstance(written, list):
+        yield from map(str, written)
     if not (place / RECORD).exists() and not process_name(place):
         yield f"everything in {place} is shown as one run: {', '.join(names)}"
         others = _runs_in(place)
@@ -203,7 +219,9 @@ def _seen(place: Path, record: ProcessRecord, report: dict[str, Any], names: lis
 
 def _may_hold(place: Path) -> str:
     """Return a clause that refers to the run's Markdown report, which may be intact; "" if it is missing too."""
-    return f"; {REPORTS[0]} may hold them" if (place / REPORTS[0]).exists() else ""
+    if not (place / REPORTS[0]).exists():
+        return ""
+    return f"; {REPORTS[0]} may hold them"
 
 
 def _shapes(report: dict[str, Any], place: Path) -> Iterator[ShapeReport | str]:
@@ -233,7 +251,9 @@ def _report(place: Path) -> tuple[dict[str, Any], str]:
         return {}, f"{REPORTS[1]} can't be read: {error.strerror or error}"
     except DecodingError as error:
         return {}, f"{REPORTS[1]} is damaged and was ignored: it {error}"
-    return (report, "") if isinstance(report, dict) else ({}, f"{REPORTS[1]} is damaged: it holds no report")
+    if not isinstance(report, dict):
+        return {}, f"{REPORTS[1]} is damaged: it holds no report"
+    return report, ""
 
 
 def _kernels(
@@ -247,5 +267,7 @@ def _kernels(
     except (ValueError, OSError) as error:
         saw.append(f"the trace can't be read: {error}")
         return None
-    # Without GPU work there are no kernels to judge; the run's record already has a note on it.
-    return report if any(rank.has_gpu_work for rank in report.ranks) else None
+    if not any(rank.has_gpu_work for rank in report.ranks):
+        # There are no kernels to judge; the run's record already has a note on it.
+        return None
+    return report

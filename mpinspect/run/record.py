@@ -174,8 +174,9 @@ def read_record(directory: Path) -> ProcessRecord:
     """Return the record of the process that wrote to this directory; never raises."""
     try:
         record = _understood(load_record(directory))
-        was_stopped = record.outcome == KILLED and _holds_something(directory / SIGTERM)
-        return replace(record, outcome=STOPPED) if was_stopped else record
+        if record.outcome == KILLED and _holds_something(directory / SIGTERM):
+            return replace(record, outcome=STOPPED)
+        return record
     except FileNotFoundError:
         return ProcessRecord(trouble=f"{FILE_NAME} is missing: the command and its outcome are unknown")
     except OSError as error:
@@ -201,7 +202,9 @@ def _understood(record: dict[str, Any]) -> ProcessRecord:
     lint, gpu = _field(record, "lint", _Flag, damaged), _field(record, "gpu", _Text, damaged)
     world_size = _field(record, "world_size", _Ranks, damaged, needed=False) or 1
     ranks_here = _field(record, "local_world_size", _Ranks | None, damaged, needed=False)
-    trouble = f"{FILE_NAME} is damaged: {', '.join(damaged)} can't be read" if damaged else ""
+    trouble = ""
+    if damaged:
+        trouble = f"{FILE_NAME} is damaged: {', '.join(damaged)} can't be read"
     if outcome == "running":
         outcome = KILLED if _is_gone(record) else STILL_RUNNING
     # A model whose files could not be written has no directory.

@@ -151,12 +151,10 @@ def forget_file() -> None:
 
 def was_not_found(error: BaseException) -> bool:
     """Return whether the script never began, because the module or the directory's ``__main__`` was not found."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None or not isinstance(error, SystemExit):
+    links = list(_links(error.__traceback__))
+    if not links or not isinstance(error, SystemExit):
         return False
-    last = trace.tb_frame
+    last = links[-1].tb_frame
     return last.f_globals.get("__name__") == "runpy" and last.f_code.co_name == "_run_module_as_main"
 
 
@@ -272,8 +270,7 @@ def _dropped(frames: list[TracebackType]) -> list[bool]:
     Drop all frames up to the one that runs the script, all frames of ours, and frames of the import machinery right
     before one of ours, which Python drops by itself only if no wrapper of ours is in between.
     """
-    starts = [i for i, link in enumerate(frames) if link.tb_frame.f_code in _LAST_OF_OURS]
-    first = starts[-1] + 1 if starts else 0
+    first = max((i + 1 for i, link in enumerate(frames) if link.tb_frame.f_code in _LAST_OF_OURS), default=0)
     dropped = [i < first or _is_ours(link) for i, link in enumerate(frames)]
     for i in range(len(frames) - 2, first - 1, -1):
         if dropped[i + 1] and frames[i].tb_frame.f_code.co_filename in _IMPORT_MACHINERY:

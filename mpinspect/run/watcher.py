@@ -182,7 +182,6 @@ class Watcher(Guarded):
         if self._active and self._parts is not None:
             self._parts.one_step.scaler_steps()
 
-    @guarded
     def scaler_unscales(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: the inspectors record this event."""
 

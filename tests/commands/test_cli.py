@@ -240,7 +240,7 @@ def test_a_closed_pipe_is_not_an_error(run_dir):
         ("kernels", "dumb"),
     ],
 )
-def test_force_color_holds_when_piped_and_no_color_wins(command, term, run_dir, tmp_path):
+def test_force_color_applies_to_pipes_and_no_color_has_priority(command, term, run_dir, tmp_path):
     trace = tmp_path / "trace.json"
     trace.write_text('{"traceEvents": []}')
     (tmp_path / "run.json").write_text('{"command": "train.py", "outcome": "ended", "saw": [], "models": []}')
@@ -369,7 +369,7 @@ def test_a_session_is_read_and_reported_without_torch(run_dir):
     assert "Suggested loss scale" in done.stdout
 
 
-def test_ctrl_c_ends_any_command_in_one_word(monkeypatch, capsys):
+def test_ctrl_c_ends_any_command_with_one_word(monkeypatch, capsys):
     def interrupted(path):
         raise KeyboardInterrupt
 
@@ -395,7 +395,7 @@ def ends(words, capsys):
         (["zzz"], "there are report, diff, demo"),
     ],
 )
-def test_a_misspelt_option_or_command_is_asked_back(words, meant, capsys):
+def test_a_misspelt_option_or_command_gets_a_suggestion(words, meant, capsys):
     status, said = ends(words, capsys)
     assert status == 2
     assert meant in said

@@ -196,7 +196,7 @@ def test_a_share_of_zero_kernels_does_not_pass_silently(capsys):
     assert cli.main(["kernels", CPU, "--fail-on", "tensor-core share < 60%"]) == 2
     out, err = capsys.readouterr()
     assert out.startswith("Kernels of edge_cpu_only")
-    assert "can't be told: the traces lack the total that it is a share of (the matrix products' time)" in err
+    assert "can't be decided: the traces lack the total that it is a share of (the matrix products' time)" in err
 
 
 def test_an_undecidable_condition_is_reported_even_if_another_holds(capsys):
@@ -225,7 +225,7 @@ def test_every_share_can_be_compared(name):
     assert parse(f"{name} >= 0").holds(analyse_kernels([])) is None
 
 
-def test_no_comparison_is_called_like_a_finding():
+def test_no_comparison_has_the_name_of_a_finding():
     assert not set(QUANTITIES) & set(KERNEL_FINDING_IDS)
 
 

@@ -51,7 +51,7 @@ def watch(path, *options):
     return cli.main(["report", str(path), "--watch", *options])
 
 
-def test_a_folder_that_is_not_there_is_waited_for_and_the_end_ends_it(looks, tmp_path, capsys):
+def test_a_missing_folder_is_waited_for_and_watched_until_the_run_ends(looks, tmp_path, capsys):
     path = tmp_path / "runs" / "a"
     looks += [lambda: None, lambda: writes(path, steps=50, ended=False), lambda: None, lambda: writes(path, ended=True)]
     assert watch(path) == 0

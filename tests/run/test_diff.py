@@ -206,7 +206,7 @@ def test_shapes_are_compared_where_both_runs_have_them(tmp_path, capsys):
     assert diff(first, run_of(tmp_path / "c", Net=sessions.word_model())).shapes is None
 
 
-def test_shapes_that_can_t_be_read_are_a_note(tmp_path):
+def test_unreadable_shapes_are_noted(tmp_path):
     damaged = {"shapes": {"matmuls": [{"module": 3}]}}
     first, second = (run_of(tmp_path / name, damaged, Net=sessions.word_model()) for name in "ab")
     report = diff(first, second)

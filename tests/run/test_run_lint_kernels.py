@@ -201,7 +201,7 @@ def test_products_of_closures_are_not_attributed_to_the_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_is_recomputation(tmp_path, reentrant):
+def test_forwards_of_checkpointing_are_marked_as_recomputed(tmp_path, reentrant):
     with watched(tmp_path, lint=True) as run:
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
         optimizer = torch.optim.SGD(model.parameters())

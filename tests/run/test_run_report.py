@@ -348,7 +348,7 @@ def test_the_map_shows_shapes_and_kernels_of_each_module():
     assert module_notes(RunReport("a.py", "ended", (part,))) == {"Net": ModuleNotes()}
 
 
-def test_the_precision_of_several_models_is_said_once_if_it_is_the_same():
+def test_equal_precisions_of_several_models_are_shown_once():
     critic, generator = (
         replace(ranges(), verdict=replace(ranges().verdict, precision=f"Computes in {dtype}."))
         for dtype in ("BF16", "FP16")
@@ -416,7 +416,7 @@ def test_a_page_names_the_failure_once_below_its_top():
         assert "Said above" not in page
 
 
-def test_findings_of_all_parts_the_gravest_first():
+def test_findings_of_all_parts_are_in_order_of_severity():
     report = reports()["whole"]
     parts = [*report.parts[0].ranges.findings, *report.shapes.findings, *report.kernels.findings]
     assert sorted(finding.id for finding in report.findings) == sorted(finding.id for finding in parts)

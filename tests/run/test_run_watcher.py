@@ -362,7 +362,7 @@ def test_the_number_of_compilations_is_unchanged(tmp_path, way, steps_before):
 
 
 @pytest.mark.parametrize("way", [compiled_before, compiled_in_part], ids=lambda way: way.__name__)
-def test_samples_run_eagerly_where_that_is_asked(tmp_path, way):
+def test_sampled_steps_run_eagerly_on_request(tmp_path, way):
     """The number of compilations is unchanged. The model is found at the first backward, so the first step is compiled."""
     from torch._dynamo.testing import CompileCounter
 

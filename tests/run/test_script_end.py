@@ -70,7 +70,7 @@ def test_all_steps_are_written(tmp_path: Path, end: str) -> None:
     _check(tmp_path)
 
 
-def test_after_an_exception_too(tmp_path: Path) -> None:
+def test_the_session_is_complete_after_an_exception(tmp_path: Path) -> None:
     ran = _run(tmp_path, "everything = train()\nraise RuntimeError('theirs')")
     assert ran.status == 1
     assert ran.err.strip().endswith("RuntimeError: theirs")
@@ -117,7 +117,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_process_of_multiprocessing_ends_alike(tmp_path: Path) -> None:
+def test_the_session_is_complete_after_a_process_of_multiprocessing(tmp_path: Path) -> None:
     """A forked process exits by os._exit, without running atexit functions."""
     ran = _run(tmp_path, _SEVERAL)
     assert (ran.status, ran.out, ran.err) == (0, "", "")

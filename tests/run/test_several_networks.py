@@ -112,7 +112,7 @@ def test_two_unrelated_networks_train_as_if_alone(precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_jump_of_one_networks_gradients_is_ridden_out(precision):
+def test_a_jump_of_one_networks_gradients_lowers_its_scale_until_they_fit(precision):
     """The discriminator's gradients grow by 2^8: its scale falls by about as much, in about eight skipped steps."""
     gan = GAN(precision, "talk")
     for _ in range(40):

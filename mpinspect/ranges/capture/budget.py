@@ -94,6 +94,8 @@ class Budget:
         #: Whether the first step is still to be charged.
         self._owes_first = False
         self._last_sample = self._last_watch = -LONGEST_PAUSE
+        #: Whether the current step is sampled, and whether it is watched; if there is a watch, every sampled step is.
+        self.samples = self.watches = False
         self._bare: deque[float] = deque(maxlen=_USUAL_OF)
         #: The metered bare times of steps that were sampled or watched, and of steps that were neither.
         self._beside_work: deque[float] = deque(maxlen=_COMPARED)
@@ -102,16 +104,6 @@ class Budget:
         #: The inspector's times, by whether the step was sampled and whether it was watched.
         self._costs: dict[tuple[bool, bool], deque[float]] = {}
         self._decide()
-
-    @property
-    def samples(self) -> bool:
-        """Whether the current step is sampled."""
-        return self._samples
-
-    @property
-    def watches(self) -> bool:
-        """Whether the current step is watched; if there is a watch, every sampled step is."""
-        return self._watches
 
     def end_step(self, step_s: float | None, own_s: float) -> tuple[float, float]:
         """End the current step and choose the next.
@@ -125,7 +117,7 @@ class Budget:
             slowdown outside of its callbacks; 0 and ``own_s`` if the step's beginning was not observed.
         """
         bare = 0.0
-        is_at_work = self._samples or self._watches
+        is_at_work = self.samples or self.watches
         if step_s is None:
             self._owes_first = is_at_work
         else:
@@ -142,9 +134,9 @@ class Budget:
                 self._charge(own_s)
                 self._owes_first = False
             self._earn(self._earning * bare)
-        if self._samples:
+        if self.samples:
             self._last_sample = self._ended
-        if self._watches:
+        if self.watches:
             self._last_watch = self._ended
         self._ended += 1
         self._decide()
@@ -157,8 +149,8 @@ class Budget:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        self._samples = self._has_samples and self._is_due(self._for_samples, self._last_sample, self._every)
-        self._watches = self._has_watch and (self._samples or self._is_due(self._for_watch, self._last_watch, 1))
+        self.samples = self._has_samples and self._is_due(self._for_samples, self._last_sample, self._every)
+        self.watches = self._has_watch and (self.samples or self._is_due(self._for_watch, self._last_watch, 1))
 
     def _is_due(self, credit: float, last: int, least: int) -> bool:
         pause = self._ended - last
@@ -196,13 +188,13 @@ class Budget:
         self._for_watch, self._for_samples = watch, min(samples, seconds)
 
     def _charge(self, own_s: float) -> None:
-        known = self._costs.setdefault((self._samples, self._watches), deque(maxlen=_USUAL_OF))
+        known = self._costs.setdefault((self.samples, self.watches), deque(maxlen=_USUAL_OF))
         known.append(own_s)
         if own_s > self._earned_in(_MOST_CHARGED_STEPS) and len(known) > 2:
             own_s = min(own_s, max(_MOST_CHARGED * statistics.median(known), self._earned_in(_MOST_CHARGED_STEPS)))
-        if self._samples:
+        if self.samples:
             self._spend(own_s, on_watch=0.0)
-        elif self._watches:
+        elif self.watches:
             self._spend(own_s, on_watch=1.0)
         else:
             self._spend(own_s, self._watch_share)

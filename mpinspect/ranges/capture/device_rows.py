@@ -1,7 +1,7 @@
 """Rows of counts on a CUDA device: slots of a buffer allocated once, filled asynchronously and sent to the host in one copy.
 
 Two buffers alternate from step to step. At the end of a step a separate stream copies the buffer to page-locked memory while
-the training goes on. Before a buffer is used again, the device, but never the host, waits for that copy. Memory is
+the training continues. Before a buffer is used again, the device, but never the host, waits for that copy. Memory is
 allocated in the first two sampled steps and stays in torch's caches.
 
 Most weight gradients are held until the end of their backward (``waiting``), to be counted in one launch. Output gradients are

@@ -154,7 +154,7 @@ class Dispatcher(Guarded):
         return True
 
     def _forward_begins(self) -> None:
-        """Report a training forward to the step clock, and end the previous step if the clock says so."""
+        """Report a training forward to the step clock, and end the previous step if it is complete."""
         if self.clock.after_backward:
             # These gradients are left over, or held for a backward in another thread. The next backward may change them.
             self.waiting.finish()

@@ -152,7 +152,8 @@ class ScaleOfBackward:
         self._scaled: dict[int, _Scaled] = {}
         #: The graph task of the backward in the last call of ``now``, while its scale remains valid.
         self.task = NO_BACKWARD
-        self._scale = UNSCALED
+        #: The scale in the last call of ``now``, for the last backward that reached the model.
+        self.last = UNSCALED
         #: Whether the backward in the last call of ``now`` began at a loss that an enabled GradScaler scaled; and the scaler.
         self.by_scaler = False
         self.scaler: Any = None
@@ -167,24 +168,19 @@ class ScaleOfBackward:
         """
         task = torch._C._current_graph_task_id()
         if task == self.task:
-            return self._scale, False
+            return self.last, False
         # Torch returns -1 outside a backward.
         self.task = task if task != -1 else NO_BACKWARD
         scaled = self._of_scaled_loss()
         if scaled is None:
-            self._scale, self.scaler, self.by_scaler = self._find(in_half), None, False
+            self.last, self.scaler, self.by_scaler = self._find(in_half), None, False
         else:
-            self._scale, self.scaler = scaled.scale, scaled.scaler()
+            self.last, self.scaler = scaled.scale, scaled.scaler()
             self.by_scaler = scaled.scale is not UNSCALED
             self._was_scaled |= self.by_scaler
-        if self._scale.unknown:
-            self._recording.scale_unknown(self._scale.unknown)
-        return self._scale, True
-
-    @property
-    def last(self) -> BackwardScale:
-        """The scale in the last call of ``now``, for the last backward that reached the model."""
-        return self._scale
+        if self.last.unknown:
+            self._recording.scale_unknown(self.last.unknown)
+        return self.last, True
 
     def loss_scaled(self, scaler: Any, scaled: Any) -> list[torch.Tensor]:
         """Record the scale of losses that a GradScaler scaled, for their backward; return the scaled losses that have one."""

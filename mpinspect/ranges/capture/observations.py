@@ -7,6 +7,7 @@ stores its result (``found``: the row of counts, or the largest magnitude) on th
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -24,10 +25,11 @@ _LEAST = 1 << 16
 Known = TypeVar("Known")
 
 
+@dataclass(eq=False, slots=True)
 class Call:
     """One completed call of a module.
 
-    Attributes:
+    Args:
         layer: the module.
         outputs: the tensors in the module's return value.
         recomputed: whether the call ran inside a backward (activation checkpointing).
@@ -38,32 +40,17 @@ class Call:
         fresh: the tensors that the watch saw for the first time in this step, whose gradients it therefore traces.
     """
 
-    __slots__ = (
-        "_args",
-        "_inputs",
-        "_kwargs",
-        "counts_gradients",
-        "fresh",
-        "layer",
-        "micro_batch",
-        "outputs",
-        "recomputed",
-        "rows",
-        "wants_gradients",
-    )
-
-    def __init__(
-        self, layer: Layer, args: Any, kwargs: Any, outputs: list[torch.Tensor], recomputed: bool, micro_batch: int
-    ) -> None:
-        self.layer = layer
-        self._args, self._kwargs = args, kwargs
-        self._inputs: list[torch.Tensor] | None = None
-        self.outputs = outputs
-        self.recomputed = recomputed
-        self.micro_batch = micro_batch
-        self.rows: dict[int, torch.Tensor] | None = None
-        self.counts_gradients = self.wants_gradients = False
-        self.fresh: list[Fresh] = []
+    layer: Layer
+    _args: Any
+    _kwargs: Any
+    outputs: list[torch.Tensor]
+    recomputed: bool
+    micro_batch: int
+    rows: dict[int, torch.Tensor] | None = None
+    counts_gradients: bool = False
+    wants_gradients: bool = False
+    fresh: Sequence[Fresh] = ()
+    _inputs: list[torch.Tensor] | None = None
 
     def inputs(self) -> list[torch.Tensor]:
         """Return the tensors in the module's arguments: one list for all observers, not to be changed."""
@@ -109,10 +96,11 @@ class Backward(NamedTuple):
 NO_CONTEXT = Backward(NO_BACKWARD, UNSCALED, None, 0, (), True)
 
 
+@dataclass(eq=False, slots=True)
 class OutputGradient:
     """The gradient at a module's output, or at an input that no observed module produced.
 
-    Attributes:
+    Args:
         layer: the module.
         values: this process's part of the gradient.
         counted: whether the gradients at this layer's outputs are counted.
@@ -121,17 +109,12 @@ class OutputGradient:
         found: the first observer's result of reading the values, if any.
     """
 
-    __slots__ = ("counted", "found", "is_input", "layer", "number", "values")
-
-    def __init__(
-        self, layer: Layer, values: torch.Tensor, counted: bool, number: int, is_input: bool, found: Found | None
-    ) -> None:
-        self.layer = layer
-        self.values = values
-        self.counted = counted
-        self.number = number
-        self.is_input = is_input
-        self.found = found
+    layer: Layer
+    values: torch.Tensor
+    counted: bool
+    number: int
+    is_input: bool
+    found: Found | None
 
 
 @dataclass(slots=True)

@@ -31,6 +31,8 @@ class StepListener(Protocol):
         """Handle that ``optimizer.step()`` has run."""
 
 
+#: The code of torch's wrapper around every optimizer's ``step``, which calls these hooks.
+_WRAPPER = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step).__code__
 _listeners: list[StepListener] = []
 _handles: list[RemovableHandle] = []
 #: The hooks that are running: their optimizer's id and the method that they call.
@@ -47,7 +49,7 @@ def listen(listener: StepListener) -> None:
         _handles.append(register_optimizer_step_post_hook(_after))
     if not _wrapped:
         original: Any = torch.optim.Optimizer.__init__
-        _wrapped.append((original, _telling(original)))
+        _wrapped.append((original, _notifying(original)))
         torch.optim.Optimizer.__init__ = _wrapped[0][1]  # type: ignore[method-assign]
 
 
@@ -63,7 +65,7 @@ def unlisten(listener: StepListener) -> None:
         torch.optim.Optimizer.__init__ = _wrapped.pop()[0]  # type: ignore[method-assign]
 
 
-def _telling(original: Any) -> Any:
+def _notifying(original: Any) -> Any:
     @functools.wraps(original)
     def __init__(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
@@ -104,12 +106,3 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
         if frame.f_code is _WRAPPER and frame.f_locals.get("self") is optimizer:
             steps += 1
     return steps > 1
-
-
-def _wrapper_code() -> Any:
-    """Return the code object of torch's wrapper around every optimizer's ``step``, which calls these hooks."""
-    made: Any = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step)
-    return made.__code__
-
-
-_WRAPPER = _wrapper_code()

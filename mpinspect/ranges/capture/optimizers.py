@@ -52,7 +52,7 @@ class ModelOptimizers:
     @property
     def known(self) -> tuple[str, ...]:
         """The class names of the model's optimizers."""
-        return tuple(type(optimizer).__name__ for optimizer, ours in self._ours.items() if ours)
+        return tuple(type(optimizer).__name__ for optimizer in self.living())
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether this optimizer belongs to the model."""
@@ -147,8 +147,7 @@ class ModelOptimizers:
         """Return the ids of the tensors in the optimizers' state, like momentum buffers."""
         return {
             id(value)
-            for optimizer, ours in self._ours.items()
-            if ours
+            for optimizer in self.living()
             for state in optimizer.state.values()
             if isinstance(state, dict)
             for value in state.values()
@@ -158,7 +157,7 @@ class ModelOptimizers:
     @property
     def any_fused(self) -> bool:
         """Whether any optimizer of the model is fused and may skip its step on the device, unknown to the host."""
-        return any(skips_on_device(optimizer) for optimizer, ours in self._ours.items() if ours)
+        return any(map(skips_on_device, self.living()))
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -74,7 +74,7 @@ class StepClock:
     """Counts steps and micro-batches, and decides whether the current step is sampled."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+        self.schedule = schedule
         self.step = 0
         self.micro_batch = 0
         #: Whether observers measure for diagnoses in this step, and how many steps so far were sampled or watched.
@@ -89,19 +89,13 @@ class StepClock:
         # Weak references: a deleted optimizer must not hold up a step, and its id may be reused.
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._done: weakref.WeakSet[Any] = weakref.WeakSet()
-        #: Whether a forward has begun and no backward since.
-        self.in_forward = False
-        self._backward_since_forward = False
+        #: Whether a forward has begun and no backward since, and whether a backward reached the model since the last forward.
+        self.in_forward = self.after_backward = False
 
     @property
     def sampled(self) -> bool:
         """Whether the current step is sampled."""
-        return self._schedule.samples(self.step)
-
-    @property
-    def every(self) -> int:
-        """The least interval between samples after the dense first steps."""
-        return self._schedule.every
+        return self.schedule.samples(self.step)
 
     def begin(self, sampled: bool, watched: bool) -> None:
         """Decide whether to measure for diagnoses in the step that begins; only sampled or watched steps are measured."""
@@ -121,12 +115,7 @@ class StepClock:
     @property
     def begun(self) -> bool:
         """Whether anything happened in the current step."""
-        return self.in_forward or self._backward_since_forward or bool(self._done)
-
-    @property
-    def after_backward(self) -> bool:
-        """Whether a backward reached the model since the last forward."""
-        return self._backward_since_forward
+        return self.in_forward or self.after_backward or bool(self._done)
 
     @property
     def enough_closures(self) -> bool:
@@ -147,11 +136,11 @@ class StepClock:
         ``updated`` returns whether the weights were updated since its last call; it is called only if the result depends
         on that.
         """
-        if self._backward_since_forward:
+        if self.after_backward:
             if not self._known and (self.micro_batch >= _MOST_MICRO_BATCHES or updated()):
                 return True
             self.micro_batch += 1
-        self.in_forward, self._backward_since_forward = True, False
+        self.in_forward, self.after_backward = True, False
         if self._closures is not None:
             self._closures += 1
             self.any_closure_left_out |= self.enough_closures
@@ -159,18 +148,18 @@ class StepClock:
 
     def backward(self) -> None:
         """Record a backward that reaches the model."""
-        if not self._backward_since_forward:
+        if not self.after_backward:
             self.backwards += 1
-        self.in_forward, self._backward_since_forward = False, True
+        self.in_forward, self.after_backward = False, True
 
     def backward_again(self, updated: Callable[[], bool]) -> bool:
         """Record a backward without a new forward; return True if a step ended before it, so the caller must end that step."""
-        if not self._backward_since_forward:
+        if not self.after_backward:
             return False
         if self.micro_batch >= _MOST_MICRO_BATCHES or updated():
             return True
         self.micro_batch += 1
-        self._backward_since_forward = False
+        self.after_backward = False
         return False
 
     def optimizer_again(self, optimizer: object) -> bool:
@@ -186,7 +175,7 @@ class StepClock:
     @property
     def may_be_aside(self) -> bool:
         """Whether the last backward may have served another model's optimizer that steps now: this model's have not stepped."""
-        return self.waits_for_optimizer and self._backward_since_forward
+        return self.waits_for_optimizer and self.after_backward
 
     def optimizer_done(self, optimizer: object, *, skipped: bool) -> bool:
         """Record that an optimizer stepped or was skipped; return whether this ends the training step."""
@@ -201,7 +190,7 @@ class StepClock:
         self.step += 1
         self.micro_batch = 0
         self._done.clear()
-        self.in_forward = self._backward_since_forward = False
+        self.in_forward = self.after_backward = False
 
 
 class CallChoice:
@@ -298,7 +287,9 @@ class Pace:
         recording.spent(self.watched, None if step_s is None else bare_s, own_s, later_s)
 
     def _begin_budget(self, limit: Limit, recording: Recording) -> None:
-        self._budget = Budget(limit.share, every=self._clock.every, samples=self._samples, watches=self._watches)
+        self._budget = Budget(
+            limit.share, every=self._clock.schedule.every, samples=self._samples, watches=self._watches
+        )
         recording.limited(self._clock.step + 1, self._measured_steps, self._bare_s, self._own_s)
         recording.note(
             f"the inspection took {self._own_s:.3g} s of the first {self._clock.step + 1:,} steps, the training itself "

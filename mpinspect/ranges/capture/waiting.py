@@ -140,8 +140,8 @@ class WaitingGradients(Generic[Context]):
         intact = [each for each in waiting if each.values._version == each.version]
         if len(intact) < len(waiting):
             self._note(
-                "weight gradients were changed in place before they could be counted, in their backward or after one that broke "
-                "off"
+                "weight gradients were changed in place before they could be counted: during their backward, or after a backward "
+                "that an error ended"
             )
         assert context is not None
         self._show(context, intact)

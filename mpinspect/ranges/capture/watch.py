@@ -231,10 +231,10 @@ class Watch(Observer):
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Read a parameter's gradient if it was counted or no scaler checks it."""
         if gradient.found is not None or not backward.checked_by_scaler:
-            watched = gradient.watched
-            if is_distributed(watched.parameter):
-                self._log.of_all_ranks.add(watched.name)
-            self._weight_gradient(watched, backward.micro_batch, gradient.values, gradient.found)
+            name, owner, batch = gradient.watched.name, gradient.watched.owner, backward.micro_batch
+            if is_distributed(gradient.watched.parameter):
+                self._log.of_all_ranks.add(name)
+            self._log_reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, batch, gradient.values, gradient.found)
 
     def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Read gradients held until the end of their backward, and log each one at the position of its arrival."""
@@ -340,22 +340,12 @@ class Watch(Observer):
         for watched in parameters:
             if watched.parameter.grad is None or watched.name in self._log.read_before_clipping:
                 continue
+            name, owner, batch = watched.name, watched.owner, self._clock.micro_batch
             gradient = local_part(watched.parameter.grad)
             if many:
-                self._log.of_all_ranks.add(watched.name)
-            is_spared = gradient.device == summed_on
-            self._weight_gradient(watched, self._clock.micro_batch, gradient, None, is_spared)
-
-    def _weight_gradient(
-        self,
-        watched: WatchedParameter,
-        micro_batch: int,
-        values: torch.Tensor,
-        found: Found | None,
-        is_spared: bool = False,
-    ) -> None:
-        name, owner = watched.name, watched.owner
-        self._log_reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, micro_batch, values, found, is_spared=is_spared)
+                self._log.of_all_ranks.add(name)
+            spare = gradient.device == summed_on
+            self._log_reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, batch, gradient, None, is_spared=spare)
 
     # -- the step ---------------------------------------------------------------------------------------------------
 

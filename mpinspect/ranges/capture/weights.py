@@ -42,7 +42,7 @@ class WeightChanges:
         self._witness: torch.Tensor | None = None
         self._last: _State | None = None
         self._held_gradient = False
-        #: Whether the last call of ``updated`` found the gradients cleared and the weights, whose values it compared, unchanged.
+        #: Whether the last call of ``updated`` found the gradients cleared and equal values of the witness.
         self.only_cleared = False
 
     def remember(self) -> None:
@@ -200,7 +200,9 @@ class BrokenWeights:
         groups: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[tuple[torch.Tensor, ...]]]] = {}
         for watched in self._parameters:
             with self.unread.left_out(TensorKey(watched.name, WEIGHT)):
-                found = _extremes_on_device(watched.parameter)
+                values, found = _values(watched.parameter), None
+                if values is not None and not values.is_cpu:
+                    found = extremes(values)
                 if found is None:
                     magnitudes[watched.name] = _magnitude(watched.parameter)
                 else:
@@ -225,14 +227,6 @@ def _magnitude(parameter: torch.Tensor) -> float:
     if values is None:
         return 0.0
     return read_largest(values)
-
-
-def _extremes_on_device(parameter: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-    """Return a parameter's ``extremes``; None on a CPU, and if there are no values that torch can reduce."""
-    values = _values(parameter)
-    if values is None or values.is_cpu:
-        return None
-    return extremes(values)
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor | None:

@@ -43,10 +43,6 @@ class OpenStep:
             if sample.peak is not None:
                 self.peak = sample.peak if self.peak is None else max(self.peak, sample.peak)
 
-    @property
-    def has_gradients(self) -> bool:
-        return bool(self.scales)
-
 
 def _window(steps: Sequence[OpenStep]) -> Window:
     """Return steps as one window, merging their samples tensor by tensor."""
@@ -236,7 +232,7 @@ class ArrayCapture:
         if self._recording.wants_window(len(self._ended)):
             self._close_window()
         self._skipped += bool(skipped)
-        self._backwards += step.has_gradients
+        self._backwards += bool(step.scales)
         self._recording.step_done(self._numbers.span, self._skipped, self._backwards, bool(step.parts))
 
     def _close_window(self) -> None:
@@ -263,7 +259,7 @@ class ArrayCapture:
             session.progress,
             steps=self._numbers.span,
             sampled_steps=session.progress.sampled_steps + bool(step.parts),
-            backwards=self._backwards + step.has_gradients,
+            backwards=self._backwards + bool(step.scales),
         )
         return replace(session, progress=progress)
 
