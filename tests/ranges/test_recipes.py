@@ -5,6 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
+import sys
+from collections import OrderedDict
+from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -273,6 +278,114 @@ def test_the_code_converts_what_the_report_plans_and_the_model_trains(name: str)
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
     assert all(parameter.grad is not None for parameter in model.blocks.parameters())
+
+
+class _Spread(_Net):
+    """Its head has an input with a large channel in each 16, so that NVFP4 flushes the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = torch.ones(64).index_fill(0, torch.tensor([0, 16, 32, 48]), 60.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x * self.sizes)  # type: ignore[no-any-return]
+
+
+def _spread() -> _Spread:
+    torch.manual_seed(0)
+    return _Spread()
+
+
+class _Autocast:
+    """TransformerEngine's autocast, whose regions can be read from ``active``."""
+
+    active: ClassVar[list[bool]] = []
+
+    def __init__(self, enabled: bool = True, recipe: object = None) -> None:
+        self.enabled, self.recipe = enabled, recipe
+
+    def __enter__(self) -> None:
+        self.active.append(self.enabled)
+
+    def __exit__(self, *error: object) -> None:
+        self.active.pop()
+
+
+def _with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {"transformer_engine.pytorch": {"autocast": _Autocast}}
+    recipes = ("Float8CurrentScaling", "DelayedScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
+    made["transformer_engine.common.recipe"] = {name: type(name, (), {}) for name in recipes}
+    for name in ("transformer_engine", "transformer_engine.common", *made):
+        module = ModuleType(name)
+        vars(module).update(made.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("name", ["fp8-tensorwise", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"])
+def test_the_code_for_transformer_engine_computes_the_modules_to_keep_wide_outside_of_the_recipe(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_transformer_engine(monkeypatch)
+    model = _spread()
+    report = mpinspect.compare_recipes(model, _loss, [_batch()], [name])
+    (recipe,) = report.recipes
+    seen: dict[str, bool] = {}
+    for path in report.modules:
+        module = model.get_submodule(path)
+
+        def forward(x: torch.Tensor, path: str = path, original: Any = module.forward) -> Any:
+            seen[path] = _Autocast.active[-1]
+            return original(x)
+
+        module.forward = forward
+    names: dict[str, Any] = {"model": model}
+    exec("\n".join(report.code(recipe, "transformer_engine")), names)
+    with _Autocast(recipe=names["recipe"]):
+        _loss(model, _batch())
+    assert {path for path, quantised in seen.items() if not quantised} == set(report.kept_wide(recipe))
+    assert type(names["recipe"]).__name__.endswith("Scaling")
+
+
+def test_a_recipe_of_transformer_engine_that_serves_more_is_advised_too() -> None:
+    report = mpinspect.compare_recipes(_spread(), _loss, [_batch()], ["nvfp4"])
+    (nvfp4,) = report.recipes
+    assert report.advised is None
+    assert report.best_of("transformer_engine") == nvfp4
+    assert report.kept_wide(nvfp4) == ("head",)
+    text = str(report)
+    assert "NVFP4 serves 2 of 3 layers, by TransformerEngine's modules under the same names" in text
+    assert "NVFP4BlockScaling" in text
+
+
+def test_the_debug_file_keeps_only_unserved_products_wide() -> None:
+    yaml = pytest.importorskip("yaml")
+    report = mpinspect.compare_recipes(_spread(), _loss, [_batch()], ["nvfp4", "fp8-tensorwise"])
+    nvfp4, fp8 = report.recipes
+    sections = yaml.safe_load("\n".join(report.debug_config(nvfp4)))
+    found = {}
+    for section in sections.values():
+        pattern = re.compile(section["layers"]["layer_name_regex_pattern"])
+        gemms = section["transformer_engine"]["DisableQuantizationGEMM"]["gemms"]
+        found |= {
+            path: tuple(gemms) for path in report.modules if pattern.match(path) and pattern.match(f"model.{path}")
+        }
+    assert found == report.wide_products(nvfp4)
+    assert set(found) == {"head"}
+    assert report.debug_config(fp8) == ()
+
+
+def test_torchtitans_list_matches_exactly_the_modules_to_keep_wide() -> None:
+    report = mpinspect.compare_recipes(_spread(), _loss, [_batch()], ["nvfp4"])
+    assert report.filter_fqns(report.recipes[0]) == ("head",)
+    model = nn.Sequential(OrderedDict(fc=nn.Linear(64, 64), fc_out=nn.Linear(64, 64)))
+    report = mpinspect.compare_recipes(
+        model, lambda m, x: m(x * _spread().sizes).square().mean(), [_batch()], ["nvfp4"]
+    )
+    assert report.kept_wide(report.recipes[0]) == ("fc",)
+    with pytest.raises(ValueError, match="'fc_out' contains it"):
+        report.filter_fqns(report.recipes[0])
 
 
 def test_bad_input_is_named() -> None:

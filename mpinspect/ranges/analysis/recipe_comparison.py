@@ -7,7 +7,8 @@ stochastic rounding, which flushes as much without bias, it says nothing: such o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -18,6 +19,9 @@ from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.rendering import RendersItself
+
+#: The libraries for which there is code.
+TORCHAO, TRANSFORMER_ENGINE = "torchao", "transformer_engine"
 
 
 @dataclass(frozen=True)
@@ -125,30 +129,90 @@ class RecipeReport(RendersItself):
         kept = {*self.unserved(recipe), *self.unsuited(recipe)}
         return tuple(module for module in self.modules if module in kept)
 
+    def converted(self, recipe: TrainingRecipe) -> int:
+        """Return the number of modules that are not kept wide."""
+        return len(self.modules) - len(self.kept_wide(recipe))
+
     @property
     def advised(self) -> TrainingRecipe | None:
-        """The recipe for which torchao has a converter and that leaves the fewest modules wide; None if it would convert none."""
-        usable = [recipe for recipe in self.recipes if recipe.name in _CONVERTERS]
-        best = min(usable, key=lambda recipe: len(self.kept_wide(recipe)), default=None)
-        return best if best is not None and len(self.kept_wide(best)) < len(self.modules) else None
+        """The recipe of torchao that leaves the fewest modules wide; None if it would convert none."""
+        return self.best_of(TORCHAO)
 
-    def code(self, recipe: TrainingRecipe) -> tuple[str, ...]:
-        """Return lines of Python that convert ``model`` by torchao, without the modules to keep wide; () if torchao can't.
+    def best_of(self, library: str) -> TrainingRecipe | None:
+        """Return the recipe of a library that leaves the fewest modules wide; None if that is none or leaves all of them."""
+        usable = [recipe for recipe in self.recipes if recipe.name in _TEMPLATES[library]]
+        best = max(usable, key=self.converted, default=None)
+        return best if best is not None and self.converted(best) else None
+
+    def code(self, recipe: TrainingRecipe, library: str = TORCHAO) -> tuple[str, ...]:
+        """Return lines of Python that compute ``model`` in a recipe, without the modules to keep wide; () if a library can't.
 
         Linear layers that were not judged are kept wide, too.
+
+        Args:
+            recipe: the recipe.
+            library: "torchao" converts the ``nn.Linear`` layers; "transformer_engine" is for a model whose ``nn.Linear`` layers
+                are TransformerEngine's under the same names.
         """
-        converter = _CONVERTERS.get(recipe.name)
-        if converter is None:
+        template = _TEMPLATES[library].get(recipe.name)
+        if template is None:
             return ()
         names = (*self.kept_wide(recipe), *self.not_called)
-        keep = [f"KEEP = {{{', '.join(map(repr, names))}}}"]
-        if len(keep[0]) > _WIDTH:
-            keep = ["KEEP = {", *(f"    {name!r}," for name in names), "}"]
-        if not names:
-            keep = ["KEEP = set()"]
-        first, *rest = converter
-        imports = [line for line in converter if line.startswith(("from", "import"))]
-        return (*imports, *keep, *(line for line in (first, *rest) if line not in imports))
+        imports = [line for line in template if line.startswith("from")]
+        return (*imports, *_names_kept(names), *template[len(imports) :])
+
+    def wide_products(self, recipe: TrainingRecipe) -> dict[str, tuple[str, ...]]:
+        """Return the products that the recipe does not serve, by module."""
+        place = self.recipes.index(recipe)
+        found: dict[str, list[str]] = {}
+        for row in self.rows:
+            if not row.cells[place].is_served:
+                found.setdefault(row.module, []).append(row.product)
+        return {module: tuple(products) for module, products in found.items()}
+
+    def debug_config(self, recipe: TrainingRecipe) -> tuple[str, ...]:
+        """Return lines of YAML for TransformerEngine's debug tools, which compute only the unserved products in high precision.
+
+        The names of its modules must end with the paths here. () if every product is served.
+        """
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for module, products in self.wide_products(recipe).items():
+            alike.setdefault(products, []).append(re.escape(module))
+        lines = []
+        for products, modules in alike.items():
+            lines += [
+                f"keep_{'_and_'.join(products)}_wide:",
+                "  enabled: True",
+                "  layers:",
+                rf"    layer_name_regex_pattern: '(.*\.)?({'|'.join(modules)})$'",
+                "  transformer_engine:",
+                "    DisableQuantizationGEMM:",
+                "      enabled: True",
+                f"      gemms: [{', '.join(products)}]",
+            ]
+        return tuple(lines)
+
+    def filter_fqns(self, recipe: TrainingRecipe) -> tuple[str, ...]:
+        """Return the modules to keep wide as torchtitan's ``filter_fqns``.
+
+        torchtitan leaves out each layer whose path contains one of these strings.
+
+        Raises:
+            ValueError: some string is contained in the path of a module that the recipe serves.
+        """
+        kept = (*self.kept_wide(recipe), *self.not_called)
+        for name in self.modules:
+            part = next((each for each in kept if each in name), None)
+            if part is not None and name not in kept:
+                raise ValueError(f"filter_fqns can't leave out {part!r} alone: {name!r} contains it")
+        return kept
+
+
+def _names_kept(names: Sequence[str]) -> tuple[str, ...]:
+    if not names:
+        return ("KEEP = set()",)
+    line = f"KEEP = {{{', '.join(map(repr, names))}}}"
+    return (line,) if len(line) <= _WIDTH else ("KEEP = {", *(f"    {name!r}," for name in names), "}")
 
 
 _WIDTH = 100
@@ -179,6 +243,22 @@ def _mxfp8(option: str = "") -> tuple[str, ...]:
     )
 
 
+def _transformer_engine(name: str) -> tuple[str, ...]:
+    return (
+        f"from transformer_engine.common.recipe import {name}",
+        "from transformer_engine.pytorch import autocast",
+        "def wide(forward):",
+        "    def run(*args, **kwargs):",
+        "        with autocast(enabled=False):",
+        "            return forward(*args, **kwargs)",
+        "    return run",
+        "for name in KEEP:",
+        "    module = model.get_submodule(name)",
+        "    module.forward = wide(module.forward)",
+        f"recipe = {name}()  # around each forward: with autocast(recipe=recipe):",
+    )
+
+
 #: The code of torchao 0.18 for each recipe that it trains.
 _CONVERTERS = {
     "fp8-tensorwise": _float8("tensorwise"),
@@ -186,6 +266,17 @@ _CONVERTERS = {
     "fp8-rowwise-with-gw-hp": _float8("rowwise_with_gw_hp"),
     "mxfp8": _mxfp8(),
     "mxfp8-wgrad-hp": _mxfp8(", wgrad_with_hp=True"),
+}
+_TEMPLATES = {
+    TORCHAO: _CONVERTERS,
+    # As of TransformerEngine 2.20.
+    TRANSFORMER_ENGINE: {
+        "fp8-tensorwise": _transformer_engine("Float8CurrentScaling"),
+        "fp8-delayed": _transformer_engine("DelayedScaling"),
+        "fp8-block": _transformer_engine("Float8BlockScaling"),
+        "mxfp8": _transformer_engine("MXFP8BlockScaling"),
+        "nvfp4": _transformer_engine("NVFP4BlockScaling"),
+    },
 }
 
 

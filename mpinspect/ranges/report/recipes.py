@@ -8,7 +8,13 @@ from typing import Any
 from mpinspect.numeric.blocks import QuantizationLoss
 from mpinspect.numeric.recipes import HISTORY, TrainingRecipe
 from mpinspect.ranges.analysis.products import modules_named, pattern_of
-from mpinspect.ranges.analysis.recipe_comparison import OperandLoss, ProductRow, RecipeCell, RecipeReport
+from mpinspect.ranges.analysis.recipe_comparison import (
+    TRANSFORMER_ENGINE,
+    OperandLoss,
+    ProductRow,
+    RecipeCell,
+    RecipeReport,
+)
 from mpinspect.ranges.analysis.stale_scales import HISTORIES, StaleScale, stale_scales, unserved_at_scale_one
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.document import (
@@ -123,16 +129,35 @@ def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> str:
 
 
 def _change(report: RecipeReport) -> Iterator[Block]:
-    recipe = report.advised
-    if recipe is None:
+    recipe, of_engine = report.advised, report.best_of(TRANSFORMER_ENGINE)
+    if recipe is not None:
+        yield Line(f"{_serves(report, recipe)}. No other of these recipes that torchao trains serves more:")
+        yield Code("\n".join(report.code(recipe)))
+        yield from _in_torchtitan(report, recipe)
+    if of_engine is None or (recipe is not None and report.converted(of_engine) <= report.converted(recipe)):
         return
-    modules = len(report.modules)
-    converted = modules - len(report.kept_wide(recipe))
-    yield Line(
-        f"{recipe.title} serves {converted:,} of {number_of(modules, 'layer')}. No other of these recipes that torchao trains "
-        "serves more:"
-    )
-    yield Code("\n".join(report.code(recipe)))
+    yield Line(f"{_serves(report, of_engine)}, by TransformerEngine's modules under the same names:")
+    yield Code("\n".join(report.code(of_engine, TRANSFORMER_ENGINE)))
+    config = report.debug_config(of_engine)
+    if config:
+        yield Line(
+            "Or this file for its debug tools, which computes only the products that are not served in high precision:"
+        )
+        yield Code("\n".join(config))
+
+
+def _serves(report: RecipeReport, recipe: TrainingRecipe) -> str:
+    return f"{recipe.title} serves {report.converted(recipe):,} of {number_of(len(report.modules), 'layer')}"
+
+
+def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Block]:
+    try:
+        names = report.filter_fqns(recipe)
+    except ValueError as error:
+        yield Line(f"For torchtitan there is no such list: {error}.")
+    else:
+        if names:
+            yield Line(f"In torchtitan: filter_fqns={list(names)!r}.")
 
 
 def _notes(report: RecipeReport) -> Iterator[str]:
