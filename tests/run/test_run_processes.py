@@ -256,6 +256,12 @@ def test_ranks_share_a_run_directory_and_the_first_reports(tmp_path):
     assert ended.err.count("mpinspect: rank 0: recording into") == ended.err.count("recording into") == 1
     assert ended.err.count("mpinspect run train.py\n") == ended.err.count("the whole report: ") == 1
     assert "The counts of all 2 ranks are added up" in (directory / "rank0" / "report.md").read_text()
+    # The page of the whole job has a switch between the sum and the ranks.
+    assert f"the whole report: runs/{directory.name}/report.html (" in ended.err
+    page = (directory / "report.html").read_text()
+    assert "all ranks&quot;" in page
+    assert "rank 1&quot;" in page
+    assert "rank 1&quot;" not in (directory / "rank0" / "report.html").read_text()
     found = {part.name: part.ranges.session for part in read_run(directory).parts}
     # DDP ranks each count their own gradients; FSDP ranks count shards of one gradient.
     elements = {"Net": 16, "Sharded": 8} if sharded else {"Net": 16}

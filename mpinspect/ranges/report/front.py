@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Iterator
 from contextlib import suppress
 
-from mpinspect.ranges.analysis.report import RangeReport, Verdict
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
 from mpinspect.ranges.report.scale_line import steps_and_samples
@@ -30,7 +30,7 @@ def front(report: RangeReport, name: str, notes: ModuleNotes) -> Front:
         state,
         tone,
         tuple(facts(report)),
-        tuple(verdict_of(report.verdict)),
+        tuple(verdict_of(report)),
         tuple(listed(report)),
         picture=picture(Mapped("", report, notes)),
         without=NO_MAP,
@@ -63,10 +63,11 @@ def facts(report: RangeReport) -> Iterator[str]:
     yield from (f"{name} {info.versions[name]}" for name in ("torch", "mpinspect") if name in info.versions)
 
 
-def verdict_of(verdict: Verdict) -> Iterator[Block]:
+def verdict_of(report: RangeReport) -> Iterator[Block]:
     """Yield a verdict and its change. The findings below it on a front stand for the verdict's pointer to them."""
+    verdict = report.verdict
     first, *more = verdict.sentences or ("",)
-    tone: Tone = "strong" if verdict.healthy is None else "good" if verdict.healthy else "error"
+    tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
     blocks: tuple[Block, ...] = (
         Line(verdict.ended, "error"),
         Line(first, tone),

@@ -225,7 +225,7 @@ def _of_speed(report: RunReport) -> Iterator[Block]:
 
 def _only_verdict(report: RunReport, ranges: RangeReport) -> Iterator[Block]:
     yield from (Line(report.ended, "error"),) if report.ended else ()
-    yield from verdict_of(_without_end(ranges).verdict)
+    yield from verdict_of(_without_end(ranges))
 
 
 def _state(report: RunReport, gravest: ModelPart | None) -> tuple[str, Tone]:

@@ -99,6 +99,7 @@ export class Shares {
     field.append(...[0, 0.5, 1].map((share) => svg("line", { x1: 0, x2: width, y1: y(share), y2: y(share), class: "grid" })));
     if (hasValues) field.append(svg("path", { d: path(low), class: `curve ${isMoved ? "flushes" : "under"}` }), svg("path", { d: path(mass), class: "curve weighs" }));
     if (hasValues && isMoved) field.append(svg("path", { d: path(high), class: "curve overflows" }));
+    if (!hasValues) field.append(svg("text", { x: width / 2, y: (top + bottom) / 2 - 6, "text-anchor": "middle", class: "none" }, this.unknown));
     field.append(...(isMoved ? this.uprights(x, top, height) : []), ...this.zones(height));
     picture.append(field, ...[0, 0.5, 1].map((share) => svg("text", { x: left - 5, y: y(share) + 4, "text-anchor": "end" }, `${100 * share}%`)));
     if (isMoved) picture.append(...this.scaleTicks(x), ...this.handle(x(scale), top));
@@ -154,7 +155,7 @@ export class Shares {
   legendOf(of, { hasValues }) {
     const { data, state } = this.view;
     const { format } = state;
-    if (!hasValues) return [entry(this.unknown)];
+    if (!hasValues) return [];
     if (!this.isMoved) {
       return [key("under", `elements below, ${of}`, "share of the non-zero elements below a power of two: what a format would flush that ended there"),
         key("weighs", "magnitudes below", "share of the sum of their magnitudes, estimated")];
