@@ -23,11 +23,6 @@ PIP := $(BIN)/python -m pip install --no-compile --quiet --no-input --disable-pi
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# glibc gives large tensors back to the system at once, which zeroes their pages anew at the next step: 40% of the demo's time.
-demo: export MALLOC_MMAP_MAX_ := 0
-demo: export MALLOC_TRIM_THRESHOLD_ := 8589934592
-demo: export MALLOC_TOP_PAD_ := 268435456
-
 .PHONY: demo
 demo: $(VENV)/.package ## train a small language model with the inspector on, then in FP16 with and without loss scaling
 	$(BIN)/mpinspect demo --curves

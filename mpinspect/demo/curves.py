@@ -101,7 +101,7 @@ def run(
     directory = free_directory(log_dir)
     text = Text.read(setting)
     try:
-        with progress(setting.steps, quiet, f"{FP32.name} (1 of {4 * len(seeds)})") as advance:
+        with progress(setting.steps, quiet, FP32.name, of=4 * len(seeds)) as advance:
             report, first = inspected(setting, text, seeds[0], directory, advance)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("no run was finished, so there are no curves") from None
@@ -111,7 +111,7 @@ def run(
     todo = list(_rest(report, seeds))
     try:
         for number, (way, seed) in enumerate(todo, start=2):
-            with progress(setting.steps, quiet, f"{way.name} ({number} of {1 + len(todo)})") as advance:
+            with progress(setting.steps, quiet, way.name, place=number, of=1 + len(todo)) as advance:
                 log_dir = directory / UNSCALED_RUN if (way, seed) == (UNSCALED, seeds[0]) else None
                 curves.append(trained(way, setting, text, seed, advance, log_dir))
     except KeyboardInterrupt:

@@ -297,8 +297,17 @@ def free_directory(wanted: str | Path | None) -> Path:
 
 
 @contextmanager
-def progress(steps: int, quiet: bool, name: str = "training") -> Iterator[Callable[[torch.Tensor], None]]:
-    """Yield a function to call with each step's loss; show a progress bar with the loss if stderr is a terminal."""
+def progress(
+    steps: int, quiet: bool, name: str = "training", *, place: int = 1, of: int = 1
+) -> Iterator[Callable[[torch.Tensor], None]]:
+    """Yield a function to call with each step's loss; show progress, time left and loss if stderr is a terminal.
+
+    Args:
+        steps: number of steps of this run.
+        quiet: show nothing.
+        name: the run's name.
+        place, of: number of this run, from 1, and of all runs: the bar and the time left are of all runs.
+    """
     if quiet or not sys.stderr.isatty():
         yield lambda loss: None
         return
@@ -306,5 +315,6 @@ def progress(steps: int, quiet: bool, name: str = "training") -> Iterator[Callab
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=steps)
+        name = f"{name} ({place} of {of})" if of > 1 else name
+        task = bar.add_task(name, total=steps * of, completed=steps * (place - 1))
         yield lambda loss: bar.update(task, advance=1, description=f"{name}, loss {loss.item():.3f}")

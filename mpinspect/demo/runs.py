@@ -46,7 +46,7 @@ class Setting:
         ValueError: steps or validate_every below 1.
     """
 
-    steps: int = 140
+    steps: int = 100
     learning_rate: float = 1.5e-2
     batch_tokens: int = BATCH_TOKENS
     tokens: int = TOKENS

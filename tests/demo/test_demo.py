@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
+import types
+from typing import ClassVar
 
 import pytest
+import rich.progress
 import torch
 
+from mpinspect.commands import demo as command
 from mpinspect.demo import demo
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
@@ -169,3 +174,59 @@ def test_other_weight_gradients_are_not_called_fine(short_run):
     _, report, _ = short_run
     worse = tuple(dataclasses.replace(layer, log2_scale_needed=3) for layer in report.layers)
     assert "fine" not in demo.headline(dataclasses.replace(report, layers=worse))
+
+
+class Bar:
+    """A stand-in for rich's Progress."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, **options):
+        self.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def add_task(self, name, total, completed):
+        self.task = (name, total, completed)
+
+    def update(self, task, advance, description):
+        self.description = description
+
+
+def test_the_bar_is_of_all_runs(monkeypatch):
+    monkeypatch.setattr(rich.progress, "Progress", Bar)
+    monkeypatch.setattr(Bar, "made", [])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for place, of in ((2, 4), (1, 1)):
+        with demo.progress(10, False, "FP32", place=place, of=of) as advance:
+            advance(torch.tensor(1.5))
+    assert [bar.task for bar in Bar.made] == [("FP32 (2 of 4)", 40, 10), ("FP32", 10, 0)]
+    assert Bar.made[0].description == "FP32 (2 of 4), loss 1.500"
+
+
+@pytest.mark.parametrize("libc", [types.SimpleNamespace(), None])
+def test_the_demo_runs_where_the_c_library_has_no_such_setting(libc, monkeypatch):
+    asked = []
+
+    def load(name):
+        asked.append(name)
+        if libc is None:
+            raise OSError("no such library")
+        return libc
+
+    monkeypatch.setattr(command.ctypes, "CDLL", load)
+    command._keep_freed_memory()
+    assert asked == [None]
+
+
+def test_freed_memory_is_kept(monkeypatch):
+    settings = {}
+    libc = types.SimpleNamespace(mallopt=settings.__setitem__)
+    monkeypatch.setattr(command.ctypes, "CDLL", lambda name: libc)
+    command._keep_freed_memory()
+    # glibc's malloc.h: M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX.
+    assert settings == {-1: 2**31 - 1, -2: 2**28, -4: 0}

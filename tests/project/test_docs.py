@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from PIL import Image
 
 import mpinspect
 
@@ -139,6 +140,17 @@ def test_the_readme_shows_a_report_that_its_tutorial_prints():
     )
     tutorial = (ROOT / "docs" / "tutorials" / "nan.md").read_text("utf-8")
     assert shown in tutorial
+
+
+def test_the_picture_shows_the_run_that_the_readme_quotes():
+    """``docs/pictures/report.py`` takes the picture, and writes the verdict of its run into it."""
+    with Image.open(ROOT / "docs" / "pictures" / "report.png") as picture:
+        words = picture.text["Description"].splitlines()
+        assert picture.size == (1440, 900)
+    assert len(words) == 3
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    for line in words:
+        assert line in readme, "take the picture again: python docs/pictures/report.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)
