@@ -347,7 +347,7 @@ def test_output_of_an_incomplete_recording_has_a_warning_on_stderr(models, capsy
 )
 def test_an_empty_recording_writes_no_baseline(models, capsys, target, sizes):
     message = refused(target, "--input", sizes, "--gpu", "hopper", "--write-baseline", "base.json")
-    assert "base.json is not written: nothing was recorded" in message
+    assert "base.json is not written: no matrix product was recorded" in message
     assert not (models / "base.json").exists()
     assert run(target, "--input", sizes, "--gpu", "hopper", "--fail-on", "nothing-recorded") == 1
     assert "Nothing to fix" not in capsys.readouterr().out

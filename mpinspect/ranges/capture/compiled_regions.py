@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,21 +34,6 @@ _LEAST_SHARE = 1 / 16
 
 #: Returns whether the region that is about to be called runs eagerly. Must not raise.
 Ask = Callable[[], bool]
-
-
-class Region(NamedTuple):
-    """A compiled function stored on a module."""
-
-    module: torch.nn.Module
-    attribute: str
-    function: FunctionType
-
-
-def regions_of(modules: Iterable[torch.nn.Module]) -> Iterator[Region]:
-    """Yield the compiled functions stored on these modules. Reads their dictionaries only."""
-    for module in modules:
-        for name, function in compiled_functions(module).items():
-            yield Region(module, name, function)
 
 
 def unseen_regions(layers: Iterable[Layer], *, search: bool = False) -> list[str]:
@@ -149,11 +134,12 @@ class EagerCalls:
         if graphs == self._graphs:
             return
         self._graphs = graphs
-        for region in regions_of([*self._modules.values(), *_wrappers_around(self._modules)]):
-            entry = _entry(region)
-            if self._ask not in entry.asks:
-                entry.asks.append(self._ask)
-                self._entries.append(entry)
+        for module in (*self._modules.values(), *_wrappers_around(self._modules)):
+            for attribute, function in compiled_functions(module).items():
+                entry = _entry(module, attribute, function)
+                if self._ask not in entry.asks:
+                    entry.asks.append(self._ask)
+                    self._entries.append(entry)
 
     def remove(self) -> None:
         """Restore the compiled functions that no other inspector reroutes."""
@@ -196,10 +182,10 @@ def _packs_saved_tensors() -> bool:
 class _Entry:
     """Replaces a compiled function on its module; calls the eager original if any inspector requests it."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, module: torch.nn.Module, attribute: str, compiled: FunctionType) -> None:
         self.asks: list[Ask] = []
-        self._region = region
-        asks, compiled, eager = self.asks, region.function, region.function._torchdynamo_orig_callable  # type: ignore[attr-defined]
+        self._module, self._attribute, self._compiled = module, attribute, compiled
+        asks, eager = self.asks, compiled._torchdynamo_orig_callable  # type: ignore[attr-defined]
 
         # ``wraps`` copies the compiled function's attributes, so that calls from compiled code inline the same function.
         @not_compiled
@@ -214,31 +200,31 @@ class _Entry:
             return compiled(*args, **kwargs)
 
         self._call = call
-        vars(region.module)[region.attribute] = call
+        vars(module)[attribute] = call
 
     @property
     def is_in_place(self) -> bool:
-        return vars(self._region.module).get(self._region.attribute) is self._call
+        return vars(self._module).get(self._attribute) is self._call
 
     def leave(self, ask: Ask) -> None:
         """Remove ``ask``; restore the compiled function if no inspector is left."""
         if ask in self.asks:
             self.asks.remove(ask)
         if not self.asks and self.is_in_place:
-            del _entries[id(self._region.module), self._region.attribute]
-            vars(self._region.module)[self._region.attribute] = self._region.function
+            del _entries[id(self._module), self._attribute]
+            vars(self._module)[self._attribute] = self._compiled
 
 
 #: The entries of all inspectors, by the id of their module and its attribute.
 _entries: dict[tuple[int, str], _Entry] = {}
 
 
-def _entry(region: Region) -> _Entry:
-    """Return the entry at a region, and create it if it is missing."""
-    key = id(region.module), region.attribute
+def _entry(module: torch.nn.Module, attribute: str, compiled: FunctionType) -> _Entry:
+    """Return the entry at an attribute of a module, and create it if it is missing."""
+    key = id(module), attribute
     known = _entries.get(key)
     if known is None or not known.is_in_place:
-        known = _entries[key] = _Entry(region)
+        known = _entries[key] = _Entry(module, attribute, compiled)
     return known
 
 

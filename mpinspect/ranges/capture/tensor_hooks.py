@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,21 +46,17 @@ class ForwardHook(ModelHook):
             self._react(self._layer, *args)
 
 
+@dataclass(eq=False, slots=True)
 class OutputGradientHook:
     """Reports the gradient at one output (or input) tensor, without holding a tensor."""
 
     __torch_unserializable__ = True
-    __slots__ = ("_counted", "_dispatcher", "_is_input", "_layer", "_number")
-
-    def __init__(
-        self, dispatcher: weakref.ref[Dispatcher], layer: Layer, counted: bool, number: int, is_input: bool
-    ) -> None:
-        # A weak reference, since an autograd graph may outlive the inspector.
-        self._dispatcher = dispatcher
-        self._layer = layer
-        self._counted = counted
-        self._number = number
-        self._is_input = is_input
+    # A weak reference, since an autograd graph may outlive the inspector.
+    _dispatcher: weakref.ref[Dispatcher]
+    _layer: Layer
+    _counted: bool
+    _number: int
+    _is_input: bool
 
     def __call__(self, gradient: torch.Tensor) -> None:
         dispatcher = self._dispatcher()
@@ -67,15 +64,13 @@ class OutputGradientHook:
             dispatcher.activation_gradient(self._layer, gradient, self._counted, self._number, self._is_input)
 
 
+@dataclass(eq=False, slots=True)
 class ParameterHook:
     """Reports the gradient of one parameter in each backward."""
 
     __torch_unserializable__ = True
-    __slots__ = ("_dispatcher", "_watched")
-
-    def __init__(self, dispatcher: Dispatcher, watched: WatchedParameter) -> None:
-        self._dispatcher = dispatcher
-        self._watched = watched
+    _dispatcher: Dispatcher
+    _watched: WatchedParameter
 
     def __call__(self, gradient: torch.Tensor) -> None:
         dispatcher = self._dispatcher
@@ -98,14 +93,12 @@ class ParameterHook:
         dispatcher.weight_gradient(self._watched, gradient)
 
 
+@dataclass(eq=False, slots=True)
 class AccumulatedHook:
     """Reports a distributed parameter's ``.grad``, the sum over micro-batches: only post-accumulate hooks fire there."""
 
-    __slots__ = ("_dispatcher", "_watched")
-
-    def __init__(self, dispatcher: Dispatcher, watched: WatchedParameter) -> None:
-        self._dispatcher = dispatcher
-        self._watched = watched
+    _dispatcher: Dispatcher
+    _watched: WatchedParameter
 
     def __call__(self, parameter: torch.Tensor) -> None:
         if not self._dispatcher.quiet and parameter.grad is not None:
