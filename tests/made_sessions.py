@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from mpinspect.numeric.blocks import QuantizationLoss
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.recipes import STOCHASTIC, WHOLE, Quantization, uniform
 from mpinspect.ranges import kinds
@@ -220,6 +221,13 @@ def full_session() -> s.Session:
                 ),
             ),
             ("config",),
+            (
+                s.OperandRecord(
+                    *("encoder.重み", "mxfp8", "dgrad", "gradient", (32, 64)),
+                    QuantizationLoss(100, 3, 1, 32, 25.0, 0.25, 50.0, 49.5, 0.125),
+                    4,
+                ),
+            ),
         ),
         (
             s.Measurement(
