@@ -1,8 +1,8 @@
-"""What recipes of narrow formats lose of a model's matrix products, which modules each serves, and the code that converts them.
+"""Compares recipes of narrow formats: the losses of a model's matrix products, the modules served, the code that converts them.
 
-The judgement is on range alone: a product is served if flushing takes at most 1% of each operand's L1 mass (``serving``). That
-share named the modules that carried most of MXFP4's harm to a small GPT, and ordered the recipes that round to nearest. Under
-stochastic rounding, which flushes as much without bias, it says nothing: such operands have the noise alone.
+The judgement is on range alone: a product is served if flushing takes at most 1% of each operand's L1 mass (``serving``). In a
+small GPT, that share identified the modules that caused most of MXFP4's harm, and it ordered the recipes that round to nearest.
+It does not judge stochastic rounding, whose flushes have no bias: such operands are judged by their noise alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpinspect.reporting.rendering import RendersItself
 
 @dataclass(frozen=True)
 class OperandLoss:
-    """What a recipe loses of one operand.
+    """The loss of one operand under a recipe.
 
     Args:
         tensor: "input", "weight" or "gradient" (numeric.recipes).
@@ -41,7 +41,7 @@ class OperandLoss:
 
 @dataclass(frozen=True)
 class RecipeCell:
-    """What a recipe loses of one product: an entry per quantised operand, none if the recipe keeps the product wide."""
+    """The losses of one product under a recipe: one per quantised operand, () if the product stays wide."""
 
     recipe: str
     operands: tuple[OperandLoss, ...]
@@ -53,7 +53,7 @@ class RecipeCell:
 
     @property
     def worst(self) -> OperandLoss | None:
-        """The operand that loses most of its L1 mass, of those that are rounded to nearest; None if there is none."""
+        """The operand rounded to nearest that loses the largest share of its L1 mass; None without such an operand."""
         nearest = (each for each in self.operands if not each.is_stochastic)
         return max(nearest, key=lambda each: each.loss.lost_l1_share, default=None)
 
@@ -77,7 +77,7 @@ class ProductRow:
 
 @dataclass(frozen=True, repr=False)
 class RecipeReport(RendersItself):
-    """What each recipe loses of each product of a model's Linear layers.
+    """The loss of each product of a model's Linear layers under each recipe.
 
     Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
@@ -116,7 +116,7 @@ class RecipeReport(RendersItself):
         return tuple(dict.fromkeys(row.module for row in self.rows if not row.cells[place].is_served))
 
     def unsuited(self, recipe: TrainingRecipe) -> tuple[str, ...]:
-        """Return the modules whose features are no multiple of what the recipe's kernels ask for."""
+        """Return the modules whose features are not multiples of ``recipe.multiple``."""
         return tuple(module for module, shape in self.modules.items() if any(size % recipe.multiple for size in shape))
 
     def kept_wide(self, recipe: TrainingRecipe) -> tuple[str, ...]:
@@ -126,10 +126,10 @@ class RecipeReport(RendersItself):
 
     @property
     def advised(self) -> TrainingRecipe | None:
-        """The recipe for which torchao has a converter and that leaves the fewest modules wide; None if it would convert none."""
+        """The recipe of torchao that leaves the fewest modules wide; None if each would leave all of them wide."""
         usable = [recipe for recipe in self.recipes if recipe.name in _CONVERTERS]
-        best = min(usable, key=lambda recipe: len(self.kept_wide(recipe)), default=None)
-        return best if best is not None and len(self.kept_wide(best)) < len(self.modules) else None
+        converting = [recipe for recipe in usable if len(self.kept_wide(recipe)) < len(self.modules)]
+        return min(converting, key=lambda recipe: len(self.kept_wide(recipe)), default=None)
 
     def code(self, recipe: TrainingRecipe) -> tuple[str, ...]:
         """Return lines of Python that convert ``model`` by torchao, without the modules to keep wide; () if torchao can't."""
@@ -142,9 +142,8 @@ class RecipeReport(RendersItself):
             keep = ["KEEP = {", *(f"    {name!r}," for name in names), "}"]
         if not names:
             keep = ["KEEP = set()"]
-        first, *rest = converter
         imports = [line for line in converter if line.startswith(("from", "import"))]
-        return (*imports, *keep, *(line for line in (first, *rest) if line not in imports))
+        return (*imports, *keep, *(line for line in converter if line not in imports))
 
 
 _WIDTH = 100

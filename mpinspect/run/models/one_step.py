@@ -76,10 +76,10 @@ class OneStep(Guarded):
         #: The powers of the loss scale in the recorded step.
         self._powers: PowersOfScale | None = None
         #: Further steps that are computed twice once a forward is infinite or NaN.
-        self._left_after_events = _AFTER_EVENTS if self._wants_matmuls else 0
-        # A budget does not know what such a step costs.
+        self._left_after_events = _AFTER_EVENTS * self._wants_matmuls
+        # The cost of such a step is not part of a budget.
         has_budget = options.max_overhead not in (None, math.inf)
-        self._later_steps = list(_LATER_STEPS) if self._wants_matmuls and not has_budget else []
+        self._later_steps = [step for step in _LATER_STEPS if self._wants_matmuls and not has_budget]
         #: Steps of the chosen optimizer.
         self._stepped = 0
         self._is_again = False
@@ -300,7 +300,7 @@ def _parameters(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.
 
 
 def _buffers(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
-    """Return the buffers of models, each with its path, as those of parameters."""
+    """Return the buffers of models, each with its path, in the form of ``named_parameters``."""
     return [(prefix + path, buffer) for prefix, model in _prefixed(models) for path, buffer in model.named_buffers()]
 
 
