@@ -45,7 +45,7 @@ class Outcome:
         seconds: how long it ran.
         limit: its time limit in seconds.
         file: the name of the file that it wrote, or None.
-        said: the last lines of its output.
+        said: the last lines of the part's output.
     """
 
     name: str

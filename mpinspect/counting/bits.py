@@ -109,8 +109,18 @@ def row_of(counts: torch.Tensor, low: int, high: int, encoding: Encoding) -> tor
         counts: int64, shape (encoding.slots,).
         low, high: results of ``extremes_on_host``.
     """
-    ends = (float64_bits(low, encoding) if low < encoding.infinity else NO_MINIMUM, float64_bits(high, encoding))
-    return torch.cat((counts[:1], counts[-2:], torch.tensor(ends, dtype=torch.int64, device="cpu"), counts[1:-2]))
+    ends = torch.tensor((minimum_bits(low, encoding), float64_bits(high, encoding)), dtype=torch.int64, device="cpu")
+    return torch.cat((counts[:1], counts[-2:], ends, counts[1:-2]))
+
+
+def minimum_bits(low: int, encoding: Encoding) -> int:
+    """Return a row's entry for the smallest non-zero finite magnitude, given its bits; they are larger if there is none."""
+    return float64_bits(low, encoding) if low < encoding.infinity else NO_MINIMUM
+
+
+def encoding_of(dtype: torch.dtype) -> Encoding:
+    """Return the encoding whose row holds values of this dtype."""
+    return BINARY64 if dtype == torch.float64 else BINARY32
 
 
 def float64_bits(magnitude: int, encoding: Encoding) -> int:
@@ -126,12 +136,14 @@ def float64_bits(magnitude: int, encoding: Encoding) -> int:
 def count_on_device(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     """Return the row of a one-dimensional tensor of bits on the tensor's device, without host synchronisation."""
     rows = []
-    for part in torch.split(bits, DEVICE_CHUNK) if bits.numel() else ():
+    if not bits.numel():
+        return empty_row(encoding, bits.device)
+    for part in torch.split(bits, DEVICE_CHUNK):
         magnitude = part & encoding.magnitude_mask
         counts = histogram_on_device(slots_of(magnitude, encoding), encoding.slots)
         ends = _extremes_on_device(magnitude, encoding)
         rows.append(torch.cat((counts[:1], counts[-2:], ends, counts[1:-2])))
-    return merge_rows(rows) if rows else empty_row(encoding, bits.device)
+    return merge_rows(rows)
 
 
 def empty_row(encoding: Encoding, device: torch.device) -> torch.Tensor:

@@ -77,7 +77,7 @@ def magnitudes(name: str) -> npt.NDArray[np.float64]:
     """
     encoding = NARROW_ENCODINGS[name]
     codes = np.arange(1 << 8 * encoding.item_size, dtype=np.int64) & ((1 << encoding.bits) - 1)
-    sign_bit = 1 << (encoding.bits - 1) if encoding.signed else 0
+    sign_bit = encoding.signed << (encoding.bits - 1)
     plain = codes & ~sign_bit
     field, mantissa = plain >> encoding.mantissa_bits, plain & ((1 << encoding.mantissa_bits) - 1)
     if encoding.signed:

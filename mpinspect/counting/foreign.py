@@ -145,7 +145,9 @@ def _plain(values: AnyArray) -> HostArray:
 
 def _first_sentence(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:160]}{'...' if len(text) > 160 else ''}"
+    if len(text) > 160:
+        text = f"{text[:160]}..."
+    return f"{type(error).__name__}: {text}"
 
 
 # -- sparse -----------------------------------------------------------------------------------------------------------

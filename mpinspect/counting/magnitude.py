@@ -10,7 +10,7 @@ import torch
 
 from mpinspect.counting.cpu import available
 from mpinspect.counting.pieces import fills_its_memory
-from mpinspect.runtime.workers import POOL, TEAM, single_threaded
+from mpinspect.runtime.workers import POOL, TEAM, single_threaded, threads_for
 
 if TYPE_CHECKING:
     from mpinspect.counting.cpu.largest import Largest
@@ -34,14 +34,16 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
     if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
     loops = available.loops()
-    largest: Largest | None = None if loops is None else loops.largest.LARGEST.get(tensor.dtype)
+    if loops is None:
+        return None
+    largest: Largest | None = loops.largest.LARGEST.get(tensor.dtype)
     if largest is None or not (tensor.is_contiguous() or fills_its_memory(tensor)):
         return None
     address, length = tensor.data_ptr(), tensor.numel()
     if not address:
         # The tensor's memory has been freed, as in sharded training between uses.
         return None
-    threads = torch.get_num_threads() if length >= _TEAM_FROM else 1
+    threads = threads_for(length, _TEAM_FROM)
     if threads > 1:
         if TEAM.there:
             return largest.of(address, length, threads, TEAM.addresses)
@@ -52,9 +54,11 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
 
 def _in_pieces(largest: Largest, address: int, length: int, itemsize: int) -> float:
     def work(starts: Iterable[int]) -> float:
-        found = [largest.of(address + start * itemsize, min(_PIECE, length - start)) for start in starts]
-        return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+        return _largest([largest.of(address + start * itemsize, min(_PIECE, length - start)) for start in starts])
 
     with single_threaded():
-        found = POOL.map(work, range(0, length, _PIECE), torch.get_num_threads())
-    return math.nan if any(map(math.isnan, found)) else max(found)
+        return _largest(POOL.map(work, range(0, length, _PIECE), torch.get_num_threads()))
+
+
+def _largest(found: list[float]) -> float:
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)

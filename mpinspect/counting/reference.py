@@ -21,15 +21,17 @@ from mpinspect.counting.bits import (
     count_on_device,
     count_on_host,
     empty_row,
+    encoding_of,
     float64_bits,
     merge_rows,
+    minimum_bits,
     row_of,
     slots_of,
     widened,
 )
-from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, NO_MINIMUM, ZEROS
+from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, ZEROS
 from mpinspect.counting.pieces import flat_bits, plain_values
-from mpinspect.runtime.workers import POOL, single_threaded
+from mpinspect.runtime.workers import POOL, single_threaded, threads_for
 
 # One thread's chunk of a large tensor: 4 MiB of float32 input, and 4 MiB in each of two scratch buffers. Smaller chunks would
 # fit a faster cache, but in a training step, which leaves the caches cold, the number of operations determines the time.
@@ -85,10 +87,12 @@ def _count_on_cpu(values: torch.Tensor) -> torch.Tensor:
     if numel <= (_CODES_FROM if values.dtype.itemsize == 1 else HOST_CHUNK):
         pieces, times = flat_bits(values, HOST_CHUNK)
         return _repeated(_count_small(list(pieces), values.dtype), times)
-    threads = torch.get_num_threads() if numel >= _POOL_FROM else 1
     with single_threaded() as alone:
-        threads = threads if alone else 1
-        pieces, times = flat_bits(values, min(-(-numel // threads), _CHUNK) if alone else HOST_CHUNK)
+        threads, chunk = 1, HOST_CHUNK
+        if alone:
+            threads = threads_for(numel, _POOL_FROM)
+            chunk = min(-(-numel // threads), _CHUNK)
+        pieces, times = flat_bits(values, chunk)
         rows = POOL.map(_counter(values.dtype), list(pieces), threads)
         return _repeated(merge_rows(rows), times)
 
@@ -103,25 +107,26 @@ def _counter(dtype: torch.dtype) -> Callable[[Iterable[torch.Tensor]], torch.Ten
 
 def _count_small(pieces: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return the row of CPU pieces, computing every value's slot from its bits; fastest for few values."""
-    encoding = BINARY64 if dtype == torch.float64 else BINARY32
+    encoding = encoding_of(dtype)
     rows = [empty_row(encoding, torch.device("cpu"))]
     for piece in pieces:
         for part in torch.split(piece, HOST_CHUNK):
-            bits = part if dtype == encoding.dtype else float32_bits(part, dtype)
-            rows.append(count_on_host(bits, encoding))
+            rows.append(count_on_host(_encoded(part, dtype), encoding))
     # The usual case is one piece, whose row needs no merging.
     return merge_rows(rows) if len(rows) > 2 else rows[-1]
 
 
 def _count_on_device(values: torch.Tensor) -> torch.Tensor:
     """Return the row of a tensor on any other device; on CUDA this does not wait for the device."""
-    encoding = BINARY64 if values.dtype == torch.float64 else BINARY32
+    encoding = encoding_of(values.dtype)
     pieces, times = flat_bits(values, DEVICE_CHUNK)
-    rows = [
-        count_on_device(piece if values.dtype == encoding.dtype else float32_bits(piece, values.dtype), encoding)
-        for piece in pieces
-    ]
+    rows = [count_on_device(_encoded(piece, values.dtype), encoding) for piece in pieces]
     return _repeated(merge_rows(rows), times)
+
+
+def _encoded(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return codes of a dtype as bits of ``encoding_of(dtype)``."""
+    return codes if dtype in (torch.float32, torch.float64) else float32_bits(codes, dtype)
 
 
 def _count_divided(values: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
@@ -134,8 +139,10 @@ def _count_divided(values: torch.Tensor, divisor: float | torch.Tensor) -> torch
         if values.device.type != "cpu":
             # Torch multiplies a GPU's tensor by the reciprocal of a number, which rounds differently; by a tensor it divides.
             by = torch.full((), by, dtype=torch.float64, device=values.device)
-    pieces, times = flat_bits(values, HOST_CHUNK if values.device.type == "cpu" else DEVICE_CHUNK)
-    counter = count_on_host if values.device.type == "cpu" else count_on_device
+    chunk, counter = HOST_CHUNK, count_on_host
+    if values.device.type != "cpu":
+        chunk, counter = DEVICE_CHUNK, count_on_device
+    pieces, times = flat_bits(values, chunk)
     rows = []
     for piece in pieces:
         quotient = _as_float64(piece, values.dtype) / by
@@ -146,8 +153,7 @@ def _count_divided(values: torch.Tensor, divisor: float | torch.Tensor) -> torch
 def _as_float64(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.float64:
         return bits.view(torch.float64)
-    wide = bits if dtype == torch.float32 else float32_bits(bits, dtype)
-    return widened(wide & BINARY32.magnitude_mask)
+    return widened(_encoded(bits, dtype) & BINARY32.magnitude_mask)
 
 
 def _repeated(row: torch.Tensor, times: int) -> torch.Tensor:
@@ -233,7 +239,8 @@ def count_small(values: torch.Tensor) -> torch.Tensor | None:
     row[_FIRST_NORMAL:] = counts[3:_INF_KEY]
     # Zero minus one is the largest unsigned integer, so zeros do not affect the minimum.
     low = int(less.view(np.uint32).min()) + 1
-    high = int((bits if not counts[_INF_KEY:].any() else bits[bits < BINARY32.infinity]).max(initial=0))
-    row[MIN_BITS] = float64_bits(low, BINARY32) if low < BINARY32.infinity else NO_MINIMUM
-    row[MAX_BITS] = float64_bits(high, BINARY32)
+    if counts[_INF_KEY:].any():
+        bits = bits[bits < BINARY32.infinity]
+    row[MIN_BITS] = minimum_bits(low, BINARY32)
+    row[MAX_BITS] = float64_bits(int(bits.max(initial=0)), BINARY32)
     return torch.from_numpy(row)

@@ -1,9 +1,9 @@
-"""Counts of a tensor's elements below the largest magnitude of their block: what a recipe with power-of-two scales flushes.
+"""Counts a tensor's elements by their distance below the largest magnitude of their block, which decides what a recipe flushes.
 
-An element of exponent e in a block whose largest magnitude has exponent E lies d = E - e powers of two below it. A scale that is
-a power of two moves both by as much, so d decides whether the element survives, whatever the tensor's magnitude. The scale's
-rule adds one power of two to blocks whose largest significand exceeds the format's (RCEIL), so elements are counted by that
-significand, too. The formulas are those of the OCP MX specification 1.0, sections 5 and 6.3.
+An element of exponent e in a block whose largest magnitude has exponent E lies d = E - e powers of two below it. A power-of-two
+scale moves both by the same amount, so d decides whether the element survives, whatever the tensor's magnitude. The rule RCEIL
+adds one power of two to the scale of blocks whose largest significand exceeds the format's, so elements are also counted by
+that significand. The formulas are from the OCP MX specification 1.0, sections 5 and 6.3.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mpinspect.numeric.recipes import AMAX, FLOAT32_SCALE, FLOOR, RCEIL, Quantiz
 DISTANCES = 64
 #: The significands of the formats' largest values, FP4 E2M1's and FP8's. They separate the classes of blocks.
 CUTS = (1.5, 1.75)
-#: Blocks whose largest magnitude has a lower exponent are counted apart: their scales may be at the least power of two, 2^-127.
+#: Blocks whose largest magnitude has a lower exponent are counted separately: their scale may be the least one, 2^-127.
 LOWEST_EXPONENT = -112
 #: The ranges of the largest significand in each class of blocks.
 _CLASSES = ((1.0, 1.5), (1.5, 1.75), (1.75, 2.0))
-#: The rounding errors of a scale and a product in FP32, generously.
+#: Generous bound of the rounding errors of a scale and a product in FP32.
 _FLOAT32_ERROR = 2.0**-20
 
 Rows = tuple[tuple[int, ...], ...]
@@ -37,7 +37,7 @@ class BlockCounts:
         block: rows and columns of a block.
         distances: by class of the block's largest significand m (m <= 1.5, <= 1.75, above), the number of non-zero elements for
             each distance d in powers of two; the last bin has all larger ones. Shape (3, 64).
-        powers: those of them that are powers of two, shape (3, 64).
+        powers: the powers of two among ``distances``, shape (3, 64).
         over: the number of elements at d = 0 whose significand exceeds 1.5, and 1.75.
         zeros: number of zeros in the counted blocks.
         blocks: number of blocks, including the following three kinds.
@@ -151,8 +151,12 @@ class BlockCounts:
             largest = format.max_significand / least * (1 + _FLOAT32_ERROR)
             for distance, (number, exact) in enumerate(zip(row, powers, strict=True)):
                 unit = 2.0**-distance
-                high += number if smallest * unit <= edge else 0
-                low += number if 2 * largest * unit <= edge else exact if largest * unit <= edge else 0
+                if smallest * unit <= edge:
+                    high += number
+                if 2 * largest * unit <= edge:
+                    low += number
+                elif largest * unit <= edge:
+                    low += exact
         return low, high
 
     def _shifted(self, quantization: Quantization) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
@@ -187,14 +191,14 @@ class BlockCounts:
 
 @dataclass(frozen=True)
 class QuantizationLoss:
-    """What quantising loses of a tensor's finite blocks. ``a + b`` adds tensors.
+    """The loss by quantising a tensor's finite blocks. ``a + b`` adds tensors.
 
     Args:
         nonzero: number of non-zero elements.
-        flushed: those that become zero when rounded to nearest.
-        clipped: those beyond the format's largest value.
+        flushed: number of elements that become zero when rounded to nearest.
+        clipped: number of elements beyond the format's largest value.
         broken: elements of blocks with an infinity or NaN.
-        magnitudes, lost: the sum of magnitudes, and that of the flushed elements.
+        magnitudes, lost: the sums of the magnitudes of all elements, and of the flushed ones.
         squares, products: the sums of x x, and of x times its quantised value.
         noise: the sum of the squared errors; under stochastic rounding their expectation.
     """
@@ -210,7 +214,7 @@ class QuantizationLoss:
     noise: float = 0.0
 
     def __add__(self, other: QuantizationLoss) -> QuantizationLoss:
-        """Return what is lost of both tensors."""
+        """Return the loss of both tensors."""
         return QuantizationLoss(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     @property

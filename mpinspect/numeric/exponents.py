@@ -100,8 +100,10 @@ class ExponentHistogram:
                 or an extreme does not lie in the lowest / highest exponent.
         """
         bins = np.asarray(counts, dtype=np.int64)
-        powers = np.zeros_like(bins) if powers_of_two is None else np.asarray(powers_of_two, dtype=np.int64)
-        tops = np.zeros_like(bins) if near_top is None else np.asarray(near_top, dtype=np.int64)
+        powers, tops = (
+            np.zeros_like(bins) if edges is None else np.asarray(edges, dtype=np.int64)
+            for edges in (powers_of_two, near_top)
+        )
         if bins.ndim != 1 or powers.shape != bins.shape or tops.shape != bins.shape:
             raise ValueError("counts, powers_of_two and near_top must be one-dimensional and of one length")
         if (bins < 0).any() or (powers < 0).any() or (tops < 0).any() or min(zeros, infs, nans) < 0:
@@ -113,20 +115,16 @@ class ExponentHistogram:
             return cls(_NONE, _NONE, _NONE, 0, zeros, infs, nans)
         first, last = int(used[0]), int(used[-1])
         low, high = min_exponent + first, min_exponent + last
-        return cls(
-            bins[first : last + 1],
-            powers[first : last + 1],
-            tops[first : last + 1],
-            low,
-            zeros,
-            infs,
-            nans,
-            1.0 if min_abs is None else _significand(min_abs, low, "min_abs"),
-            # An unknown maximum becomes the lowest value that the top bin allows.
-            (NEAR_TOP_SIGNIFICAND if tops[last] else 1.0)
-            if max_abs is None
-            else _significand(max_abs, high, "max_abs"),
-        )
+        # Unknown extremes become the lowest values that their bins allow.
+        min_significand = max_significand = 1.0
+        if min_abs is not None:
+            min_significand = _significand(min_abs, low, "min_abs")
+        if max_abs is not None:
+            max_significand = _significand(max_abs, high, "max_abs")
+        elif tops[last]:
+            max_significand = NEAR_TOP_SIGNIFICAND
+        bins, powers, tops = (array[first : last + 1] for array in (bins, powers, tops))
+        return cls(bins, powers, tops, low, zeros, infs, nans, min_significand, max_significand)
 
     # -- contents -----------------------------------------------------------------------------------------
 
@@ -164,7 +162,7 @@ class ExponentHistogram:
     @property
     def peak_exponent(self) -> int:
         """Exponent of the largest magnitude after rounding to 11 significant bits, which decides overflow in FP16."""
-        return self.max_exponent + (1 if self.near_top[-1] else 0)
+        return self.max_exponent + int(self.near_top[-1] > 0)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ExponentHistogram):
@@ -177,7 +175,9 @@ class ExponentHistogram:
         return hash((self._scalars(), self.counts.tobytes()))
 
     def __repr__(self) -> str:
-        span = f"2^{self.min_exponent}..2^{self.max_exponent}" if len(self.counts) else "no finite non-zero value"
+        span = "no finite non-zero value"
+        if len(self.counts):
+            span = f"2^{self.min_exponent}..2^{self.max_exponent}"
         return (
             f"ExponentHistogram({self.total} elements, {span}, zeros={self.zeros}, infs={self.infs}, nans={self.nans})"
         )
@@ -212,7 +212,9 @@ class ExponentHistogram:
         format = as_format(format)
         edge = format.flush_exponent - log2_scale
         below = self._count_below(edge)
-        return below if format.flushes_subnormals else below + self._at(self.powers_of_two, edge)
+        if format.flushes_subnormals:
+            return below
+        return below + self._at(self.powers_of_two, edge)
 
     def subnormal(self, format: FormatLike, log2_scale: int = 0) -> int:
         """Return how many elements lie below the smallest normal before rounding but are not flushed. Exact."""
@@ -268,7 +270,9 @@ class ExponentHistogram:
         Negative if elements lie beyond the format; None if there is no finite non-zero value.
         """
         format = as_format(format)
-        return format.max_exponent - self.max_exponent if len(self.counts) else None
+        if not len(self.counts):
+            return None
+        return format.max_exponent - self.max_exponent
 
     def max_log2_scale(self, format: FormatLike) -> int | None:
         """Return the largest k such that every finite element of x * 2^k stays in range; exact.
@@ -278,8 +282,7 @@ class ExponentHistogram:
         format = as_format(format)
         if not len(self.counts):
             return None
-        k = format.max_exponent - self.max_exponent
-        return k - 1 if _beyond(self.max_significand, format) else k
+        return format.max_exponent - self.max_exponent - int(_beyond(self.max_significand, format))
 
     # -- sums -------------------------------------------------------------------------------------------------
 
@@ -355,7 +358,9 @@ class ExponentHistogram:
 
     def _at(self, array: IntArray, exponent: int) -> int:
         index = exponent - self.min_exponent
-        return int(array[index]) if 0 <= index < len(array) else 0
+        if not 0 <= index < len(array):
+            return 0
+        return int(array[index])
 
     def _flushed_part(self, format: FloatFormat, log2_scale: int) -> tuple[IntArray, IntArray, IntArray]:
         """Return copies of the three arrays that count only the flushed elements."""

@@ -208,8 +208,10 @@ def as_format(given: FormatLike) -> FloatFormat:
 
 def _name(given: object) -> str:
     """Return a dtype's name: ``__name__`` of classes, ``name`` of NumPy and TensorFlow dtypes, ``str()`` of torch's."""
+    if isinstance(given, str):
+        return given
     names = (getattr(given, attribute, None) for attribute in ("__name__", "name"))
-    return given if isinstance(given, str) else next((name for name in names if isinstance(name, str)), str(given))
+    return next((name for name in names if isinstance(name, str)), str(given))
 
 
 def _spelling(name: str) -> str:

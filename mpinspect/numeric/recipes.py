@@ -16,9 +16,9 @@ from mpinspect.numeric.formats import FLOAT4_E2M1, FLOAT8_E4M3, FLOAT8_E5M2, FOR
 WHOLE = 0
 #: The formats of scales.
 FLOAT32_SCALE, POWER_OF_TWO, E4M3_SCALE = "float32", "power-of-two", "e4m3"
-#: The rules by which a scale follows from the largest magnitude of its block. FLOOR: the power of two that brings the maximum's
-#: exponent to the format's, so that the top of the last binade is clipped (OCP MX 1.0). RCEIL: the least power of two that clips
-#: nothing. AMAX: the maximum becomes the format's largest value. HISTORY: as AMAX, with the maximum of earlier steps.
+#: Rules that derive a scale from the largest magnitude of its block. FLOOR: the power of two that moves the maximum's exponent
+#: to the format's highest, so that values near the top of that binade are clipped (OCP MX 1.0). RCEIL: the least power of two
+#: without clipping. AMAX: the maximum becomes the format's largest value. HISTORY: as AMAX, with the maximum of earlier steps.
 FLOOR, RCEIL, CEIL, EVEN, AMAX, HISTORY = "floor", "rceil", "ceil", "even", "amax", "history"
 NEAREST, STOCHASTIC = "nearest", "stochastic"
 PRODUCTS = ("fprop", "dgrad", "wgrad")
@@ -71,7 +71,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Product:
-    """The operands of a product, in the order of OPERANDS; None for one that is not quantised."""
+    """The operands of a product, in the order of OPERANDS; None for an operand that is not quantised."""
 
     left: Quantization | None = None
     right: Quantization | None = None
@@ -96,25 +96,25 @@ class Products:
 
     @property
     def bits(self) -> int | None:
-        """The width of the narrowest operand; None if none is quantised."""
+        """The width of the narrowest operand; None without a quantised operand."""
         return min((product.bits for _, product in self.each() if product.bits is not None), default=None)
 
     @property
     def wide(self) -> tuple[str, ...]:
-        """The names of the products of which no operand is quantised."""
+        """The names of the products without a quantised operand."""
         return tuple(name for name, product in self.each() if product.bits is None)
 
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """A recipe under the name by which libraries know it.
+    """A named recipe of a library.
 
     Args:
         name: short name, such as "mxfp8".
         title: the name in sentences, such as "MXFP8".
         products: how the three products are computed.
-        multiple: what the kernels ask the sizes of a layer to be multiples of.
-        caveats: what counts of the tensors as they are do not show of it.
+        multiple: the kernels need features of a layer in multiples of this.
+        caveats: parts of the recipe that change the tensors before they are quantised, so that plain counts do not show them.
     """
 
     name: str
@@ -134,7 +134,7 @@ class TrainingRecipe:
 
 
 def uniform(x: Quantization, weight: Quantization, gradient: Quantization) -> Products:
-    """Return the products of layers that quantise each of their tensors in one way."""
+    """Return the products of layers that quantise a tensor in the same way for both of its products."""
     return Products(Product(x, weight), Product(gradient, weight), Product(gradient, x))
 
 
@@ -143,7 +143,7 @@ _TENSOR = Quantization(_E4M3, (WHOLE, WHOLE), FLOAT32_SCALE, AMAX)
 #: TransformerEngine's DelayedScaling.
 _DELAYED = replace(_TENSOR, rule=HISTORY)
 _TENSOR_GRADIENT = replace(_TENSOR, element=_E5M2)
-#: torchao rounds 448 / amax down to a power of two, which makes the divisor the least that clips nothing.
+#: torchao rounds 448 / amax down to a power of two: the divisor is then the least power of two without clipping.
 _ROW = Quantization(_E4M3, (1, WHOLE), POWER_OF_TWO, RCEIL)
 _TENSOR_BY_POWERS = replace(_TENSOR, scale=POWER_OF_TWO, rule=RCEIL)
 MXFP8_E4M3 = Quantization(_E4M3, (1, 32), POWER_OF_TWO, RCEIL)
@@ -159,7 +159,7 @@ _SQUARE = replace(FP8_BLOCK_128, block=(128, 128))
 _FP32_BLOCK = replace(FP8_BLOCK_128, scale=FLOAT32_SCALE, rule=AMAX)
 _ROWS = uniform(_ROW, _ROW, _ROW)
 
-#: Every recipe by its name. torchao's are as its 0.18; TransformerEngine's are as its 2.20.
+#: Every recipe by its name, as in torchao 0.18 and TransformerEngine 2.20.
 RECIPES: dict[str, TrainingRecipe] = {
     recipe.name: recipe
     for recipe in (
@@ -202,7 +202,7 @@ RECIPES: dict[str, TrainingRecipe] = {
 
 
 def recipe_of(products: Products) -> TrainingRecipe | None:
-    """Return the recipe that computes these products; None if they are no known recipe's."""
+    """Return the recipe that computes these products; None if no known recipe does."""
     return next((recipe for recipe in RECIPES.values() if recipe.products == products), None)
 
 
@@ -210,7 +210,7 @@ def as_recipe(given: TrainingRecipe | str) -> TrainingRecipe:
     """Return the recipe of a name; a recipe is returned unchanged.
 
     Raises:
-        ValueError: there is no recipe of this name; the message lists those that there are.
+        ValueError: no recipe has this name; the message lists all names.
     """
     if isinstance(given, TrainingRecipe):
         return given

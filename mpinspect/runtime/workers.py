@@ -132,7 +132,7 @@ class Team:
         self.addresses = NO_TEAM
 
 
-#: Takes the place of the addresses if there is no team.
+#: ``Team.addresses`` if torch's OpenMP threads can't be used.
 NO_TEAM = (0, 0)
 
 
@@ -161,6 +161,11 @@ def _openmp(name: str) -> Callable[..., None] | None:
         function.restype = None
         return function  # type: ignore[no-any-return]
     return None
+
+
+def threads_for(length: int, least: int) -> int:
+    """Return how many threads process so many elements: torch's from ``least`` on, else one."""
+    return torch.get_num_threads() if length >= least else 1
 
 
 POOL = WorkerPool()

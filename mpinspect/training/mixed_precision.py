@@ -323,7 +323,7 @@ class MixedPrecision:
         return checkpoint.weights(self._core, self._masters)
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
-        """Load a checkpoint of this or another precision, and return a sentence on the parts loaded and converted.
+        """Load a checkpoint of this or another precision, and return a sentence on what was loaded and converted.
 
         Raises:
             CheckpointError: the state is empty, of another kind or of another model. This object is then unchanged.

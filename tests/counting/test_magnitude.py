@@ -14,7 +14,7 @@ from mpinspect.counting.cpu import available
 from mpinspect.counting.magnitude import largest_magnitude
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-#: Lengths around those of SIMD vectors, and one that is split between threads.
+#: Lengths around the lengths of SIMD vectors, and one that is split between threads.
 LENGTHS = (1, 3, 17, 1000, (1 << 20) + 5)
 
 

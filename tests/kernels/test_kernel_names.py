@@ -194,12 +194,12 @@ def test_weak_words_and_paths_are_not_evidence(name, verdict):
         ("_fused_gemm_a8w8_blockscale_mul_add_kernel", "unknown"),
         ("_fused_gemm_a8w8_blockscale_mul_add_reduce_kernel", "helper"),
         ("moe_gemm_int8_smoothquant", "unknown"),
-        # MIOpen's tensor operators do not use Tensor Cores, and gamma is not mma.
+        # MIOpen's tensor operators do not use Tensor Cores, and the letters "mma" in "gamma" do not name an instruction.
         ("SubTensorOpWithTransform3d", "other"),
         ("compute_gamma_beta_kernel", "unknown"),
     ],
 )
-def test_names_that_set_traps(name, verdict):
+def test_names_that_resemble_other_kernels(name, verdict):
     assert classify_kernel(name).verdict == verdict
 
 
@@ -335,7 +335,7 @@ def test_verdicts_that_a_trace_cannot_have(trace, wrongly):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
-def test_every_rule_decides_about_its_example(rule):
+def test_every_rule_decides_the_verdict_on_its_own_example(rule):
     """A rule could never apply if another's words shadow its words, or if its pattern contradicts them."""
     assert first_match(rule.example) is rule
 

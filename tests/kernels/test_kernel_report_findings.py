@@ -277,7 +277,7 @@ def test_the_same_product_of_several_ranks_is_one():
         ("nt", ["1003 -> 1008", "1001 -> 1008"]),
     ],
 )
-def test_without_strides_the_layout_in_the_name_determines_the_sizes_to_pad(layout, padded):
+def test_without_strides_the_layout_in_the_name_gives_the_sizes_to_pad(layout, padded):
     op = dataclasses.replace(mm(1001, 1003, 1023), strides=None)
     fix = findings(trace(kernel(made.DEGRADED.replace("_tn_", f"_{layout}_"), 40, op)))["used-but-degraded"].fix
     assert fix.startswith(f"Pad {', '.join(padded)}:")

@@ -164,7 +164,7 @@ def test_the_number_of_bars_is_limited():
 
 
 @pytest.mark.parametrize("make", [everything, hostile, lambda: analyse_kernels([])])
-def test_every_label_in_the_picture_is_whole(make):
+def test_no_label_in_the_picture_is_cut(make):
     labels.assert_readable(plot_kernels.kernels(escaped(make())))
 
 

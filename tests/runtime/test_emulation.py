@@ -346,7 +346,7 @@ def rounding_bounds(name: str, operands: list[torch.Tensor], u: float) -> list[t
 
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_is_as_near_as_torchs_own_where_it_sums_and_within_its_roundings_where_it_cancels(name, dtype):
+def test_the_error_of_attention_is_at_most_torchs_or_its_roundings_where_values_cancel(name, dtype):
     """The output and the value's gradient are sums of positive terms, so they are within one unit in the last place of the
     exact result, and nearer to it than torch's kernel, which also rounds the weights. The gradients of query and key are
     differences of nearly equal terms, so their errors are compared with the bound of the one rounding."""

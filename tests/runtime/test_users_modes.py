@@ -70,7 +70,7 @@ def seen(
 
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("mode", [Dispatched, Functions])
-def test_a_mode_sees_the_training_alone(mode: Any, broken: bool) -> None:
+def test_a_users_mode_sees_no_operator_of_mpinspect(mode: Any, broken: bool) -> None:
     plain, _, before = seen(mode, inspected=False, broken=broken)
     inspected, session, after = seen(mode, inspected=True, broken=broken)
     assert inspected == plain
@@ -89,7 +89,7 @@ class Logged(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_a_subclass_that_logs_functions_sees_the_training_alone() -> None:
+def test_a_subclass_that_logs_functions_sees_no_function_of_mpinspect() -> None:
     def trained(kind: type[torch.Tensor], inspected: bool) -> tuple[Counter[str], mpinspect.Session]:
         Logged.calls.clear()
         torch.manual_seed(0)

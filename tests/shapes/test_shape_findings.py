@@ -157,7 +157,7 @@ def test_heads_are_padded_with_the_hidden_size_that_they_make_up():
     assert [(padding.size, padding.advised) for padding in report.padding] == [(300, 384), (25, 32)]
 
 
-def test_the_hidden_size_is_not_explained_by_a_few_classes():
+def test_an_odd_hidden_size_is_not_derived_from_a_few_classes():
     record = recording(*linear(4096, 512, 100, name="a"), *linear(4096, 100, 25, name="classifier"))
     sizes = {
         one.evidence["size"]: one.evidence.get("consequent_sizes") for one in analyse_shapes(record, HOPPER).findings
@@ -271,7 +271,7 @@ def test_a_small_size_is_not_padded_to_128_bytes():
     assert (report.padding[0].to, report.padding[0].to_preferred, report.padding[0].advised) == (104, 128, 104)
 
 
-def test_a_memory_bound_product_promises_little():
+def test_aligning_a_memory_bound_product_gains_little():
     """A thin product of 100 inputs is memory-bound at full rate, which limits the gain of alignment."""
     gain = {
         rows: found(recording(*linear(rows, 4096, 4095)))["odd-size"].evidence["estimated_speedup_high"]
@@ -306,7 +306,7 @@ def test_an_odd_number_of_rows_is_no_finding_above_info():
     assert finding.evidence["talk_rule_broken"] == 3
 
 
-def test_an_odd_batch_of_images_is_the_talks_matter_only():
+def test_an_odd_batch_of_images_breaks_the_talks_rule_alone():
     assert severities(recording(convolution(batch=30))) == {"multiples-of-8-only": "info"}
 
 
@@ -677,7 +677,7 @@ def test_an_empty_recording_is_an_error(products, words):
     assert "no matrix product had run until then" in stopped["recording-incomplete"].message
 
 
-def test_one_product_has_verbs_of_its_own():
+def test_sentences_on_one_product_are_in_the_singular():
     one = recording(replace(linear(197, 1024, 1024, backward=False)[0]))
     assert "1 product (100% of the FLOPs) breaks" in found(one)["multiples-of-8-only"].message
     preferred = found(recording(linear(4096, 1032, 1032, backward=False)[0]))["prefers-128-bytes"]
@@ -711,7 +711,7 @@ def test_shares_add_up():
     assert sum(report.calls_by_talk.values()) == report.calls
 
 
-def test_repeated_calls_weigh_as_often():
+def test_a_product_weighs_in_proportion_to_its_calls():
     once, often = linear(64, 64, 64, backward=False)[0], replace(linear(64, 1023, 64, backward=False)[0], calls=3)
     report = analyse_shapes(recording(once, often), HOPPER)
     assert report.calls == 4

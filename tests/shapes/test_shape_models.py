@@ -85,7 +85,7 @@ def test_gpt2_in_fp32_has_a_root_cause_first():
     assert "50257 -> 50264" in by_id(volta)["odd-vocabulary"].fix
 
 
-def test_bert_is_its_vocabulary_with_the_heads_module():
+def test_berts_odd_vocabulary_is_found_in_its_head():
     report = lint("bert")
     assert above_info(report) == {"odd-vocabulary"}
     finding = by_id(report)["odd-vocabulary"]

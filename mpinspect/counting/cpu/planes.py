@@ -26,7 +26,7 @@ types: Any = numba.types
 WINDOW = 32
 #: Values in a block, and columns; a column has sixteen values of a block, sixteen apart.
 BLOCK, COLUMNS = 4096, 256
-#: Most blocks that the planes hold: a column's sums then have twelve bits, and the sum over all columns twenty.
+#: Maximum number of blocks that the planes hold. A column's sums then fit twelve bits, and the sum over all columns twenty.
 MOST_BLOCKS = 255
 #: Planes that are copied; a row of carries follows them.
 LOWER = 4

@@ -33,7 +33,7 @@ def gave_up(error: Exception) -> None:
 
 def trouble() -> str:
     """Return a clause on why the kernels are not used on CUDA devices; "" if no problem is known."""
-    return f"{_trouble[0]}: counting on a GPU takes many times longer" if _trouble else ""
+    return next((f"{each}: counting on a GPU takes many times longer" for each in _trouble), "")
 
 
 def count(values: torch.Tensor) -> torch.Tensor | None:

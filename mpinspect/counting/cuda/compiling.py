@@ -57,10 +57,11 @@ def compiled(kind: str, columns: int, capability: int) -> tuple[bytes, str]:
     """
     nvrtc = _nvrtc()
     known = _capabilities(nvrtc)
-    exact = capability in known
-    # A GPU runs the PTX of every older one.
-    target = capability if exact else max((each for each in known if each < capability), default=capability)
-    options = [f"--gpu-architecture={'sm' if exact else 'compute'}_{target}", "--std=c++14"]
+    target, prefix, form = capability, "sm", "CUBIN"
+    if capability not in known:
+        # A GPU runs the PTX of every older one.
+        target, prefix, form = max((each for each in known if each < capability), default=capability), "compute", "PTX"
+    options = [f"--gpu-architecture={prefix}_{target}", "--std=c++14"]
     options += [f"-DCOLUMNS={columns}", f"-DONLY_{kind.upper()}"]
     program = ctypes.c_void_p()
     _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"mpinspect.cu", 0, None, None))
@@ -69,7 +70,7 @@ def compiled(kind: str, columns: int, capability: int) -> tuple[bytes, str]:
         status = nvrtc.nvrtcCompileProgram(program, len(options), given)
         log = _text(nvrtc, "ProgramLog", program).rstrip(b"\0").decode(errors="replace").strip()
         _check(nvrtc, status, log)
-        return _text(nvrtc, "CUBIN" if exact else "PTX", program), log
+        return _text(nvrtc, form, program), log
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -107,9 +108,8 @@ def _nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError as error:
             tried.append(error)
-    raise OSError("the CUDA compiler library NVRTC was not found (pip package nvidia-cuda-nvrtc)") from (
-        tried[-1] if tried else None
-    )
+    last = next(reversed(tried), None)
+    raise OSError("the CUDA compiler library NVRTC was not found (pip package nvidia-cuda-nvrtc)") from last
 
 
 def _candidates() -> Iterator[str]:

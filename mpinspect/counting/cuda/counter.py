@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mpinspect.counting.bits import BINARY32, BINARY64, DEVICE_CHUNK, Encoding, empty_row, merge_rows
+from mpinspect.counting.bits import BINARY32, BINARY64, DEVICE_CHUNK, empty_row, encoding_of, merge_rows
 from mpinspect.counting.cuda.compiling import CODES
 from mpinspect.counting.cuda.driver import ENTRIES, Gpu
 from mpinspect.counting.layout import HEADER, MIN_BITS, NO_MINIMUM
@@ -41,11 +41,6 @@ class Counted(NamedTuple):
 
 #: The address and number of a tensor's values, and the address of its row or slot; a plain tuple, since a step has hundreds.
 _Entry = tuple[int, int, int]
-
-
-def encoding_of(dtype: torch.dtype) -> Encoding:
-    """Return the encoding whose row holds values of this dtype."""
-    return BINARY64 if dtype == torch.float64 else BINARY32
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------

@@ -112,8 +112,8 @@ def with_products(rows: Sequence[KernelRow]) -> list[KernelRow]:
     """Return the rows in the same order, with their product, its FLOPs and the shape rule's verdict if these are known.
 
     Among the kernels of one call, only those that compute products get FLOPs; helper kernels (split-K reductions, layout
-    conversions) have no FLOPs. If calls are not numbered, several kernels of one operator have none either: they may belong
-    to one call or to many.
+    conversions) have no FLOPs. If calls are not numbered, several kernels of one operator have no FLOPs: it is unknown whether
+    they belong to one call or to many.
     """
     calls: dict[tuple[int, bool, int], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):

@@ -71,7 +71,7 @@ def ways(row: KernelRow) -> Iterator[tuple[str, str]]:
 
 
 def half_precision(gpu: Gpu) -> tuple[str, str] | None:
-    """Return the 16-bit dtypes that a GPU's Tensor Cores multiply, in words and as one dtype; None if unknown or none."""
+    """Return the 16-bit dtypes that a GPU's Tensor Cores multiply, in words and as one dtype; None without a known one."""
     if gpu.multiplies("bfloat16"):
         return "FP16 or BF16", "bfloat16"
     return ("FP16", "float16") if gpu.multiplies("float16") else None

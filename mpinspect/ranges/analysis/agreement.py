@@ -79,7 +79,7 @@ class LayerProbe:
         unscaled: the comparison at loss scale 1.
         scaled: the comparison at the second loss scale; None if there is no second scale.
         in_half: whether the gradient was rounded to FP16, inferred from every value being representable in FP16.
-            Autocast keeps the gradients of normalisation layers and embeddings in FP32.
+            Under autocast, the gradients of normalisation layers and embeddings are FP32.
         rounding_noise: whether the gradient is zero in theory (a bias before BatchNorm), so that it holds only rounding
             noise.
     """

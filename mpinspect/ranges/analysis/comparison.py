@@ -115,7 +115,8 @@ class RangeDiff:
         events_only_first, events_only_second: the events of only the first, or only the second run.
         scales_part: the first step with different loss scales, and both scales (None: unknown); None if they agree.
         differences: findings on the differences.
-        new: findings of the second run that the first lacks or has at a lower severity; ``gone`` is the reverse.
+        new: findings of the second run that the first lacks or has at a lower severity.
+        gone: findings of the first run that the second lacks or has at a lower severity.
     """
 
     first: RangeReport
@@ -182,7 +183,9 @@ def _added(before: Sequence[Finding], after: Sequence[Finding]) -> tuple[Finding
 
 
 def _compared(aligned: Sequence[Stretch], tensors: int) -> Compared:
-    steps = (aligned[0].first_step, aligned[-1].last_step) if aligned else None
+    steps = None
+    if aligned:
+        steps = aligned[0].first_step, aligned[-1].last_step
     counted = sum(stretch.second.sampled_steps for stretch in aligned)
     return Compared(steps, counted, len(aligned), sum(stretch.same_steps for stretch in aligned), tensors)
 

@@ -63,9 +63,9 @@ def divergence(windows: Sequence[Window]) -> str:
     (first, before), (last, after) = ((window, max(window.gradient_peaks)) for window in (seen[0], seen[-1]))
     largest = max(max(window.gradient_peaks) for window in seen)
     if after - before >= EXPLOSION and log2_room(after, FLOAT16) < 0:
-        is_last = last is max(windows, key=lambda window: window.last_step)
-        finite = "" if is_last else ", the last step whose gradients were all finite"
-        course = f"rose from 2^{before} in step {first.first_step} to 2^{after} in step {last.last_step}{finite}"
+        course = f"rose from 2^{before} in step {first.first_step} to 2^{after} in step {last.last_step}"
+        if last is not max(windows, key=lambda window: window.last_step):
+            course += ", the last step whose gradients were all finite"
     elif log2_room(largest, FLOAT16) <= FLOAT16.flush_exponent:
         course = f"reached 2^{largest}"
     else:

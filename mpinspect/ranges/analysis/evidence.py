@@ -48,7 +48,9 @@ def evidence(session: Session) -> Evidence:
     if len(set(weights)) > 1:
         weighed = tuple(window.times(weight) for window, weight in zip(kept, weights, strict=True))
         return Evidence(replace(session, windows=weighed), True, left_out)
-    return Evidence(session if len(kept) == len(session.windows) else replace(session, windows=kept), False, left_out)
+    if len(kept) < len(session.windows):
+        session = replace(session, windows=kept)
+    return Evidence(session, False, left_out)
 
 
 def _strides(windows: Sequence[Window], steps: int) -> list[float]:
@@ -75,20 +77,18 @@ def _whole_weights(strides: Sequence[float]) -> list[int]:
 def _without_collapse(session: Session) -> tuple[tuple[Window, ...], str]:
     """Return the windows without any step at a collapsed loss scale, and a sentence on the windows left out."""
     spans = _collapsed_spans(session)
-    kept: list[Window] = []
-    dropped: list[Window] = []
+    by_collapse: dict[bool, list[Window]] = {True: [], False: []}
     for window in session.windows:
-        collapsed = any(start <= window.last_step and window.first_step < end for start, end, _ in spans)
-        (dropped if collapsed else kept).append(window)
+        by_collapse[any(start <= window.last_step and window.first_step < end for start, end, _ in spans)].append(
+            window
+        )
+    dropped = by_collapse[True]
     if not dropped:
         return session.windows, ""
-    first, last = min(window.first_step for window in dropped), max(window.last_step for window in dropped)
+    named = steps_named(min(window.first_step for window in dropped), max(window.last_step for window in dropped))
     least = floor_log2(min(scale for *_, scale in spans))
-    named = steps_named(first, last)
-    return (
-        tuple(kept),
-        f"The counts of {named} are left out: the loss scale had collapsed there, to 2^{least} at the lowest.",
-    )
+    left_out = f"The counts of {named} are left out: the loss scale had collapsed there, to 2^{least} at the lowest."
+    return tuple(by_collapse[False]), left_out
 
 
 def _collapsed_spans(session: Session) -> list[tuple[int, int, float]]:

@@ -29,7 +29,7 @@ def first_line(event: Event) -> str:
     if event.phase == "backward" and event.forward_finite is not None:
         # After the last module the loss, too, may have been non-finite.
         what = "outputs" if event.after else "forward"
-        parts.append(f"{what} {'' if event.forward_finite else 'not '}finite")
+        parts.append(f"{what} finite" if event.forward_finite else f"{what} not finite")
     if event.aside:
         parts.append("of another model's loss")
     elif event.story in _STORIES:
@@ -39,8 +39,9 @@ def first_line(event: Event) -> str:
 
 def _scale(scale: float) -> str:
     """Return the scale as a plain number, or as "2^k" if it is a power of two below 1 or above 2^24."""
-    is_plain = not is_power_of_two(scale) or 1 <= scale <= 1 << 24
-    return f"{scale:.15g}" if is_plain else f"2^{floor_log2(scale)}"
+    if not is_power_of_two(scale) or 1 <= scale <= 1 << 24:
+        return f"{scale:.15g}"
+    return f"2^{floor_log2(scale)}"
 
 
 def gravest(events: Sequence[Event]) -> Event | None:

@@ -43,7 +43,7 @@ def rounding_noise_ceilings(
         if not is_bias or window is None or not window.samples or not info.shape[0]:
             continue
         output = totals.get(TensorKey(info.module, ACTIVATION_GRADIENT))
-        ceiling = _ceiling_from_output(window, output, info.shape[0]) if output else None
+        ceiling = _ceiling_from_output(window, output, info.shape[0])
         if ceiling is None:
             ceiling = _ceiling_from_weight(key, totals)
         if ceiling is not None:
@@ -79,9 +79,9 @@ def without_noise(histogram: ExponentHistogram, ceiling: float) -> ExponentHisto
     )
 
 
-def _ceiling_from_output(bias: TensorWindow, output: TensorWindow, elements: int) -> float | None:
+def _ceiling_from_output(bias: TensorWindow, output: TensorWindow | None, elements: int) -> float | None:
     """Return the noise share times the sum of |output gradient| per sample and bias element; None without output gradients."""
-    if not output.histogram.nonzero:
+    if output is None or not output.histogram.nonzero:
         return None
     parts = bias.samples * elements
     terms = max(output.histogram.total / parts, 1.0)
@@ -93,7 +93,9 @@ def _ceiling_from_output(bias: TensorWindow, output: TensorWindow, elements: int
 
 def _ceiling_from_weight(key: TensorKey, totals: dict[TensorKey, TensorWindow]) -> float | None:
     weight = totals.get(TensorKey(f"{key.name.removesuffix('bias')}weight", WEIGHT_GRADIENT))
-    return NOISE_SHARE_OF_WEIGHT_GRADIENT * _mean_abs(weight.histogram) if weight else None
+    if weight is None:
+        return None
+    return NOISE_SHARE_OF_WEIGHT_GRADIENT * _mean_abs(weight.histogram)
 
 
 def _mean_abs(histogram: ExponentHistogram) -> float:

@@ -104,15 +104,16 @@ def log2_highest(
             break
         exceedances -= peaks[exponent]
     seen = log2_room(exponent, format)
-    exact = blocks if exact is None else exact
-    finite = max((peak for block in exact for peak in block), default=None)
-    of_finite = None if finite is None else log2_room(finite, format)
+    if exact is None:
+        exact = blocks
+    of_finite = min((log2_room(peak, format) for block in exact for peak in block), default=None)
     if steps * probability >= RULE_OF_THREE:
         return Ceiling(seen, log2_of_finite=of_finite)
     bound = normal_bound(exact, probability)
-    # A peak of exponent e lies in [2^e, 2^(e+1)), on average at e + 1/2; adding 1/2 and rounding down gives the bound's exponent.
-    largest = exponent if bound is None else max(exponent, math.floor(bound + 0.5))
-    highest = log2_room(largest, format)
+    if bound is not None:
+        # A peak of exponent e lies in [2^e, 2^(e+1)), on average at e + 1/2; adding 1/2 and rounding down gives the bound's.
+        exponent = max(exponent, math.floor(bound + 0.5))
+    highest = log2_room(exponent, format)
     return Ceiling(highest, seen - highest, log2_of_finite=of_finite).reaching(0)
 
 

@@ -20,7 +20,7 @@ class ConvertedLayer:
 
     Args:
         module: its dotted path.
-        record: the record that it shares with the layers that are alike.
+        record: the record of this layer and of all layers with the same figures.
     """
 
     module: str
@@ -83,7 +83,8 @@ def layers_line(precision: Precision, wide: str) -> str:
     if not is_narrow(precision):
         return ""
     layers = sorted(ledger(precision), key=lambda layer: not layer.is_narrow)
-    found = Counter(_named(layer) if layer.is_narrow else wide or "a wide format" for layer in layers)
+    wide = wide or "a wide format"
+    found = Counter(_named(layer) if layer.is_narrow else wide for layer in layers)
     (first, narrow), *rest = found.items()
     counts = (
         f"{narrow:,} of {len(layers):,} {_kinds(precision.layers)} in {first}",
@@ -93,13 +94,15 @@ def layers_line(precision: Precision, wide: str) -> str:
 
 
 def _named(layer: ConvertedLayer) -> str:
-    return f"{products_named(layer.products)}{' (emulated)' if layer.record.emulated else ''}"
+    words = products_named(layer.products)
+    return f"{words} (emulated)" if layer.record.emulated else words
 
 
 def _kinds(records: Iterable[LayersRecord]) -> str:
     """Return "Linear" if all layers are nn.Linear, converted or not; otherwise "layers"."""
-    kinds = {record.type for record in records}
-    return "Linear" if kinds <= {"Linear", "Float8Linear", "MXFP8Linear"} else "layers"
+    if all(record.type in ("Linear", "Float8Linear", "MXFP8Linear") for record in records):
+        return "Linear"
+    return "layers"
 
 
 def narrow_fraction(precision: Precision) -> float | None:

@@ -47,35 +47,35 @@ def layer_reports(
 
 
 def over_the_run(
-    layers: Sequence[LayerReport], seen: Evidence, spoken: dict[TensorKey, TensorWindow], format: FloatFormat
+    layers: Sequence[LayerReport], seen: Evidence, totals: dict[TensorKey, TensorWindow], format: FloatFormat
 ) -> tuple[LayerReport, ...]:
     """Return the reports with shares over the whole run; the counts are unchanged.
 
     Args:
         layers: the reports on everything counted.
-        seen, spoken: the representative part of the session, and its totals; a tensor missing there gets no shares.
+        seen: the part of the session that represents the run.
+        totals: the totals of that part; a tensor without a total gets no shares.
         format: the format to judge the tensors against.
     """
-    blocks = [merge_windows(*block).tensors for block in time_blocks(seen.session.windows)] if seen.is_weighed else []
-    return tuple(
-        layer
-        if layer.histogram is None
-        else _over_the_run(
-            layer,
-            spoken.get(layer.key),
+    blocks = []
+    if seen.is_weighed:
+        blocks = [merge_windows(*block).tensors for block in time_blocks(seen.session.windows)]
+    found = []
+    for layer in layers:
+        if layer.histogram is not None:
             # In a tensor with infinities or NaNs the finite values are mostly zeros, which do not show the flushed share.
-            [part[layer.key] for part in blocks if layer.key in part and not part[layer.key].histogram.nonfinite],
-            format,
-        )
-        for layer in layers
-    )
+            parts = [part[layer.key] for part in blocks if layer.key in part]
+            finite = [part for part in parts if not part.histogram.nonfinite]
+            layer = _over_the_run(layer, totals.get(layer.key), finite, format)
+        found.append(layer)
+    return tuple(found)
 
 
 def _over_the_run(
-    layer: LayerReport, spoken: TensorWindow | None, blocks: Sequence[TensorWindow], format: FloatFormat
+    layer: LayerReport, total: TensorWindow | None, blocks: Sequence[TensorWindow], format: FloatFormat
 ) -> LayerReport:
     info = TensorInfo(layer.name, layer.kind, layer.module, layer.module_type)
-    run, parts = layer_report(info, spoken, format), [layer_report(info, block, format) for block in blocks]
+    run, parts = layer_report(info, total, format), [layer_report(info, block, format) for block in blocks]
     return replace(
         layer,
         flushed_fraction=_between(run, parts, attrgetter("flushed_fraction")),
@@ -91,7 +91,9 @@ def _over_the_run(
 
 def with_needs(layers: Sequence[LayerReport], decision: Decision | None) -> tuple[LayerReport, ...]:
     """Return the reports with each gradient's ``log2_scale_needed`` raised to the need of its worst block."""
-    needs = {loss.key: max(loss.log2_lowest, 0) for loss in decision.losses} if decision else {}
+    if decision is None:
+        return tuple(layers)
+    needs = {loss.key: max(loss.log2_lowest, 0) for loss in decision.losses}
     return tuple(replace(layer, log2_scale_needed=needs.get(layer.key, layer.log2_scale_needed)) for layer in layers)
 
 
@@ -222,6 +224,8 @@ def _reason(info: TensorInfo, session: Session, seen: set[TensorKey]) -> str:
         return NO_GRADIENT_SEEN
     if info.kind == ACTIVATION:
         return "its module's forward never ran"
+    if info.kind == UPDATE and session.precision.has_masters:
+        return STEPS_MASTERS
     if info.kind == UPDATE:
-        return STEPS_MASTERS if session.precision.has_masters else "no optimizer step was sampled"
+        return "no optimizer step was sampled"
     return "it was never counted"

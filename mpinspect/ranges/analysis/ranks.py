@@ -34,9 +34,9 @@ from mpinspect.runtime.background import give_way
 
 #: Names of the measurements of a rank without a session, and of a rank with an unfinished session; ``text`` holds any details.
 MISSING, UNFINISHED = "rank-missing", "rank-unfinished"
-#: Name of the measurement of a rank's process that ended before its script; ``text`` says how ("by ValueError: 3"). Its figure
-#: "order" is an index into ENDINGS: its own fault, a signal, a collective that lost another rank, or the SIGTERM that launchers
-#: send to the remaining ranks. The rank with the least order is the cause.
+#: Name of the measurement of a rank's process that ended before its script. ``text`` is the cause ("by ValueError: 3"). The
+#: figure "order" is an index into ENDINGS: its own fault, a signal, a collective that lost another rank, or the SIGTERM that
+#: launchers send to the remaining ranks. The rank with the least order is the cause.
 ENDED_EARLY = "rank-ended-early"
 ENDINGS = ("itself", "killed", "in a collective", "stopped")
 #: Maximum number of events in the sum, the earliest ones. Each rank's record has the number of all its events.

@@ -1,8 +1,8 @@
-"""What recipes of narrow formats lose of a model's matrix products, which modules each serves, and the code that converts them.
+"""Compares recipes of narrow formats: the losses of a model's matrix products, the modules served, the code that converts them.
 
-The judgement is on range alone: a product is served if flushing takes at most 1% of each operand's L1 mass (``serving``). That
-share named the modules that carried most of MXFP4's harm to a small GPT, and ordered the recipes that round to nearest. Under
-stochastic rounding, which flushes as much without bias, it says nothing: such operands have the noise alone.
+The judgement is on range alone: a product is served if flushing takes at most 1% of each operand's L1 mass (``serving``). In a
+small GPT, that share identified the modules that caused most of MXFP4's harm, and it ordered the recipes that round to nearest.
+It does not judge stochastic rounding, whose flushes have no bias: such operands are judged by their noise alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TORCHAO, TRANSFORMER_ENGINE = "torchao", "transformer_engine"
 
 @dataclass(frozen=True)
 class OperandLoss:
-    """What a recipe loses of one operand.
+    """The loss of one operand under a recipe.
 
     Args:
         tensor: "input", "weight" or "gradient" (numeric.recipes).
@@ -46,7 +46,7 @@ class OperandLoss:
 
 @dataclass(frozen=True)
 class RecipeCell:
-    """What a recipe loses of one product: an entry per quantised operand, none if the recipe keeps the product wide."""
+    """The losses of one product under a recipe: one per quantised operand, () if the product stays wide."""
 
     recipe: str
     operands: tuple[OperandLoss, ...]
@@ -58,7 +58,7 @@ class RecipeCell:
 
     @property
     def worst(self) -> OperandLoss | None:
-        """The operand that loses most of its L1 mass, of those that are rounded to nearest; None if there is none."""
+        """The operand rounded to nearest that loses the largest share of its L1 mass; None without such an operand."""
         nearest = (each for each in self.operands if not each.is_stochastic)
         return max(nearest, key=lambda each: each.loss.lost_l1_share, default=None)
 
@@ -82,7 +82,7 @@ class ProductRow:
 
 @dataclass(frozen=True, repr=False)
 class RecipeReport(RendersItself):
-    """What each recipe loses of each product of a model's Linear layers.
+    """The loss of each product of a model's Linear layers under each recipe.
 
     Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
@@ -121,7 +121,7 @@ class RecipeReport(RendersItself):
         return tuple(dict.fromkeys(row.module for row in self.rows if not row.cells[place].is_served))
 
     def unsuited(self, recipe: TrainingRecipe) -> tuple[str, ...]:
-        """Return the modules whose features are no multiple of what the recipe's kernels ask for."""
+        """Return the modules whose features are not multiples of ``recipe.multiple``."""
         return tuple(module for module, shape in self.modules.items() if any(size % recipe.multiple for size in shape))
 
     def kept_wide(self, recipe: TrainingRecipe) -> tuple[str, ...]:

@@ -61,8 +61,9 @@ class Block:
     @property
     def shown(self) -> ScaleWindow | None:
         """The window to show; None if the run overflowed in the block: the finite values then reflect only the run's scale."""
-        broken = any(gradient.histogram.infs or gradient.histogram.nans for gradient in self.gradients)
-        return None if broken or self.overflowed else self.window
+        if self.overflowed or any(gradient.histogram.nonfinite for gradient in self.gradients):
+            return None
+        return self.window
 
 
 @dataclass(frozen=True)
@@ -205,13 +206,17 @@ def decide(
     # The reserve for unseen steps must not exclude the least scale that serves every layer.
     ceiling = ceiling.reaching(whole.log2_lowest)
     whole = replace(whole, log2_highest=ceiling.log2_highest)
-    needed = _is_needed(whole)
-    chosen = whole.choose(rules.headroom) if needed is not False else 0
+    needed, chosen = _is_needed(whole), 0
+    if needed is not False:
+        chosen = whole.choose(rules.headroom)
     if zeros and not whole.is_empty:
         # The need of these layers is unknown, but the largest scale serves them best.
         chosen = max(chosen, whole.log2_highest - rules.headroom)
         needed = needed or None
     losses = _losses(gradients, blocks, rules)
+    conflicts: tuple[ScaleConflict, ...] = ()
+    if whole.is_empty:
+        conflicts = _conflicts(losses, whole.log2_highest)
     return Decision(
         needed,
         chosen,
@@ -220,9 +225,9 @@ def decide(
         losses,
         sum(count for peak, count in peaks.items() if log2_room(peak, rules.format) < chosen),
         sum(peaks.values()),
-        _conflicts(losses, whole.log2_highest) if whole.is_empty else (),
+        conflicts,
         rules,
-        ceiling.log2_overflowed is None and not any(g.histogram.infs or g.histogram.nans for g in gradients),
+        ceiling.log2_overflowed is None and not any(gradient.histogram.nonfinite for gradient in gradients),
         zeros,
     )
 
@@ -232,6 +237,9 @@ def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> Lo
     format, chosen, window = decision.rules.format, decision.log2_scale, decision.window
     worst = decision.worst.gradient.histogram
     times = tuple(_time_block(block) for block in blocks)
+    bound = None
+    if decision.all_finite:
+        bound = overflow_probability_bound(decision.overflows, decision.steps)
     return LossScaleAdvice(
         available=True,
         needed=decision.needed,
@@ -244,9 +252,7 @@ def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> Lo
         worst_layer=decision.worst.key.name,
         conflicts=decision.conflicts,
         samples=decision.steps - decision.overflows,
-        overflow_probability_bound=overflow_probability_bound(decision.overflows, decision.steps)
-        if decision.all_finite
-        else None,
+        overflow_probability_bound=bound,
         static_scale=scale_of(chosen),
         dynamic=DynamicSettings(
             scale_of(_at_first(decision, blocks)), growth_interval(times, decision.rules.growth_interval)
@@ -340,7 +346,9 @@ def _conflicts(losses: Sequence[Loss], log2_highest: int) -> tuple[ScaleConflict
 
 def likely_hidden(gradient: GradientRange, format: FloatFormat) -> float:
     """Return the likely share of the L1 mass, 0..1, in values flushed before counting that scale 1 would lose too."""
-    return gradient.seen.likely_hidden_l1_share() if gradient.seen.hidden_flush(format, 0) else 0.0
+    if not gradient.seen.hidden_flush(format, 0):
+        return 0.0
+    return gradient.seen.likely_hidden_l1_share()
 
 
 def _at_first(decision: Decision, blocks: Sequence[Block]) -> int:
@@ -374,8 +382,8 @@ def _finer_from(decision: Decision) -> float | None:
         )
 
     scales = range(decision.window.log2_lowest, decision.window.log2_highest + 1)
-    found = bisect_left(scales, True, key=is_finer)
-    return scale_of(scales[found]) if found < len(scales) else None
+    finer = scales[bisect_left(scales, True, key=is_finer) :]
+    return scale_of(finer[0]) if finer else None
 
 
 def _time_block(block: Block) -> TimeBlock:

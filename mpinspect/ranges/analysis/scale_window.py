@@ -48,16 +48,14 @@ class GradientRange:
         """Return the least scales for this gradient, which must have a finite non-zero value."""
         lost = _known(LostMass.of(self.histogram, format))
         hidden, floor = self.seen.hidden, self.seen.floor_exponent
-        lowest = lost.least_log2_scale(tolerance)
+        lowest = certain = lost.least_log2_scale(tolerance)
+        if hidden:
+            certain = lost.least_log2_scale(tolerance, hidden=hidden, floor_exponent=floor)
         signal = without_noise(self.histogram, self.noise_ceiling)
         # The ceiling is from the whole run: within a few steps even a true gradient can lie entirely below it.
-        is_part = signal is not self.histogram and len(signal.counts)
-        lost_signal = _known(LostMass.of(signal, format)) if is_part else lost
-        return ScaleNeeds(
-            lowest,
-            lost.least_log2_scale(tolerance, hidden=hidden, floor_exponent=floor) if hidden else lowest,
-            lost_signal.least_log2_scale(NEGLIGIBLE_L1_SHARE),
-        )
+        if signal is not self.histogram:
+            lost = LostMass.of(signal, format) or lost
+        return ScaleNeeds(lowest, certain, lost.least_log2_scale(NEGLIGIBLE_L1_SHARE))
 
 
 class ScaleNeeds(NamedTuple):

@@ -45,7 +45,9 @@ def least_log2_scale(
         ValueError: ``tolerance`` is not in (0, 1).
     """
     lost = LostMass.of(histogram, format)
-    return None if lost is None else lost.least_log2_scale(tolerance, hidden=hidden, floor_exponent=floor_exponent)
+    if lost is None:
+        return None
+    return lost.least_log2_scale(tolerance, hidden=hidden, floor_exponent=floor_exponent)
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,10 @@ class LostMass:
         other = histogram.counts.astype(np.float64) - powers - tops
         unit = _units(len(powers))
         mass = unit * (powers + other * MEAN_SIGNIFICAND + tops * 2.0)
-        below = np.cumsum(mass) - mass
-        # A format with subnormals also flushes a value exactly at the edge: the tie rounds to even, which is zero.
-        lost = below if format.flushes_subnormals else below + unit * powers
+        lost = np.cumsum(mass) - mass
+        if not format.flushes_subnormals:
+            # A value exactly at the edge is flushed too: the tie rounds to even, which is zero.
+            lost = lost + unit * powers
         return cls(histogram.max_exponent, format.flush_exponent, lost, float(mass.sum()))
 
     def least_log2_scale(self, tolerance: float, *, hidden: int = 0, floor_exponent: int | None = None) -> int:

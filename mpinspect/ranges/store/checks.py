@@ -87,7 +87,7 @@ class Limits:
         _require(self._elements < MOST_ELEMENTS, "counts more elements than an int64 can, with the windows before it")
         used = np.flatnonzero(tensors.columns["bins"])
         place, low = numbers[used], tensors.columns["min_exponent"][used].astype(np.int64)
-        self._grow(int(numbers.max()) + 1 if len(numbers) else 0)
+        self._grow(int(numbers.max(initial=-1)) + 1)
         self._low[place] = np.minimum(self._low[place], low)
         self._high[place] = np.maximum(self._high[place], low + tensors.columns["bins"][used])
         spans = self._high - self._low

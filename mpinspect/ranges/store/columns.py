@@ -45,11 +45,11 @@ class Context(NamedTuple):
         return cls(tuple(tensor.dtypes), tensor.passed_through, tensor.floor_exponent)
 
     def merged(self, other: Context) -> Context:
-        floors = [floor for floor in (self.floor_exponent, other.floor_exponent) if floor is not None]
+        floors = (floor for floor in (self.floor_exponent, other.floor_exponent) if floor is not None)
         return Context(
             tuple(sorted({*self.dtypes, *other.dtypes})),
             narrowest((self.passed_through, other.passed_through)),
-            max(floors) if floors else None,
+            max(floors, default=None),
         )
 
 
@@ -173,7 +173,9 @@ class TensorColumns(Mapping[TensorKey, TensorWindow]):
 
     def passed_through(self, keys: AbstractSet[TensorKey] | None = None) -> set[str]:
         """Return the formats that the values of these tensors (None: all) were rounded to before counting."""
-        numbers = self.context if keys is None else self.context[[key in keys for key in self.order]]
+        numbers = self.context
+        if keys is not None:
+            numbers = numbers[[key in keys for key in self.order]]
         return {self.contexts[number].passed_through for number in np.unique(numbers).tolist()}
 
     # -- as a mapping -------------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def _integers(values: Iterable[int]) -> Column:
 
 
 def _joined(arrays: Sequence[Column]) -> Column:
-    return narrowed(np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64))
+    return narrowed(np.concatenate([np.zeros(0, dtype=np.int64), *arrays]))
 
 
 def _spans(lengths: Column) -> Iterator[slice]:

@@ -45,7 +45,9 @@ def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffRe
         OSError: a directory can't be listed.
         TypeError: ``first`` or ``second`` is none of these.
     """
-    name = None if format is None else as_format(format).name
+    name = None
+    if format is not None:
+        name = as_format(format).name
     one, other = _read(first, name), _read(second, name)
     for run in (one, other):
         _require_counts(run)
@@ -68,7 +70,9 @@ def diff(first: Run, second: Run, *, format: FormatLike | None = None) -> DiffRe
 
 def _both(first: Kept | None, second: Kept | None, compare: Callable[[Kept, Kept], Found]) -> Found | None:
     """Return the comparison; None if either argument is None."""
-    return None if first is None or second is None else compare(first, second)
+    if first is None or second is None:
+        return None
+    return compare(first, second)
 
 
 @dataclass(frozen=True)
@@ -97,16 +101,19 @@ def _read(run: Run, format: str | None) -> _Read:
         return _Read(path, (ModelPart(session.info.model, analyse(session, format)),))
     report = read_run(path, format)
     command = f"{report.command} ({report.outcome})"
-    shapes = None if report.shapes is None else products(report.shapes)
+    shapes = None
+    if report.shapes is not None:
+        shapes = products(report.shapes)
     return _Read(path, report.parts, command, shapes, report.kernels, report.saw)
 
 
 def _require_counts(run: _Read) -> None:
     if any(part.ranges.session.windows for part in run.parts):
         return
-    goes_on = any(not part.ranges.session.progress.ended for part in run.parts)
-    why = "no recorded model can be read" if not run.parts else "no step was sampled"
-    if goes_on:
+    why = "no recorded model can be read"
+    if run.parts:
+        why = "no step was sampled"
+    if not all(part.ranges.session.progress.ended for part in run.parts):
         why = "the run has not written any yet, or was killed before it could"
     raise SessionError(f"{run.path or 'A session'} holds no counts to compare: {why}.")
 
@@ -143,7 +150,9 @@ def _nothing_in_common(first: _Read, second: _Read) -> str:
 
 def _some_layers(parts: Sequence[ModelPart]) -> str:
     names = [f"{layer.name or '(the model)'!r}" for part in parts for layer in part.ranges.layers if layer.samples]
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    if len(names) > 3:
+        names = [*names[:3], "..."]
+    return ", ".join(names)
 
 
 def _side(run: _Read, before: _Read | None = None) -> Side:

@@ -44,16 +44,23 @@ def document(report: DiffReport, *, everything: bool = False) -> Document:
     only = report.models[0] if len(report.models) == 1 else None
     return Document(
         verdict(report),
-        (
-            *(blocks(only.ranges, everything=everything) if only else [_models(report, everything)]),
-            *section("Models of one run alone", Items(tuple(_alone(report)))),
-            *(_shapes(report.shapes, everything) if report.shapes else ()),
-            *(_kernels(report.kernels, everything) if report.kernels else ()),
-            *section("Notes", bullets(_notes(report), _NOTES)),
-        ),
+        tuple(_blocks(report, everything)),
         verdict=(_sides(report),),
         front=_front(report, only.ranges) if only else None,
     )
+
+
+def _blocks(report: DiffReport, everything: bool) -> Iterator[Block]:
+    if len(report.models) == 1:
+        yield from blocks(report.models[0].ranges, everything=everything)
+    else:
+        yield _models(report, everything)
+    yield from section("Models of one run alone", Items(tuple(_alone(report))))
+    if report.shapes:
+        yield from _shapes(report.shapes, everything)
+    if report.kernels:
+        yield from _kernels(report.kernels, everything)
+    yield from section("Notes", bullets(_notes(report), _NOTES))
 
 
 def _sides(report: DiffReport) -> Items:
@@ -96,8 +103,9 @@ def _state(diff: RangeDiff) -> tuple[str, Tone]:
 
 def verdict(report: DiffReport) -> str:
     """Return a few sentences: which run alone is in trouble, whether anything relevant differs, and the first difference."""
-    first = min(report.models, key=_urgency, default=None)
-    words = headline(first.ranges) if first else "Nothing was compared."
+    first, words = min(report.models, key=_urgency, default=None), "Nothing was compared."
+    if first:
+        words = headline(first.ranges)
     if first and len(report.models) > 1:
         words = f"{first.name}: {words}"
     if report.shapes is not None and report.shapes.changes:

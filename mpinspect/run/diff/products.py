@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
 
+from mpinspect.numeric.exponents import ratio
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import duration, number_of, percent
 
@@ -42,9 +43,12 @@ class Product:
     @property
     def words(self) -> str:
         """The product in words: "64x1023x512 float16, degraded, 3 calls"."""
-        batch = f"{self.batch}x" if self.batch != 1 else ""
-        calls = f", {self.calls:,} calls" if self.calls != 1 else ""
-        return f"{batch}{self.m}x{self.n}x{self.k} {self.dtype}, {self.verdict}{calls}"
+        words = f"{self.m}x{self.n}x{self.k} {self.dtype}, {self.verdict}"
+        if self.batch != 1:
+            words = f"{self.batch}x{words}"
+        if self.calls != 1:
+            words = f"{words}, {self.calls:,} calls"
+        return words
 
 
 @dataclass(frozen=True)
@@ -186,8 +190,7 @@ def _by_module(report: KernelReport) -> dict[str, tuple[float, float]]:
 
 
 def _kernels(module: str, first: tuple[float, float], second: tuple[float, float]) -> KernelChange:
-    shares = [used / time if time else 0.0 for time, used in (first, second)]
-    return KernelChange(module, (first[0], second[0]), (shares[0], shares[1]))
+    return KernelChange(module, (first[0], second[0]), (ratio(first[1], first[0]), ratio(second[1], second[0])))
 
 
 def _counts(change: KernelChange, total: float) -> bool:

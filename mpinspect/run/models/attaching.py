@@ -67,8 +67,9 @@ class PendingOptimizer:
 
     def own_parameters(self) -> Parameters:
         """Return a module made of the parameters that no other module holds."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        every = [parameter for group in groups for parameter in group["params"]]
+        every = []
+        if self.optimizer is not None:
+            every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return Parameters((each for each in every if id(each) in self.loose), self.variables)
 
     def loose_part(self) -> PendingOptimizer | None:

@@ -81,8 +81,7 @@ class BackwardSearch(Guarded):
         reached = [each for each in waiting if not each.parameters.isdisjoint(leaves)]
         for each in reached:
             self._attaching.attach_without_call(each)
-        inspected = self._attaching.models.holding(leaves) if leaves else None
-        if reached or inspected is not None:
+        if reached or (leaves and self._attaching.models.holding(leaves) is not None):
             return
         with_modules = [each for each in waiting if each.has_modules]
         if with_modules:
@@ -96,7 +95,9 @@ class BackwardSearch(Guarded):
             return
         holders = Holders(leaves, living_modules())
         for each in waiting:
-            owners = [] if each.done else each.models(None)
+            if each.done:
+                continue
+            owners = each.models(None)
             copies = [_copies(owner, holders) for owner in owners]
             if not copies or any(len(found) != 1 for found in copies):
                 continue
@@ -112,8 +113,9 @@ class BackwardSearch(Guarded):
 
     def _attach_without_owner(self, leaves: Mapping[int, torch.Tensor], waiting: list[Any]) -> None:
         """Attach to leaf tensors that no optimizer steps: the script updates them by hand or steps copies of them."""
-        holders = Holders(leaves, living_modules())
-        tops = holders.targets(None) if holders.modules else []
+        holders, tops, known = Holders(leaves, living_modules()), [], {}
+        if holders.modules:
+            tops = holders.targets(None)
         if waiting and len(tops) == 1:
             self._seen.note(
                 "an optimizer steps tensors that belong to no module and that no backward reaches: "
@@ -121,7 +123,8 @@ class BackwardSearch(Guarded):
             )
             self._attaching.attach(waiting[0], tops)
             return
-        known = script_names(holders, ()) if tops else {}
+        if tops:
+            known = script_names(holders, ())
         for model in tops:
             self._attaching.inspect_without_optimizer(model, label(model, holders, known))
         if not tops and not waiting:
@@ -155,8 +158,10 @@ def _copies(owner: torch.nn.Module, holders: Holders) -> list[torch.nn.Module]:
 
 
 def _shapes(tensors: list[torch.Tensor]) -> str:
-    shown = ", ".join(f"{number} {tuple(tensor.shape)}" for number, tensor in enumerate(tensors[:4]))
-    return shown + (", ..." if len(tensors) > 4 else "")
+    shown = [f"{number} {tuple(tensor.shape)}" for number, tensor in enumerate(tensors[:4])]
+    if len(tensors) > 4:
+        shown.append("...")
+    return ", ".join(shown)
 
 
 # -- the graph -----------------------------------------------------------------------------------------------------------

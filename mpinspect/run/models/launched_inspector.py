@@ -63,7 +63,9 @@ class LaunchedInspector(Inspector):
         self._model = weakref.ref(model)
         self._selection = model_layers.Selection(options.include, options.exclude)
         kinds = _kinds(model, options.kinds)
-        chosen: dict[str, Any] = {} if kinds is None else {"capture": kinds}
+        chosen: dict[str, Any] = {}
+        if kinds is not None:
+            chosen["capture"] = kinds
         super().__init__(
             model,
             optimizers=list(optimizers),

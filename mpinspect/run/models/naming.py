@@ -76,8 +76,9 @@ def _wanted(model: nn.Module, known: Label) -> Iterable[str]:
         return ("Parameters",)
     if known.parent:
         return (known.parent,)
-    own = class_of(model).__name__
-    return (known.variable, own) if _is_of_torch(model) else (own, known.variable)
+    names = (class_of(model).__name__, known.variable)
+    # A class of torch's, such as Sequential, names a model less well than its variable.
+    return names[::-1] if _is_of_torch(model) else names
 
 
 def _numbered(name: str, taken: Mapping[str, Any]) -> str:

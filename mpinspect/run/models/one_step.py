@@ -292,7 +292,7 @@ def _parameters(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.
 
 
 def _buffers(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
-    """Return the buffers of models, each with its path, as those of parameters."""
+    """Return the buffers of models, each with its path, in the form of ``named_parameters``."""
     return [(prefix + path, buffer) for prefix, model in _prefixed(models) for path, buffer in model.named_buffers()]
 
 

@@ -227,7 +227,7 @@ class ShapeReport(RendersItself):
 
     @property
     def is_gpu_assumed(self) -> bool:
-        """Whether the user named no GPU and the machine has none, so that the shapes are judged for an A100."""
+        """Whether the shapes are judged for an A100 because the user named no GPU and the machine lacks one."""
         return any(note.startswith(ASSUMED) for note in self.notes)
 
     @property

@@ -224,7 +224,7 @@ def is_channels_last(operand: Operand) -> bool | None:
 
 
 def _has_strides(operand: Operand, wanted: Sequence[int]) -> bool:
-    """Return whether an operand has these strides; those of dimensions of size 1 do not matter."""
+    """Return whether an operand has these strides, except in dimensions of size 1."""
     rows = zip(operand.shape, operand.strides or (), wanted, strict=True)
     return all(size <= 1 or stride == other for size, stride, other in rows)
 

@@ -45,7 +45,7 @@ class _Wanted:
         """Read cuDNN's output_mask (input, hx, cx, weights); all gradients if the mask was not recorded."""
         if not isinstance(mask, (list, tuple)) or len(mask) < 4:
             return cls(True, True, True)
-        # cx is an operand of no product.
+        # No product multiplies cx.
         return cls(bool(mask[0]), bool(mask[1]), bool(mask[3]))
 
 

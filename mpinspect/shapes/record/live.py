@@ -171,7 +171,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         self.recording = False
         self.in_optimizer = False
         self.notes: list[str] = []
-        #: Sentences on what failed in the instruments of the step, beside its products.
+        #: Sentences on failures of the second computation and of the follower.
         self.failures: list[str] = []
         self._live_calls = calls
         #: Computes the step a second time, if anything does.

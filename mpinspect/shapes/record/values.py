@@ -27,7 +27,7 @@ aten = torch.ops.aten
 MOST_BYTES = 1 << 24
 #: Attribute of a meta tensor's storage: the values, or the reason for their absence. It lives as long as the storage.
 _BESIDE = "_mpinspect_values"
-#: Operators that leave memory uninitialised; no model may read it, so zeros serve as values.
+#: Operators that leave memory uninitialised. A correct model never reads that memory, so its values are set to zeros.
 _EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 #: For operators whose result depends on a shape alone: a function that gets the fill value from the arguments.
 _FILLED: dict[str, Callable[[Any], Any]] = {
@@ -42,7 +42,7 @@ _PARTLY_ON_HOST = (aten._pack_padded_sequence.default,)
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 #: Functions that make an index tensor from a list of numbers without a dispatched operator.
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-#: Functions that read a tensor on the CPU without a dispatched operator.
+#: Functions that copy a tensor to NumPy without a dispatched operator.
 _HOST_ONLY = (torch.Tensor.numpy, torch.Tensor.__array__)
 
 #: Functions that test whether numbers are finite, and their result for a finite number.

@@ -132,7 +132,7 @@ _Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Stored:
-    """The fields of the JSON; those that a ShapeReport has too are of its types."""
+    """The fields of the JSON; a field of ShapeReport has the same type here."""
 
     model: str
     gpu: Gpu
