@@ -69,11 +69,11 @@ def blocks_and_exponents(
     values = _matrix(tensor if shard is None else local_part(tensor))
     offset, whole = ((0, 0), values.shape) if shard is None else _rows_and_columns(*shard, block)
     regions = list(_regions(values, _size(whole, block), offset, whole))
-    loops = on_cpu.loops()
+    by_loops = on_cpu.BLOCKS.loops() if values.is_cpu else None
     count: Callable[..., BlockCounts] = _count
-    if loops is not None and all(loops.blocks.takes(region, size) for region, size, _ in regions):
+    if by_loops is not None and all(by_loops.takes(region, size) for region, size, _ in regions):
         row = empty_row(BINARY32, values.device) if exponents else None
-        count = partial(loops.blocks.count, row=row)
+        count = partial(by_loops.count, row=row)
     else:
         row = fastest.count(values) if exponents else None
     found = BlockCounts(block)

@@ -10,6 +10,7 @@ import math
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,29 +27,33 @@ _LOOK_EVERY_S = 1.0
 
 
 class Loops(NamedTuple):
-    """The modules ``blocks``, ``counter``, ``largest`` and ``lost``, with all their loops loaded."""
+    """The modules ``counter``, ``largest`` and ``lost``, with all their loops loaded."""
 
-    blocks: Any
     counter: Any
     largest: Any
     lost: Any
 
 
 class Available:
-    """The state of the compiled loops in this process."""
+    """The state of compiled loops in this process.
 
-    def __init__(self) -> None:
+    Args:
+        imported: imports their modules, and compiles loops that numba's cache lacks; by default those of ``Loops``.
+    """
+
+    def __init__(self, imported: Callable[[], Any] | None = None) -> None:
+        self._imported = imported or (lambda: _imported())
         #: A sentence on why the loops are not used although numba is installed; "" if no problem is known.
         self.trouble = ""
-        self._loops: Loops | None = None
+        self._loops: Any = None
         #: When to check next, by the monotonic clock.
         self._next_look_s = -math.inf
         #: The cache that a process was started to fill.
         self._filled: Path | None = None
         self._looking = threading.Lock()
 
-    def loops(self) -> Loops | None:
-        """Return the loops; None while torch must count. The first call and the one that loads them may take a second."""
+    def loops(self) -> Any:
+        """Return the modules; None while torch must count. The first call and the one that loads them may take a second."""
         if (
             self._loops is None
             and time.monotonic() >= self._next_look_s
@@ -61,13 +66,13 @@ class Available:
                 self._looking.release()
         return self._loops
 
-    def compile_here(self) -> Loops | None:
+    def compile_here(self) -> Any:
         """Compile missing loops in this process: for tests and benchmarks, which measure the compiled loops."""
         with self._looking:
             if self._loops is None:
-                apart(lambda: self._try(_from_disk))
+                apart(lambda: self._try(self._from_disk))
             if self._loops is None:
-                apart(lambda: self._try(_compile_alone), COMPILING)
+                apart(lambda: self._try(self._compile_alone), COMPILING)
         return self._loops
 
     def _look(self) -> None:
@@ -76,9 +81,9 @@ class Available:
         else:
             self._try(self._read)
 
-    def _read(self) -> Loops | None:
+    def _read(self) -> Any:
         """Return the loops from numba's cache; if some are missing, start a process that compiles them and return None."""
-        found = _from_disk()
+        found = self._from_disk()
         if found is not None:
             return found
         if self._filled is not None:
@@ -104,37 +109,37 @@ class Available:
                 why = " ".join(str(error).split())[:200]
                 self.trouble = f"numba is installed and does not work here ({why}): {_SLOWER}"
 
+    def _from_disk(self) -> Any:
+        """Return the modules; None if numba's cache lacks one of their loops."""
+        from mpinspect.counting.cpu import compiling
+
+        _cache_folder()
+        try:
+            with compiling.only_from_disk():
+                return self._imported()
+        except compiling.NotOnDiskError:
+            return None
+
+    def _compile_alone(self) -> Any:
+        """Compile all loops, once no other process is compiling."""
+        with compiler.exclusively(_cache_folder()):
+            compile_all()
+            return self._imported()
+
 
 class _NoLoopsError(Exception):
     """No compiled loops are available although numba works; the message is a sentence."""
 
 
-def _from_disk() -> Loops | None:
-    """Return the loops; None if numba's cache lacks one of them."""
-    from mpinspect.counting.cpu import compiling
-
-    _cache_folder()
-    try:
-        with compiling.only_from_disk():
-            return _imported()
-    except compiling.NotOnDiskError:
-        return None
-
-
-def compile_all() -> Loops:
+def compile_all() -> None:
     """Compile all loops that numba's cache lacks, and store them there. Takes a minute of one processor."""
     from mpinspect.counting.cpu import compiling
 
     folder = _cache_folder()
-    loops = _imported()
+    _imported()
+    # Last, since every training waits for the others.
+    _imported_blocks()
     compiling.remove_others(folder)
-    return loops
-
-
-def _compile_alone() -> Loops:
-    """Like ``compile_all``, once no other process is compiling."""
-    with compiler.exclusively(_cache_folder()):
-        return compile_all()
 
 
 def _cache_folder() -> Path:
@@ -150,10 +155,18 @@ def _cache_folder() -> Path:
 
 
 def _imported() -> Loops:
-    from mpinspect.counting.cpu import blocks, counter, largest, lost
+    from mpinspect.counting.cpu import counter, largest, lost
 
-    return Loops(blocks, counter, largest, lost)
+    return Loops(counter, largest, lost)
+
+
+def _imported_blocks() -> Any:
+    from mpinspect.counting.cpu import blocks
+
+    return blocks
 
 
 AVAILABLE = Available()
-loops = AVAILABLE.loops
+loops: Callable[[], Loops | None] = AVAILABLE.loops
+#: The module that counts blocks.
+BLOCKS = Available(_imported_blocks)
