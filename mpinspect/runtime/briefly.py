@@ -8,8 +8,7 @@ _LONGEST = 200
 
 def brief(error: BaseException) -> str:
     """Return one line that describes an exception: its type and the first line of its message."""
-    text = first_line_of(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{type(error).__name__}: {first_line_of(error)}".removesuffix(": ")
 
 
 def first_line_of(given: object) -> str:
@@ -18,4 +17,6 @@ def first_line_of(given: object) -> str:
         text = next(filter(None, (" ".join(line.split()) for line in str(given).splitlines())), "")
     except Exception:
         return ""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}..."
+    return text

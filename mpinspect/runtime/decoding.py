@@ -37,13 +37,13 @@ class DecodingError(ValueError):
     """
 
     def __init__(self, phrase: str, field: str = "") -> None:
-        super().__init__(f"{field} {phrase}" if field else phrase)
+        super().__init__(f"{field} {phrase}".lstrip())
         self.phrase = phrase
         self.field = field
 
     def below(self, name: str) -> DecodingError:
         """Return the same error with the field's path prefixed by ``name``, the field of the enclosing record."""
-        return DecodingError(self.phrase, f"{name}.{self.field}" if self.field else name)
+        return DecodingError(self.phrase, f"{name}.{self.field}".rstrip("."))
 
 
 class Between(typing.NamedTuple):
@@ -133,10 +133,11 @@ def parsed(text: str | bytes, most: int = LARGEST_JSON) -> Any:
         raise DecodingError("is nested too deeply") from None
     except DecodingError:
         raise
+    except UnicodeDecodeError as error:
+        # Its message quotes the whole text.
+        raise DecodingError(f"is no valid JSON ({error.reason})") from None
     except ValueError as error:
-        # The message of a UnicodeDecodeError quotes the whole text.
-        why = error.reason if isinstance(error, UnicodeDecodeError) else error
-        raise DecodingError(f"is no valid JSON ({why})") from None
+        raise DecodingError(f"is no valid JSON ({error})") from None
 
 
 def json_of(path: Path, most: int = LARGEST_JSON) -> Any:
@@ -245,12 +246,16 @@ def _shown(value: Any) -> str:
     """Return a short text of a value for an error; only the type of a container, which may be deeply nested."""
     if isinstance(value, (list, dict)) or value is None:
         return _NAMES[type(value)]
-    text = repr(value[:_QUOTED] if isinstance(value, str) else value)
+    if isinstance(value, str):
+        return repr(value[:_QUOTED])
+    text = repr(value)
     return text if len(text) <= _QUOTED + 2 else f"{text[:_QUOTED]}..."
 
 
 def _floats(values: list[Any]) -> list[Any]:
-    return values if set(map(type, values)) <= {float} and all(map(math.isfinite, values)) else [*map(_float, values)]
+    if set(map(type, values)) <= {float} and all(map(math.isfinite, values)):
+        return values
+    return [*map(_float, values)]
 
 
 def _float(value: Any) -> float:
@@ -270,7 +275,9 @@ _LARGEST_FLOAT = (2.0 - 2.0**-52) * 2.0**1023
 def _bounded(read: _Reader, bounds: list[Between | OneOf]) -> _Reader:
     def read_bounded(values: list[Any]) -> list[Any]:
         found = read(values)
-        for bound in bounds if found else ():
+        if not found:
+            return found
+        for bound in bounds:
             if isinstance(bound, OneOf):
                 if not set(found) <= set(bound.words):
                     wrong = next(value for value in found if value not in bound.words)
@@ -359,7 +366,9 @@ def _transposed(rows: list[list[Any]], width: int) -> Iterable[Iterable[Any]]:
     if not set(map(len, rows)) <= {width}:
         wrong = next(row for row in rows if len(row) != width)
         raise DecodingError(f"is an array of {len(wrong):,}, not of {width}")
-    return zip(*rows, strict=True) if rows else [()] * width
+    if not rows:
+        return [()] * width
+    return zip(*rows, strict=True)
 
 
 def _present(read: _Reader, values: list[Any], default: Any) -> list[Any]:

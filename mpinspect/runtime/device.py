@@ -18,6 +18,7 @@ import torch
 _NEEDED = ("Event", "Stream", "current_stream", "stream")
 
 
+_CPU = torch.device("cpu")
 #: The modules that ``_module`` found, by type of device.
 _modules: dict[str, Any] = {}
 #: The streams that ``current_stream`` found, by CUDA device and number: making a Stream takes torch ten times as long as
@@ -58,7 +59,7 @@ def _accelerator() -> Any:
     global _found, _captures
     if _found is None:
         device = torch.accelerator.current_accelerator()
-        module = None if device is None else _module(device)
+        module = _module(device or _CPU)
         if module is not None and getattr(module, "is_initialized", bool)():
             _found, _captures = module, getattr(module, "is_current_stream_capturing", bool)
     return _found
@@ -75,8 +76,10 @@ def is_capturing() -> bool:
 def current_stream(device: torch.device) -> Any:
     """Return the current stream of a device; None for a device without streams."""
     module, index = _module(device), device.index
+    if module is None:
+        return None
     if module is not torch.cuda or index is None:
-        return None if module is None else module.current_stream(device)
+        return module.current_stream(device)
     found = index, torch._C._cuda_getCurrentRawStream(index)
     if found not in _streams:
         _streams[found] = module.current_stream(device)
@@ -87,8 +90,7 @@ def stream_key(device: torch.device) -> object:
     """Return a key that identifies the current stream of a device; None for a device without streams."""
     if device.type == "cuda":
         return torch._C._cuda_getCurrentRawStream(device.index)
-    stream = current_stream(device)
-    return None if stream is None else stream.stream_id
+    return getattr(current_stream(device), "stream_id", None)
 
 
 def devices_named(devices: Iterable[torch.device]) -> str:
@@ -106,8 +108,8 @@ def _named(device: torch.device) -> str:
 
 def memory_of(device: torch.device) -> int:
     """Return a device's memory in bytes; 0 if torch reports none."""
-    properties: Any = getattr(_module(device), "get_device_properties", None)
-    return 0 if properties is None else int(getattr(properties(device), "total_memory", 0))
+    properties: Any = getattr(_module(device), "get_device_properties", bool)
+    return int(getattr(properties(device), "total_memory", 0))
 
 
 def free_memory(device: torch.device) -> int:

@@ -27,10 +27,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) is torch.Tensor:
         # The usual case; this check is cheaper than looking up a missing attribute.
-        return tensor.detach().values() if tensor.is_nested and tensor.is_contiguous() else tensor
+        if tensor.is_nested and tensor.is_contiguous():
+            return tensor.detach().values()
+        return tensor
     if tensor.is_nested and tensor.layout is torch.jagged:
         jagged: Any = tensor
-        return tensor if jagged._lengths is not None else local_part(jagged._values)
+        if jagged._lengths is not None:
+            return tensor
+        return local_part(jagged._values)
     local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
     if local is not None:
         return local_part(local)
@@ -67,7 +71,9 @@ def has_process_group() -> bool:
 
 def world_size(group: Any = None) -> int:
     """Return the number of ranks of a process group (None: the default one), or 1 without a group. Communicates nothing."""
-    return torch.distributed.get_world_size(group) if has_process_group() else 1
+    if not has_process_group():
+        return 1
+    return torch.distributed.get_world_size(group)
 
 
 def is_pipeline_trial() -> bool:
@@ -98,7 +104,9 @@ def rank_and_world() -> tuple[int, int]:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
         return 0, 1
-    return (rank, world) if 0 <= rank < world else (0, 1)
+    if not 0 <= rank < world:
+        return 0, 1
+    return rank, world
 
 
 class Held(NamedTuple):
@@ -153,8 +161,10 @@ def copy_held(wrapper: Any) -> Held:
     if group is None or not distributed.is_initialized():
         return Held()
     replicas, rank = distributed.get_world_size(group), distributed.get_rank(group)
-    # Both are -1 in a process that is not in the group.
-    return Held("replica", replicas, rank == 0) if rank >= 0 else Held()
+    if rank < 0:
+        # This process is not in the group.
+        return Held()
+    return Held("replica", replicas, rank == 0)
 
 
 def allows_uneven_inputs(wrapper: Any) -> bool:
@@ -174,14 +184,14 @@ def summed_in(parameter: torch.Tensor, wrapper: Any = None) -> torch.dtype | Non
         return None
     if mixed := getattr(wrapper, "mixed_precision", None):
         return getattr(mixed, "reduce_dtype", None) or parameter.dtype
-    hooks = getattr(wrapper, "_comm_hooks", None) or [(None, None)]
-    names = [getattr(hook, "__name__", "") for hook, _ in hooks if hook is not None]
+    hooks = getattr(wrapper, "_comm_hooks", None) or []
+    names = ["allreduce_hook", *(getattr(hook, "__name__", "") for hook, _ in hooks if hook is not None)]
     known = {
         "allreduce_hook": parameter.dtype,
         "fp16_compress_hook": torch.float16,
         "bf16_compress_hook": torch.bfloat16,
     }
-    return known.get(names[-1]) if names else parameter.dtype
+    return known.get(names[-1])
 
 
 def sharded_sum_in(module: torch.nn.Module) -> torch.dtype | None:

@@ -72,8 +72,10 @@ class Gpu:
         if self.architecture not in TENSOR_CORE_DTYPES:
             return None
         known = rate_key(dtype) in TENSOR_CORE_DTYPES[self.architecture]
-        # Only an architecture's data-centre chips have FP64 Tensor Cores, and this card is not in the table.
-        return None if known and dtype == "float64" else known
+        if known and dtype == "float64":
+            # Only an architecture's data-centre chips have FP64 Tensor Cores, and this card is not in the table.
+            return None
+        return known
 
 
 def rate_key(dtype: str) -> str:
@@ -277,7 +279,9 @@ def named(text: str) -> Gpu:
         return of_device(text.strip(), None)
     known = {name.lower(): name for name in (*ARCHITECTURES, *(card.name for card in _CARDS), *_EXAMPLES)}
     near = [known[name] for name in get_close_matches(words, known, cutoff=0.5)]
-    nearest = f" (near it: {', '.join(near)})" if near else ""
+    nearest = ""
+    if near:
+        nearest = f" (near it: {', '.join(near)})"
     raise ValueError(
         f"{text!r} is no GPU known here{nearest}: give 'auto', an architecture "
         f"({', '.join(ARCHITECTURES)}), a card ({', '.join(card.name for card in _CARDS)}), the name that nvidia-smi prints, "
@@ -320,31 +324,31 @@ def of_device(name: str, major: int | None, minor: int | None = None, vendor: st
     words = _words(name)
     if major is None:
         major, minor = _capability(words) or (None, None)
-    for card in () if _SLICE.search(words) else _CARDS:
-        if re.search(rf"(?<![a-z0-9])(?:{card.pattern})(?!\d)", words) and (
-            major is None or architecture_of(major, minor) == card.architecture
-        ):
-            return _gpu(card, name)
+    if not _SLICE.search(words):
+        for card in _CARDS:
+            if re.search(rf"(?<![a-z0-9])(?:{card.pattern})(?!\d)", words) and (
+                major is None or architecture_of(major, minor) == card.architecture
+            ):
+                return _gpu(card, name)
     if major is None:
         return Gpu(name, has_tensor_cores=None, vendor=vendor)
+    if major < 7 or _TURING_WITHOUT.search(words):
+        return Gpu(name, has_tensor_cores=False)
     architecture = architecture_of(major, minor)
-    lacks = major < 7 or _TURING_WITHOUT.search(words) is not None
-    return Gpu(name, "" if lacks else architecture, has_tensor_cores=not lacks if architecture or lacks else None)
+    return Gpu(name, architecture, has_tensor_cores=True if architecture else None)
 
 
 def architecture_of(major: int, minor: int | None = None) -> str:
     """Return the architecture of a CUDA compute capability; "" if it has no Tensor Cores or is not known here."""
-    if major == 7:
-        return "turing" if minor == 5 else "volta"
-    if major == 8:
-        return "ada" if minor == 9 else "ampere"
-    return {9: "hopper", 10: "blackwell", 11: "blackwell", 12: "blackwell"}.get(major, "")
+    if (major, minor) in ((7, 5), (8, 9)):
+        return {7: "turing", 8: "ada"}[major]
+    return {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 11: "blackwell", 12: "blackwell"}.get(major, "")
 
 
 def _gpu(card: _Card, name: str) -> Gpu:
     rates = {
         "float16": card.half,
-        "bfloat16": card.half if "bfloat16" in TENSOR_CORE_DTYPES[card.architecture] else None,
+        "bfloat16": card.half,
         "tfloat32": card.tf32,
         "float8": card.eight_bit,
         "int8": card.int8,
@@ -355,7 +359,11 @@ def _gpu(card: _Card, name: str) -> Gpu:
         name=name,
         architecture=card.architecture,
         has_tensor_cores=True,
-        tensor_core_tflops={dtype: rate for dtype, rate in rates.items() if rate is not None},
+        tensor_core_tflops={
+            dtype: rate
+            for dtype, rate in rates.items()
+            if rate is not None and dtype in TENSOR_CORE_DTYPES[card.architecture]
+        },
         cuda_core_tflops={"float32": card.fp32, "float16": card.half_cores},
         bandwidth_gb_s=card.bandwidth,
         sms=card.sms,

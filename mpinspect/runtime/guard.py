@@ -73,7 +73,9 @@ class Guarded:
             return
         self._told.add((method, type(error)))
         what = method.strip("_").replace("_", " ")
-        of = f" of {args[0]}" if args and isinstance(args[0], Nameable) else ""
+        of = ""
+        if args and isinstance(args[0], Nameable):
+            of = f" of {args[0]}"
         self._note(
             f"mpinspect failed in {what}{of} ({brief(error)}) and may miss some of it; the training is not affected"
         )
@@ -193,7 +195,9 @@ def entrance(method: Method) -> Method:
         if is_capturing():
             self.captured(*args)
             return None
-        meter = self.meter if self.meter is not None and not self.meter.running else None
+        meter = self.meter
+        if meter is not None and meter.running:
+            meter = None
         if meter is not None:
             meter.begin()
         taken: _Taken | None = None

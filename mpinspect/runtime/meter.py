@@ -70,7 +70,9 @@ class Meter:
         if self.running:
             self._own_s += now - self._began
             self._began = now
-        step_s = None if self._step_began is None else now - self._step_began
+        step_s = None
+        if self._step_began is not None:
+            step_s = now - self._step_began
         own_s, self._own_s, self._step_began = self._own_s, 0.0, now
         return step_s, own_s
 

@@ -161,8 +161,10 @@ def _kernels(
     )
     for name, start, time, device, stream, graph, launch, before, place in rows:
         is_graph = bool(graph) or (launch >= 0 and graph_launch[launch])
-        operator = -1 if is_graph or place < 0 else around.operators[place]
-        module = around.modules[place] if place >= 0 else None
+        module = around.modules[place]
+        # A graph's kernels have no operator; the operators around the graph's launch did not choose them.
+        of_operator = -1 if is_graph else place
+        operator = around.operators[of_operator]
         yield Kernel(
             names[name],
             start,
@@ -170,15 +172,15 @@ def _kernels(
             device,
             stream,
             operators.at(operator),
-            operators.at(around.products[place]) if operator >= 0 else None,
+            operators.at(around.products[of_operator]),
             module or "",
             around.is_path and module is not None,
-            around.phases[place] if place >= 0 else "",
+            around.phases[place],
             "" if operator >= 0 else _why_none(is_graph, launch, before),
             is_graph,
-            around.steps[place] if place >= 0 else None,
-            around.calls[place] if operator >= 0 else None,
-            operator >= 0 and around.encloses[place],
+            around.steps[place],
+            around.calls[of_operator],
+            around.encloses[of_operator],
         )
 
 

@@ -25,7 +25,9 @@ _NODE = re.compile(r"(?:^|::)\w*Backward\d*$")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The surroundings of launches: one value per launch, in the order of the arguments. Positions index columns, or are -1.
+    """The surroundings of launches: one value per launch, in the order of the arguments, then one for the lack of a launch.
+
+    Positions index columns, or are -1.
 
     Args:
         operators: position of the innermost operator.
@@ -75,14 +77,14 @@ def surroundings(recording: Recording, threads: Ints, times: Floats) -> Surround
     products = [launch.product for launch in by_launch]
     owners = [product if product >= 0 else operator for product, operator in zip(products, innermost, strict=True)]
     return Surroundings(
-        innermost,
-        products,
-        _calls(recording, products),
-        [owner in chains.enclosing for owner in owners],
-        modules,
+        [*innermost, -1],
+        [*products, -1],
+        [*_calls(recording, products), None],
+        [*(owner in chains.enclosing for owner in owners), False],
+        [*modules, None],
         is_path,
-        phases,
-        _steps(recording, threads, times),
+        [*phases, ""],
+        [*_steps(recording, threads, times), None],
     )
 
 

@@ -28,7 +28,7 @@ def _producer(name: str, marks: str, can_be_read: str, *, is_torch: bool = False
     return Producer(name, re.compile(marks, re.MULTILINE), can_be_read, is_torch)
 
 
-#: The first that matches counts: XLA's profiler writes the traces of JAX and of TensorFlow.
+#: The first match counts: XLA's profiler, which writes the traces of JAX and TensorFlow, follows these two.
 _PRODUCERS = (
     _producer(
         "of rocprofv3 (ROCm)",

@@ -130,9 +130,7 @@ def advise(
             top = Ceiling(room - ceiling.margin, ceiling.margin).reaching(0).below(own)
         served = scale_window(found, top.log2_highest if top else None, format, rules.tolerance)
         blocks.append(Block(first, last, found, served, own is not None))
-    zeros: tuple[str, ...] = ()
-    if format == FLOAT16:
-        zeros = tuple(always_zero(totals))
+    zeros = () if format != FLOAT16 else tuple(always_zero(totals))
     decision = decide(gradients, window, ceiling, add_counts(peaks), blocks, rules, zeros)
     return _advised(decision, blocks, gradients, seen.left_out)
 

@@ -31,8 +31,10 @@ def float32_by_default(is_eligible: Callable[[Any], bool]) -> Policy:
 
     def policy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = _dtype_place(operation)
-        named = kwargs.get("dtype") if place is None else args[place : place + 1] not in ((), (None,))
-        if named or not is_eligible(args[0]):
+        given = kwargs.get("dtype")
+        if place is not None:
+            given = next(iter(args[place : place + 1]), None)
+        if given is not None or not is_eligible(args[0]):
             return operation(*args, **kwargs)
         if place is None:
             return operation(*args, **{**kwargs, "dtype": torch.float32})
@@ -45,9 +47,10 @@ def widest(cast: Cast, is_eligible: Callable[[Any], bool], device: str) -> Polic
     """Return a policy that runs in the operands' widest dtype; the narrow one is ``device``'s autocast dtype."""
 
     def policy(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        dtypes = {value.dtype for value in args if is_eligible(value)}
-        lower = torch.get_autocast_dtype(device)
-        return operation(*cast_all(args, lower if dtypes <= {lower} else torch.float32, cast), **kwargs)
+        dtype = torch.get_autocast_dtype(device)
+        if any(value.dtype != dtype for value in args if is_eligible(value)):
+            dtype = torch.float32
+        return operation(*cast_all(args, dtype, cast), **kwargs)
 
     return policy
 

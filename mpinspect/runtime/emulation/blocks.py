@@ -37,14 +37,16 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
     """
     (m, _), n = a.shape, b.shape[1]
     largest = max(a.numel(), b.numel(), m * n)
+    if bias is not None:
+        bias = bias.float()
     if largest <= 4 * PART:
-        return _sum(a.float(), b.float(), None if bias is None else bias.float()).to(a.dtype)
+        return _sum(a.float(), b.float(), bias).to(a.dtype)
     result = a.new_empty(m, n)
     small = m * n * torch.get_num_threads() <= largest // 2
     if small and not _by_rows(a if a.numel() == largest else b.t()):
         _inner(a, b, bias, result)
     elif b.numel() == largest and m * n < largest:
-        _rows(b.t(), a.t(), None if bias is None else bias[:, None], result.t())
+        _rows(b.t(), a.t(), bias if bias is None else bias[:, None], result.t())
     else:
         _rows(a, b, bias, result)
     return result
@@ -52,11 +54,13 @@ def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) 
 
 def _rows(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, result: torch.Tensor) -> None:
     """Compute in parts of rows of ``a`` and the result; ``bias`` has shape (n,), per column, or (m, 1), per row."""
-    right, added = b.float(), None if bias is None else bias.float()
+    right = b.float()
 
     def work(parts: Iterable[slice]) -> None:
         for rows in parts:
-            part = added if added is None or added.dim() == 1 else added[rows]
+            part = bias
+            if part is not None and part.dim() == 2:
+                part = part[rows]
             result[rows] = _sum(a[rows].float(), right, part)
 
     _share(work, _parts(a.shape[0], max(a.shape[1], b.shape[1])))
@@ -74,7 +78,9 @@ def _inner(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, result: 
 
     _share(work, range(sums))
     total = totals.sum(0)
-    result.copy_(total if bias is None else total.add_(bias))
+    if bias is not None:
+        total.add_(bias)
+    result.copy_(total)
 
 
 def _share(work: Callable[[Iterable[Item]], None], items: Sequence[Item]) -> None:
@@ -101,9 +107,11 @@ def _sum(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.T
 
 
 def _parts(length: int, width: int) -> list[slice]:
-    """Return slices of ``range(length)``, each sized for one thread, or for all of torch's if there are many."""
+    """Return slices of ``range(length)``: each is the work of one thread or, with many threads, of all of torch's together."""
     threads = torch.get_num_threads()
-    step = max(1, PART * (1 if threads <= MOST_THREADS else threads) // width)
+    if threads <= MOST_THREADS:
+        threads = 1
+    step = max(1, PART * threads // width)
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 

@@ -83,8 +83,9 @@ def _mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.d
 
 def _addmm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
     bias, a, b = args
-    plain = not kwargs and a.dim() == b.dim() == 2 and bias.shape == b.shape[1:] and a.shape[1] == b.shape[0]
-    return blocks.product(a, b, bias) if plain else _in_float32(func, args, kwargs, dtype)
+    if not kwargs and a.dim() == b.dim() == 2 and bias.shape == b.shape[1:] and a.shape[1] == b.shape[0]:
+        return blocks.product(a, b, bias)
+    return _in_float32(func, args, kwargs, dtype)
 
 
 def _in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -148,8 +149,8 @@ def is_composite(func: Any) -> bool:
 def _half_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
     """Return the operands' dtype if all are strided CPU tensors of the same 16-bit dtype, else None."""
     found: torch.dtype | None = None
-    operands = args[: _OPERANDS[func]] if func in _OPERANDS else (*args, *kwargs.values())
-    for value in operands:
+    operands = (*args, *kwargs.values())
+    for value in operands[: _OPERANDS.get(func, len(operands))]:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             continue
         if value.dtype not in _HALVES or value.device.type != "cpu" or value.layout != torch.strided:
