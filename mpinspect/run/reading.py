@@ -76,7 +76,6 @@ def read_run(
                     models.unreadable(name)
                     unreadable.append(": ".join(filter(None, [name, str(found)])))
     parts = tuple(ModelPart(name, analyse(session, format)) for name, session in models.models())
-    ranks = with_each_rank(folder, parts, format) if for_page and not each_rank else ()
     # Rank 0's own report repeats the notes on the other ranks: list each once.
     notes = [*models.notes, *_said({each: of for each, of in saw.items() if each not in models.notes}, len(processes))]
     return RunReport(
@@ -92,7 +91,7 @@ def read_run(
         broke_elsewhere="" if parts and not each_rank else models.ended_early,
         by_error=first.by_error,
         unreadable=tuple(unreadable),
-        ranks=ranks,
+        ranks=with_each_rank(folder, parts, format) if for_page and not each_rank else (),
     )
 
 
