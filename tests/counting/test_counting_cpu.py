@@ -322,10 +322,10 @@ from mpinspect.counting.cpu import available, compiling
 cache = compiling.cache_folder()
 for path in {[str(path) for name, path in kept.items() if name not in missing]!r}:
     shutil.copy2(path, cache)
-print(available._from_disk())
+print(available.AVAILABLE._from_disk())
 for path in {[str(kept[name]) for name in missing]!r}:
     shutil.copy2(path, cache)
-print(available._from_disk() is not None)
+print(available.AVAILABLE._from_disk() is not None)
 """
     assert told(look, NUMBA_CACHE_DIR=str(tmp_path)) == "None\nTrue"
 
