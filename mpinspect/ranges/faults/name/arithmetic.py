@@ -55,7 +55,7 @@ class _Running(Sentences):
         "evaluated, run training batches through it in train(), which makes them anew."
     )
     REPAIR_FORWARD = (
-        "Mend {origin}, which was not finite in step {origin_step}{why}, and reset the running statistics; before the model is "
+        "Repair {origin}, which was not finite in step {origin_step}{why}, and reset the running statistics; before the model is "
         "evaluated, run training batches through it in train(), which makes them anew."
     )
     KEEP_ALL_IN_FP32 = "Keep the statistics of all normalisations in FP32, or take a larger momentum."
@@ -197,7 +197,7 @@ _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
 def _loss_in_16_bits(case: Case) -> Iterator[Found]:
     """A loss computed in 16 bits: it may overflow, and the rest of a sum whose terms cancel is rounding error.
 
-    A term of a loss is told likewise: a mean or sum in 16 bits that the loss adds to others, or a difference of 16-bit
+    A term of a loss is reported too: a mean or sum in 16 bits that the loss adds to others, or a difference of 16-bit
     log-probabilities.
 
     False alarms: The warning is given if the loss has operators whose results may cancel (differences, products, KL),
@@ -401,7 +401,7 @@ def _whole_numbers(measured: Positions, operator: str) -> str:
 class _Tied(Sentences):
     TIED = (
         "The top {k:.0f} of the {scores:.0f} scores of {module} are chosen in {dtype:format}: in {fraction:percent} of the rows "
-        "the last one chosen ties with one that is left out, and it is not the scores that decide between them."
+        "the last one chosen ties with one that is left out, and the choice between them is arbitrary."
     )
     IN_FP32 = "Compute the router's scores in FP32."
     WIDE = "with torch.autocast(device_type, enabled=False):\n    scores = router(x.float()).softmax(-1)"

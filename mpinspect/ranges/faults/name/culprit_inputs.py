@@ -358,7 +358,7 @@ class _Weights(Sentences):
     )
     LOWER_SCHEDULED_RATE = (
         "Lower the largest learning rate of the scheduler (to a tenth, and again if need be), with a warm-up or with clipped "
-        "gradients. No precision and no loss scale mends this."
+        "gradients. A different precision or loss scale does not help."
     )
     NEW_OPTIMIZER = "optimizer = torch.optim.{optimizer}(model.parameters(), lr={lower:g})"
     NEW_RATE_OF_GROUP = 'optimizer.param_groups[{group:.0f}]["lr"] = {lower:g}'
@@ -370,7 +370,7 @@ _SINGULAR = (ExaminedArgument, ExaminedMask, ExaminedZeroRow)
 
 
 def _weights_exploded(case: Case) -> Iterator[Found]:
-    """Weights that had grown out of all proportion before anything became infinite.
+    """Weights that had exploded before the first infinity.
 
     False alarms: A norm that grows to 16 times its first value is no fault if the weights begin near zero (LoRA's B, a
     zero-initialised head): it is reported only if something also became infinite or the training diverged.

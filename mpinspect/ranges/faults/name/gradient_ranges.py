@@ -92,7 +92,7 @@ class _Flushed(Sentences):
     ONE_MORE = "1 more tensor loses more than {limit:percent}{where}."
     MORE = "{more} more tensors lose more than {limit:percent}{where}."
     MULTIPLY = (
-        "Multiply the loss by {wanted:.17g}, or begin with that in a dynamic scaler. The batch size is part of it: a mean over "
+        "Multiply the loss by {wanted:.17g}, or begin with that in a dynamic scaler. It depends on the batch size: a mean over "
         "twice as many samples needs twice the scale."
     )
 

@@ -173,8 +173,8 @@ def _rank_missing(case: Case) -> Iterator[Found]:
 
 
 class _Events(Sentences):
-    SOME = "Infinities or NaNs came on {ranks} in {most:count step}, the others saw none{began}."
-    MORE = "Infinities or NaNs came on {ranks} in {most:count step}, the others fewer{began}."
+    SOME = "Infinities or NaNs occurred on {ranks} in {most:count step}, the others saw none{began}."
+    MORE = "Infinities or NaNs occurred on {ranks} in {most:count step}, the others fewer{began}."
     LOOK = "Look at that rank's data, and at its device if the data are as the others'."
 
 
@@ -240,7 +240,7 @@ class _Elsewhere(Sentences):
         "On rank {rank} {tensors:.0f} of {of:.0f} tensors lie in other powers of two than on the other ranks, by more than they "
         "change by themselves: {tensor} is {distance:.1f} powers lower on average{others}."
     )
-    LOOK = "Look whether this rank gets other data, another batch size or another loss."
+    LOOK = "Check whether this rank gets other data, another batch size or another loss."
 
 
 def _rank_ranges_differ(case: Case) -> Iterator[Found]:
@@ -270,7 +270,7 @@ def _rank_ranges_differ(case: Case) -> Iterator[Found]:
 
 class _Scales(Sentences):
     PARTED = (
-        "From step {step} on {parted} did not have the loss scale of rank {first_rank}: {other} on rank {rank}, {one} on rank "
+        "From step {step} on {parted} had another loss scale than rank {first_rank}: {other} on rank {rank}, {one} on rank "
         "{first_rank}."
     )
     SHARE = (

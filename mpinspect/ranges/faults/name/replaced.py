@@ -19,19 +19,19 @@ _PRODUCTS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
 class _Replaced(Sentences):
     BEFORE_STEP = (
         "In step {step}{again} the gradients of {held:some 3} held infinities or NaNs, and were replaced by finite values "
-        "before the optimizer stepped: the step was taken on numbers that no backward gave."
+        "before the optimizer stepped: the step used the replaced numbers."
     )
     IN_BACKWARD = (
-        "From step {step} on gradients held infinities or NaNs, which must have reached the weight gradients of {modules}, and "
-        "no step was skipped: a hook (nan_to_num) replaced them by finite values before the scaler looked. The optimizer "
-        "stepped on numbers that no backward gave."
+        "From step {step} on the gradients that reach the weights of {modules} held infinities or NaNs. A hook (nan_to_num) "
+        "replaced them by finite values before the scaler checked, so no step was skipped. The optimizer used the replaced "
+        "numbers."
     )
     IN_BACKWARD_AT_SCALE = (
-        "From step {step} on gradients held infinities or NaNs, which must have reached the weight gradients of {modules}, and "
-        "no step was skipped: a hook (nan_to_num) replaced them by finite values before the scaler looked, so that its scale "
-        "never falls from {loss_scale:scale}. The optimizer stepped on numbers that no backward gave."
+        "From step {step} on the gradients that reach the weights of {modules} held infinities or NaNs. A hook (nan_to_num) "
+        "replaced them by finite values before the scaler checked, so no step was skipped, and the scale stays at "
+        "{loss_scale:scale}. The optimizer used the replaced numbers."
     )
-    TAKE_OUT = "Take the replacement out: the scaler then skips such steps, and lowers its scale until they end."
+    TAKE_OUT = "Remove the replacement: the scaler then skips such steps, and lowers its scale until they end."
     REPAIR = (
         "Mend what makes the infinities and NaNs: they come in {broken} of {all_steps} steps, so skipping such steps would "
         "leave few or none."

@@ -113,7 +113,7 @@ class _Initial(Sentences):
     )
     BEGIN = "Begin at {start:scale}."
     BEGIN_OR_LOWER = "Begin at {start:scale} or lower."
-    RUN_ON = "Run on until the scaler takes a step: only then is a scale known that holds."
+    RUN_ON = "Continue until the scaler takes a step: that scale works."
 
 
 def _initial_scale_too_high(case: Case) -> Iterator[Found]:
@@ -208,11 +208,11 @@ def _opened(skipped: int, steps: int) -> str:
 
 class _Anew(Sentences):
     EACH_STEP = (
-        "A new GradScaler is made for each step ({counted}): what it learnt from an overflow is thrown away, and the loss scale "
+        "A new GradScaler is made for each step ({counted}): its reaction to an overflow is lost, and the loss scale "
         "stays at {loss_scale:scale}."
     )
     EACH_STEP_OVERFLOWS = (
-        "A new GradScaler is made for each step ({counted}): what it learnt from an overflow is thrown away, and the loss scale "
+        "A new GradScaler is made for each step ({counted}): its reaction to an overflow is lost, and the loss scale "
         "stays at {loss_scale:scale}, at which the gradients overflow: {skipped_steps} of {all_steps} steps were skipped."
     )
     EACH_PERIOD = (
@@ -313,7 +313,7 @@ class _High(Sentences):
         "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
         "finite: the optimizer stepped all the same ({stepped} of {steps} steps), on gradients that had been made finite."
     )
-    TAKE_REPLACEMENT_OUT = "Take the replacement out: the scaler then lowers the scale by itself."
+    TAKE_REPLACEMENT_OUT = "Remove the replacement: the scaler then lowers the scale by itself."
     DYNAMIC = "Let a dynamic scaler find the scale."
     BEGIN = "Begin at {recommended:scale}, and let the scaler lower it by itself."
     SCALE_BY = "Scale by {recommended:scale}, and let a scaler skip what overflows."
@@ -446,8 +446,8 @@ class _Shared(Sentences):
         "The loss scale fell by {powers_of_two:.0f} powers of two, and only {own_overflows} of this model's steps overflowed: "
         "another loss or optimizer that uses the same GradScaler overflows and drags the scale of this one down."
     )
-    NOTHING_LOST = "It lost nothing by that: {lowest:scale}, the lowest, still serves it."
-    NOTHING_LOST_YET = "It lost nothing by that yet: {lowest:scale}, the lowest, still serves it."
+    NOTHING_LOST = "This did no harm: {lowest:scale}, the lowest, still serves it."
+    NOTHING_LOST_YET = "This did no harm so far: {lowest:scale}, the lowest, still serves it."
     ONE_EACH = "Give each network (each loss with an optimizer of its own) a scaler of its own."
     OF_ITS_OWN = "scaler = torch.amp.GradScaler(device_type)  # one that scales this network's loss alone"
 

@@ -108,7 +108,7 @@ class _Born(Sentences):
     )
     FIRST = "The forward was first not finite in step {step}, in {first_module}."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up or multiplied, and keep the result in FP32."
-    BOUND_EXP = "Bound the exponent, or compute the exponential and what it is multiplied with in FP32."
+    BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
     MASK_OF_THE_DTYPE = (
@@ -341,7 +341,7 @@ class _Left(Sentences):
         "From there {broken} in {broken_place} becomes infinite or NaN in {count:count element}, and is finite in FP32."
     )
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
-    INPUT_IN_FP32 = "Compute the input of this operator in FP32, from values that never were in 16 bits."
+    INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
 
 
 def _rounding_error_left(case: Case) -> Iterator[Found]:
@@ -395,8 +395,8 @@ def _fix(is_difference: bool) -> _Left:
 
 class _Integers(Sentences):
     CHANGED = (
-        "In step {step}, in {place}, whole numbers are made integers after they were in {dtype:format}, which changed "
-        "{changed:.0f} of the {of:.0f}: {exact:.0f} became {given:.0f}."
+        "In step {step}, in {place}, whole numbers pass through {dtype:format} before they become integers, which "
+        "changed {changed:.0f} of the {of:.0f}: {exact:.0f} became {given:.0f}."
     )
     APART = "Keep ids, indices and counts in a tensor of integers of their own, apart from what is cast to 16 bits."
     CAST_THE_REST = "ids, features = batch[:, 0].long(), batch[:, 1:].to(torch.bfloat16)  # from the FP32 batch"

@@ -175,8 +175,8 @@ def _kept_wide(lost: _LostInFormat, case: Case) -> tuple[_Updates | tuple[()], _
 class _Moments(Sentences):
     ONLY_GROW = (
         "{optimizer} keeps {state} in {dtype:format} and multiplies it by {kept:g} a step, which {dtype:format} rounds back to "
-        "what it was (a decay below 2^-{bits} = {least_decay:.2g} does nothing): it only grows, and the steps stay as small as "
-        "the largest gradients made them."
+        "what it was (a decay below 2^-{bits} = {least_decay:.2g} does nothing): it never decreases, so the steps stay as small "
+        "as after the largest gradients."
     )
     MAY_ONLY_GROW = (
         "{optimizer} keeps {state} in {dtype:format}. If it is a moving average of which each step keeps more than 1 - "
@@ -325,8 +325,8 @@ def _effect(event: Event | None) -> _Epsilon | None:
 
 class _Masters(Sentences):
     OVERWRITTEN = (
-        "After step {step}{again} the masters were set to the weights that are made of them: {changed:percent} of their "
-        "elements lost the bits that the weights' dtype does not have, and with these the updates that are smaller."
+        "After step {step}{again} the masters were overwritten with the weights: {changed:percent} of their elements were "
+        "rounded to the weights' dtype, which loses the updates that are smaller."
     )
     ONE_WAY = (
         "Copy from the masters to the weights alone, and save and load the masters with a checkpoint: they are the weights of "
@@ -358,14 +358,14 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
 
 class _Average(Sentences):
     COPY = (
-        "The {dtype:format} copy of {copies_of:some 2} was written in place, yet of the elements that differ from the weights "
-        "{unmoved_fraction:percent} never moved from step {since} on, since when it was watched: each update was below half a "
-        "unit in the last place."
+        "The {dtype:format} copy of {copies_of:some 2} was written in place, yet {unmoved_fraction:percent} of the elements "
+        "that differ from the weights have not moved since step {since}, when the watch began: each update was below half a unit "
+        "in the last place."
     )
     COPIES = (
-        "The {dtype:format} copies of {copies_of:some 2} were written in place, yet of the elements that differ from the "
-        "weights {unmoved_fraction:percent} never moved from step {since} on, since when they were watched: each update was "
-        "below half a unit in the last place."
+        "The {dtype:format} copies of {copies_of:some 2} were written in place, yet {unmoved_fraction:percent} of the "
+        "elements that differ from the weights have not moved since step {since}, when the watch began: each update was below "
+        "half a unit in the last place."
     )
     IN_FP32 = "Keep averages (EMA, SWA) of weights in FP32."
     WIDE = (
