@@ -34,7 +34,7 @@ class ActiveRun:
         self._parts: list[RunPart] = []
         #: Runs whose waiting rows are still to be logged.
         self._left: list[WandbRun | MlflowRun | TrackioRun] = []
-        #: Held while something is logged, as several models may; never taken by the thread that trains, before the end.
+        #: Held while something is logged, since several models may log. The thread that trains takes it only at the end.
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._fault: Exception | None = None

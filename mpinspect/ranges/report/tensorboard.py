@@ -239,7 +239,7 @@ class TensorBoardSink(ScalarSink):
         clock: returns monotonic seconds.
     """
 
-    #: The session file, on the same disk, comes first.
+    #: The session file on the same disk has priority.
     yields = True
 
     def __init__(
