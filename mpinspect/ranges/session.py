@@ -396,7 +396,7 @@ class LayersRecord:
 
 @dataclass(frozen=True)
 class OperandRecord:
-    """What a recipe of FP8 or FP4 would lose of an operand of a module's product, over the steps in which it was measured.
+    """The loss of an operand of a module's product under a recipe of FP8 or FP4, over the steps that measured it.
 
     Args:
         module: dotted path.

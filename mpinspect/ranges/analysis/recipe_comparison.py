@@ -303,7 +303,7 @@ def product_rows(
 
 
 def recipe_report(session: Session) -> RecipeReport | None:
-    """Return what the recipes that a run was asked for lose of its products; None if it measured none.
+    """Return the losses of a run's products under the recipes that it was asked for; None if it measured none.
 
     Recipes that this version does not know are left out.
     """

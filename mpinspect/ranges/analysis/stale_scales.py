@@ -19,7 +19,7 @@ HISTORIES = (1024, 16, 1)
 
 @dataclass(frozen=True)
 class StaleScale:
-    """What scales from the largest magnitude of the last ``history`` steps would have clipped of a layer's output gradient.
+    """The clipping of a layer's output gradient by scales from the largest magnitude of the last ``history`` steps.
 
     Args:
         module: dotted path.
@@ -41,7 +41,7 @@ class StaleScale:
 
 
 def stale_scales(session: Session, history: int) -> tuple[StaleScale, ...]:
-    """Return what a history would have clipped of each layer's output gradients; an empty tuple without such counts.
+    """Return the clipping of each layer's output gradients by a history; an empty tuple without such counts.
 
     Raises:
         ValueError: history < 1.

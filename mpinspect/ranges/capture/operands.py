@@ -20,7 +20,7 @@ _TRANSPOSED = {("dgrad", WEIGHT), ("wgrad", GRADIENT), ("wgrad", INPUT)}
 
 
 class OperandLosses:
-    """Adds up what recipes lose of the operands of layers' products.
+    """Adds up the losses of the operands of layers' products under recipes.
 
     Args:
         recipes: the recipes.

@@ -475,7 +475,7 @@ def _of_values(figure: Figure, row: Repeated) -> str | Cell:
     return NOT_APPLICABLE if has_no_values(row.worst) else figure(row)
 
 
-#: What the share of lost updates is a share of, by whether it was measured.
+#: The whole of which lost updates are a share, by whether the share was measured.
 _LOST_UPDATES = {
     True: "measured: of the weights whose gradient is not zero, those that the step left as they were",
     False: "if stored so: of the updates that are not zero, those that rounding would undo",

@@ -45,7 +45,7 @@ class NoteCell(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleNotes:
-    """What other reports know about the model's modules, shown beside the layers of each.
+    """Facts of other reports about the model's modules, shown with the layers of each.
 
     Args:
         columns: headings of further columns of the map's table, and what each means.

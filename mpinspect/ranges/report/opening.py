@@ -24,7 +24,7 @@ _NEAREST = (ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, WEIGHT)
 
 
 class Opening(NamedTuple):
-    """What a map shows at first.
+    """The layer, step and scale that a map shows at first.
 
     Args:
         format: name of the format.
@@ -55,7 +55,7 @@ def blocks_of(session: Session, event: Event | None, limit: int) -> tuple[Window
 
 
 def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence[Window]) -> Opening:
-    """Return what the map shows at first.
+    """Return the layer, step and scale that the map shows at first.
 
     Args:
         layers: the layers on the map.

@@ -1,4 +1,4 @@
-"""A second computation of a step: every operator runs once more, on FP32 twins of what the run holds in 16 bits.
+"""A second computation of a step: every operator runs once more, on FP32 twins of the run's 16-bit values.
 
 The run's own tensors are neither read late nor written. A twin belongs to a storage, so that views and writes in place need no
 bookkeeping; a tensor without one equals its twin. Each operator is judged twice: its *local* error is that of its own arithmetic,
@@ -143,7 +143,7 @@ class Place(NamedTuple):
 
 
 class SecondComputation:
-    """Computes what an ongoing step would give with more bits, operator by operator.
+    """Recomputes a running step with more bits, operator by operator.
 
     Args:
         module: returns the dotted path of the module that is running.
