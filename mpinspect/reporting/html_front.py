@@ -138,7 +138,9 @@ def _listed(listed: Listed, escape: Escape) -> Iterator[str]:
     finding = listed.finding
     step = "" if finding.step is None else f' data-step="{finding.step}"'
     thing = f' data-thing="{html.escape(listed.thing)}"' if listed.thing else ""
-    where = ", ".join(filter(None, (listed.thing, finding.layer, f"step {finding.step}" if step else "")))
+    where = ", ".join(
+        filter(None, (listed.thing, finding.layer and f"'{finding.layer}'", f"step {finding.step}" if step else ""))
+    )
     yield (
         f'<details class="finding {html.escape(finding.severity)}" data-layer="{html.escape(finding.layer)}"{step}{thing}>'
         f'<summary><b>{escape(finding.severity)}</b><span class="id">{escape(finding.id)}</span>'

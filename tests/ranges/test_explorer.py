@@ -386,7 +386,7 @@ def test_the_curves_and_what_happened(browser: Any, tmp_path: Path) -> None:
     low, high = (int(math.log2(end)) for end in (report.loss_scale.lowest, report.loss_scale.highest))
     words = page.text_content(".explorer figure.losses figcaption")
     assert f"safe window {power(low)} .. {power(high)}" in words
-    assert "the run's own scale, 2¹⁴" in words
+    assert "the run's last scale, 2¹⁴" in words
     assert page.locator(".explorer svg .window").count() == 1
     page.select_option(".explorer select >> nth=1", "float8_e4m3")
     assert "no safe window is known for" in page.text_content(".explorer figure.losses figcaption")

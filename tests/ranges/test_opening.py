@@ -54,7 +54,7 @@ def test_a_broken_run_opens_at_the_last_healthy_step_before_the_event_and_at_tha
         shown = opened(broken(step))
         assert (shown["format"], shown["block"], shown["scale"]) == ("float16", step - 1, scale)
         assert f"the first NaN of the run (step {step}, forward)" in shown["words"]
-        assert f"step {step - 1}, the last healthy before it that was counted" in shown["words"]
+        assert f"step {step - 1}, the last healthy sample before it" in shown["words"]
 
 
 def test_steps_whose_culprit_was_already_not_finite_are_not_healthy():

@@ -370,7 +370,7 @@ def test_the_only_rank_with_infinities_is_named():
     ranks[2] = dataclasses.replace(ranks[2], events=(event,))
     report = analyse(merge_ranks(ranks))
     said = finding(report, "rank-events-differ").message
-    assert said.startswith("Infinities or NaNs came on rank 2 in 1 step, the others saw none")
+    assert said.startswith("Infinities or NaNs occurred on rank 2 in 1 step, the others saw none")
     assert "rank 2, step 4, backward, 'fc', first inf" in str(report)
     # A rank that received the infinity from another rank is not named as its origin.
     batch = s.Event(4, 0, "forward", "", kinds.ACTIVATION, "fc", "inf", given=True)

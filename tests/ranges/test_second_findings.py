@@ -124,7 +124,7 @@ def test_rounded_ids_have_an_example():
     changed = ChangedIntegers(step=1, names=PLACE, text="bfloat16", changed=114, of=128, given=8576, exact=8544)
     finding = findings(changed)["integers-rounded"]
     assert finding.severity == "warning"
-    assert finding.message.endswith("BF16, which changed 114 of the 128: 8544 became 8576.")
+    assert finding.message.endswith("before they become integers, which changed 114 of the 128: 8544 became 8576.")
 
 
 def mixed(text, *names):

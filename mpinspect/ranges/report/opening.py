@@ -201,4 +201,4 @@ def _shown(block: int, blocks: Sequence[Window]) -> str:
     if block == WHOLE:
         return "No healthy step was counted before it, so the map shows the whole run."
     window = blocks[block]
-    return f"The map shows {steps_named(window.first_step, window.last_step)}, the last healthy before it that was counted."
+    return f"The map shows {steps_named(window.first_step, window.last_step)}, the last healthy sample before it."

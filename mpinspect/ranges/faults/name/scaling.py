@@ -317,6 +317,8 @@ class _High(Sentences):
     DYNAMIC = "Let a dynamic scaler find the scale."
     BEGIN = "Begin at {recommended:scale}, and let the scaler lower it by itself."
     SCALE_BY = "Scale by {recommended:scale}, and let a scaler skip what overflows."
+    UPDATE = "Call scaler.update() without an argument after each scaler.step(): it lowers the scale after an overflow."
+    STEP_AND_UPDATE = "scaler.step(optimizer)\nscaler.update()"
     BACKOFF = (
         "A backoff_factor of {backoff:.12g} hardly lowers it: leave backoff_factor and growth_factor at their defaults."
     )
@@ -342,10 +344,13 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
     on_replaced = bool(stepped and replaced(case))
     wanted = _wanted(first, case)
     backoff = next((each.backoff_factor for each in case.scalers if (each.backoff_factor or 0) > _HARDLY_LOWER), None)
-    fix, code = _High.DYNAMIC, _Scaler.NEW
+    fix: _High = _High.DYNAMIC
+    code: _High | _Scaler = _Scaler.NEW
     if wanted:
         fix, code = _High.BEGIN.when(case.scalers) or _High.SCALE_BY, _Scaler.BEGINNING_AT
     is_hidden = on_replaced and case.scalers
+    if not stepped and any(each.type == "GradScaler" and each.backoff_factor for each in case.scalers) and not backoff:
+        fix, code = _High.UPDATE, _High.STEP_AND_UPDATE
     yield Found(
         _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped) or _High.SKIPPED,
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},

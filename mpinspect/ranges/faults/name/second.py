@@ -106,8 +106,9 @@ class _Born(Sentences):
         "In step {measured}, {operator} in {place} is infinite or NaN in {count:count element} in {dtype:format}, and finite in "
         "FP32: an earlier operator had rounded away the value that keeps it finite."
     )
-    FIRST = "The forward was first not finite in step {step}, in {first_module}."
-    SUM_IN_FP32 = "Cast the terms to FP32 before they are added up or multiplied, and keep the result in FP32."
+    FIRST = "The forward was first not finite in step {step}, in {first_module}; the search for the operator began after it."
+    SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
+    PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
     BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
@@ -118,7 +119,8 @@ class _Born(Sentences):
     FINFO = "mask = torch.zeros(shape, dtype=scores.dtype).masked_fill(~allowed, torch.finfo(scores.dtype).min)"
 
 
-_SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "mul", "linalg_vector_norm", "norm", "pow")
+_SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "linalg_vector_norm", "norm")
+_PRODUCTS = ("mul", "pow")
 
 
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
@@ -140,6 +142,8 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
         fix, code = _Born.OPERATOR_IN_FP32, _Born.CAST
         if operator.rstrip("_") in _SUMS:
             fix = _Born.SUM_IN_FP32
+        elif operator.rstrip("_") in _PRODUCTS:
+            fix = _Born.PRODUCT_IN_FP32
         elif operator.startswith("exp"):
             fix = _Born.BOUND_EXP
         elif born.largest >= _LARGEST_OF_FP32:
@@ -148,8 +152,8 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
         is_later = first is not None and first.step < born.step
         yield Found(
             (
-                _Born.BEYOND if born.largest else _Born.FROM_ROUNDED_INPUTS,
                 _Born.FIRST if is_later else None,
+                _Born.BEYOND if born.largest else _Born.FROM_ROUNDED_INPUTS,
             ),
             _evidence(born),
             {
@@ -205,7 +209,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
             is_later = first is not None and first.step < alike.step
             lowered = len({event.step for event in broken if event.skipped})
             yield Found(
-                (_Alike.IN_FP32_TOO, _Born.FIRST if is_later else None),
+                (_Born.FIRST if is_later else None, _Alike.IN_FP32_TOO),
                 _evidence(alike),
                 {
                     **_place(alike),

@@ -30,7 +30,7 @@ export class LayerMap {
     this.own = new LayerView(view, change);
     this.kind = element("select", {}, ...view.kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, each.title)));
     this.format = element("select", { className: "narrow" }, ...data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
-    this.search = element("input", { type: "search", className: "narrow", placeholder: "part of a name", value: view.state.search });
+    this.search = element("input", { type: "search", className: "narrow", placeholder: "layer", value: view.state.search });
     this.said = element("p", { className: "said", role: "status", "aria-live": "polite" });
     this.opening = element("p", { className: "opening" }, element("bdi", {}, raised(data.opening.words)));
     this.back = element("button", { type: "button" }, data.opening.marked.length ? "back to where it began" : "back to what was shown first");

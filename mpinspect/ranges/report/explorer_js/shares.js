@@ -167,6 +167,6 @@ export class Shares {
       key("weighs", "flushed, by magnitude", "share of the sum of their magnitudes, estimated: small elements are many and weigh little"),
       key("overflows", "overflowed", "share of the non-zero elements beyond the format's largest value")];
     const window = safe && key("window", `safe window ${power(safe[0])} .. ${power(safe[1])}`, "loss scales at which nothing overflows, and at most 1% of the sum of magnitudes is flushed in every layer");
-    return [...curves, window ?? entry(none), key("own", `the run's own scale${data.collapsed ? " before it collapsed" : ""}, ${power(data.own)}`)];
+    return [...curves, window ?? entry(none), key("own", `the run's last scale${data.collapsed ? " before it collapsed" : ""}, ${power(data.own)}`)];
   }
 }
