@@ -361,7 +361,7 @@ def test_a_different_loss_scale_is_reported_with_its_first_step():
     ranks = [scaled(0, (0, 1024.0)), scaled(1, (0, 1024.0), (30, 512.0)), scaled(2, (0, 1024.0))]
     said = finding(analyse(merge_ranks(ranks)), "rank-scales-differ")
     assert said.step == 30
-    assert "rank 1 did not have the loss scale of rank 0" in said.message
+    assert "rank 1 had another loss scale than rank 0" in said.message
 
 
 def test_the_only_rank_with_infinities_is_named():
