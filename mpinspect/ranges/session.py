@@ -528,7 +528,8 @@ class Progress:
     weights_moved: bool | None = None
     compiled: tuple[str, ...] = ()
     eager_steps: Count | None = None
-    elapsed_s: Seconds = 0.0
+    #: No two runs take the same time, so that it does not count in comparisons.
+    elapsed_s: Seconds = field(default=0.0, compare=False)
 
     def scale_at(self, step: int) -> float | None:
         """Return the loss scale recorded for a step; None if it is unknown or not yet recorded."""

@@ -31,22 +31,18 @@ class Autocasts(Observer):
         self._parameters, self._clock, self._recording = parameters, clock, recording
         #: Number of regions by device type.
         self._opened: Counter[str] = Counter()
-        #: The devices of the FP32 weights, which autocast casts there.
-        self._devices: set[str] = set()
+        #: The devices of the FP32 weights, which autocast casts there; None: to be looked up.
+        self._devices: set[str] | None = None
         #: Whether an optimizer has stepped in an autocast region whose cache was not cleared since.
         self._stepped_inside = False
         self._first_stale: int | None = None
         self._stale = 0
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Observe the backwards of measured steps, and look up where the weights are."""
+        """Observe the backwards of measured steps, and look up again where the weights are."""
         self.at_work = self._clock.measured
         if self.at_work:
-            self._devices = {
-                each.parameter.device.type
-                for each in self._parameters
-                if each.parameter.dtype is torch.float32 and each.parameter.requires_grad
-            }
+            self._devices = None
 
     def autocast_made(self, device: str, enabled: bool) -> None:
         """Count a region."""
@@ -69,6 +65,12 @@ class Autocasts(Observer):
 
     def _is_cast(self) -> bool:
         """Return whether autocast is on for a device with FP32 weights that it casts."""
+        if self._devices is None:
+            self._devices = {
+                each.parameter.device.type
+                for each in self._parameters
+                if each.parameter.dtype is torch.float32 and each.parameter.requires_grad
+            }
         return any(torch.is_autocast_enabled(device) for device in self._devices)
 
     def run_ends(self) -> None:
