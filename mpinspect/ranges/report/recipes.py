@@ -40,13 +40,13 @@ ROWS = Limit(40, 200, "more; all are in JSON")
 _SMALL = 1e-5
 _LEGEND = (
     "a cell: share of the L1 mass (the sum of magnitudes) that is flushed to zero in the operand that loses most, and that "
-    "operand. Operands that are rounded at random, without bias, are left out: JSON has their noise. {0..5}: the worst of these "
-    "blocks; wide: no operand is rounded to nearest"
+    "operand. Operands that are rounded at random, without bias, are left out: the report in JSON has their noise. "
+    "{0..5}: the worst of these layers; wide: in high precision, or rounded at random alone"
 )
 _NOT_JUDGED = (
-    "Judged by range alone: a product is served if flushing takes at most 1% of each operand's L1 mass. Rounding inside the "
-    "range, the effect on later layers and the effect on the trained loss are not measured. Weights outside of "
-    "torch.nn.Linear (convolutions, experts in one parameter) are not judged."
+    "Judged by flushing alone: a product is served if flushing takes at most 1% of the L1 mass of each operand that is rounded "
+    "to nearest. Rounding inside the range, the effect on later layers and the effect on the trained loss are not measured. "
+    "Weights outside of torch.nn.Linear (convolutions, experts in one parameter) are neither judged nor converted."
 )
 
 
@@ -124,19 +124,19 @@ def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> str:
     if unserved:
         sentence = f"flushes over 1% of an operand's L1 mass in {modules_named(unserved)}"
     if unsuited:
-        sentence += f"; sizes that are no multiples of {recipe.multiple} in {modules_named(unsuited)}"
+        sentence += f"; {modules_named(unsuited)} left out: sizes not multiples of {recipe.multiple}"
     return sentence
 
 
 def _change(report: RecipeReport) -> Iterator[Block]:
     recipe, of_engine = report.advised, report.best_of(TRANSFORMER_ENGINE)
     if recipe is not None:
-        yield Line(f"{_serves(report, recipe)}. No other of these recipes that torchao trains serves more:")
+        yield Line(f"{_converts(report, recipe)}{_as_many(report, recipe)}:")
         yield Code("\n".join(report.code(recipe)))
         yield from _in_torchtitan(report, recipe)
     if of_engine is None or (recipe is not None and report.converted(of_engine) <= report.converted(recipe)):
         return
-    yield Line(f"{_serves(report, of_engine)}, by TransformerEngine's modules under the same names:")
+    yield Line(f"{_converts(report, of_engine)}, by TransformerEngine's modules under the same names:")
     yield Code("\n".join(report.code(of_engine, TRANSFORMER_ENGINE)))
     config = report.debug_config(of_engine)
     if config:
@@ -146,8 +146,19 @@ def _change(report: RecipeReport) -> Iterator[Block]:
         yield Code("\n".join(config))
 
 
-def _serves(report: RecipeReport, recipe: TrainingRecipe) -> str:
-    return f"{recipe.title} serves {report.converted(recipe):,} of {number_of(len(report.modules), 'layer')}"
+def _converts(report: RecipeReport, recipe: TrainingRecipe) -> str:
+    modules = number_of(len(report.modules), "Linear layer")
+    return f"{recipe.title} covers {report.converted(recipe):,} of {modules}"
+
+
+def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
+    """Return which other recipes of torchao convert as many layers, in words; the first is advised."""
+    others = [
+        each.title
+        for each in report.recipes
+        if each != recipe and report.code(each) and report.converted(each) == report.converted(recipe)
+    ]
+    return f" ({' and '.join(others)} cover as many)" if others else ""
 
 
 def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Block]:
@@ -164,7 +175,7 @@ def _notes(report: RecipeReport) -> Iterator[str]:
     yield _NOT_JUDGED
     for recipe in report.recipes:
         if recipe.caveats:
-            yield f"{recipe.title} also does what is not simulated here: {', '.join(recipe.caveats)}."
+            yield f"Not simulated of {recipe.title}: {', '.join(recipe.caveats)}. It may flush more or less than measured."
     if report.broken:
         yield f"Operands of {modules_named(report.broken)} hold infinities or NaN; their blocks become NaN and are left out."
     if report.not_called:
