@@ -158,7 +158,8 @@ def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
         for each in report.recipes
         if each != recipe and report.code(each) and report.converted(each) == report.converted(recipe)
     ]
-    return f" ({' and '.join(others)} cover as many)" if others else ""
+    verb = "covers" if len(others) == 1 else "cover"
+    return f" ({', '.join(others)} {verb} as many)" if others else ""
 
 
 def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Block]:

@@ -301,7 +301,7 @@ class _Norm(Sentences):
 def _norm_overflows(case: Case) -> Iterator[Found]:
     """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that what it normalises becomes zero.
 
-    It is looked for in the code of the model's own modules, in the first four steps and ever fewer later ones. What needs no
+    Checked in the code of the model's own modules, in the first four steps and ever fewer later ones. What needs no
     gradient, an activation checkpoint and a compiled region leave no graph to look in.
 
     False alarms: It is measured: the root's argument is infinite, and the loss is finite. Rows that nothing uses, such as

@@ -75,7 +75,7 @@ _VARIANTS = {
 def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
     """A sum of values that carry different powers of the loss scale, in a backward, a loss, a gradient or an optimizer.
 
-    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step with a GradScaler.
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step with a GradScaler.
 
     False alarms: None is known: an operator whose effect on the power is not certain makes it unknown.
     """

@@ -126,7 +126,7 @@ _PRODUCTS = ("mul", "pow")
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
     """An operator of the forward whose result in 16 bits is infinite or NaN, where the exact one is finite.
 
-    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
     infinity or NaN.
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
@@ -241,7 +241,7 @@ class _Sum(Sentences):
 def _sum_loses_terms(case: Case) -> Iterator[Found]:
     """A sum in 16 bits whose terms are rounded away.
 
-    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: It is measured, from an error of 3% on. It is information below 25% if no weight's gradient is off by 10%.
     """
@@ -278,7 +278,7 @@ class _Absorbed(Sentences):
 def _addition_changes_nothing(case: Case) -> Iterator[Found]:
     """An addition in 16 bits whose smaller operand the larger one absorbs.
 
-    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: A branch that begins near zero on purpose (LayerScale, a zero-initialised adapter) is information: its root mean
     square is below 2^-6.
@@ -315,7 +315,7 @@ class _Frozen(Sentences):
 def _buffer_stops(case: Case) -> Iterator[Found]:
     """A running sum, mean or count in 16 bits that no longer changes.
 
-    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: A buffer that is added to in place and set anew in each step loses only that step's terms.
     """
@@ -351,7 +351,7 @@ class _Left(Sentences):
 def _rounding_error_left(case: Case) -> Iterator[Found]:
     """An operator whose result is mostly the rounding error of its inputs: a difference that cancels, a sine of a large number.
 
-    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it.
     """
@@ -409,7 +409,7 @@ class _Integers(Sentences):
 def _integers_rounded(case: Case) -> Iterator[Found]:
     """Ids, indices or counts that pass through a 16-bit format and are made integers again.
 
-    It is looked for under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000,
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000,
     if the cast to 16 bits is in the step too.
 
     False alarms: It is measured: all were whole numbers before the cast, and some are others after it.
