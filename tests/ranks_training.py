@@ -98,7 +98,7 @@ def _step(name: str, model: nn.Module) -> Callable[[torch.Tensor], None]:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     rank, last, part = dist.get_rank(), dist.get_world_size() - 1, torch.empty(2, 8, requires_grad=True)
-    # Given shapes avoid the trial run, whose meaningless gradients would reach the oracle's hooks.
+    # Passing shapes avoids the trial run, whose meaningless gradients would reach the oracle's hooks.
     stage = PipelineStage(model, rank, last + 1, torch.device("cpu"), input_args=(part,), output_args=(part,))
     schedule = ScheduleGPipe(stage, 2, loss_fn=_squares)
     return lambda x: schedule.step(*([] if rank else [x]), **({"target": x} if rank == last else {}))

@@ -49,7 +49,7 @@ def test_every_session_has_a_tensorboard_log(name, tmp_path):
 
 @pytest.mark.parametrize("name", SESSIONS)
 def test_layer_names_are_never_truncated_in_text(name):
-    """A name may be folded over lines; without white space it is complete."""
+    """A name may wrap over lines; with white space removed, it is complete."""
     from mpinspect.ranges.report.document import LAYERS
     from mpinspect.ranges.report.layers import badness, repeated, seen_layers
     from mpinspect.reporting.streams import printable
