@@ -353,8 +353,8 @@ class _Weights(Sentences):
         "at the start."
     )
     LOWER_RATE = (
-        "Lower the learning rate (to a tenth, and again if need be), with a warm-up or with clipped gradients. No precision and "
-        "no loss scale mends this."
+        "Lower the learning rate (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different "
+        "precision or loss scale does not help."
     )
     LOWER_SCHEDULED_RATE = (
         "Lower the largest learning rate of the scheduler (to a tenth, and again if need be), with a warm-up or with clipped "

@@ -33,11 +33,11 @@ class _Replaced(Sentences):
     )
     TAKE_OUT = "Remove the replacement: the scaler then skips such steps, and lowers its scale until they end."
     REPAIR = (
-        "Mend what makes the infinities and NaNs: they come in {broken} of {all_steps} steps, so skipping such steps would "
+        "Remove the cause of the infinities and NaNs: they come in {broken} of {all_steps} steps, so skipping such steps would "
         "leave few or none."
     )
     REPAIR_OR_SKIP = (
-        "Mend what makes the infinities and NaNs; until then skip a step that has any, as a GradScaler does."
+        "Remove the cause of the infinities and NaNs; until then skip a step that has any, as a GradScaler does."
     )
     SCALER_SKIPS = (
         "scaler.scale(loss).backward()\n"
