@@ -18,7 +18,9 @@ def obstacle(models: Collection[torch.nn.Module]) -> str:
     dynamo = sys.modules.get("torch._dynamo.utils")
     compiled = dynamo is not None and dynamo.counters["frames"]["total"] > 0
     if compiled or any(compiled_functions(part) for model in models for part in model.modules()):
-        return "the model is compiled, and operators inside of torch.compile are not seen: use mpinspect lint on it"
+        return (
+            "code is compiled by torch.compile, and operators inside it are not seen: use mpinspect lint on the model"
+        )
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "the step is captured into a CUDA graph"
     return ""

@@ -1434,6 +1434,23 @@ def named(report: RangeReport, id: str) -> list[Finding]:
     return [finding for finding in report.findings if finding.id == id and finding.severity != "info"]
 
 
+@pytest.mark.parametrize(("backoff", "is_fixed"), [(0.5, True), (0.5, False), (0.9, False)])
+def test_a_scaler_that_never_lowers_its_scale_is_to_be_updated(backoff, is_fixed):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=backoff)
+    with Inspector(model) as inspector:
+        for x, y in batches(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = nn.functional.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update(2.0**40 if is_fixed else None)
+    asked = [finding for finding in named(inspector.report(), "scale-too-high") if "scaler.update()" in finding.fix]
+    assert len(asked) == is_fixed
+
+
 @pytest.mark.parametrize(("id", "module", "step", "loop"), CASES, ids=ids)
 def test_each_fault_is_reported_with_its_module_and_step(id, module, step, loop):
     report = loop(True)

@@ -336,7 +336,7 @@ def test_a_compiled_model_is_refused_with_advice(tmp_path):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     assert run.parts.matmuls is None
-    assert "the model is compiled" in " ".join(run.seen.notes)
+    assert "code is compiled by torch.compile" in " ".join(run.seen.notes)
     assert run.steps() == 4
 
 

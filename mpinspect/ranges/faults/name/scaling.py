@@ -349,7 +349,9 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
     if wanted:
         fix, code = _High.BEGIN.when(case.scalers) or _High.SCALE_BY, _Scaler.BEGINNING_AT
     is_hidden = on_replaced and case.scalers
-    if not stepped and any(each.type == "GradScaler" and each.backoff_factor for each in case.scalers) and not backoff:
+    # A single update() after an overflow would have changed the scale.
+    is_never_updated = first == last and any(each.type == "GradScaler" and each.backoff_factor for each in case.scalers)
+    if is_never_updated and not stepped and not backoff:
         fix, code = _High.UPDATE, _High.STEP_AND_UPDATE
     yield Found(
         _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped) or _High.SKIPPED,
