@@ -6,15 +6,14 @@ FOLDER/MODEL/rankN/Net, and write their oracles' counts to FOLDER/rankN.pt. Afte
 
 from __future__ import annotations
 
-import faulthandler
-import os
 import sys
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import torch
 import torch.distributed as dist
 from sharded_training import NO_FSDP2, local, same, weights
@@ -24,7 +23,7 @@ from mpinspect import Inspector
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, KINDS, WEIGHT_GRADIENT
 from mpinspect.run.all_ranks import AllRanks
 
-STEPS, MIDDLE, LIMIT_S = 4, 2, 120
+STEPS, MIDDLE = 4, 2
 #: Averaged gradients are counted in steps 0, 1, 2, 4, 8, ...: this is the last of them in STEPS steps.
 LAST_AVERAGED = 2
 #: Exponent -> number of elements; "zeros" is one more key.
@@ -214,40 +213,21 @@ def _add_up_so_far(inspector: Inspector, place: Path) -> None:
     dist.barrier()
 
 
-def _on_rank(rank: int, ranks: int, folder: Path) -> None:
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+def train_all(folder: Path, ranks: int) -> dict[str, Any]:
+    """Return the results of this rank's trainings by name."""
     names = [name for name in models_of(ranks) if "shards" not in name or not NO_FSDP2]
     found = {name: train(name, folder / name) for name in names}
     exact = {f"exact {name}": exactly(name, folder / f"exact {name}") for name in names if name in ("copies", "shards")}
-    torch.save(found | exact, folder / f"rank{rank}.pt")
-    dist.barrier()
+    return found | exact
 
 
 def main(folder: Path, ranks: int) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Imported once, before the ranks are forked.
     import torch.distributed.fsdp
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel  # noqa: F401
 
-    others: list[int] = []
-    for rank in range(1, ranks):
-        child = os.fork()
-        if not child:
-            _on_rank(rank, ranks, folder)
-            _leave(0)
-        others.append(child)
-    _on_rank(0, ranks, folder)
-    _leave(max(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) for other in others))
-
-
-def _leave(status: int) -> None:
-    """Exit without the destructors of gloo's threads, which may block."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    forked_ranks.run(folder, ranks, partial(train_all, folder, ranks))
 
 
 if __name__ == "__main__":
