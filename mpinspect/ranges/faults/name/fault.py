@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpinspect.ranges.faults.name.case import Case
-from mpinspect.reporting.finding import MEASURED, SEVERITIES, Finding
+from mpinspect.reporting.finding import INFERRED, MEASURED, SEVERITIES, Finding
 from mpinspect.reporting.sentences import Said, Sentences, text
 
 
@@ -25,7 +25,7 @@ class Found:
         layer: name of the tensor or module; "" for the whole run.
         severity: one of SEVERITIES; "" for the fault's own.
         is_mild: whether it did less harm than usual: its severity is one below the fault's own, which must not be "info".
-        certainty: "measured" or "inferred".
+        is_inferred: whether the cause was concluded from measurements, and not measured itself.
         step: the step in which the problem began, from 0; None if it belongs to no step.
     """
 
@@ -37,7 +37,7 @@ class Found:
     layer: str = ""
     severity: str = ""
     is_mild: bool = False
-    certainty: str = MEASURED
+    is_inferred: bool = False
     step: int | None = None
 
 
@@ -93,7 +93,7 @@ class Fault:
             dict(found.evidence),
             text(found.fix, figures),
             text(found.code, figures, between="\n"),
-            found.certainty,
+            (MEASURED, INFERRED)[found.is_inferred],
             found.step,
         )
 
