@@ -24,6 +24,7 @@ from mpinspect.ranges.kinds import KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, check_curves
 from mpinspect.ranges.session import RunInfo, Session, now
 from mpinspect.ranges.store.sinks import open_sinks
+from mpinspect.reporting.words import filled
 from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.version import __version__
 
@@ -163,7 +164,7 @@ class Recorder:
     def __repr__(self) -> str:
         """Return the recorder's state and progress in one line."""
         progress = self._recording.progress
-        where = "" if self.log_dir is None else f", writes to {self.log_dir}"
+        where = filled(", writes to {}", self.log_dir)
         state = "closed" if progress.ended else "open"
         return f"<Recorder: {state}, {progress.steps} steps, {progress.sampled_steps} sampled{where}>"
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.exponents import ExponentHistogram, merge
+from mpinspect.numeric.exponents import ExponentHistogram, merge, ratio
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.numeric.recipes import Products
 from mpinspect.ranges.kinds import KINDS
@@ -132,7 +132,7 @@ class LostUpdates:
     @property
     def fraction(self) -> float:
         """Share of the non-zero updates that are lost, 0..1."""
-        return self.lost / self.nonzero if self.nonzero else 0.0
+        return ratio(self.lost, self.nonzero)
 
 
 #: The zero of the addition of LostUpdates.
