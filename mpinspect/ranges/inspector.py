@@ -31,11 +31,12 @@ from mpinspect.ranges.faults.measure.second_steps import SecondSteps
 from mpinspect.ranges.faults.observers import diagnosing_observers
 from mpinspect.ranges.kinds import DEFAULT_KINDS, KINDS, UPDATE
 from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, check_curves
-from mpinspect.ranges.session import Event, RunInfo, Session, now
+from mpinspect.ranges.session import Event, RunInfo, Session
 from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
 from mpinspect.reporting.words import filled
+from mpinspect.runtime.appending import timestamp
 from mpinspect.runtime.device import devices_named
 from mpinspect.runtime.distributed import rank_and_world
 from mpinspect.runtime.finalizing import until_finalized
@@ -163,7 +164,7 @@ class Inspector:
         kinds = _kinds(capture, parameters)
         self._recipes = _recipes(recipes, kinds)
         info = RunInfo(
-            *(class_of(model).__name__, now(), kinds, self._schedule.every, watch, _versions(), max_overhead),
+            *(class_of(model).__name__, timestamp(), kinds, self._schedule.every, watch, _versions(), max_overhead),
             *(*rank_and_world(), selection.include or (), selection.exclude),
             devices_named(watched.parameter.device for watched in parameters),
         )

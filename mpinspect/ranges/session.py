@@ -6,7 +6,6 @@ torch. Counts are of *unscaled* values (divided by the loss scale of their backw
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -691,11 +690,6 @@ class Session:
         from mpinspect.ranges.store import save_session
 
         return save_session(self, path)
-
-
-def now() -> str:
-    """Return the current time as stored in ``RunInfo.started``: UTC, ISO 8601, to the second."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:
