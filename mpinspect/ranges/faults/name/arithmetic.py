@@ -109,7 +109,7 @@ def _not_finite(broken: Sequence[Statistics], case: Case) -> Found:
         _repair(dtype, origin),
         (_Running.TO_FP32.when(dtype != "float32"), _Running.RESET),
         layer=module,
-        severity="error",
+        is_grave=True,
         step=first.step,
     )
 

@@ -24,6 +24,7 @@ class Found:
         code: the fix as code, a member for each block of lines.
         layer: name of the tensor or module; "" for the whole run.
         severity: one of SEVERITIES; "" for the fault's own.
+        is_grave: whether it did more harm than usual: its severity is one above the fault's own, which must not be "error".
         is_mild: whether it did less harm than usual: its severity is one below the fault's own, which must not be "info".
         is_inferred: whether the cause was concluded from measurements, and not measured itself.
         step: the step in which the problem began, from 0; None if it belongs to no step.
@@ -36,6 +37,7 @@ class Found:
     code: Said = ()
     layer: str = ""
     severity: str = ""
+    is_grave: bool = False
     is_mild: bool = False
     is_inferred: bool = False
     step: int | None = None
@@ -87,7 +89,7 @@ class Fault:
         figures = {"step": found.step, **found.evidence, **found.words}
         return Finding(
             self.id,
-            found.severity or SEVERITIES[SEVERITIES.index(self.severity) - found.is_mild],
+            found.severity or SEVERITIES[SEVERITIES.index(self.severity) + found.is_grave - found.is_mild],
             found.layer,
             text(found.says, figures),
             dict(found.evidence),

@@ -265,13 +265,9 @@ def _scaler_made_anew(case: Case) -> Iterator[Found]:
         {"all_steps": steps},
         _Anew.ONCE_BEFORE_LOOP,
         _Anew.BEFORE_LOOP,
-        severity=_severity(lost, steps),
+        is_grave=lost >= max(_MOST * steps, _FEWEST_STEPS),
         step=made.step,
     )
-
-
-def _severity(lost: int, steps: int) -> str:
-    return "error" if lost >= max(_MOST * steps, _FEWEST_STEPS) else "warning"
 
 
 def _search_repeated(case: Case) -> Iterator[Found]:
@@ -288,7 +284,7 @@ def _search_repeated(case: Case) -> Iterator[Found]:
         {"numbers": _numbered(restarts)},
         _Anew.ONE_FOR_RUN,
         _Anew.SAVE_AND_LOAD,
-        severity=_severity(lost, steps),
+        is_grave=lost >= _MOST * steps,
         is_inferred=True,
         step=restarts[0],
     )

@@ -305,7 +305,7 @@ def _epsilon_zero(case: Case) -> Iterator[Found]:
                 {"step_before": broke and broke.step - 1},
                 _Epsilon.FP32_STATES,
                 FP32Weights.of(dtype),
-                severity="error" if broke else "warning",
+                is_grave=broke is not None,
                 is_inferred=not (broke and is_known),
                 step=None if broke is None else broke.step,
             )

@@ -86,7 +86,7 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
                 {"loss_scale": scale, "factor": factor, "parameters": len(measured.names)},
                 fix=_Unscale.LET_SCALER_STEP,
                 code=_Unscale.SCALER_STEP,
-                severity="error",
+                is_grave=True,
                 step=measured.step,
             )
             return
