@@ -531,6 +531,11 @@ class Progress:
     #: No two runs take the same time, so that it does not count in comparisons.
     elapsed_s: Seconds = field(default=0.0, compare=False)
 
+    @property
+    def so_far(self) -> str:
+        """Words after a figure of a run that has not ended; else ""."""
+        return "" if self.ended else " so far"
+
     def scale_at(self, step: int) -> float | None:
         """Return the loss scale recorded for a step; None if it is unknown or not yet recorded."""
         return next((change.scale for change in reversed(self.scales) if change.step <= step), None)

@@ -176,7 +176,7 @@ def _kernels(
             module or "",
             around.is_path and module is not None,
             around.phases[place],
-            "" if operator >= 0 else _why_none(is_graph, launch, before),
+            _why_none(operator, is_graph, launch, before),
             is_graph,
             around.steps[place],
             around.calls[of_operator],
@@ -184,7 +184,9 @@ def _kernels(
         )
 
 
-def _why_none(is_graph: bool, launch: int, before: bool) -> str:
+def _why_none(operator: int, is_graph: bool, launch: int, before: bool) -> str:
+    if operator >= 0:
+        return ""
     if is_graph:
         return "CUDA graph"
     if launch >= 0:

@@ -61,9 +61,9 @@ from mpinspect.reporting.document import (
     Tables,
     Term,
     bullets,
-    is_empty,
     lines,
     most,
+    nonempty,
     section,
 )
 from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, number_of, percent, share, some, upper_first
@@ -131,13 +131,13 @@ def document(
             *section("Infinite or NaN", *_events(report.events)),
             *section(_scale_title(report), *_loss_scale(report), is_detail=is_healthy),
             *_layers(report, everything),
-            *section("Other formats", *lines(_formats(report)), is_detail=is_healthy),
+            *section("Other formats", *lines(*_formats(report)), is_detail=is_healthy),
             *section("Recipes of FP8 and FP4", *in_run(recipe_report(session), session)),
             *section(
                 "Coverage",
                 Line(_totals(report)),
                 Line(overhead_line(session)),
-                *lines(_left_out(session)),
+                *lines(*_left_out(session)),
                 _never_fired(report),
                 # A run's own report gives the steps in its summary.
                 is_detail=is_healthy and not verdict and not report.coverage.never_fired and not overhead_line(session),
@@ -162,13 +162,12 @@ def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
         *change_blocks(verdict),
         Line(verdict.more, "dim"),
     )
-    return tuple(block for block in blocks if not is_empty(block))
+    return nonempty(*blocks)
 
 
 def change_blocks(verdict: Verdict, where: str = "") -> tuple[Block, ...]:
     """Return the change that a verdict asks for, with its code; () if it asks for none."""
-    blocks = (Line(f"Change{where}: {verdict.change}" if verdict.change else ""), Code(verdict.code))
-    return tuple(block for block in blocks if not is_empty(block))
+    return nonempty(Line(verdict.change and f"Change{where}: {verdict.change}"), Code(verdict.code))
 
 
 def _totals(report: RangeReport) -> str:
@@ -176,7 +175,7 @@ def _totals(report: RangeReport) -> str:
     seen = session.passed_through() - {FLOAT32.name}
     # Under autocast the values of one layer may have gone through the narrow format of another.
     rounded = f"; values may have been rounded to {' and '.join(sorted(seen))} before they were counted" if seen else ""
-    counted = steps_and_samples(session.progress, "" if session.progress.ended else " so far")
+    counted = steps_and_samples(session.progress, session.progress.so_far)
     return f"{counted}{rounded}; {report.coverage}"
 
 

@@ -12,8 +12,8 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, loss_made_by, period, where_to_inspect
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import DROPPED, END, LOSSES, TAKEN, Event, Session, module_named
-from mpinspect.reporting.sentences import Sentences, by_number
-from mpinspect.reporting.words import bracketed, filled
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import bracketed, by_number, filled
 
 #: Share of skipped steps above which a dynamic scaler is no longer just probing (its growth interval is hundreds of steps).
 SKIPPED_TOLERANCE = 0.1

@@ -21,8 +21,8 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.records import WeightGrowth
 from mpinspect.ranges.session import Session
-from mpinspect.reporting.sentences import Sentences, by_number
-from mpinspect.reporting.words import scale_of, some, steps_named, with_power
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import by_number, scale_of, some, steps_named, with_power
 
 
 class _Spared(Sentences):

@@ -13,8 +13,8 @@ from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.finding import INFERRED, MEASURED
-from mpinspect.reporting.sentences import Sentences, by_number
-from mpinspect.reporting.words import number_of
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import by_number, number_of
 
 #: The optimizer's setting that is the share of a state that each step keeps, by the state's name.
 _KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}

@@ -17,8 +17,8 @@ from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import MissingGradients, NotOptimized
 from mpinspect.ranges.session import FROZEN
 from mpinspect.reporting.finding import INFERRED
-from mpinspect.reporting.sentences import Sentences, by_number
-from mpinspect.reporting.words import as_power, with_power
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import as_power, by_number, with_power
 
 #: A loss scale that may be raised by this factor is to be raised before anything else is tried.
 _MUCH_ROOM = 256.0

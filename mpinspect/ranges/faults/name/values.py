@@ -13,8 +13,8 @@ from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
 from mpinspect.ranges.session import TensorKey, TensorWindow, module_named
-from mpinspect.reporting.sentences import Sentences, by_number
-from mpinspect.reporting.words import format_name, number_of
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import by_number, format_name, number_of
 
 
 class _Values(Sentences):
