@@ -2,6 +2,7 @@
 nothing."""
 
 # Thread: https://github.com/AI-Hypercomputer/maxtext/pull/3721
+# Finding: gradients-replaced, from step 0
 import torch
 from torch import nn
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from mpinspect.ranges.analysis.comparison import LayerChange, Parting, RangeDiff, Steps
 from mpinspect.ranges.analysis.first_line import first_line, gravest
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.parting import LEAST_BEYOND
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import kind_named, phrase
 from mpinspect.ranges.report.explorer import Mapped, widget

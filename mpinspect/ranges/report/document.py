@@ -10,11 +10,12 @@ from itertools import groupby
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS
 from mpinspect.ranges.analysis.formats_fit import CANDIDATES
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.overhead import overhead_line
 from mpinspect.ranges.analysis.precision import is_hidden, run_format
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.recipe_comparison import recipe_report
-from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
+from mpinspect.ranges.analysis.report import FormatVerdict, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
 from mpinspect.ranges.report.explorer import NO_NOTES, ModuleNotes

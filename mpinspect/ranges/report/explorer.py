@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeAlias
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FORMATS, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.evidence import own_scale
-from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers

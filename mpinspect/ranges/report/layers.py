@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FORMATS, FloatFormat, floor_log2
-from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.session import TensorInfo

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, floor_log2
 from mpinspect.ranges.analyse import judged_in
 from mpinspect.ranges.analysis.evidence import own_scale
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import run_format
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen, module_named

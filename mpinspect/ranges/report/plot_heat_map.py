@@ -13,7 +13,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
 from mpinspect.numeric.formats import FORMATS
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, kind_named
 from mpinspect.ranges.report.layers import (

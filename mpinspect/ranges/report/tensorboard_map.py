@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpinspect.numeric.formats import FloatFormat
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.kinds import UPDATE, kind_named
 from mpinspect.ranges.report.layers import Repeated, repeated, seen_layers
 from mpinspect.reporting.palette import light, tint, tint_rgb

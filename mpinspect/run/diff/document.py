@@ -8,7 +8,8 @@ from pathlib import PurePath
 from typing import Any
 
 from mpinspect.ranges.analysis.comparison import RangeDiff
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.report.comparison import BESIDE, ROWS, blocks, headline, maps, matters, trouble
 from mpinspect.ranges.report.front import NO_MAP
 from mpinspect.ranges.session import LostUpdates

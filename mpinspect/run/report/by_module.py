@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import floor_log2
-from mpinspect.ranges.analysis.report import LayerReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.report.layers import common_name

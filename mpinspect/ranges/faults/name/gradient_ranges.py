@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.drift import moved
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import damped_by_epsilon, holds_without_scale
-from mpinspect.ranges.analysis.report import LayerReport
 from mpinspect.ranges.analysis.scale_advice import Decision, Loss
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.analysis.scale_words import in_steps
