@@ -311,7 +311,7 @@ def _compared(diff: RangeDiff) -> Iterator[str]:
     if diff.differs is not None:
         yield f"Measured: counts differ from {_named(diff.differs)} on, most in {_most(diff.differs)}."
     if compared.stretches == 1:
-        yield "Estimated: one stretch does not tell how far a tensor moves by itself; only chance was allowed for."
+        yield "Estimated: one stretch does not show a tensor's own variation; only chance was allowed for."
     elif diff.differs is not None or not compared.same_steps:
         yield (
             f"Estimated: a tensor moved where more than {percent(LEAST_BEYOND)} of its elements change by more than between "

@@ -98,8 +98,8 @@ TERMS = (
     Term(
         "window",
         r"\bwindow",
-        "the loss scales at which nothing seen overflows, nor what is larger by the powers of two kept in reserve, and L1 lost "
-        "is at most 1% in every layer",
+        "the loss scales at which no gradient seen overflows, the powers of two in reserve included, and L1 lost is at most 1% "
+        "in every layer",
     ),
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )

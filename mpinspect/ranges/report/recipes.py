@@ -59,7 +59,7 @@ def document(report: RecipeReport) -> Document:
             _judgements(report),
             *section("Change", *_change(report)),
             *section("Product by product", _table(report)),
-            *section("What was seen, and what was not", Items(tuple(map(Item, _notes(report))))),
+            *section("Seen and not seen", Items(tuple(map(Item, _notes(report))))),
         ),
     )
 

@@ -76,7 +76,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
         summary=(
             *section("In brief", Items(tuple(_brief(report)))),
             *section("Module by module", _modules(report), is_detail=report.is_shape_detail and report.kernels is None),
-            *section("What was seen, and what was not", bullets(report.saw[1:] and report.saw)),
+            *section("Seen and not seen", bullets(report.saw[1:] and report.saw)),
         ),
         terms=TERMS,
         front=_front(report),

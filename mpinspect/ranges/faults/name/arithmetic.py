@@ -20,15 +20,15 @@ from mpinspect.reporting.sentences import Sentences
 class _Running(Sentences):
     MEAN_IS_NAN = (
         "running_mean of {module} ({dtype:format}) has not been finite since step {step}: training uses the batch's own "
-        "statistics and goes on, but evaluation uses the running statistics and gives NaN."
+        "statistics and continues, but evaluation uses the running statistics and gives NaN."
     )
     BOTH_ARE_NAN = (
         "{buffers} of {module} ({dtype:format}) have not been finite since step {step}: training uses the batch's own "
-        "statistics and goes on, but evaluation uses the running statistics and gives NaN."
+        "statistics and continues, but evaluation uses the running statistics and gives NaN."
     )
     VARIANCE_IS_INFINITE = (
         "{buffers} of {module} ({dtype:format}) has not been finite since step {step}: training uses the batch's own statistics "
-        "and goes on, but evaluation uses the running statistics: a channel whose variance is infinite gives the same output "
+        "and continues, but evaluation uses the running statistics: a channel whose variance is infinite gives the same output "
         "for every input, one with NaN gives NaN."
     )
     WRITTEN_ONE = "A forward that was not finite wrote it; skipping its step does not undo that."
@@ -51,7 +51,7 @@ class _Running(Sentences):
         "running statistics; before the model is evaluated, run training batches through it in train(), which makes them anew."
     )
     FIND_LARGE_VALUES = (
-        "Look at what makes the values too large, infinite or NaN, and reset the running statistics; before the model is "
+        "Find the cause of the values that are too large, infinite or NaN, and reset the running statistics; before the model is "
         "evaluated, run training batches through it in train(), which makes them anew."
     )
     REPAIR_FORWARD = (
@@ -276,16 +276,16 @@ def _on_a_cpu_only(loss: WholeLoss | LossTerm, case: Case) -> _Loss | None:
 class _Norm(Sentences):
     ALL_ZERO = (
         "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: "
-        "everything that is divided by that root became zero, and stays finite, so that no infinity or NaN shows it."
+        "everything that is divided by that root became zero. It is finite, so no infinity or NaN shows it."
     )
     ROWS_ZERO = (
         "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: in "
-        "{elements} of {of} rows what is divided by that root became zero, and stays finite, so that no infinity or NaN shows "
+        "{elements} of {of} rows the values divided by that root became zero. They are finite, so no infinity or NaN shows "
         "it."
     )
     ELEMENTS_ZERO = (
-        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: what is "
-        "divided by {elements} of that root's {of} elements became zero, and stays finite, so that no infinity or NaN shows it."
+        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: the "
+        "values divided by {elements} of that root's {of} elements became zero. They are finite, so no infinity or NaN shows it."
     )
     ELSEWHERE = "The same was found in {others}."
     IN_FP32 = (

@@ -134,7 +134,7 @@ class _Unlike(Sentences):
         "probably missed the others."
     )
     BLOCKS = "{which} are not converted, and the same layers of other blocks are."
-    CONVERT_ALIKE = "Let the filter treat them alike, or leave it if the difference is meant."
+    CONVERT_ALIKE = "Let the filter treat them in one way, or change nothing if the difference is intended."
 
 
 def _converted_in_part(case: Case) -> Iterator[Found]:

@@ -62,16 +62,14 @@ class _Ended(Sentences):
     THEN = "Then {then}."
     ALL_KILLED = "Either the job was stopped, or one of them died and the launcher stopped the others."
     READ_LAUNCHER = (
-        "Read what the launcher says of {ranks}: signal 9 is mostly a lack of memory, 11 a crash in native code. The launcher "
-        "stops the other ranks once one has ended."
+        "Read the launcher's messages on {ranks}: signal 9 mostly means a lack of memory, 11 a crash in native code. The "
+        "launcher stops the other ranks once one has ended."
     )
     READ_SCHEDULER = (
-        "Read what the launcher, or the scheduler, says of the job: it stopped {ranks}. The launcher stops the other ranks once "
-        "one has ended."
+        "Read the messages of the launcher or the scheduler on the job: it stopped {ranks}. The launcher stops the other ranks "
+        "once one has ended."
     )
-    READ_EXCEPTION = (
-        "Read what is printed of the exception on {ranks}. The launcher stops the other ranks once one has ended."
-    )
+    READ_EXCEPTION = "Read the exception that {ranks} printed. The launcher stops the other ranks once one has ended."
 
 
 def _ended_early(case: Case) -> Iterator[Found]:
@@ -147,7 +145,7 @@ def _first_end(numbers: Sequence[int], session: Session) -> Progress | None:
 
 
 class _Missing(Sentences):
-    LEFT_NOTHING = "{left} What is said here is of the others."
+    LEFT_NOTHING = "{left} The report covers the others only."
 
 
 def _rank_missing(case: Case) -> Iterator[Found]:
@@ -216,7 +214,7 @@ class _Unequal(Sentences):
 
 
 def _rank_replicas_unequal(case: Case) -> Iterator[Found]:
-    """Ranks that do not hold the weights that the first rank holds.
+    """Ranks whose weights differ from the first rank's.
 
     False alarms: The weights are compared bit by bit at the same step.
     """
@@ -361,10 +359,8 @@ def _rank_steps_differ(case: Case) -> Iterator[Found]:
 
 
 class _Settings(Sentences):
-    DIFFER = "The ranks are not alike: {sentences}."
-    TWO_RUNS = (
-        "Ranks that began so far apart are of two runs, or one was started again: keep only one run's folders together."
-    )
+    DIFFER = "The ranks differ: {sentences}."
+    TWO_RUNS = "Ranks that began so far apart belong to two runs, or one was started again: leave the folders of only one run there."
     ALIKE = "Start all ranks in the same environment and with the same options; counts are added up as they are."
 
 
@@ -426,8 +422,8 @@ def _seconds(first: str, second: str) -> float:
 
 class _Summed(Sentences):
     ROUNDED_AWAY = (
-        "The gradients of {world_size:,} ranks are summed in {dtype:format}: one rank's share is rounded away beside the sum of "
-        "the others ({dtype:format} has {bits} significant bits)."
+        "The gradients of {world_size:,} ranks are summed in {dtype:format}: one rank's share is rounded away when it is added "
+        "to the sum of the others ({dtype:format} has {bits} significant bits)."
     )
     ROUNDED = (
         "The gradients of {world_size:,} ranks are summed in {dtype:format}: each addition rounds to it ({dtype:format} has "

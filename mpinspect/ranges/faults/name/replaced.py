@@ -33,7 +33,7 @@ class _Replaced(Sentences):
     )
     TAKE_OUT = "Remove the replacement: the scaler then skips such steps, and lowers its scale until they end."
     REPAIR = (
-        "Remove the cause of the infinities and NaNs: they come in {broken} of {all_steps} steps, so skipping such steps would "
+        "Remove the cause of the infinities and NaNs: they occur in {broken} of {all_steps} steps, so skipping such steps would "
         "leave few or none."
     )
     REPAIR_OR_SKIP = (

@@ -19,7 +19,7 @@ from mpinspect.reporting.words import by_number, format_name, number_of
 
 class _Values(Sentences):
     WOULD_OVERFLOW = (
-        "In {format:format} {tensor} would overflow: the largest is {max_abs:.3g}, the format ends at {end:g}."
+        "In {format:format} {tensor} would overflow: the largest is {max_abs:.3g}, the format's maximum is {end:g}."
     )
     WIDER = "Compute {module} in FP32 or BF16; a loss scale does not change it."
 
