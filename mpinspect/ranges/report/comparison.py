@@ -86,7 +86,7 @@ def trouble(diff: RangeDiff) -> str:
 
 
 def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
-    """Return what identifies the event that broke a run, or else its first error, and its words; empty for neither."""
+    """Return the identity and the words of the event that broke a run, or else of its first error; empty for neither."""
     event = what_broke(report)
     if event is not None:
         return (event.step, event.phase, event.module), first_line(event)
@@ -197,7 +197,7 @@ def maps(diff: RangeDiff) -> Iterator[Widget]:
 
 
 def _tensors(title: str, shown: Sequence[LayerChange], everything: bool) -> Iterator[Block]:
-    """Yield the table of some tensors; nothing for none."""
+    """Yield the table of these tensors; no block without tensors."""
     yield from section(title, table(_LAYERS, map(_row, shown), limit=None if everything else ROWS, legend=_LEGEND))
 
 

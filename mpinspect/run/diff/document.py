@@ -85,7 +85,7 @@ def _front(report: DiffReport, diff: RangeDiff) -> Front:
         tone,
         (),
         beside,
-        # The verdict, the settings and the picture say what infos say.
+        # The verdict, the settings and the picture have the content of infos.
         tuple(Listed(finding) for finding in report.findings if finding.severity != SEVERITIES[0]),
         picture=None if found is None else replace(found, title="", of="Runs"),
         without=NO_MAP,

@@ -71,7 +71,7 @@ class OneStep(Guarded):
         self._second: tuple[SecondComputation, tuple[str, ...], dict[str, int]] | None = None
         #: The powers of the loss scale in the recorded step.
         self._powers: PowersOfScale | None = None
-        # A budget does not know what a step costs that is computed twice.
+        # A budget does not know the cost of a step that is computed twice.
         has_budget = options.max_overhead not in (None, math.inf)
         #: Chooses further steps that are computed twice.
         self._choice = (

@@ -299,10 +299,10 @@ class _Norm(Sentences):
 
 
 def _norm_overflows(case: Case) -> Iterator[Found]:
-    """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that what it normalises becomes zero.
+    """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that the normalised values become zero.
 
-    Checked in the code of the model's own modules, in the first four steps and ever fewer later ones. What needs no
-    gradient, an activation checkpoint and a compiled region leave no graph to look in.
+    Checked in the code of the model's own modules, in the first four steps and ever fewer later ones. Code that needs
+    no gradient, activation checkpoints and compiled regions leave no graph to search.
 
     False alarms: It is measured: the root's argument is infinite, and the loss is finite. Rows that nothing uses, such as
     padding, count as well.
@@ -408,10 +408,10 @@ class _Tied(Sentences):
 
 
 def _router_ties(case: Case) -> Iterator[Found]:
-    """Scores in 16 bits of which several are equal at the edge of the top k.
+    """Equal scores in 16 bits at the edge of the top k. The scores are those
 
-    The scores are those of a top k, of a gathering of the k largest, or of a mask that leaves the k largest. If a constant
-    was added to choose them, they are told only where every row chose the k largest without it.
+    of a top k, of a gathering of the k largest, or of a mask that leaves the k largest. If a constant
+    was added to choose them, they are reported only if every row chose the k largest without it.
 
     False alarms: Ties are reported from one row in a hundred on, even if a random choice among equal experts is intended.
     Ties at zero and rows of one value only do not count.

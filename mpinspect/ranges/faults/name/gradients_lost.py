@@ -267,7 +267,7 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
 
     False alarms: It is reported only if at least nine in ten parameters still hold gradients when the next step's backward
     begins. A loop that accumulates over several optimizer steps on purpose is reported too. Masters' gradients are reported
-    only if they are the sum of what they held before and of this step's gradients, all multiplied by one factor at most.
+    only if they are the sum of their earlier values and of this step's gradients, all multiplied by one factor at most.
     """
     masters = [
         each for each in case.recorded(MastersAddedUp) if _is_kept_whole(each, case.progress.scale_at(each.step))

@@ -1,4 +1,4 @@
-"""Faults of a conversion to FP8 or FP4: what it left out, and what it took although it should stay wide."""
+"""Faults of a conversion to FP8 or FP4: layers that it left out, and layers that it converted although they should stay wide."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOGETHER = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-#: What kernels ask the sizes to be multiples of, where the products are of no known recipe.
+#: The divisor that kernels ask of sizes, for products of an unknown recipe.
 _MULTIPLE = 16
 
 
@@ -138,7 +138,7 @@ class _Unlike(Sentences):
 
 
 def _converted_in_part(case: Case) -> Iterator[Found]:
-    """Layers of one kind of which some are converted: q and k but not v, or scattered blocks.
+    """Layers of one kind, only some of them converted: q and k but not v, or scattered blocks.
 
     The first blocks or the last ones, left wide, are a common recipe and not reported.
 

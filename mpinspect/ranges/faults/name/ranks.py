@@ -73,7 +73,7 @@ class _Ended(Sentences):
 
 
 def _ended_early(case: Case) -> Iterator[Found]:
-    """The ranks whose processes ended first, in which step and how, and what became of the others.
+    """The ranks whose processes ended first, with their steps and causes, and how the others ended.
 
     False alarms: A job that its scheduler stops is reported as a warning.
     """
@@ -110,7 +110,7 @@ def _ranks_in(left: Iterable[Measurement]) -> list[int]:
 
 
 def _endings(left: Sequence[Measurement], session: Session, later: Sequence[Measurement] = ()) -> Iterator[str]:
-    """Yield which ranks ended how, and in which step by what is in the session; ``later`` are the ranks that ended after them."""
+    """Yield how ranks ended, and the step, as the session shows it; ``later`` are the ranks that ended after them."""
     ranks: dict[str, list[int]] = {}
     for each in left:
         ranks.setdefault(each.text, []).append(each.rank or 0)
@@ -120,7 +120,7 @@ def _endings(left: Sequence[Measurement], session: Session, later: Sequence[Meas
 
 
 def _when(numbers: Sequence[int], session: Session, waited: Sequence[int]) -> str:
-    """Return the step, by what the ranks wrote and by those that waited for them; "" if they recorded another model."""
+    """Return the step, from the records of the ranks and of the ranks that waited for them; "" if they recorded another model."""
     first = _first_end(numbers, session)
     if first is None:
         is_missing = bool(set(_known_of(session, MISSING)) & set(numbers))
@@ -360,7 +360,7 @@ def _rank_steps_differ(case: Case) -> Iterator[Found]:
 
 class _Settings(Sentences):
     DIFFER = "The ranks differ: {sentences}."
-    TWO_RUNS = "Ranks that began so far apart belong to two runs, or one was started again: leave the folders of only one run there."
+    TWO_RUNS = "Ranks that began so far apart belong to two runs, or one was started again: leave only one run's folders there."
     ALIKE = "Start all ranks in the same environment and with the same options; counts are added up as they are."
 
 

@@ -397,7 +397,7 @@ class _Low(Sentences):
 
 
 def _scale_too_low(case: Case) -> Iterator[Found]:
-    """An FP16 run whose loss scale is below what its gradients need in at least nine of ten steps.
+    """An FP16 run whose loss scale is below its gradients' need in at least nine of ten steps.
 
     False alarms: The need is judged by the lost share of the sum of magnitudes. If small gradients were flushed before they
     could be counted, it is inferred.
@@ -755,8 +755,8 @@ class _Missing(Sentences):
 def _scaler_missing(case: Case) -> Iterator[Found]:
     """An FP16 run in which no scaled loss was seen.
 
-    False alarms: A loop that scales by hand looks the same until the inspector is given the scale. Where gradients reach the
-    optimizer or its masters made smaller, all alike, the finding is information.
+    False alarms: A loop that scales by hand looks the same until the inspector is given the scale. If all gradients reach the
+    optimizer or its masters divided by one factor, the finding is information.
     """
     if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
         return

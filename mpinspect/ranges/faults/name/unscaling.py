@@ -139,7 +139,7 @@ class _TooOften(Sentences):
 def _unscaled_too_often(case: Case) -> Iterator[Found]:
     """Gradients that were divided by a scaler's loss scale more often than they were multiplied by it.
 
-    False alarms: A loss that the loop multiplies by the scaler's scale by hand, beside others that the scaler multiplies, is
+    False alarms: A loss that the loop multiplies by the scaler's scale by hand, while the scaler multiplies others, is
     reported.
     """
     by_hand = _changed(case)
