@@ -1435,7 +1435,7 @@ def named(report: RangeReport, id: str) -> list[Finding]:
 
 
 @pytest.mark.parametrize(("backoff", "is_fixed"), [(0.5, True), (0.5, False), (0.9, False)])
-def test_a_scaler_that_never_lowers_its_scale_is_to_be_updated(backoff, is_fixed):
+def test_for_a_scaler_that_never_lowers_its_scale_update_is_suggested(backoff, is_fixed):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=backoff)

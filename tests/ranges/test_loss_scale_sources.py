@@ -89,7 +89,7 @@ def test_gradients_of_a_fused_optimizer_are_counted_unscaled() -> None:
     assert inspector.session().progress.steps == 1
 
 
-def test_scaled_and_unscaled_backwards_of_one_loss_are_counted_alike() -> None:
+def test_scaled_and_unscaled_backwards_of_one_loss_have_equal_counts() -> None:
     model = _model()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     with Inspector(model) as inspector:
