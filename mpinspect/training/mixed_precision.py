@@ -503,7 +503,7 @@ class MixedPrecision:
         if not self.scaler.is_enabled():
             return "no loss scale is used" if not saved else "the loss scale was left out: this precision uses none"
         if not saved:
-            return f"the loss scale starts anew, at {number_or_power(self.loss_scale)}: the checkpoint holds none"
+            return f"the loss scale starts again at {number_or_power(self.loss_scale)}: the checkpoint holds none"
         try:
             self.scaler.load_state_dict(saved)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:

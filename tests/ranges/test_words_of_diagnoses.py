@@ -186,7 +186,7 @@ def test_torchs_default_initial_scale_is_suggested_if_none_is_needed():
         ({"module": "", "of_input": True}, "the model's own code computes a division by zero"),
         (
             {"module": "score"},
-            "the code in or before 'score', or beside it on the same input, computes a division by zero",
+            "the code in or before 'score', or next to it on the same input, computes a division by zero",
         ),
     ],
 )

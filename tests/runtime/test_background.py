@@ -122,7 +122,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"])
-def test_the_interpreter_waits_for_work_at_its_end(end: str) -> None:
+def test_the_interpreter_finishes_pending_work_before_it_exits(end: str) -> None:
     done = run(
         f"""
         import time

@@ -230,7 +230,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
     yield Line(advice.reason)
     yield Line(reserve_line(advice, None if _would_change(report) else report.session.last_scale))
     yield Line(_of_sums(report))
-    # Where layers are at odds, no scale is worth beginning with.
+    # If no scale serves all layers, none is suggested as a start.
     moves = advice.dynamic is not None and advice.dynamic.init_scale != advice.static_scale
     if advice.dynamic is not None and advice.needed is not False and (moves or not advice.serves_none):
         start, interval = advice.dynamic.init_scale, advice.dynamic.growth_interval

@@ -44,19 +44,20 @@ class _Running(Sentences):
 
     KEEP_IN_FP32 = (
         "Keep normalisations and their statistics in FP32, and reset the running statistics; before the model is evaluated, run "
-        "training batches through it in train(), which makes them anew."
+        "training batches through it in train(), which computes them again."
     )
     KEEP_IN_FP32_NOT_FP16 = (
         "Keep normalisations and their statistics in FP32 (a variance exceeds 65504 long before the values do), and reset the "
-        "running statistics; before the model is evaluated, run training batches through it in train(), which makes them anew."
+        "running statistics; before the model is evaluated, run training batches through it in train(), which computes them "
+        "again."
     )
     FIND_LARGE_VALUES = (
         "Find the cause of the values that are too large, infinite or NaN, and reset the running statistics; before the model is "
-        "evaluated, run training batches through it in train(), which makes them anew."
+        "evaluated, run training batches through it in train(), which computes them again."
     )
     REPAIR_FORWARD = (
         "Repair {origin}, which was not finite in step {origin_step}{why}, and reset the running statistics; before the model is "
-        "evaluated, run training batches through it in train(), which makes them anew."
+        "evaluated, run training batches through it in train(), which computes them again."
     )
     KEEP_ALL_IN_FP32 = "Keep the statistics of all normalisations in FP32, or take a larger momentum."
     TO_FP32 = "model.get_submodule({path}).float()"
@@ -156,7 +157,7 @@ class _Loss(Sentences):
     )
     OVERFLOWED_ALONE = (
         "The loss is computed in {dtype:format}, and in step {step}, which was examined, it is {value:g}: a square or a sum "
-        "inside it exceeds {largest:g}; the gradients are finite all the same."
+        "inside it exceeds {largest:g}; the gradients are still finite."
     )
     CANCELS = (
         "The loss is computed in {dtype:format} (autograd's {made_by}): each of its terms is rounded to {bits} bits (a relative "
@@ -360,7 +361,7 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
     """Positions, or other whole numbers, that become equal to their neighbours in 16 bits.
 
     False alarms: It is measured if a table has equal neighbours where consecutive whole numbers in the format have them: in
-    groups one less and one more than a power of two. Indices that a script rounds on purpose, half to even, look alike. It is
+    groups one less and one more than a power of two. Indices that a script rounds on purpose, half to even, look the same. It is
     measured, too, if a table holds the sines or cosines of the rounded whole numbers that a module was given, and, in one step
     under ``mpinspect run``, if a cast, an arange or a cumsum makes distinct whole numbers equal that are then subtracted from
     each other, compared, made integers again or given a sine: whole targets that a loss ranks look like that. Counts that

@@ -322,7 +322,7 @@ def _effect(measured: Examined, event: Event | None) -> _Argument:
 def _place(module: str, event: Event | None) -> str:
     """Return in words the code that computed."""
     if module:
-        return f"the code in or before {module!r}, or beside it on the same input,"
+        return f"the code in or before {module!r}, or next to it on the same input,"
     if event is None or event.after or event.what in LOSSES:
         return "the loss, or the code that leads to it,"
     if event.of_input:

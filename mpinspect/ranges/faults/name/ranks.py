@@ -310,7 +310,7 @@ def _scale(scale: float | None) -> str:
 
 class _Steps(Sentences):
     DIFFER = "{ends}; the others' at {others:,}."
-    AGREE = "What every rank wrote ends at step {others:,}."
+    AGREE = "The records of all ranks end at step {others:,}."
     STILL = "{still}"
     ATTACH = (
         "Each rank counts its steps from where it was attached, and steps of one number are added up: attach on all ranks "
@@ -339,7 +339,9 @@ def _rank_steps_differ(case: Case) -> Iterator[Found]:
     is_meant = any(each.what == UNEVEN_INPUTS for each in session.measurements)
     if (not odd and (early or are_alike)) or (is_meant and not running and not early):
         return
-    ends = "; ".join(f"what {_ranks_of(group)} wrote ends at step {steps:,}" for steps, group in list(odd.items())[:4])
+    ends = "; ".join(
+        f"the record of {_ranks_of(group)} ends at step {steps:,}" for steps, group in list(odd.items())[:4]
+    )
     still = (f"{upper_first(ranks_named(ranks))} {why}." for why, ranks in _by_value(unfinished).items())
     yield Found(
         (_Steps.DIFFER.when(odd) or _Steps.AGREE, _Steps.STILL.when(unfinished)),

@@ -311,7 +311,7 @@ class _High(Sentences):
     )
     STEPPED_ON_REPLACED = (
         "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
-        "finite: the optimizer stepped all the same ({stepped} of {steps} steps), on gradients that had been made finite."
+        "finite: the optimizer still stepped ({stepped} of {steps} steps), on gradients that had been made finite."
     )
     TAKE_REPLACEMENT_OUT = "Remove the replacement: the scaler then lowers the scale by itself."
     DYNAMIC = "Let a dynamic scaler find the scale."

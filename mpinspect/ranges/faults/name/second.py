@@ -317,7 +317,7 @@ def _buffer_stops(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: A buffer that is added to in place and set anew in each step loses only that step's terms.
+    False alarms: A buffer that is added to in place and reset in each step loses only that step's terms.
     """
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
