@@ -6,7 +6,6 @@ torch. Counts are of *unscaled* values (divided by the loss scale of their backw
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.exponents import ExponentHistogram, merge
+from mpinspect.numeric.exponents import ExponentHistogram, merge, ratio
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.numeric.recipes import Products
 from mpinspect.ranges.kinds import KINDS
@@ -132,7 +131,7 @@ class LostUpdates:
     @property
     def fraction(self) -> float:
         """Share of the non-zero updates that are lost, 0..1."""
-        return self.lost / self.nonzero if self.nonzero else 0.0
+        return ratio(self.lost, self.nonzero)
 
 
 #: The zero of the addition of LostUpdates.
@@ -696,11 +695,6 @@ class Session:
         from mpinspect.ranges.store import save_session
 
         return save_session(self, path)
-
-
-def now() -> str:
-    """Return the current time as stored in ``RunInfo.started``: UTC, ISO 8601, to the second."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:

@@ -1485,7 +1485,7 @@ def test_a_loop_that_unscales_into_its_masters_needs_no_scaler():
     assert contradictions(report) == []
     (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
     assert said.severity == "info"
-    assert "the gradients that its masters get are 1024 times smaller than the backward's" in said.message
+    assert "the gradients that its optimizer gets are 1024 times smaller than the backward's" in said.message
     assert [(event.step, event.skipped, event.story) for event in report.events] == [(5, True, DROPPED)]
     assert any("The loop dropped the gradients of the step." in finding.message for finding in report.findings)
     assert report.verdict.healthy

@@ -18,7 +18,7 @@ from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import phrase
 from mpinspect.ranges.session import Event, Progress, TensorKey, TensorWindow, merge_windows
 from mpinspect.reporting.finding import INFERRED, SEVERITIES, Finding, gravest_first
-from mpinspect.reporting.words import as_power, percent, steps_named
+from mpinspect.reporting.words import and_more, as_power, percent, steps_named
 
 #: The ids of the findings on the differences of two runs.
 RANGE_DIFF_IDS = (
@@ -297,8 +297,8 @@ def _differences(diff: RangeDiff) -> Iterator[Finding]:
 
 def _parts(parting: Parting) -> Finding:
     named = steps_named(parting.first_step, parting.last_step)
-    others = f" and {parting.tensors - 1:,} more" if parting.tensors > 1 else ""
-    message = f"The counts differ from {named} on, in {phrase(parting.name, parting.kind)}{others}."
+    where = phrase(parting.name, parting.kind) + and_more(parting.tensors - 1)
+    message = f"The counts differ from {named} on, in {where}."
     return Finding("runs-part", _INFO, parting.name, message, {"tensors": parting.tensors}, step=parting.first_step)
 
 

@@ -89,7 +89,7 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
     if any(change.scale is not None for change in session.progress.scales):
         # Some gradients were unscaled before counting and some were not, so the counts are mixed.
         return ""
-    name, window = format_name(format.name), scale_window(gradients, None, format, tolerance)
+    name, window = format_name(format.name), scale_window(gradients, format, tolerance)
     if any(gradient.histogram.infs for gradient in gradients) or (window and window.log2_highest < 0):
         return f"As the gradients arrive, they overflow {name}: the current factor of the loss is too large."
     if window is None:

@@ -87,14 +87,13 @@ class _Counted(NamedTuple):
 def _maxima(session: Session, key: TensorKey) -> list[_Counted]:
     found: list[_Counted] = []
     for window in session.windows:
-        histogram = window.tensors[key].histogram if key in window.tensors else None
-        if histogram is None or not histogram.nonzero:
+        if key not in window.tensors or not (histogram := window.tensors[key].histogram).nonzero:
             continue
         since = None
         if window.sampled_steps == window.last_step - window.first_step + 1:
-            follows = found and found[-1].window.last_step == window.first_step - 1
-            since = found[-1].since if follows else None
-            since = window.first_step if since is None else since
+            since = window.first_step
+            if found and found[-1].since is not None and found[-1].window.last_step == window.first_step - 1:
+                since = found[-1].since
         found.append(_Counted(window, histogram, histogram.max_abs, since))
     return found
 

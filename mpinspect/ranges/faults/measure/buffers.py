@@ -142,7 +142,7 @@ class Buffers(Observer):
 
 
 def _path(layer: Layer, name: str) -> str:
-    return f"{layer.path}.{name}" if layer.path else name
+    return f"{layer.path}.{name}".lstrip(".")
 
 
 @torch.no_grad()

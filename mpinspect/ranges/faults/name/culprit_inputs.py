@@ -20,9 +20,8 @@ from mpinspect.ranges.records import (
     WeightGrowth,
 )
 from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event
-from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import bracketed, number_of
+from mpinspect.reporting.words import bracketed, filled, number_of
 
 #: Ids of the findings that follow from a forward or a loss that was not finite.
 OF_FORWARD = ("non-finite-event", "scale-falls-for-forward")
@@ -59,7 +58,7 @@ def _module(case: Case, measured: Examined) -> str:
 
 def _when(step: int, module: str) -> str:
     """Return the step and, if it is known, the module, to begin a sentence."""
-    return f"In step {step}, in {module!r}," if module else f"In step {step}"
+    return f"In step {step}{filled(', in {!r},', module)}"
 
 
 def _rows(measured: Examined, one: str = "row", several: str = "rows", of: str = "the batch") -> str:
@@ -114,7 +113,7 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
             _Batch.LOOK,
             _Batch.CHECK_TARGETS.when(of_targets) or _Batch.CHECK_BATCH,
             is_mild=event is None,
-            certainty=INFERRED if isinstance(measured, ExaminedDifference) else MEASURED,
+            is_inferred=isinstance(measured, ExaminedDifference),
             step=measured.step,
         )
         return
@@ -193,7 +192,7 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
             _ZeroRow.ADD_EPSILON,
             _ZeroRow.CLAMP,
             layer=module,
-            certainty=INFERRED if measured.name else MEASURED,
+            is_inferred=bool(measured.name),
             step=measured.step,
         )
         return
@@ -409,7 +408,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
         _Weights.LOWER_SCHEDULED_RATE.when(is_scheduled) or _Weights.LOWER_RATE,
         (_new_rate(first, is_scheduled), _Weights.CLIP),
         layer=first.name.rpartition(".")[0] or first.name,
-        certainty=INFERRED,
+        is_inferred=True,
         step=first.step,
     )
 

@@ -37,7 +37,9 @@ def _non_finite(case: Case) -> Iterator[Found]:
     ]
     backward = _of_backward(case)
     yield from (_left_broken(event, case.session, harmless) for event in events if event.phase == END)
-    found = [_harmless(harmless)] if harmless else []
+    found = []
+    if harmless:
+        found.append(_harmless(harmless))
     aside = [event for event in case.session.events if event.aside]
     if aside and not backward:
         found.append(_aside(aside))

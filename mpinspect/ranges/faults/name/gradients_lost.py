@@ -10,7 +10,6 @@ from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, Case, FP32Weights,
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
 from mpinspect.ranges.records import ChangedBeforeStep, LeftOver, MastersAddedUp, MastersNotCopied, NeverUpdated, Stale
-from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
 
 #: Fewest backwards without an update that count as a training that never updates.
@@ -184,7 +183,7 @@ def _clipped_to_zero(case: Case) -> Iterator[Found]:
         {"again": again(gone), "whose": whose, "cause": _why_not_finite(first)},
         fix,
         code,
-        certainty=INFERRED,
+        is_inferred=True,
         step=first.step,
     )
 

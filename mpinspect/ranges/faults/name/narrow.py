@@ -9,7 +9,6 @@ from mpinspect.ranges.analysis.products import ConvertedLayer, alike, is_narrow,
 from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case, quoted
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.session import CONVERTER_CALLED
-from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
 
 #: Own names of the modules that make logits of a vocabulary or of classes.
@@ -58,14 +57,14 @@ def _nothing_converted(case: Case) -> Iterator[Found]:
     others = [layer for layer in layers if layer.record.type == "Conv1D"]
     yield Found(
         (
-            _Nothing.CALLED if CONVERTER_CALLED in case.precision.asked else _Nothing.CONFIGURED,
-            _Nothing.NOT_LINEAR if others else None,
+            _Nothing.CALLED.when(CONVERTER_CALLED in case.precision.asked) or _Nothing.CONFIGURED,
+            _Nothing.NOT_LINEAR.when(others),
         ),
         {"layers": len(layers), "asked": list(case.precision.asked)},
         {"others": len(others), "kind": "Conv1D"},
         _Nothing.CHECK_FILTER,
         _Nothing.CODE,
-        certainty=INFERRED,
+        is_inferred=True,
     )
 
 

@@ -15,7 +15,6 @@ from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import phrase
 from mpinspect.ranges.session import UNEVEN_INPUTS, Measurement, Progress, RankRecord, RunInfo, Session
-from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled, steps_named, upper_first, with_power
 
@@ -123,16 +122,17 @@ def _when(numbers: Sequence[int], session: Session, waited: Sequence[int]) -> st
     """Return the step, from the records of the ranks and of the ranks that waited for them; "" if they recorded another model."""
     first = _first_end(numbers, session)
     if first is None:
-        is_missing = bool(set(_known_of(session, MISSING)) & set(numbers))
-        return " before a step was recorded," if is_missing else ""
-    if first.ended:
-        return f" in step {first.steps:,}"
+        return " before a step was recorded," if set(_known_of(session, MISSING)) & set(numbers) else ""
     # A process that was killed did more than it wrote, but no more than those that waited for it.
     last = _first_end(waited, session)
-    if last is None or not last.ended or last.steps < first.steps:
-        return f" after step {first.steps - 1:,}" if first.steps else " in step 0 or later"
-    steps = steps_named(first.steps, last.steps)
-    return f" in {steps}" if first.steps == last.steps else f" in one of {steps}"
+    most = last.steps if last is not None and last.ended else -1
+    if first.ended or most == first.steps:
+        return f" in step {first.steps:,}"
+    if most > first.steps:
+        return f" in one of {steps_named(first.steps, most)}"
+    if not first.steps:
+        return " in step 0 or later"
+    return f" after step {first.steps - 1:,}"
 
 
 def _first_end(numbers: Sequence[int], session: Session) -> Progress | None:
@@ -262,7 +262,7 @@ def _rank_ranges_differ(case: Case) -> Iterator[Found]:
         },
         _Elsewhere.LOOK,
         layer=worst.name,
-        certainty=INFERRED,
+        is_inferred=True,
     )
 
 

@@ -9,7 +9,6 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.records import ReplacedBeforeStep
 from mpinspect.ranges.session import Event, TensorKey, TensorWindow
-from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
 
 #: Modules whose weights' gradients are sums of products with every element of the gradient at their output.
@@ -59,8 +58,8 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
     """
     fix, code, words = _remedy(case)
     measured = list(case.recorded(ReplacedBeforeStep))
-    names = list(measured[0].names) if measured else _replaced_in_backward(case)
     if measured:
+        names = list(measured[0].names)
         yield Found(
             _Replaced.BEFORE_STEP,
             {"parameters": len(names), "of": measured[0].of, "names": names[:20]},
@@ -70,7 +69,7 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
             layer=measured[0].name,
             step=measured[0].step,
         )
-    elif names:
+    elif names := _replaced_in_backward(case):
         first = _taken(case)[0]
         yield Found(
             _Replaced.IN_BACKWARD_AT_SCALE.when(first.loss_scale) or _Replaced.IN_BACKWARD,
@@ -79,7 +78,7 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
             fix,
             code,
             layer=names[0],
-            certainty=INFERRED,
+            is_inferred=True,
             step=first.step,
         )
 

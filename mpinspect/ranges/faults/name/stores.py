@@ -12,7 +12,6 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
-from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import by_number, number_of
 
@@ -215,7 +214,7 @@ def _moment(optimizer: OptimizerRecord, state: str, dtype: str) -> Iterator[Foun
     evidence = {"optimizer": optimizer.type, "state": state, "dtype": dtype}
     if kept is None:
         words = {"bits": bits, "most_kept": 1 - 2.0**-bits}
-        yield Found(_Moments.MAY_ONLY_GROW, evidence, words, severity="info", certainty=INFERRED)
+        yield Found(_Moments.MAY_ONLY_GROW, evidence, words, severity="info", is_inferred=True)
     elif never_decays(dtype, kept):
         is_its_own = set(optimizer.steps) == {"float32"}
         yield Found(
@@ -260,7 +259,7 @@ def _weight_decay_lost(case: Case) -> Iterator[Found]:
             _Decay.FP32_WEIGHTS,
             FP32Weights.of(dtype),
             is_mild=decay <= _DEFAULT_DECAY,
-            certainty=INFERRED if is_kept else MEASURED,
+            is_inferred=is_kept,
         )
 
 
@@ -306,8 +305,8 @@ def _epsilon_zero(case: Case) -> Iterator[Found]:
                 {"step_before": broke and broke.step - 1},
                 _Epsilon.FP32_STATES,
                 FP32Weights.of(dtype),
-                severity="error" if broke else "warning",
-                certainty=MEASURED if broke and is_known else INFERRED,
+                is_grave=broke is not None,
+                is_inferred=not (broke and is_known),
                 step=None if broke is None else broke.step,
             )
 

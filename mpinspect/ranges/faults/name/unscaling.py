@@ -86,7 +86,7 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
                 {"loss_scale": scale, "factor": factor, "parameters": len(measured.names)},
                 fix=_Unscale.LET_SCALER_STEP,
                 code=_Unscale.SCALER_STEP,
-                severity="error",
+                is_grave=True,
                 step=measured.step,
             )
             return
@@ -119,7 +119,7 @@ class _TooOften(Sentences):
         "more: they are too small by that factor."
     )
     AGAIN = (
-        "In step {step}{again} the scaler unscaled the same gradients {times:count time} while they were accumulated, which "
+        "In step {step}{again} the scaler unscaled the same gradients {times:.0f} times while they were accumulated, which "
         "divides the earlier micro-batches' gradients by the loss scale{of} again: only the last one counts."
     )
     NEVER_SCALED = (
@@ -169,9 +169,9 @@ def _too_often(
         message,
         {"loss_scale": scale, "names": list(names[:20]), "measured_steps": len(found)},
         {
+            **first.figures,
             "again": again(found),
             "of": filled(" of {}", scale and with_power(scale)),
-            "times": round(first.times) if isinstance(first, UnscaledAgain) else 0,
             "modules": grouped(names),
         },
         fix,

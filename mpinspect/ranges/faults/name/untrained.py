@@ -16,7 +16,6 @@ from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import MissingGradients, NotOptimized
 from mpinspect.ranges.session import FROZEN
-from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import as_power, by_number, with_power
 
@@ -110,7 +109,7 @@ def _without_gradient(measured: MissingGradients, names: Sequence[str]) -> Found
         code,
         layer=names[0],
         is_mild=bool(measured.not_called),
-        certainty=INFERRED,
+        is_inferred=True,
     )
 
 
@@ -154,7 +153,7 @@ def _frozen_by_prefix(case: Case) -> Iterator[Found]:
         _Missing.COMPARE_WITH_DOT,
         _Missing.STARTS_WITH,
         layer=groups[prefix][0],
-        certainty=INFERRED,
+        is_inferred=True,
     )
 
 
@@ -274,7 +273,7 @@ def _all_zero(names: Sequence[str], case: Case) -> Found:
         (_Zero.RAISE.when(has_room) or _Zero.TAKE_ONE_BATCH, _Zero.OWN_FACTOR_ONLY.when(damped) or _Zero.OWN_FACTOR),
         _Zero.BEGIN_AT.when(has_room) or _Zero.AUTOCAST_OFF,
         layer=names[0],
-        certainty=INFERRED,
+        is_inferred=True,
     )
 
 
