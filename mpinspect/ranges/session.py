@@ -459,7 +459,7 @@ class Precision:
             values that could not be read. Empty if no graph was read.
         layers: the layers with matrix products and how each product is quantised; empty if they were not recorded.
         asked: the traces of a conversion by torchao (CONVERTER_CALLED, CONFIGURED) in a run that converted no layer.
-        operands: what the recipes asked for would lose, by operand.
+        operands: the losses by the recipes asked for, by operand.
     """
 
     weights: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))

@@ -94,7 +94,7 @@ def test_a_cause_in_the_data_comes_before_the_operator_that_it_breaks():
     assert "breaks-in-fp32-too" not in findings(alike(), examined, precision=FP16, events=(broken(4),))
 
 
-def test_without_a_broken_forward_it_is_not_told():
+def test_without_a_broken_forward_it_is_not_reported():
     assert "breaks-in-fp32-too" not in findings(alike(), precision=FP16)
 
 
@@ -219,7 +219,7 @@ def test_a_mixture_and_an_overflowed_norm_explain_the_skipped_steps_that_they_ma
     assert all(found[id].severity == "info" for id in ("initial-scale-too-high", "scale-too-high") if id in found)
 
 
-def test_a_mixture_of_gradients_is_not_told_beside_a_measurement_of_all_of_them():
+def test_a_mixture_of_gradients_is_not_reported_in_addition_to_a_measurement_of_all_of_them():
     measured = ChangedBeforeStep(
         step=1, factor=0.5, is_uniform=True, zeroed=0, sum_of_squares=1, not_finite=0, nans=0, masters=False
     )
@@ -227,7 +227,7 @@ def test_a_mixture_of_gradients_is_not_told_beside_a_measurement_of_all_of_them(
 
 
 @pytest.mark.parametrize(("weights", "fix"), [("float32", "in FP32 already"), ("bfloat16", "Keep the weights")])
-def test_moments_in_16_bits_beside_fp32_weights_are_the_optimizers_own(weights, fix):
+def test_moments_in_16_bits_of_fp32_weights_are_the_optimizers_choice(weights, fix):
     optimizer = OptimizerRecord("Adam16", {"beta2": 0.999}, {weights: 10}, {"exp_avg_sq": "bfloat16"})
     finding = findings(precision=Precision({weights: 10}, optimizers=(optimizer,)))["moments-cannot-decay"]
     assert fix in finding.fix

@@ -87,7 +87,7 @@ def test_the_number_of_further_steps_follows_the_first_step():
     clipped[0] = Measurement("changed-while-scaled", "w", 2, {**figures, "factor": 0.0012}, ("w",))
     assert found("unscale-missing", *clipped, progress=progress).message == (
         "In step 2, and in 2 more of the few steps that are checked for this, the gradients were clipped while they were still "
-        "multiplied by the loss scale of 1024 (2^10): what was left was 0.0012 times as large. The limit was meant for the true "
+        "multiplied by the loss scale of 1024 (2^10): the result was 0.0012 times as large. The limit was meant for the true "
         "gradients, 1024 times smaller."
     )
 
@@ -115,7 +115,7 @@ def test_all_tensors_with_the_largest_share_of_lost_updates_are_named():
     keys = [TensorKey(name, "update") for name in ("a", "b", "c", "d")]
     layers = {weight("w"): FINE} | dict(zip(keys, map(updates, (100, 100, 50, 100)), strict=True))
     message = found("updates-lost", layers=layers).message
-    assert message.endswith("; 100% of those of 'a', 'b', 'd'.")
+    assert message.endswith("; 100% in 'a', 'b', 'd'.")
 
 
 def test_all_buffers_of_the_first_broken_module_are_named():
@@ -186,7 +186,7 @@ def test_torchs_default_initial_scale_is_suggested_if_none_is_needed():
         ({"module": "", "of_input": True}, "the model's own code computes a division by zero"),
         (
             {"module": "score"},
-            "the code in or before 'score', or beside it on the same input, computes a division by zero",
+            "the code in or before 'score', or next to it on the same input, computes a division by zero",
         ),
     ],
 )
@@ -342,7 +342,7 @@ def test_skipping_steps_is_not_suggested_if_half_of_them_break(broken, has_code)
     replaced = Measurement("replaced-before-step", "w", 0, {"of": 1.0}, ("w",))
     finding = found("gradients-replaced", replaced, events=tuple(map(event, range(broken))))
     assert bool(finding.code) is has_code
-    assert (f"they come in {broken} of 20 steps" in finding.fix) is not has_code
+    assert (f"they occur in {broken} of 20 steps" in finding.fix) is not has_code
 
 
 @pytest.mark.parametrize(("dtypes", "is_spared"), [(("float32",), True), (("float16",), False)])

@@ -227,7 +227,7 @@ class Recording:
         self._set_precision(replace(precision, operands=self.precision.operands))
 
     def operands(self, operands: Iterable[OperandRecord]) -> None:
-        """Add what recipes would lose in a step."""
+        """Add the recipes' losses in a step."""
         self._set_precision(replace(self.precision, operands=added_operands(self.precision.operands, operands)))
 
     def _set_precision(self, precision: Precision) -> None:

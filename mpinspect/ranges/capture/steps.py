@@ -29,7 +29,7 @@ MOST_CLOSURES = 4
 
 #: The most further steps that are computed twice after an infinity or NaN, until one of them has an infinity or NaN again.
 AFTER_EVENTS = 8
-#: Numbers of steps after which another is computed twice: sums and moments saturate, and weights grow, only with time.
+#: Later steps that are computed twice: only with time do sums and moments saturate, and weights grow.
 LATER_STEPS = (100, 1000, 10_000)
 
 

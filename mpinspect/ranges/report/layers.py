@@ -121,7 +121,7 @@ def badness(layer: LayerReport) -> tuple[float, ...]:
 
 
 def names_in(findings: Iterable[Finding]) -> frozenset[str]:
-    """Return what findings are about: their layers, and the names that their sentences put in quotes."""
+    """Return the names that findings are about: their layers, and the names that their sentences put in quotes."""
     quoted = (re.findall(r"'([^']+)'", f"{finding.message} {finding.fix}") for finding in findings)
     return frozenset(name for names in quoted for name in names) | {finding.layer for finding in findings} - {""}
 

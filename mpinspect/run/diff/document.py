@@ -83,7 +83,7 @@ def _front(report: DiffReport) -> Front:
         tone,
         (),
         beside,
-        # The verdict, the settings and the picture say what infos say.
+        # The verdict, the settings and the picture have the content of infos.
         tuple(Listed(finding) for finding in report.findings if finding.is_alarm),
         picture=next((replace(found, title="", of="Runs") for found in maps(diff)), None),
         without=NO_MAP,

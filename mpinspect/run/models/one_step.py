@@ -74,7 +74,7 @@ class OneStep(Guarded):
         #: Chooses further steps that are computed twice.
         self._choice = StepChoice((), after_events=0)
         if self._wants_matmuls:
-            # A budget does not know what a step costs that is computed twice.
+            # A budget does not know the cost of a step that is computed twice.
             has_budget = options.max_overhead not in (None, math.inf)
             self._choice = StepChoice(() if has_budget else LATER_STEPS)
         #: Steps of the chosen optimizer.

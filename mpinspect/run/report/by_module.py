@@ -77,9 +77,10 @@ def _sorted(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
 
 
 def folded(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
-    """Return the rows with those of repeated blocks as one: modules of one class and verdict whose paths differ in numbers.
+    """Return the rows, with one for each group of repeated blocks: modules of one class and verdict whose paths differ in
+    numbers.
 
-    A row has the sums of FLOPs and times, the worst loss, and the largest scale needed; the order is that of ``by_module``.
+    A row has the sums of FLOPs and times, the worst loss, and the largest scale needed; in the order of ``by_module``.
     """
     groups: dict[tuple[str, str, str], list[ModuleRow]] = {}
     for row in rows:

@@ -211,7 +211,7 @@ class _Argument(Sentences):
     GRADIENT_BROKEN = (
         "In step {step} {place} computes {operator}{line}{places}: the loss is finite, but its gradient is not."
     )
-    ALL_BROKEN = "In step {step} {place} computes {operator}{line}{places}: what follows is not finite."
+    ALL_BROKEN = "In step {step} {place} computes {operator}{line}{places}: the values computed from it are not finite."
 
     AT_AN_EDGE = (
         "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the "
@@ -231,7 +231,10 @@ class _Argument(Sentences):
         "Apply the mask after this operation, or mask by a large finite number: the gradient of a masked score is zero, and "
         "zero times infinity is NaN."
     )
-    CONSTANT = "Look at where the constant comes from: a mean over nothing, the deviation of one sample, a division of targets."
+    CONSTANT = (
+        "Look at the code that makes the constant: the mean of an empty tensor, the deviation of one sample, a division of "
+        "targets."
+    )
     CLASS_WEIGHTS = (
         "Look at how the weights are made: dividing by the count of a class that never occurs gives infinity."
     )
@@ -355,7 +358,7 @@ def _effect(measured: Examined, event: Event | None) -> _Argument:
 def _place(module: str, event: Event | None) -> str:
     """Return in words the code that computed."""
     if module:
-        return f"the code in or before {module!r}, or beside it on the same input,"
+        return f"the code in or before {module!r}, or next to it on the same input,"
     if event is None or event.after or event.what in LOSSES:
         return "the loss, or the code that leads to it,"
     if event.of_input:
@@ -373,20 +376,20 @@ def _is_narrow(measured: Examined, case: Case) -> bool:
 
 class _Weights(Sentences):
     BROKE_THE_FORWARD = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
-        "at the start, and in step {before} the forward was no longer finite."
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
+        "the start, and in step {before} the forward was no longer finite."
     )
     BROKE_THE_BACKWARD = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
-        "at the start, and in step {before} the backward was no longer finite."
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
+        "the start, and in step {before} the backward was no longer finite."
     )
     RAISED_THE_LOSS = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
-        "at the start, and the loss to {loss_ratio:.2g} times the first one."
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
+        "the start, and the loss to {loss_ratio:.2g} times the first one."
     )
     GREW = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
-        "at the start."
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
+        "the start."
     )
     LOWER_RATE = (
         "Lower the learning rate (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different "
@@ -473,7 +476,7 @@ def _at_rate(rate: float | None, initial: float | None, group: float | None) -> 
     if group is not None:
         words += f" (of group {group:.0f} of the optimizer, which has several)"
     if initial is not None and initial != rate:
-        words += f", to which a scheduler had brought it from {initial:g}"
+        words += f", which a scheduler had changed from {initial:g}"
     return words
 
 

@@ -83,7 +83,7 @@ def _place(event: Event) -> str:
     value = _value(event)
     rank = filled(" on rank {}", event.rank)
     if event.given:
-        return f"what the model was given was not finite{rank}"
+        return f"the model's input was not finite{rank}"
     if event.of_input:
         return f"the {event.what.replace('_', ' ')} of an input of {module_named(event.tensor)} held {value}{rank}"
     if event.after:
@@ -217,10 +217,10 @@ def _forward(events: Sequence[Event], session: Session) -> Found:
 class _Backward(Sentences):
     BROKE = "The backward was not finite in {when}, where {place}."
     SCALE_TOO_HIGH = "The forward was finite, so a loss scale of {loss_scale:.15g} is too high."
-    FACTOR_TOO_HIGH = "The forward was finite, so whatever the loss is multiplied by is too high."
+    FACTOR_TOO_HIGH = "The forward was finite, so the factor that multiplies the loss is too high."
     FACTOR_TOO_HIGH_NOW = (
-        "The forward was finite, so whatever the loss is multiplied by is too high (its largest finite magnitude in the steps "
-        "before was {largest:.3g})."
+        "The forward was finite, so the factor that multiplies the loss is too high (the loss's largest finite magnitude in the "
+        "steps before was {largest:.3g})."
     )
     SCALE_IS_INNOCENT = "It was not finite at a loss scale of {lowest:.3g} either: the loss scale is not the cause."
     NEVER_UPDATED = "None of {backwards} backwards led to an update."
@@ -265,17 +265,17 @@ class _Backward(Sentences):
     TAKE_SCALE = "Take a loss scale of {recommended:.17g}, or begin with it in a scaler that skips such steps."
     SEARCH_COMPILED = (
         "Inside compiled code no module is seen: run again with eager_samples=True and every=1 (mpinspect run --eager-samples "
-        "--every 1), and the event names where it arises. If it does not come then, the compiled code makes it: compile with "
-        "torch._inductor.config.emulate_precision_casts = True, which rounds where eager code rounds, and leave out of "
-        "torch.compile what still differs."
+        "--every 1), and the event names where it arises. If no event occurs then, the compiled code makes it: compile with "
+        "torch._inductor.config.emulate_precision_casts = True, which rounds where eager code rounds, and do not "
+        "compile modules that still differ."
     )
     LOOK_AFTER = (
-        "Look at what comes after {module}, the loss first of all: a division by zero, a square root or logarithm at zero, an "
-        "overflow. torch.amp.GradScaler would skip such steps, and mend nothing."
+        "Look at the code after {module}, first at the loss: a division by zero, a square root or logarithm at zero, an "
+        "overflow. torch.amp.GradScaler would skip such steps, but not remove their cause."
     )
     LOOK_IN = (
         "Look at the backward of {module}: a division by zero, a square root or logarithm at zero, an overflow. "
-        "torch.amp.GradScaler would skip such steps, and mend nothing."
+        "torch.amp.GradScaler would skip such steps, but not remove their cause."
     )
     RESTART = "Start again from a checkpoint before that step."
 

@@ -44,7 +44,7 @@ def _gradients(case: Case) -> list[LayerReport]:
 
 class _Unknown(Sentences):
     AS_THEY_ARRIVED = (
-        "The loss scale of a backward is not known: the gradients' ranges are those of the gradients as they arrived."
+        "The loss scale of a backward is not known: the gradients' ranges are of the values as they arrived."
     )
     GIVE = "Give the inspector the scaler (scalers=...) or, where the loop scales by hand, the scale (loss_scale=...)."
 
@@ -272,12 +272,12 @@ def _were_flushed(
 
 class _Overflow(Sentences):
     LARGEST = (
-        "Without loss scaling {tensor} would overflow {format:format}: the largest is {largest:.3g}, the format ends at "
-        "{end:g}."
+        "Without loss scaling {tensor} would overflow {format:format}: the largest is {largest:.3g}, the format's maximum "
+        "is {end:g}."
     )
     LARGEST_FINITE = (
-        "Without loss scaling {tensor} would overflow {format:format}: the largest finite one seen is {largest:.3g}, the format "
-        "ends at {end:g}."
+        "Without loss scaling {tensor} would overflow {format:format}: the largest finite value seen is {largest:.3g}, the "
+        "format's maximum is {end:g}."
     )
     MORE = "So would {more} more."
     SMALLER_LOSS = (

@@ -117,8 +117,8 @@ class _Born(Sentences):
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
     MASK_OF_THE_DTYPE = (
-        "The value is FP32's largest, as of a mask: take it from the dtype of the scores, so that a row that is masked whole "
-        "stays finite."
+        "The value is FP32's largest, as masks often use it: take the largest of the scores' own dtype, so that a fully masked "
+        "row stays finite."
     )
     FINFO = "mask = torch.zeros(shape, dtype=scores.dtype).masked_fill(~allowed, torch.finfo(scores.dtype).min)"
 
@@ -332,7 +332,7 @@ def _buffer_stops(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: A buffer that is added to in place and set anew in each step loses only that step's terms.
+    False alarms: A buffer that is added to in place and reset in each step loses only that step's terms.
     """
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
@@ -417,7 +417,7 @@ class _Integers(Sentences):
         "In step {step}, in {place}, whole numbers pass through {dtype:format} before they become integers, which "
         "changed {changed:.0f} of the {of:.0f}: {exact:.0f} became {given:.0f}."
     )
-    APART = "Keep ids, indices and counts in a tensor of integers of their own, apart from what is cast to 16 bits."
+    APART = "Keep ids, indices and counts in an integer tensor of their own, apart from the values that are cast to 16 bits."
     CAST_THE_REST = "ids, features = batch[:, 0].long(), batch[:, 1:].to(torch.bfloat16)  # from the FP32 batch"
 
 
