@@ -111,7 +111,7 @@ class Inspector:
             "wandb", "mlflow" or "trackio", to the run that the script has open; or an object with the methods
             ``scalars(step, values)`` and ``artifact(path)``. If it fails, a note is recorded and the training continues.
         recipes: names of recipes of FP8 and FP4 ("mxfp8", "nvfp4"; ``numeric.recipes.RECIPES``). The report then has a table of
-            what each would lose of every Linear layer's products, measured in the first, second, fourth, eighth, ... sampled step
+            the loss by each in every Linear layer's products, measured in the first, second, fourth, eighth, ... sampled step
             (``compare_recipes`` has the details). Such a step takes several times as long, and waits for the GPU.
         curves: number of tensors of each kind that have scalars of their own in the TensorBoard log, those that lose most to
             flushing; None: all. Histograms and session hold every tensor.

@@ -206,7 +206,7 @@ class Ending:
 
     @property
     def _page(self) -> Path:
-        """The page of the whole job if this process reports for all ranks, else that of this process."""
+        """The page of the whole job if this process reports for all ranks, else the page of this process."""
         return (self._whole if self.speaks else self.directory) / PAGE
 
     @property

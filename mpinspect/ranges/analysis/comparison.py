@@ -11,9 +11,10 @@ from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.changed_settings import Change, changed_settings
 from mpinspect.ranges.analysis.drift import LEAST_RISE
 from mpinspect.ranges.analysis.first_line import first_line, gravest
+from mpinspect.ranges.analysis.layer_report import LayerReport, layer_report
 from mpinspect.ranges.analysis.parting import Course, Stretch, courses, stretches
-from mpinspect.ranges.analysis.ranges import layer_report, tensor_infos
-from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.analysis.ranges import tensor_infos
+from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import phrase
 from mpinspect.ranges.session import Event, Progress, TensorKey, TensorWindow, merge_windows
 from mpinspect.reporting.finding import INFERRED, SEVERITIES, Finding, gravest_first

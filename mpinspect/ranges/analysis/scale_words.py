@@ -154,7 +154,8 @@ def _at_scale_1(decision: Decision, gradients: Sequence[GradientRange]) -> str:
     if decision.needed is None and decision.likely_needed:
         return (
             f"Whether a loss scale is needed is not known, but it is likely: {phrase(*decision.likely.key)} had been rounded "
-            "before counting, and the counts are densest just above the smallest value, so some zeros were probably values."
+            "before counting, and the counts are densest just above the smallest value, so some zeros were probably flushed "
+            "values."
         )
     if decision.needed is None:
         doubtful = decision.doubtful.key

@@ -116,9 +116,9 @@ def _judged(module: str, history: int, counted: Sequence[_Counted]) -> StaleScal
 
 
 def _largest_before(counted: Sequence[_Counted], place: int, history: int) -> float | None:
-    """Return the largest magnitude in any step that a step of a window has in its history; 0 without such a step.
+    """Return the largest magnitude in the histories of a window's steps; 0 if no step has a history.
 
-    None if the history of every step of the window has one at least as large as the window's, so that nothing was clipped.
+    None if each history has a magnitude at least as large as the window's, so that nothing was clipped.
     """
     window, _, largest, _ = counted[place]
     before = 0.0

@@ -39,7 +39,7 @@ from mpinspect.runtime.wrappers import class_of, registered, unwrapped
 
 #: The modules of TransformerEngine that compute products.
 _OF_TRANSFORMER_ENGINE = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-#: Classes of layers beside nn.Linear whose weight is stored transposed.
+#: Classes of layers other than nn.Linear whose weight is stored transposed.
 _TRANSPOSED = ("Conv1D",)
 _TORCHAO_CONFIGS = ("Float8LinearConfig", "Float8TrainingOpConfig", "MXFP8TrainingOpConfig")
 #: Where torchao 0.17 and later note that their converter has run.
@@ -177,7 +177,7 @@ def _of_float8(config: Any) -> Products:
 
 
 def _of_wrapper(weight: torch.Tensor) -> tuple[Products, str, bool] | None:
-    """Return what a weight's training wrapper of torchao asks for; None if it is in none."""
+    """Return the products that a weight's torchao training wrapper asks for; None without a wrapper."""
     for kind in type(weight).__mro__:
         if kind.__name__ == "Float8TrainingWeightWrapperTensor":
             config = getattr(weight, "config", None)

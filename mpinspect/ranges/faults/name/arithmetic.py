@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
@@ -11,8 +10,8 @@ from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import LossTerm, OverflowedNorm, Positions, Statistics, Ties, WholeLoss
 from mpinspect.ranges.session import MOST_ROWS, Event, module_named
-from mpinspect.reporting.sentences import Sentences, by_number
-from mpinspect.reporting.words import bracketed, filled
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import bracketed, by_number, filled
 
 # -- statistics ---------------------------------------------------------------------------------------------------------
 
@@ -20,15 +19,15 @@ from mpinspect.reporting.words import bracketed, filled
 class _Running(Sentences):
     MEAN_IS_NAN = (
         "running_mean of {module} ({dtype:format}) has not been finite since step {step}: training uses the batch's own "
-        "statistics and goes on, but evaluation uses the running statistics and gives NaN."
+        "statistics and continues, but evaluation uses the running statistics and gives NaN."
     )
     BOTH_ARE_NAN = (
         "{buffers} of {module} ({dtype:format}) have not been finite since step {step}: training uses the batch's own "
-        "statistics and goes on, but evaluation uses the running statistics and gives NaN."
+        "statistics and continues, but evaluation uses the running statistics and gives NaN."
     )
     VARIANCE_IS_INFINITE = (
         "{buffers} of {module} ({dtype:format}) has not been finite since step {step}: training uses the batch's own statistics "
-        "and goes on, but evaluation uses the running statistics: a channel whose variance is infinite gives the same output "
+        "and continues, but evaluation uses the running statistics: a channel whose variance is infinite gives the same output "
         "for every input, one with NaN gives NaN."
     )
     WRITTEN_ONE = "A forward that was not finite wrote it; skipping its step does not undo that."
@@ -44,23 +43,24 @@ class _Running(Sentences):
 
     KEEP_IN_FP32 = (
         "Keep normalisations and their statistics in FP32, and reset the running statistics; before the model is evaluated, run "
-        "training batches through it in train(), which makes them anew."
+        "training batches through it in train(), which computes them again."
     )
     KEEP_IN_FP32_NOT_FP16 = (
         "Keep normalisations and their statistics in FP32 (a variance exceeds 65504 long before the values do), and reset the "
-        "running statistics; before the model is evaluated, run training batches through it in train(), which makes them anew."
+        "running statistics; before the model is evaluated, run training batches through it in train(), which computes them "
+        "again."
     )
     FIND_LARGE_VALUES = (
-        "Look at what makes the values too large, infinite or NaN, and reset the running statistics; before the model is "
-        "evaluated, run training batches through it in train(), which makes them anew."
+        "Find the cause of the values that are too large, infinite or NaN, and reset the running statistics; before the model is "
+        "evaluated, run training batches through it in train(), which computes them again."
     )
     REPAIR_BATCH = (
         "Repair the batch, which was not finite in step {origin_step}{why}, and reset the running statistics; before the model "
-        "is evaluated, run training batches through it in train(), which makes them anew."
+        "is evaluated, run training batches through it in train(), which computes them again."
     )
     REPAIR_FORWARD = (
         "Repair the forward of {origin}, which was not finite in step {origin_step}{why}, and reset the running statistics; "
-        "before the model is evaluated, run training batches through it in train(), which makes them anew."
+        "before the model is evaluated, run training batches through it in train(), which computes them again."
     )
     KEEP_ALL_IN_FP32 = "Keep the statistics of all normalisations in FP32, or take a larger momentum."
     TO_FP32 = "model.get_submodule({path}).float()"
@@ -150,7 +150,7 @@ class _Loss(Sentences):
     )
     OVERFLOWED_ALONE = (
         "The loss is computed in {dtype:format}, and in step {step}, which was examined, it is {value:g}: a square or a sum "
-        "inside it exceeds {largest:g}; the gradients are finite all the same."
+        "inside it exceeds {largest:g}; the gradients are still finite."
     )
     CANCELS = (
         "The loss is computed in {dtype:format} (autograd's {made_by}): each of its terms is rounded to {bits} bits (a relative "
@@ -207,7 +207,7 @@ def _loss_in_16_bits(case: Case) -> Iterator[Found]:
 
 
 def _whole_loss(loss: WholeLoss, case: Case) -> Found:
-    overflowed, value = _overflowed(loss), loss.value
+    overflowed, value = loss.overflowed, loss.value
     with_target = any(operator in ("Mul", "KlDiv") for operator in loss.names)
     is_harmless = not overflowed and _is_rounded_once(loss)
     # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
@@ -247,13 +247,9 @@ def _rounding(loss: WholeLoss | LossTerm) -> dict[str, object]:
     return {"bits": SIGNIFICAND_BITS[loss.text], "made_by": " of ".join(loss.names[:4]).lower()}
 
 
-def _overflowed(loss: WholeLoss) -> bool:
-    return bool(loss.is_known) and not math.isfinite(loss.value)
-
-
 def _is_rounded_once(loss: WholeLoss) -> bool:
     """Return whether a loss did not overflow, and no operators of it may cancel: a cross-entropy, say."""
-    if _overflowed(loss):
+    if loss.overflowed:
         return False
     return "NllLoss" in loss.names or not any(operator in _CANCELLING for operator in loss.names)
 
@@ -268,16 +264,16 @@ def _on_a_cpu_only(loss: WholeLoss | LossTerm, case: Case) -> _Loss | None:
 class _Norm(Sentences):
     ALL_ZERO = (
         "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: "
-        "everything that is divided by that root became zero, and stays finite, so that no infinity or NaN shows it."
+        "everything that is divided by that root became zero. It is finite, so no infinity or NaN shows it."
     )
     ROWS_ZERO = (
         "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: in "
-        "{elements} of {of} rows what is divided by that root became zero, and stays finite, so that no infinity or NaN shows "
+        "{elements} of {of} rows the values divided by that root became zero. They are finite, so no infinity or NaN shows "
         "it."
     )
     ELEMENTS_ZERO = (
-        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: what is "
-        "divided by {elements} of that root's {of} elements became zero, and stays finite, so that no infinity or NaN shows it."
+        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: the "
+        "values divided by {elements} of that root's {of} elements became zero. They are finite, so no infinity or NaN shows it."
     )
     ELSEWHERE = "The same was found in {others}."
     IN_FP32 = (
@@ -291,10 +287,10 @@ class _Norm(Sentences):
 
 
 def _norm_overflows(case: Case) -> Iterator[Found]:
-    """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that what it normalises becomes zero.
+    """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that the normalised values become zero.
 
-    Checked in the code of the model's own modules, in the first four steps and ever fewer later ones. What needs no
-    gradient, an activation checkpoint and a compiled region leave no graph to look in.
+    Checked in the code of the model's own modules, in the first four steps and ever fewer later ones. Code that needs
+    no gradient, activation checkpoints and compiled regions leave no graph to search.
 
     False alarms: It is measured: the root's argument is infinite, and the loss is finite. Rows that nothing uses, such as
     padding, count as well.
@@ -352,7 +348,7 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
     """Positions, or other whole numbers, that become equal to their neighbours in 16 bits.
 
     False alarms: It is measured if a table has equal neighbours where consecutive whole numbers in the format have them: in
-    groups one less and one more than a power of two. Indices that a script rounds on purpose, half to even, look alike. It is
+    groups one less and one more than a power of two. Indices that a script rounds on purpose, half to even, look the same. It is
     measured, too, if a table holds the sines or cosines of the rounded whole numbers that a module was given, and, in one step
     under ``mpinspect run``, if a cast, an arange or a cumsum makes distinct whole numbers equal that are then subtracted from
     each other, compared, made integers again or given a sine: whole targets that a loss ranks look like that. Counts that
@@ -400,10 +396,10 @@ class _Tied(Sentences):
 
 
 def _router_ties(case: Case) -> Iterator[Found]:
-    """Scores in 16 bits of which several are equal at the edge of the top k.
+    """Equal scores in 16 bits at the edge of the top k. The scores are those
 
-    The scores are those of a top k, of a gathering of the k largest, or of a mask that leaves the k largest. If a constant
-    was added to choose them, they are told only where every row chose the k largest without it.
+    of a top k, of a gathering of the k largest, or of a mask that leaves the k largest. If a constant
+    was added to choose them, they are reported only if every row chose the k largest without it.
 
     False alarms: Ties are reported from one row in a hundred on, even if a random choice among equal experts is intended.
     Ties at zero and rows of one value only do not count.

@@ -1,4 +1,4 @@
-"""Faults of a conversion to FP8 or FP4: what it left out, and what it took although it should stay wide."""
+"""Faults of a conversion to FP8 or FP4: layers that it left out, and layers that it converted although they should stay wide."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOGETHER = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-#: What kernels ask the sizes to be multiples of, where the products are of no known recipe.
+#: The divisor that kernels ask of sizes, for products of an unknown recipe.
 _MULTIPLE = 16
 
 
@@ -133,11 +133,11 @@ class _Unlike(Sentences):
         "probably missed the others."
     )
     BLOCKS = "{which} are not converted, and the same layers of other blocks are."
-    CONVERT_ALIKE = "Let the filter treat them alike, or leave it if the difference is meant."
+    CONVERT_ALIKE = "Let the filter treat them in one way, or change nothing if the difference is intended."
 
 
 def _converted_in_part(case: Case) -> Iterator[Found]:
-    """Layers of one kind of which some are converted: q and k but not v, or scattered blocks.
+    """Layers of one kind, only some of them converted: q and k but not v, or scattered blocks.
 
     The first blocks or the last ones, left wide, are a common recipe and not reported.
 

@@ -32,7 +32,7 @@ class _Replaced(Sentences):
     )
     TAKE_OUT = "Remove the replacement: the scaler then skips such steps, and lowers its scale until they end."
     REPAIR = (
-        "Remove the cause of the infinities and NaNs: they come in {broken} of {all_steps} steps, so skipping such steps would "
+        "Remove the cause of the infinities and NaNs: they occur in {broken} of {all_steps} steps, so skipping such steps would "
         "leave few or none."
     )
     REPAIR_OR_SKIP = (
@@ -52,9 +52,9 @@ class _Replaced(Sentences):
 def _gradients_replaced(case: Case) -> Iterator[Found]:
     """Infinities and NaNs in gradients that were replaced by finite values before the optimizer's step.
 
-    False alarms: torch.nan_to_num on gradients is reported even if it is intended; a step that a scaler skips is not. What a
-    hook replaces within the backward is inferred, in runs with a scaler: where the gradient at the output of a linear layer or
-    convolution is not finite, those of its weights can't be.
+    False alarms: torch.nan_to_num on gradients is reported even if it is intended; a step that a scaler skips is not. A
+    replacement by a hook within the backward is inferred, in runs with a scaler: if the gradient at the output of a linear layer
+    or convolution is not finite, its weights' gradients can't be finite.
     """
     fix, code, words = _remedy(case)
     measured = list(case.recorded(ReplacedBeforeStep))
@@ -92,7 +92,7 @@ def replaced(case: Case) -> list[str]:
 def _replaced_in_backward(case: Case) -> list[str]:
     """Return the weights whose gradients must have been replaced within the backward, as the counts and the steps taken show.
 
-    A scaler would have skipped these steps, and of what it does not check the weights would have broken the next forward.
+    A scaler would have skipped these steps, and weights that it does not check would have broken the next forward.
     """
     taken = _taken(case)
     unchecked = any(each.what in ("not-optimized", "stepped-while-scaled") for each in case.session.measurements)

@@ -99,11 +99,11 @@ def _numbered(steps: Sequence[int]) -> str:
 class _Initial(Sentences):
     TOO_LARGE = (
         "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
-        "{opened} skipped until the scaler had come down to {at_most:scale}."
+        "{opened} skipped until the scaler had lowered the scale to {at_most:scale}."
     )
     TOO_LARGE_AND_AGAIN = (
         "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
-        "{opened} skipped until the scaler had come down to {at_most:scale}; step {again} overflowed at that too."
+        "{opened} skipped until the scaler had lowered the scale to {at_most:scale}; step {again} overflowed at that too."
     )
     NOT_SETTLED = (
         "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
@@ -301,7 +301,7 @@ def _only(gaps: Sequence[int]) -> int | None:
 class _High(Sentences):
     SKIPPED = (
         "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
-        "finite: {skipped} of {steps} steps were skipped and nothing was learned in them."
+        "finite: {skipped} of {steps} steps were skipped, without any update."
     )
     STEPPED = (
         "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
@@ -309,12 +309,12 @@ class _High(Sentences):
     )
     STEPPED_ON_REPLACED = (
         "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
-        "finite: the optimizer stepped all the same ({stepped} of {steps} steps), on gradients that had been made finite."
+        "finite: the optimizer still stepped ({stepped} of {steps} steps), on gradients that had been made finite."
     )
     TAKE_REPLACEMENT_OUT = "Remove the replacement: the scaler then lowers the scale by itself."
     DYNAMIC = "Let a dynamic scaler find the scale."
     BEGIN = "Begin at {recommended:scale}, and let the scaler lower it by itself."
-    SCALE_BY = "Scale by {recommended:scale}, and let a scaler skip what overflows."
+    SCALE_BY = "Scale by {recommended:scale}, and let a scaler skip steps that overflow."
     UPDATE = "Call scaler.update() without an argument after each scaler.step(): it lowers the scale after an overflow."
     STEP_AND_UPDATE = "scaler.step(optimizer)\nscaler.update()"
     BACKOFF = (
@@ -387,15 +387,15 @@ class _Low(Sentences):
     )
     PROBABLY_TOO_SMALL = (
         "The loss scale, {loss_scale:scale}, is probably too small: FP16 flushes too much of {tensor}, judging by the many "
-        "values just above the smallest that it keeps; {lowest:scale} would keep all but 1% of the sum of magnitudes, whatever "
-        "was flushed."
+        "values just above the smallest that it holds; {lowest:scale} would preserve all but 1% of the sum of magnitudes, "
+        "however much was flushed."
     )
     SCALE_BY = "Scale by {wanted:scale}, or begin with it in a dynamic scaler."
     ZEROS = "The gradients of {zeros:some 3} were all zero: a large scale serves them best."
 
 
 def _scale_too_low(case: Case) -> Iterator[Found]:
-    """An FP16 run whose loss scale is below what its gradients need in at least nine of ten steps.
+    """An FP16 run whose loss scale is below its gradients' need in at least nine of ten steps.
 
     False alarms: The need is judged by the lost share of the sum of magnitudes. If small gradients were flushed before they
     could be counted, it is inferred.
@@ -445,11 +445,11 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
 class _Shared(Sentences):
     NONE_OVERFLOWED = (
         "The loss scale fell by {powers_of_two:.0f} powers of two, and none of this model's steps overflowed: another loss or "
-        "optimizer that uses the same GradScaler overflows and drags the scale of this one down."
+        "optimizer that uses the same GradScaler overflows and lowers the scale for this one."
     )
     FEW_OVERFLOWED = (
         "The loss scale fell by {powers_of_two:.0f} powers of two, and only {own_overflows} of this model's steps overflowed: "
-        "another loss or optimizer that uses the same GradScaler overflows and drags the scale of this one down."
+        "another loss or optimizer that uses the same GradScaler overflows and lowers the scale for this one."
     )
     NOTHING_LOST = "This did no harm: {lowest:scale}, the lowest, still serves it."
     NOTHING_LOST_YET = "This did no harm so far: {lowest:scale}, the lowest, still serves it."
@@ -753,8 +753,8 @@ class _Missing(Sentences):
 def _scaler_missing(case: Case) -> Iterator[Found]:
     """An FP16 run in which no scaled loss was seen.
 
-    False alarms: A loop that scales by hand looks the same until the inspector is given the scale. Where gradients reach the
-    optimizer or its masters made smaller, all alike, the finding is information.
+    False alarms: A loop that scales by hand looks the same until the inspector is given the scale. If all gradients reach the
+    optimizer or its masters divided by one factor, the finding is information.
     """
     if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
         return
