@@ -213,6 +213,10 @@ class Window:
         return replace(self, tensors=self.columns().only(wanted))
 
 
+#: Gradients that overflow at this loss scale overflow at any: even sums over millions of losses need none so low.
+LOWEST_USEFUL_SCALE = 2.0**-8
+
+
 @dataclass(frozen=True)
 class Event:
     """The first tensor of a step, in execution order, that turned infinite or NaN.
@@ -273,6 +277,14 @@ class Event:
         if self.skipped and self.dropped:
             return DROPPED
         return {None: UNKNOWN, False: TAKEN, True: SKIPPED}[self.skipped]
+
+    @property
+    def broken_phase(self) -> str:
+        """The phase that was not finite at any loss scale: "forward", "backward", or "" if the loss scale may be the cause."""
+        if self.forward_finite is False:
+            return "forward"
+        may_be_scale = self.loss_scale is None or self.loss_scale > LOWEST_USEFUL_SCALE
+        return "" if may_be_scale or self.phase != "backward" or self.aside else "backward"
 
     @property
     def place(self) -> str:

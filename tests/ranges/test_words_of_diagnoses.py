@@ -282,6 +282,32 @@ def test_the_bits_of_a_singular_operation_are_recorded():
         assert singular(made.grad_fn).bits == torch.finfo(dtype).bits
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_negative_difference_of_rounded_terms_is_told_from_other_negative_numbers(dtype):
+    a = torch.randn(4, 3, requires_grad=True)
+    products = (a.to(dtype) @ a.to(dtype).T).float()
+    squares = a.square().sum(-1)
+    root = (squares[:, None] + squares[None] - 2 * products - 1).sqrt()
+    other = (-a.to(dtype).square().float()).sqrt()
+    found = singular(root.grad_fn)
+    assert found.what == "of a negative number" + ", a difference of terms rounded to 16 bits" * (
+        dtype == torch.bfloat16
+    )
+    assert singular(other.grad_fn).what == "of a negative number"
+    measured = Measurement("examined-argument", "", 8, {"elements": 1.0}, (), f"{found.operator} {found.what}")
+    fix = globals()["found"]("argument-out-of-range", measured, events=(event(8),)).fix
+    assert fix.startswith("Compute the terms of this difference in FP32") is (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_constant_factor_that_is_not_finite_is_seen_on_either_side(is_first):
+    constant, variable = torch.tensor([1.0, torch.inf]), torch.ones(2, requires_grad=True)
+    product = constant * variable if is_first else variable * constant
+    found = singular(product.grad_fn)
+    assert (found.what, found.elements) == ("with a constant that is infinite or NaN", 1)
+    assert singular((torch.ones(2) * variable).grad_fn) is None
+
+
 @pytest.mark.parametrize(("ratio", "is_explosion"), [(19.0, False), (2.0**18, True)])
 def test_slow_weight_growth_before_an_argument_out_of_range_is_no_explosion(ratio, is_explosion):
     grown = Measurement("weight-growth", "w", 16, {"ratio": ratio, "began": 1.0, "lr": 0.05})

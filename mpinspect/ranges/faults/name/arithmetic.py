@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
@@ -208,7 +207,7 @@ def _loss_in_16_bits(case: Case) -> Iterator[Found]:
 
 
 def _whole_loss(loss: WholeLoss, case: Case) -> Found:
-    overflowed, value = _overflowed(loss), loss.value
+    overflowed, value = loss.overflowed, loss.value
     with_target = any(operator in ("Mul", "KlDiv") for operator in loss.names)
     is_harmless = not overflowed and _is_rounded_once(loss)
     # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
@@ -248,13 +247,9 @@ def _rounding(loss: WholeLoss | LossTerm) -> dict[str, object]:
     return {"bits": SIGNIFICAND_BITS[loss.text], "made_by": " of ".join(loss.names[:4]).lower()}
 
 
-def _overflowed(loss: WholeLoss) -> bool:
-    return bool(loss.is_known) and not math.isfinite(loss.value)
-
-
 def _is_rounded_once(loss: WholeLoss) -> bool:
     """Return whether a loss did not overflow, and no operators of it may cancel: a cross-entropy, say."""
-    if _overflowed(loss):
+    if loss.overflowed:
         return False
     return "NllLoss" in loss.names or not any(operator in _CANCELLING for operator in loss.names)
 
