@@ -1,9 +1,9 @@
 """A second computation of a step: every operator runs once more, on FP32 twins of the run's 16-bit values.
 
 The run's own tensors are neither read late nor written. A twin belongs to a storage, so that views and writes in place need no
-bookkeeping; a tensor without one equals its twin. Each operator is judged twice: its *local* error is that of its own arithmetic,
-on the inputs that it had, and its *inherited* error is that of all arithmetic so far. The first distinguishes an operator that
-loses values from one that passes losses on; the second shows whether more bits would have helped at all.
+bookkeeping; a tensor without one equals its twin. Each operator is judged twice: its *local* error is the error of its own
+arithmetic, on the inputs that it had, and its *inherited* error is the error of all arithmetic so far. The first distinguishes an
+operator that loses values from one that passes losses on; the second shows whether more bits would have helped at all.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
 
+from mpinspect.ranges.faults.measure.kept_sums import KeptSums
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.faults.measure.twins import Twins, distance, have_one_layout, is_equal, is_finite, storage_key
 from mpinspect.ranges.records import (
@@ -28,7 +29,6 @@ from mpinspect.ranges.records import (
     BornInfinite,
     BrokenAlike,
     ChangedIntegers,
-    FrozenBuffer,
     LostSum,
     Positions,
     Record,
@@ -51,8 +51,10 @@ _SUMS = frozenset(
     }
 )
 _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+#: The same, and the moving average in place.
+_ADDING = _ADDITIONS | {aten.lerp_}
 #: Operators that may make a large relative error of a small one.
-_AMPLIFYING = _ADDITIONS | {
+_AMPLIFYING = _ADDING | {
     aten.sin,
     aten.cos,
     aten.tan,
@@ -83,7 +85,7 @@ _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: Bytes of twins, and seconds, after which the rest of the step is left out.
 _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
-#: Bytes of errors that are kept until the gradient at their operator's result is known.
+#: Bytes of errors that are held until the gradient at their operator's result is known.
 _MOST_ERRORS = 64 << 20
 #: The most operators that are named as left out.
 _MOST_NAMED = 5
@@ -138,7 +140,7 @@ class SecondComputation:
     Args:
         module: returns the dotted path of the module that is running.
         parameters: the model's parameters by name, whose gradients are compared in the end.
-        buffers: the model's buffers by name, which keep what is added to them.
+        buffers: the model's buffers by name, whose values persist after a step.
     """
 
     def __init__(
@@ -148,16 +150,14 @@ class SecondComputation:
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> None:
         self._module = module
-        #: The names of 16-bit buffers by storage.
-        self._buffers = {
-            storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
-        }
-        #: Additions that left buffers as they are, by line.
-        self._frozen: defaultdict[str, list[FrozenBuffer]] = defaultdict(list)
         self._numbers = RoundedNumbers()
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
         self._parameters = list(parameters)
+        narrow = {
+            storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
+        }
+        self._kept = KeptSums((parameter for _, parameter in self._parameters), narrow)
         self._twins = Twins()
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
@@ -174,7 +174,7 @@ class SecondComputation:
         self._errors: dict[int, torch.Tensor] = {}
         #: The bytes of errors that were kept.
         self._errors_bytes = 0
-        #: The norms of errors times the gradient of the loss at them, by sequence number, and the numbers by id of the record.
+        #: The norms of (error times gradient of the loss) by sequence number, and the sequence number by the record's id.
         self._effects: dict[int, float] = {}
         self._nodes: dict[int, int] = {}
         #: Additions of few elements, by line: each alone may be absorbed by chance.
@@ -183,7 +183,7 @@ class SecondComputation:
     # -- the operators ----------------------------------------------------------------------------------------------
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
-        """Prepare an operator's second run; None if more bits would change nothing of it, or if it can't be prepared."""
+        """Prepare an operator's second run; None if more bits would not change its result, or if it can't be prepared."""
         if not isinstance(func, torch._ops.OpOverload):
             return None
         try:
@@ -245,6 +245,7 @@ class SecondComputation:
         func = pending.func
         name = func.overloadpacket.__name__
         results = _plain(result)
+        self._kept.ran(func, pending.given[0], results)
         self._read_numbers(pending, result)
         if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_WITHOUT_RESULT):
             self._forget(results)
@@ -294,7 +295,7 @@ class SecondComputation:
         return bool(self._ended_by)
 
     def left_out(self) -> str:
-        """Return a sentence on what was not computed a second time; "" if nothing was left out."""
+        """Return a sentence on the operators that were not computed a second time; "" without any."""
         parts = [f"all of it {self._ended_by}"] if self._ended_by else []
         parts += [f"{number_of(times, 'call')} of {name}" for name, times in self.skipped.most_common(_MOST_NAMED)]
         return f"Left out of the second computation of a step: {', '.join(parts)}" if parts else ""
@@ -308,7 +309,7 @@ class SecondComputation:
         elif operator in _SUMS and value.dtype in _NARROW:
             self._compare_sum(pending, value, _local(pending, twin), frame)
         elif operator in _AMPLIFYING:
-            if operator in _ADDITIONS and value.dtype in _NARROW and torch._C._current_autograd_node() is None:
+            if operator in _ADDING and value.dtype in _NARROW and torch._C._current_autograd_node() is None:
                 self._compare_addition(pending, value, twin, frame)
             if value.numel() >= _FEWEST:
                 self._compare_errors(pending, value, twin, frame)
@@ -352,13 +353,23 @@ class SecondComputation:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
         is_in_place = pending.func._schema.is_mutable
         given = pending.given[0][:2]
-        if not is_in_place and (not _are_alike(given, value) or _are_comparable(pending, value)):
+        # Of a result that is no tensor of the script's own yet, a few elements are worth a look.
+        is_old = is_in_place or value.numel() < _FEWEST
+        is_kept = pending.node is None and is_old and any(map(self._kept.keeps, given[: 1 if is_in_place else 2]))
+        if not (is_in_place or is_kept) and (not _are_alike(given, value) or _are_comparable(pending, value)):
             # A small number, as against a division by zero, may be lost; a running sum in place may not.
             return
         local, wide = _local(pending, twin), value.float()
         operands = _operands(pending, local)
-        if is_in_place and (buffer := self._buffers.get(storage_key(value))):
-            self._compare_buffer(pending, value, wide, operands, frame, buffer)
+        if is_kept and len(operands) == 2:
+            describe = partial(self._record, pending=pending, result=value, frame=frame)
+            if is_in_place:
+                self._kept.added_in_place(value, operands[0], operands[1], describe)
+                return
+            by_size = sorted(zip(operands, given, strict=True), key=lambda each: float(each[0].abs().max()))
+            if self._kept.keeps(by_size[1][1]):
+                self._kept.added(value, by_size[1][0], by_size[0][0], describe)
+        if pending.func.overloadpacket is aten.lerp_:
             return
         if not _are_alike(operands, value):
             return
@@ -374,23 +385,6 @@ class SecondComputation:
             self._repeated[innermost_line(frame)].append(
                 self._record(AbsorbedOperand, pending, value, frame, **figures)
             )
-
-    def _compare_buffer(
-        self,
-        pending: Pending,
-        value: torch.Tensor,
-        wide: torch.Tensor,
-        operands: list[torch.Tensor],
-        frame: FrameType,
-        buffer: str,
-    ) -> None:
-        """Record a buffer that stays mostly as it was: it keeps its values, so that the terms are lost for good."""
-        before, added = operands
-        is_added = (added != 0).expand_as(before)
-        unchanged = float((wide == before)[is_added].float().mean()) if bool(is_added.any()) else 0.0
-        if unchanged >= _ABSORBED:
-            record = self._record(FrozenBuffer, pending, value, frame, unchanged=unchanged)
-            self._frozen[innermost_line(frame)].append(replace(record, names=(*record.names, buffer)))
 
     def _compare_choice(self, pending: Pending, frame: FrameType) -> None:
         """Record a top k whose last score ties, in enough rows, with one that is left out, where the exact scores differ."""
@@ -475,7 +469,7 @@ class SecondComputation:
         module = self._module() if node is None else self._modules.get(node._sequence_nr(), "")
         where = Place(module, innermost_line(frame), node is not None)
         names = (pending.func.overloadpacket.__name__, where.line, "backward" if where.is_backward else "forward")
-        # Of numbers that are made integers, the dtype in which they were rounded.
+        # The dtype in which numbers were rounded before they became integers.
         rounded = result.dtype if result.is_floating_point() else pending.dtype
         dtype = str(rounded).removeprefix("torch.")
         return kind(name=where.module, names=names, text=dtype, **figures)
@@ -488,8 +482,7 @@ class SecondComputation:
         self._found[AbsorbedOperand] += _running_sums(self._repeated.values())
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
-        # A buffer that several lines, or several modules at one line, add to is frozen at each.
-        found: list[Record] = [replace(additions[-1], times=len(additions)) for additions in self._frozen.values()]
+        found = self._kept.records()
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
@@ -500,7 +493,7 @@ class SecondComputation:
         )
         for kind, size in worsts:
             records = self._found.get(kind, [])
-            # A large error may do nothing, and a smaller one all the harm.
+            # A large error may be harmless, and a smaller one do all the harm.
             weighed = sorted((each for each in records if self._effect(each) is not None), key=self._effect)  # type: ignore[arg-type]
             others = sorted(
                 (each for each in records if self._effect(each) is None), key=lambda each: getattr(each, size)
@@ -517,7 +510,7 @@ class SecondComputation:
             if parameter.grad is not None and _is_plain(parameter.grad) and self.twin(parameter.grad) is not None
         }
         if not errors or not all(map(math.isfinite, errors.values())):
-            # A loss scale that is still too high makes infinities, beside which no error of rounding can be seen.
+            # A loss scale that is still too high makes infinities, which hide all rounding errors.
             return None, ""
         whose = max(errors, key=lambda name: errors[name])
         return errors[whose], whose
@@ -624,7 +617,10 @@ def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
         else torch.full((), each, dtype=torch.float32, device=total.device)
         for each in args[:2]
     ]
-    if len(operands) == 2 and pending.func._schema.is_mutable:
+    if pending.func.overloadpacket is aten.lerp_:
+        before = (total - args[2] * operands[1]) / (1 - args[2])
+        operands = [before.to(pending.dtype or total.dtype).float(), total - before]
+    elif len(operands) == 2 and pending.func._schema.is_mutable:
         # The first was overwritten by the second computation.
         sign = -1 if pending.func.overloadpacket in (aten.sub, aten.sub_) else 1
         added = sign * kwargs.get("alpha", 1) * operands[1]
