@@ -438,6 +438,13 @@ def counting32(row: Any) -> Any:
 
 
 @compiled
+def continued(counting: Any, row: Any) -> Any:
+    """Return the state of ``counting32`` after ``finish32``, for counting into another row with the same scratch memory."""
+    counting.ends[0], counting.ends[1] = np.uint32(2**32 - 1), np.uint32(0)
+    return _Counting(row, counting.ends, counting.scratch, counting.window, counting.wide)
+
+
+@compiled
 def without_owners(counting: Any) -> Any:
     """Return the state of ``counting32`` as views that count no references; the caller keeps that state."""
     scratch, window = counting.scratch, counting.window

@@ -31,12 +31,13 @@ class StepCalls:
 
     def called(self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Fresh]:
         """Record a module's forward; return the tensors that are new in this step, inputs first."""
-        fresh, given, returned = [], [], []
-        changed: list[int] = []
+        fresh: list[Fresh] = []
+        given, returned, changed = [], [], []
         overwritten = False
         made = [id(tensor) for tensor in outputs]
         for tensor in inputs:
-            if not tensor.numel():
+            number = self.number_of(tensor)
+            if number is None and not tensor.numel():
                 continue
             if id(tensor) in made and version_of(tensor):
                 # The module changed this input in place and returned it: the tensor is the output by now.
@@ -46,23 +47,23 @@ class StepCalls:
                 else:
                     changed.append(before)
                 continue
-            number = self.number_of(tensor)
             if number is None:
                 number = self._tell_apart(tensor)
                 fresh.append((tensor, number, True))
             given.append(number)
         for tensor in outputs:
-            if not tensor.numel():
-                continue
             number = self.number_of(tensor)
             if number is None:
+                if not tensor.numel():
+                    continue
                 number = self._tell_apart(tensor)
+                hooks = tensor._backward_hooks
                 # The tensor already has another hook, whose return value replaces the gradient before our hook receives it.
-                if any(map(_may_alter, (getattr(tensor, "_backward_hooks", None) or {}).values())):
+                if hooks and any(map(_may_alter, hooks.values())):
                     self._altered.add(number)
                 fresh.append((tensor, number, False))
             returned.append(number)
-        self._log.append(Call(module, given + changed, returned, overwritten))
+        self._log.append(Call(module, given + changed if changed else given, returned, overwritten))
         return fresh
 
     def _before_change(self, tensor: torch.Tensor) -> int | None:

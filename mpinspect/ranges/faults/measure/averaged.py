@@ -58,8 +58,10 @@ class Averaged(Observer):
         if not self.at_work or not self._has_gradients or getattr(optimizer, "grad_scale", None) is not None:
             return
         for watched in self._optimizers.parameters(optimizer):
+            if watched.parallel is None or not watched.counted:
+                continue
             gradient = watched.parameter.grad
-            if watched.counted and gradient is not None and is_plain(gradient) and watched.parallel is not None:
+            if gradient is not None and is_plain(gradient):
                 held = copy_held(watched.parallel)
                 if held.is_first and held.replicas > 1:
                     row = count(gradient)
