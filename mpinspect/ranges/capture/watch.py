@@ -30,6 +30,7 @@ from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import (
     Backward,
     Call,
+    Held,
     LastValues,
     Observer,
     OutputGradient,
@@ -237,21 +238,21 @@ class Watch(Observer):
                 self._log.of_all_ranks.add(name)
             self._log_reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, batch, gradient.values, gradient.found)
 
-    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+    def held_gradients(self, gradients: list[Held], backward: Backward) -> None:
         """Read gradients held until the end of their backward, and log each one at the position of its arrival."""
-        readings, merged, done = self._log.readings, [], 0
-        for each in gradients:
-            if each.found is None and backward.checked_by_scaler:
-                continue
-            name, owner = each.watched.name, each.watched.owner
-            value = self._read(name, WEIGHT_GRADIENT, each.values, each.found)
-            if value is None:
-                continue
-            merged += readings[done : each.place]
-            done = max(done, each.place)
-            dtype = each.values.dtype
-            merged.append(Reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, backward.micro_batch, value, dtype=dtype))
-        readings[:] = merged + readings[done:]
+        arrived, merged, done = self._log.readings, list[Reading](), 0
+        self._log.readings = merged
+        try:
+            for each in gradients:
+                merged += arrived[done : each.place]
+                done = max(done, each.place)
+                if isinstance(each, OutputGradient):
+                    self.output_gradient(each, backward)
+                else:
+                    self.parameter_gradient(each, backward)
+        finally:
+            arrived[:] = merged + arrived[done:]
+            self._log.readings = arrived
         self._read_held()
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.session import Measurement
-from mpinspect.runtime.distributed import copy_held
+from mpinspect.runtime.distributed import copy_held, has_process_group
 
 #: The name of the measurement.
 AVERAGED = "gradients-averaged"
@@ -55,13 +55,13 @@ class Averaged(Observer):
     @torch.no_grad()
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the gradients that the optimizer receives, unless they are still scaled, as a fused optimizer's may be."""
-        if not self.at_work or not self._has_gradients or getattr(optimizer, "grad_scale", None) is not None:
+        if not (self.at_work and self._has_gradients and has_process_group()):
+            return
+        if getattr(optimizer, "grad_scale", None) is not None:
             return
         for watched in self._optimizers.parameters(optimizer):
-            if watched.parallel is None or not watched.counted:
-                continue
             gradient = watched.parameter.grad
-            if gradient is not None and is_plain(gradient):
+            if watched.counted and gradient is not None and is_plain(gradient) and watched.parallel is not None:
                 held = copy_held(watched.parallel)
                 if held.is_first and held.replicas > 1:
                     row = count(gradient)

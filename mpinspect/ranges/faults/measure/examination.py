@@ -214,7 +214,7 @@ class Examination(Observer):
             self._waited += 1
             self._may_wait = False
         starts = [loss.grad_fn for loss in losses]
-        if all(bool(loss.isfinite().all()) for loss in losses):
+        if all(map(_is_finite, losses)):
             near = [node for node in graph(starts, _NEAREST_NODES) if may_be_singular(node) and _is_small(node)]
             self._candidate = self._earliest(near)
             if any(map(applies_mask, near)):
@@ -429,7 +429,7 @@ class Examination(Observer):
 
     def _compare_if_grown(self, losses: list[torch.Tensor]) -> None:
         """Compare the norms of the weights, in a few steps, when the loss has grown far beyond the first one."""
-        loss = max((abs(float(loss)) for loss in losses if loss.numel() == 1), default=0.0)
+        loss = max((abs(loss.item()) for loss in losses if loss.numel() == 1), default=0.0)
         if self._first_loss is None:
             self._first_loss = loss
         elif loss > _LOSS_GROWN * max(self._first_loss, 1.0) and self._compared < _MOST_EXAMINED:
@@ -474,6 +474,10 @@ def _ratios(norms: Mapping[str, float], began: Mapping[str, float]) -> dict[str,
 def _spread_rows(weight: torch.Tensor, most: int) -> torch.Tensor:
     """Return at most this many rows of a weight, evenly spread, without a copy."""
     return weight[:: max(1, math.ceil(weight.shape[0] / most))]
+
+
+def _is_finite(loss: torch.Tensor) -> bool:
+    return math.isfinite(loss.item()) if loss.numel() == 1 and not loss.is_complex() else bool(loss.isfinite().all())
 
 
 def _is_small(node: object) -> bool:
