@@ -60,7 +60,7 @@ def test_the_bar_names_the_script_its_state_its_steps_and_its_versions():
     assert "Healthy" in part(render(of_run(healthy), ".html"), "header", "bar")
 
 
-def test_the_verdict_and_its_change_stand_once_and_above_the_tables():
+def test_the_verdict_and_its_change_are_printed_once_and_above_the_tables():
     report = of_run(broken())
     page = render(report, ".html")
     sentence = report.parts[0].ranges.verdict.sentences[0].partition(": ")[2]
@@ -233,7 +233,7 @@ def test_the_culprit_is_seen_without_a_click(several: bool, browser: Any, tmp_pa
     assert marked(page) == ["blocks.1.fc1"]
     assert "step 4" in page.text_content(".explorer .opening")
     assert page.input_value(".explorer label:has-text('Format') select") == "float16"
-    assert page.text_content(".explorer .scale output") == "2¹¹"
+    assert page.text_content(".explorer .scale output") == "2048 (2¹¹)"
 
 
 def test_of_a_folded_group_the_culprit_alone_is_unfolded(browser: Any, tmp_path: Path) -> None:  # noqa: F811
@@ -299,16 +299,13 @@ def test_a_format_that_loses_nothing_has_a_sentence_in_place_of_an_empty_curve(b
     report = RunReport("a.py", "ended", (ModelPart("Net", analysing.analyse(session)),))
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
     assert "BF16 flushes only below 2⁻¹³⁴" in page.text_content(".explorer .losses .readout")
-    # The share of the elements below each power of two stands in the curve's place.
-    assert page.locator(".explorer .losses svg .flushes").count() == 0
-    heights = [float(each) for each in re.findall(r"[ML]-?[\d.]+ ([\d.]+)", page.get_attribute(".losses .under", "d"))]
-    assert heights == sorted(heights, reverse=True)
-    assert len(set(heights)) > 5
+    assert page.locator(".explorer .losses svg").count() == 0
+    assert covered(page) >= 0.6
     page.click("text=what would FP16 do?")
     assert page.locator(".explorer .losses svg .flushes").is_visible()
 
 
-def test_without_scripts_the_verdict_the_findings_and_the_tables_stand(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_without_scripts_the_verdict_the_findings_and_the_tables_are_shown(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = browser.new_context(java_script_enabled=False, offline=True, viewport=SCREEN).new_page()
     page.goto(f"file://{of_run(broken()).save(tmp_path / 'a.html')}")
     assert page.is_visible(".state:text('In trouble')")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from mpinspect.ranges.capture.culprit import Call, TensorStory
+from mpinspect.ranges.capture.culprit import CallRecord, TensorStory
 from mpinspect.ranges.capture.largest import version_of
 
 #: A tensor new in this step, its number, and whether it is a module's input that no observed module produced.
@@ -101,7 +101,7 @@ class StepCalls:
         """Forget the numbers of all tensors, at the end of the step."""
         self._known.clear()
 
-    def stories(self) -> tuple[list[TensorStory], list[Call]]:
+    def stories(self) -> tuple[list[TensorStory], list[CallRecord]]:
         """Return each tensor's producers and consumers, by number, and the calls in the order of their returns."""
         stories = [
             TensorStory(altered=number in self._altered, root=number in self._roots) for number in range(self._count)
@@ -114,7 +114,7 @@ class StepCalls:
                 consumers[:] = [other for other in consumers if module and not other.startswith(module + ".")]
                 consumers.append(module)
                 continue
-            call = Call(*entry)
+            call = CallRecord(*entry)
             calls.append(call)
             for number in call.given:
                 # A module that returns its input unchanged does not consume it.

@@ -59,7 +59,7 @@ def document(report: RecipeReport) -> Document:
             _judgements(report),
             *section("Change", *_change(report)),
             *section("Product by product", _table(report)),
-            *section("What was seen, and what was not", Items(tuple(map(Item, _notes(report))))),
+            *section("Seen and not seen", Items(tuple(map(Item, _notes(report))))),
         ),
     )
 
@@ -83,7 +83,7 @@ def _is_delayed(recipe: TrainingRecipe) -> bool:
 
 
 def _on_stale_scales(session: Session) -> Iterator[str]:
-    """Yield what delayed scaling would have clipped of the gradients at the layers' outputs, and what an empty history loses."""
+    """Yield the share of the outputs' gradients that delayed scaling would have clipped, and the loss with an empty history."""
     histories: dict[str, list[str]] = {}
     for history in HISTORIES:
         histories.setdefault(_clipping(stale_scales(session, history)), []).append(f"{history:,}")
@@ -108,7 +108,7 @@ def _clipping(found: Sequence[StaleScale]) -> str:
         return f"no gradient of {number_of(len(found), 'layer')} was certainly clipped.{unsure}"
     worst = max(clipped, key=lambda each: each.factor)
     return (
-        f"gradients of {modules_named(each.module for each in clipped)} would have been clipped: at worst those of "
+        f"gradients of {modules_named(each.module for each in clipped)} would have been clipped: at worst in "
         f"{worst.module!r}, by values {worst.factor:.2g}x too large, {percent(worst.share[0])} to {percent(worst.share[1])} of "
         f"its elements ({worst.clipped} of {number_of(worst.judged, 'sample')}).{unsure}"
     )
@@ -205,7 +205,7 @@ def _table(report: RecipeReport) -> Tables:
 
 
 def _cell(cells: list[RecipeCell]) -> Cell:
-    """Return the worst of the cells of alike modules."""
+    """Return the worst of the cells of similar modules."""
     found = [worst for cell in cells if (worst := cell.worst) is not None]
     if not found:
         return Cell("wide")
