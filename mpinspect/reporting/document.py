@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from mpinspect.reporting.finding import Finding, Lines
 from mpinspect.reporting.words import NOT_APPLICABLE
@@ -33,6 +33,10 @@ class Limit:
     page: int
     rest: str = "more"
     rest_on_page: str = ""
+
+    def unless(self, everything: bool) -> Limit | None:
+        """Return the limit, or None if a reader asked for everything."""
+        return None if everything else self
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ class Section:
 
     Args:
         is_detail: whether a terminal leaves the section out.
-        is_on_front: whether a page with a front leaves the section out, since the front says it.
+        is_on_front: whether a page with a front leaves the section out, since the front has its content.
     """
 
     title: str
@@ -242,6 +246,7 @@ class Widget:
 
 
 Block = Line | Code | Items | Findings | Tables | Section | Parts | Widget
+_B = TypeVar("_B", bound=Block)
 
 
 class Listed(NamedTuple):
@@ -274,7 +279,7 @@ class Tab(NamedTuple):
 
 @dataclass(frozen=True)
 class Front:
-    """The first screen of a page in a browser: a bar, the picture, and beside it the verdict, the change and the findings.
+    """The first screen of a page in a browser: a bar, the picture, and on its right the verdict, the change and the findings.
 
     Args:
         name: a short title for the bar; the document's title is its long form.
@@ -348,8 +353,12 @@ def section(
     title: str, *blocks: Block | None, is_detail: bool = False, is_on_front: bool = False
 ) -> tuple[Section, ...]:
     """Return a one-element tuple with a section of the non-empty blocks, or () if all blocks are empty."""
-    kept = tuple(block for block in blocks if block is not None and not is_empty(block))
-    return (Section(title, kept, is_detail, is_on_front),) if kept else ()
+    return nonempty(Section(title, nonempty(*blocks), is_detail, is_on_front))
+
+
+def nonempty(*blocks: _B | None) -> tuple[_B, ...]:
+    """Return the blocks that are neither None nor empty."""
+    return tuple(block for block in blocks if block is not None and not is_empty(block))
 
 
 def is_empty(block: Block) -> bool:
@@ -372,9 +381,9 @@ def bullets(sentences: Iterable[str], limit: Limit | None = None) -> Items:
     return Items(tuple(map(Item, sentences)), limit, marked=True)
 
 
-def lines(sentences: Iterable[str]) -> tuple[Line, ...]:
-    """Return each sentence as a paragraph of its own."""
-    return tuple(map(Line, sentences))
+def lines(*sentences: str, tone: Tone = "") -> tuple[Line, ...]:
+    """Return each sentence that is not empty as a paragraph of its own."""
+    return tuple(Line(sentence, tone) for sentence in sentences if sentence)
 
 
 def table(

@@ -53,7 +53,7 @@ def _said_once(document: Document, above: tuple[str, ...]) -> Document:
 
 
 def _front_once(front: Front, said: tuple[str, ...]) -> Front:
-    """Return a front whose findings leave out the message, fix and code that the verdict beside them gives."""
+    """Return a front whose findings leave out the message, fix and code that the verdict next to them has."""
     listed = tuple(
         each._replace(finding=replace(each.finding, message="", fix="", code=""))
         if _is_said(each.finding.message, said)

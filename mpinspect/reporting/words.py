@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import floor_log2, is_power_of_two
 
 #: Bounds of a share that are no further apart do not matter, unless a threshold lies between them.
 NEAR = 0.1
-#: An estimate may be off by this much without a word.
+#: Bounds that are no further apart than this are shown as one estimate.
 _ROUGHLY = 0.01
 #: An upper bound that need not be shown.
 NEGLIGIBLE = 0.001
@@ -23,6 +25,8 @@ _NOTHING = 1e-5
 
 UNKNOWN = "?"
 NOT_APPLICABLE = "-"
+
+_T = TypeVar("_T")
 
 
 def scale_of(log2_scale: int) -> float:
@@ -141,9 +145,14 @@ def steps_named(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first}-{last}"
 
 
+def by_number(number: float, one: _T, several: _T) -> _T:
+    """Return the words on one thing if there is just one, else the words on several."""
+    return one if number == 1 else several
+
+
 def number_of(number: int, thing: str) -> str:
     """Return a number of things in words: "1 step", "1,000 steps"."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+    return f"{number:,} {thing}{by_number(number, '', 's')}"
 
 
 def lower_first(sentence: str) -> str:
@@ -170,6 +179,11 @@ def bracketed(*clauses: str) -> str:
 def filled(form: str, value: object) -> str:
     """Return the form with the value in its braces: filled(" on rank {}", 3); "" for None and for an empty value but 0."""
     return form.format(value) if value or value == 0 else ""
+
+
+def optional(value: _T | None, form: Callable[[_T], str], none: str = NOT_APPLICABLE) -> str:
+    """Return the value in its form: ``percent``, "2^{}".format; ``none`` for None, which is "-" or "?"."""
+    return none if value is None else form(value)
 
 
 def some(names: list[str], limit: int = 5) -> str:

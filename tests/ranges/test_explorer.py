@@ -141,7 +141,7 @@ def test_shares_are_worded_as_in_every_report() -> None:
     assert in_node("console.log(JSON.stringify(given.map(percent)));", shares) == [percent(share) for share in shares]
 
 
-def test_what_a_page_holds_is_what_the_session_holds() -> None:
+def test_a_page_holds_the_data_of_the_session() -> None:
     report = analyse(sessions.everything())
     text = gzip.decompress(base64.b64decode(packed(report))).decode("utf-8")
     assert json.loads(text) == json.loads(json.dumps(data(report)))
@@ -218,7 +218,7 @@ def test_other_forms_have_no_script() -> None:
     assert "<script" not in render(analyse(Session()), ".html")
 
 
-def test_names_stand_in_no_markup() -> None:
+def test_names_are_never_markup() -> None:
     page = render(analyse(sessions.all_sessions()["hostile"]), ".html")
     (held,) = re.findall(r'data-widget="([^"]*)"', page)
     names = [tensor["name"] for tensor in json.loads(gzip.decompress(base64.b64decode(held)))["tensors"]]
@@ -359,7 +359,7 @@ def test_search_sort_keys_and_a_permalink(browser: Any, tmp_path: Path) -> None:
     assert page.troubles == again.troubles == []
 
 
-def test_the_scrubber_and_its_keys(browser: Any, tmp_path: Path) -> None:
+def test_the_step_slider_and_its_keys(browser: Any, tmp_path: Path) -> None:
     session = eventful()
     page = opened(browser, analyse(session).save(tmp_path / "a.html"), "#kind=activation_gradient&scale=3")
     scrubber = page.locator(".explorer figure.steps input[type=range]")
@@ -490,7 +490,7 @@ def test_a_layer_in_a_closed_group_is_found(browser: Any, tmp_path: Path) -> Non
     assert page.troubles == []
 
 
-def test_what_is_known_of_modules_stands_beside_their_layers(browser: Any, tmp_path: Path) -> None:
+def test_notes_on_modules_are_next_to_their_layers(browser: Any, tmp_path: Path) -> None:
     session = sessions.word_model()
     watched = tuple(replace(info, module=info.name.removesuffix(".weight")) for info in session.watched)
     hostile = "<img src=x onerror=alert(1)>"
@@ -577,7 +577,7 @@ def test_everyone_can_read_it(scheme: str, width: int, axe: str, browser: Any, t
     assert len(found["passes"]) > 10
 
 
-def test_without_scripts_the_tables_stand(browser: Any, tmp_path: Path) -> None:
+def test_without_scripts_the_tables_are_shown(browser: Any, tmp_path: Path) -> None:
     page = browser.new_context(java_script_enabled=False, offline=True).new_page()
     page.goto(f"file://{analyse(sessions.word_model()).save(tmp_path / 'a.html')}")
     assert "the tables say the same" in page.text_content("[data-widget]")

@@ -10,7 +10,7 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
 from mpinspect.ranges.report.scale_line import steps_and_samples
-from mpinspect.reporting.document import Block, Code, Front, Line, Listed, Tone, is_empty
+from mpinspect.reporting.document import Block, Code, Front, Line, Listed, Tone, nonempty
 from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.words import time_taken
 
@@ -54,7 +54,7 @@ def facts(report: RangeReport) -> Iterator[str]:
     with suppress(ValueError):
         yield f"{datetime.datetime.fromisoformat(info.started):%d %b %Y, %H:%M}"
     if progress.elapsed_s:
-        yield f"{time_taken(progress.elapsed_s)}{'' if progress.ended else ' so far'}"
+        yield time_taken(progress.elapsed_s) + progress.so_far
     yield steps_and_samples(progress)
     if ranks := len(report.session.ranks):
         yield f"{ranks} ranks"
@@ -68,15 +68,14 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     verdict = report.verdict
     first, *more = verdict.sentences or ("",)
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
-    blocks: tuple[Block, ...] = (
+    yield from nonempty(
         Line(verdict.ended, "error"),
         Line(first, tone),
         *map(Line, more),
-        Line(f"Change: {verdict.change}" if verdict.change else ""),
+        Line(verdict.change and f"Change: {verdict.change}"),
         Code(verdict.code),
         Line(verdict.precision, "dim"),
     )
-    yield from (block for block in blocks if not is_empty(block))
 
 
 def listed(report: RangeReport, thing: str = "") -> Iterator[Listed]:

@@ -1,4 +1,4 @@
-"""Chooses what a run's map shows at first: where it broke, what FP16 would do to an FP32 run, or the run as it is."""
+"""Chooses the first view of a run's map: the place where it broke, FP16's effect on an FP32 run, or the run as it is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import NamedTuple
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, floor_log2
 from mpinspect.ranges.analyse import judged_in
 from mpinspect.ranges.analysis.evidence import own_scale
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import run_format
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import depends_on_scale, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen, module_named
@@ -52,7 +53,7 @@ class Opening(NamedTuple):
         culprit: the place that is to blame; one of kind "", which leaves the choice to the map, if there is none.
         block: index of the block of steps, or WHOLE.
         has_curve: whether the losses at other loss scales matter, so that their curve is shown.
-        words: sentences on what is marked and shown; "" for nothing to say.
+        words: sentences on the marked and shown tensors; "" without any.
     """
 
     format: str
