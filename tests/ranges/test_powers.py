@@ -16,7 +16,7 @@ from mpinspect.ranges.faults.measure.powers import PowersOfScale
 
 
 class Following(TorchDispatchMode):
-    """Follows the loss scale through what runs within it."""
+    """Follows the loss scale through the code inside the context."""
 
     supports_higher_order_operators = True
 

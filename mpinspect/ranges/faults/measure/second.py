@@ -259,7 +259,7 @@ class SecondComputation:
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
                     if not place:
-                        # Further results are for the backward alone, and may be written in part.
+                        # Further results serve the backward only, and may be written partially.
                         self._compare(pending, value, twin, frame)
                     self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
                     given.add(storage_key(twin))
