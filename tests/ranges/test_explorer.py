@@ -207,7 +207,7 @@ def test_a_page_allows_its_own_script_and_no_other() -> None:
     assert not re.search(r"""src=|@import|url\(|fetch\(|<(?!a )[^>]*href=""", page)
     assert page.count("data-widget=") == 1
     # Where scripts do not run the tables say it.
-    assert "needs JavaScript; the tables say the same" in page
+    assert "needs JavaScript; the tables have the same figures" in page
 
 
 def test_other_forms_have_no_script() -> None:
@@ -580,7 +580,7 @@ def test_everyone_can_read_it(scheme: str, width: int, axe: str, browser: Any, t
 def test_without_scripts_the_tables_are_shown(browser: Any, tmp_path: Path) -> None:
     page = browser.new_context(java_script_enabled=False, offline=True).new_page()
     page.goto(f"file://{analyse(sessions.word_model()).save(tmp_path / 'a.html')}")
-    assert "the tables say the same" in page.text_content("[data-widget]")
+    assert "the tables have the same figures" in page.text_content("[data-widget]")
     assert page.is_visible("table")
 
 

@@ -274,7 +274,7 @@ def _unseen_gradients(report: RangeReport) -> str:
     never = report.coverage.never_fired
     unseen = [name for name, kind, why in never if kind in GRADIENT_KINDS and why == NO_GRADIENT_SEEN]
     return (
-        f"Of {number_of(len(unseen), 'gradient')} nothing was seen (Coverage): of these the window says nothing."
+        f"Never seen (Coverage): {number_of(len(unseen), 'gradient')}. The window does not cover them."
         if unseen
         else ""
     )

@@ -108,7 +108,7 @@ def widget(*models: Mapped, together: bool = False) -> Iterator[Widget]:
         "mpinspect.ranges.report",
         "explorer",
         tuple((model.name, partial(packed, *model[1:3], model.name, model.changes)) for model in shown),
-        "The interactive map needs JavaScript; the tables say the same.",
+        "The interactive map needs JavaScript; the tables have the same figures.",
         together,
     )
 
