@@ -315,6 +315,7 @@ def progress(
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        name = f"{name} ({place} of {of})" if of > 1 else name
+        if of > 1:
+            name += f" ({place} of {of})"
         task = bar.add_task(name, total=steps * of, completed=steps * (place - 1))
         yield lambda loss: bar.update(task, advance=1, description=f"{name}, loss {loss.item():.3f}")

@@ -118,12 +118,11 @@ class InspectsTraining:
 
     def _log_dir(self, directory: str | Path | None, rank: int, processes: int) -> Path | None:
         wanted = self._wanted_log_dir
-        if wanted == AUTO:
-            wanted = None if directory is None else Path(directory) / "mpinspect"
-        if wanted is None:
+        if wanted == AUTO and directory is not None:
+            wanted = Path(directory, "mpinspect")
+        if wanted is None or wanted == AUTO:
             return None
-        wanted = Path(wanted)
-        return wanted / f"rank{rank}" if processes > 1 else wanted
+        return Path(wanted, f"rank{rank}") if processes > 1 else Path(wanted)
 
     def _inspector(self) -> Inspector:
         if self.inspector is None:

@@ -118,7 +118,9 @@ def _only(launches: list[int]) -> int:
 def _clear_winner(votes: Counter[object]) -> object:
     """Return the entry with most votes; on a tie, return a new object, which differs from every entry."""
     best = votes.most_common(2)
-    return best[0][0] if best and (len(best) == 1 or best[0][1] > best[1][1]) else object()
+    if best and (len(best) == 1 or best[0][1] > best[1][1]):
+        return best[0][0]
+    return object()
 
 
 def external_id_is_correlation(correlation: Ints, external: Ints) -> bool:

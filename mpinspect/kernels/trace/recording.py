@@ -285,7 +285,9 @@ def _is_span(start: Any, duration: Any) -> bool:
 def _identity(args: dict[str, Any]) -> int:
     """Return a number that grows in the order of calls, to order events with equal start and end."""
     found = args.get("External id")
-    return found if type(found) is int and 0 <= found < 1 << 53 else integer(args.get("Ev Idx"))
+    if type(found) is int and 0 <= found < 1 << 53:
+        return found
+    return integer(args.get("Ev Idx"))
 
 
 def _device(event: dict[str, Any], args: dict[str, Any]) -> int:

@@ -30,7 +30,6 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
-from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
 from mpinspect.reporting.words import NOT_APPLICABLE, duration, number_of, percent
 from mpinspect.run.diff.products import KernelsDiff, Product, ShapesDiff
@@ -41,12 +40,11 @@ _NOTES, _MODELS = Limit(8, 50), Limit(4, 50, "more models that differ less (JSON
 
 def document(report: DiffReport, *, everything: bool = False) -> Document:
     """Return the report as a document whose title is the verdict; ``everything`` shows every tensor."""
-    only = report.models[0] if len(report.models) == 1 else None
     return Document(
         verdict(report),
         tuple(_blocks(report, everything)),
         verdict=(_sides(report),),
-        front=_front(report, only.ranges) if only else None,
+        front=_front(report) if len(report.models) == 1 else None,
     )
 
 
@@ -67,8 +65,9 @@ def _sides(report: DiffReport) -> Items:
     return Items((_side(report.first, "A"), _side(report.second, "B")))
 
 
-def _front(report: DiffReport, diff: RangeDiff) -> Front:
+def _front(report: DiffReport) -> Front:
     """Return the first screen of the page on one model: what changed first, and the maps of both runs with their difference."""
+    diff = report.models[0].ranges
     state, tone = _state(diff)
     paths = [PurePath(side.path).name for side in (report.first, report.second)]
     settings = (Item(f"{change.name}: {change.first} -> {change.second}") for change in diff.settings)
@@ -77,7 +76,6 @@ def _front(report: DiffReport, diff: RangeDiff) -> Front:
         *section("Settings that differ", Items(tuple(settings), BESIDE)),
         _sides(report),
     )
-    found = next(maps(diff), None)
     return Front(
         " -> ".join(filter(None, paths)) or diff.second.session.info.model,
         state,
@@ -85,8 +83,8 @@ def _front(report: DiffReport, diff: RangeDiff) -> Front:
         (),
         beside,
         # The verdict, the settings and the picture say what infos say.
-        tuple(Listed(finding) for finding in report.findings if finding.severity != SEVERITIES[0]),
-        picture=None if found is None else replace(found, title="", of="Runs"),
+        tuple(Listed(finding) for finding in report.findings if finding.is_alarm),
+        picture=next((replace(found, title="", of="Runs") for found in maps(diff)), None),
         without=NO_MAP,
     )
 
@@ -95,10 +93,13 @@ def _state(diff: RangeDiff) -> tuple[str, Tone]:
     """Return the headline in a few words, and its tone."""
     in_trouble = trouble(diff)
     if in_trouble:
-        return f"{'Both' if in_trouble.startswith('Both') else in_trouble[0]} in trouble", "error"
+        # The sentence begins with A, B or Both.
+        return f"{in_trouble.split()[0]} in trouble", "error"
     if diff.moved is not None:
         return f"They part at step {diff.moved.first_step:,}", "warning"
-    return ("No difference" if diff.differs is None else "No meaningful change"), "good"
+    if diff.differs is None:
+        return "No difference", "good"
+    return "No meaningful change", "good"
 
 
 def verdict(report: DiffReport) -> str:
@@ -135,7 +136,7 @@ def _models(report: DiffReport, everything: bool) -> Parts:
         )
         for model in report.models
     ]
-    return Parts(tuple(parts), None if everything else _MODELS, tuple(map(order.index, range(len(parts)))))
+    return Parts(tuple(parts), _MODELS.unless(everything), tuple(map(order.index, range(len(parts)))))
 
 
 def _alone(report: DiffReport) -> Iterator[Item]:
@@ -163,7 +164,7 @@ def _shapes(diff: ShapesDiff, everything: bool) -> Iterator[Block]:
     )
     rows = ((each.module, each.role, _products(each.first), _products(each.second)) for each in diff.changes)
     yield from section(
-        f"Products of one step that differ in {diff.aspects}", table(columns, rows, limit=None if everything else ROWS)
+        f"Products of one step that differ in {diff.aspects}", table(columns, rows, limit=ROWS.unless(everything))
     )
 
 
@@ -184,7 +185,7 @@ def _kernels(diff: KernelsDiff, everything: bool) -> Iterator[Block]:
     )
     yield from section(
         "Kernels of one profiled step that differ",
-        table(columns, rows, limit=None if everything else ROWS),
+        table(columns, rows, limit=ROWS.unless(everything)),
         Findings(diff.new),
     )
 
@@ -197,7 +198,7 @@ LAYOUT = Layout(5)
 
 def to_plain(report: DiffReport) -> dict[str, Any]:
     """Return the report as plain dicts, lists, strings, numbers, booleans and None."""
-    body = {"verdict": verdict(report), "matters": any(each.severity != SEVERITIES[0] for each in report.findings)}
+    body = {"verdict": verdict(report), "matters": any(each.is_alarm for each in report.findings)}
     return headed("mpinspect.diff", 1, plain(body | fields(report, also=("findings",)), _SPECIAL))
 
 

@@ -71,12 +71,12 @@ class OneStep(Guarded):
         self._second: tuple[SecondComputation, tuple[str, ...], dict[str, int]] | None = None
         #: The powers of the loss scale in the recorded step.
         self._powers: PowersOfScale | None = None
-        # A budget does not know what a step costs that is computed twice.
-        has_budget = options.max_overhead not in (None, math.inf)
         #: Chooses further steps that are computed twice.
-        self._choice = (
-            StepChoice(() if has_budget else LATER_STEPS) if self._wants_matmuls else StepChoice((), after_events=0)
-        )
+        self._choice = StepChoice((), after_events=0)
+        if self._wants_matmuls:
+            # A budget does not know what a step costs that is computed twice.
+            has_budget = options.max_overhead not in (None, math.inf)
+            self._choice = StepChoice(() if has_budget else LATER_STEPS)
         #: Steps of the chosen optimizer.
         self._stepped = 0
         self._is_again = False
