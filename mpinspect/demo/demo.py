@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.store import FILE_NAME

@@ -74,7 +74,7 @@ class InspectsTraining:
                 if self._speaks:
                     print_report(self.report)
             except Exception as error:
-                warn(f"the inspector did not end as it should: {error!r}; what it wrote until then is in its log_dir")
+                warn(f"the inspector did not end as it should: {error!r}; its records until then are in its log_dir")
 
     def broke_off(self, error: BaseException | None) -> None:
         """Record the exception that is about to end the training; no effect outside of training."""
@@ -128,7 +128,7 @@ class InspectsTraining:
         if self.inspector is None:
             raise RuntimeError(
                 "no training was inspected in this process: train first; if the trainer starts processes of its own, read "
-                "what they wrote to log_dir with mpinspect.Session.load"
+                "their log_dir with mpinspect.Session.load"
             )
         return self.inspector
 

@@ -6,6 +6,7 @@ observer makes a record, and a rule reads the same class. A figure whose value i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
@@ -383,6 +384,11 @@ class WholeLoss(Record, kind="loss"):
     value: float
     is_known: bool
     is_wide_on_cuda: bool | None = None
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether its value was read and is not finite."""
+        return self.is_known and not math.isfinite(self.value)
 
 
 @dataclass(frozen=True, kw_only=True)

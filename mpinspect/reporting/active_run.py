@@ -95,7 +95,7 @@ class ActiveRun:
                 self._tracker.artifact(path)
 
     def leave(self) -> None:
-        """Call ``before_end`` no more: only rows that wait for the end of a run will be logged."""
+        """Stop calling ``before_end``. Only rows that wait for the end of a run are logged after this."""
         self._before_end = lambda: None
 
     def end(self) -> None:

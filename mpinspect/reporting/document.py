@@ -191,7 +191,7 @@ class Section:
 
     Args:
         is_detail: whether a terminal leaves the section out.
-        is_on_front: whether a page with a front leaves the section out, since the front says it.
+        is_on_front: whether a page with a front leaves the section out, since the front has its content.
     """
 
     title: str
@@ -284,7 +284,7 @@ class Tab(NamedTuple):
 
 @dataclass(frozen=True)
 class Front:
-    """The first screen of a page in a browser: a bar, the picture, and beside it the verdict, the change and the findings.
+    """The first screen of a page in a browser: a bar, the picture, and on its right the verdict, the change and the findings.
 
     Args:
         name: a short title for the bar; the document's title is its long form.

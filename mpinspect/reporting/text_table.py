@@ -33,7 +33,7 @@ _STEPS = (2, 3)
 #: Smallest share of each mark of a strip.
 _MARKS = ((1e-1, "#"), (1e-2, "="), (1e-3, "-"), (math.ulp(0.0), "."), (0.0, " "))
 STRIP_LEGEND = (
-    "the picture: | marks the format's edges, < and > what lies outside of the picture, . under 0.1%, - under 1%, "
+    "the picture: | marks the format's edges, < and > values outside of the picture, . under 0.1%, - under 1%, "
     "= under 10%, # 10% or more"
 )
 

@@ -16,7 +16,7 @@ from mpinspect.numeric.formats import floor_log2, is_power_of_two
 
 #: Bounds of a share that are no further apart do not matter, unless a threshold lies between them.
 NEAR = 0.1
-#: An estimate may be off by this much without a word.
+#: Bounds that are no further apart than this are shown as one estimate.
 _ROUGHLY = 0.01
 #: An upper bound that need not be shown.
 NEGLIGIBLE = 0.001

@@ -14,7 +14,7 @@ from mpinspect.ranges.session import RankRecord
 from mpinspect.ranges.store import FILE_NAME, read_session
 from mpinspect.run.report import ModelPart, RankPart
 
-#: Most ranks on a page: each has a map of its own. Ranks that differ come before others.
+#: Most ranks on a page: each has a map of its own. Ranks that differ are first.
 MOST_SHOWN = 8
 
 
@@ -47,7 +47,7 @@ def with_each_rank(
 
 
 def _differing(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, str]]:
-    """Yield the ranks whose figures are not those of most ranks, with the names of these figures."""
+    """Yield the ranks whose figures differ from most ranks', with the names of these figures."""
     figures = [
         {
             "events": record.events,

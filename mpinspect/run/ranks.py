@@ -147,7 +147,7 @@ class ModelsOfRanks:
         return without_folder
 
     def _why_no_folder(self) -> str:
-        """Return why ranks may have no folder here."""
+        """Return a sentence on why some ranks may have no folder here."""
         known = {each.host: each.ranks_here for name, each in self._records.items() if _RANK.fullmatch(name)}
         if not known or not all(known.values()):
             return "no folder here"

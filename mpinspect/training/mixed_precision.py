@@ -504,7 +504,7 @@ class MixedPrecision:
         if not self.scaler.is_enabled():
             return "the loss scale was left out: this precision uses none"
         if not saved:
-            return f"the loss scale starts anew, at {number_or_power(self.loss_scale)}: the checkpoint holds none"
+            return f"the loss scale starts again at {number_or_power(self.loss_scale)}: the checkpoint holds none"
         try:
             self.scaler.load_state_dict(saved)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -1312,7 +1312,7 @@ def test_weights_that_explode_late_are_reported_with_the_schedulers_learning_rat
 
     report = train(model, optimizer, steps=26, loss_of=loss_of, after_step=lambda step: scheduler.step())
     (finding,) = named(report, "weights-exploded")
-    assert "at a learning rate of 300, to which a scheduler had brought it from 0.01" in finding.message
+    assert "at a learning rate of 300, which a scheduler had changed from 0.01" in finding.message
     assert "Lower the largest learning rate of the scheduler" in finding.fix
     assert "optimizer =" not in finding.code
 
@@ -1435,7 +1435,7 @@ def named(report: RangeReport, id: str) -> list[Finding]:
 
 
 @pytest.mark.parametrize(("backoff", "is_fixed"), [(0.5, True), (0.5, False), (0.9, False)])
-def test_a_scaler_that_never_lowers_its_scale_is_to_be_updated(backoff, is_fixed):
+def test_for_a_scaler_that_never_lowers_its_scale_update_is_suggested(backoff, is_fixed):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=backoff)
@@ -1485,7 +1485,7 @@ def test_a_loop_that_unscales_into_its_masters_needs_no_scaler():
     assert contradictions(report) == []
     (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
     assert said.severity == "info"
-    assert "the gradients that its masters get are 1024 times smaller than the backward's" in said.message
+    assert "the gradients that its optimizer gets are 1024 times smaller than the backward's" in said.message
     assert [(event.step, event.skipped, event.story) for event in report.events] == [(5, True, DROPPED)]
     assert any("The loop dropped the gradients of the step." in finding.message for finding in report.findings)
     assert report.verdict.healthy
@@ -2101,7 +2101,7 @@ def test_reading_the_graph_does_not_recompute_checkpoints():
 
 
 def test_masters_are_named_in_the_findings_on_them():
-    assert "the masters' .grad held before" in named(masters_never_zeroed(True), "gradients-never-zeroed")[0].message
+    assert "the masters' earlier .grad" in named(masters_never_zeroed(True), "gradients-never-zeroed")[0].message
     clipped = named(masters_clipped_to_zero(True), "gradients-clipped-to-zero")[0]
     assert "the gradients of the masters that the optimizer was given were zeros: the sum of squares" in clipped.message
 

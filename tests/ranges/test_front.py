@@ -60,7 +60,7 @@ def test_the_bar_names_the_script_its_state_its_steps_and_its_versions():
     assert "Healthy" in part(render(of_run(healthy), ".html"), "header", "bar")
 
 
-def test_the_verdict_and_its_change_stand_once_and_above_the_tables():
+def test_the_verdict_and_its_change_are_printed_once_and_above_the_tables():
     report = of_run(broken())
     page = render(report, ".html")
     sentence = report.parts[0].ranges.verdict.sentences[0].partition(": ")[2]
@@ -308,7 +308,7 @@ def test_a_format_that_loses_nothing_has_a_sentence_in_place_of_an_empty_curve(b
     assert page.locator(".explorer .losses svg .flushes").is_visible()
 
 
-def test_without_scripts_the_verdict_the_findings_and_the_tables_stand(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_without_scripts_the_verdict_the_findings_and_the_tables_are_shown(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = browser.new_context(java_script_enabled=False, offline=True, viewport=SCREEN).new_page()
     page.goto(f"file://{of_run(broken()).save(tmp_path / 'a.html')}")
     assert page.is_visible(".state:text('In trouble')")

@@ -300,7 +300,7 @@ MODELS = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", MODELS)
-def test_the_runs_own_bits_stay(name):
+def test_the_runs_own_bits_do_not_change(name):
     model, loss_of = MODELS[name]
     try:
         plain, _ = trained(model, False, loss_of)
@@ -321,7 +321,7 @@ def test_a_float32_step_is_not_computed_twice():
     assert second.records() == []
 
 
-def test_an_infinity_of_the_precision_is_told_from_one_of_the_data():
+def test_an_infinity_of_the_precision_is_distinguished_from_one_of_the_data():
     class Model(nn.Module):
         def forward(self, x):
             return x.half().exp()
@@ -451,7 +451,7 @@ def test_the_error_of_the_gradients_is_that_of_float32():
         assert not torch.equal(parameter.grad, wanted.grad)
 
 
-def test_what_takes_too_long_is_left_out(monkeypatch):
+def test_operators_beyond_the_time_limit_are_not_computed_twice(monkeypatch):
     monkeypatch.setattr("mpinspect.ranges.faults.measure.second._MOST_SECONDS", -1.0)
     with Twice() as second:
         y = values(4).bfloat16() * 1.01
@@ -459,7 +459,7 @@ def test_what_takes_too_long_is_left_out(monkeypatch):
     assert second.left_out() == "Left out of the second computation of a step: all of it after -1 s"
 
 
-def test_twins_go_with_their_storages(monkeypatch):
+def test_twins_are_freed_with_their_storages(monkeypatch):
     # Each of the results takes 4 KiB in FP32; the limit is that of four.
     monkeypatch.setattr("mpinspect.ranges.faults.measure.second._MOST_BYTES", 16 << 10)
     x = values(1024).bfloat16()

@@ -61,7 +61,7 @@ def test_pages_have_every_column():
         assert all(heading in page for heading in FIGURES)
 
 
-def test_a_name_that_finds_no_room_stands_above_its_figures():
+def test_a_name_without_room_is_above_its_figures():
     rows = text.render(wide("a.long.name.of.a.layer.somewhere"), 90).splitlines()
     assert rows[3] == "a.long.name.of.a.layer.somewhere"
     assert rows[4].split() == [str(number) * 5 for number in range(9)]

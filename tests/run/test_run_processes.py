@@ -378,7 +378,7 @@ def test_a_killed_rank_is_named_with_its_step_and_the_other_is_unaffected(when, 
             ended = re.search(
                 r"Rank 1 ended (after step \d+|in step 0 or later) without a report \(killed, or it", said
             )
-            wrote = re.search(r"What rank 1 wrote ends at step (\d+); the others' at 20", said)
+            wrote = re.search(r"The record of rank 1 ends at step (\d+); the others' at 20", said)
             assert ended is not None
             assert wrote is not None
             # The step of its last write; it writes at most once a second.

@@ -57,7 +57,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_generators_overflow_leaves_the_discriminator_alone(precision):
+def test_the_generators_overflow_does_not_affect_the_discriminator(precision):
     plain, spoiled = GAN(precision), GAN(precision)
     for _ in range(5):
         assert plain.step() == spoiled.step() == (True, True)
@@ -73,7 +73,7 @@ def test_the_generators_overflow_leaves_the_discriminator_alone(precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_discriminators_overflow_leaves_the_generator_alone(precision):
+def test_the_discriminators_overflow_does_not_affect_the_generator(precision):
     gan = GAN(precision)
     for _ in range(5):
         gan.step()

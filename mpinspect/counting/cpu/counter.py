@@ -13,7 +13,7 @@ import torch
 
 from mpinspect.counting.bits import BINARY32, BINARY64, Encoding, empty_row, merge_rows
 from mpinspect.counting.cpu import shares
-from mpinspect.counting.layout import HEADER, MIN_BITS, NARROW
+from mpinspect.counting.layout import NARROW, repeated
 from mpinspect.counting.pieces import fills_its_memory, flat_bits
 from mpinspect.runtime.workers import NO_TEAM, POOL, TEAM
 
@@ -115,11 +115,9 @@ def count(values: torch.Tensor) -> torch.Tensor:
     if (length < _TEAM_FROM or threads == 1 or TEAM.there) and (values.is_contiguous() or fills_its_memory(values)):
         return way.row(values, *threads_for(length))
     pieces, times = flat_bits(values, _chunk(length, threads))
-    row = merge_rows(POOL.map(way.row_of_pieces, list(pieces), threads if length >= _POOL_FROM else 1))
-    if times != 1:
-        row[:MIN_BITS] *= times
-        row[HEADER:] *= times
-    return row
+    if length < _POOL_FROM:
+        threads = 1
+    return repeated(merge_rows(POOL.map(way.row_of_pieces, list(pieces), threads)), times)
 
 
 def _chunk(values: int, threads: int) -> int:

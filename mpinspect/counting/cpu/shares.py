@@ -5,7 +5,7 @@ the values may still be in its cache. A thread that has finished its part helps 
 takes fewer values.
 
 All functions get a job: an array of int64 with the addresses of values and results. Each kind of work and dtype has its own
-function, all nearly alike, because numba can't cache on disk a function that takes a compiled function as argument.
+function, all nearly equal, because numba can't cache on disk a function that takes a compiled function as argument.
 """
 
 from __future__ import annotations

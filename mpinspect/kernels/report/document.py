@@ -56,7 +56,7 @@ _MEANINGS = {
     "degraded": "on Tensor Cores, held back",
     "off": "a product on CUDA cores",
     "unknown": "a product on unknown units",
-    "helper": "work beside a product",
+    "helper": "work for a product",
     "other": "no product",
 }
 

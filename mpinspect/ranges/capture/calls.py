@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from mpinspect.ranges.capture.culprit import Call, TensorStory
+from mpinspect.ranges.capture.culprit import CallRecord, TensorStory
 from mpinspect.ranges.capture.largest import version_of
 
 #: A tensor new in this step, its number, and whether it is a module's input that no observed module produced.
@@ -24,7 +24,7 @@ class StepCalls:
         self._count = 0
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         #: Calls; and pairs of a module with a full backward hook and the number of the input tensor wrapped for it.
-        self._log: list[Call | tuple[str, int]] = []
+        self._log: list[CallRecord | tuple[str, int]] = []
         #: Numbers of the tensors that already had another hook before ours; numbers of the tensors where a backward began.
         self._altered: set[int] = set()
         self._roots: set[int] = set()
@@ -62,7 +62,7 @@ class StepCalls:
                     self._altered.add(number)
                 fresh.append((tensor, number, False))
             returned.append(number)
-        self._log.append(Call(module, given + changed, returned, overwritten))
+        self._log.append(CallRecord(module, given + changed, returned, overwritten))
         return fresh
 
     def _before_change(self, tensor: torch.Tensor) -> int | None:
@@ -100,7 +100,7 @@ class StepCalls:
         """Forget the numbers of all tensors, at the end of the step."""
         self._known.clear()
 
-    def stories(self) -> tuple[list[TensorStory], list[Call]]:
+    def stories(self) -> tuple[list[TensorStory], list[CallRecord]]:
         """Return each tensor's producers and consumers, by number, and the calls in the order of their returns."""
         stories = [
             TensorStory(altered=number in self._altered, root=number in self._roots) for number in range(self._count)
@@ -108,7 +108,7 @@ class StepCalls:
         calls = []
         for entry in self._log:
             module = entry[0]
-            if not isinstance(entry, Call):
+            if not isinstance(entry, CallRecord):
                 consumers = stories[entry[1]].consumers
                 consumers[:] = [other for other in consumers if module and not other.startswith(module + ".")]
                 consumers.append(module)

@@ -111,10 +111,11 @@ class HostRows:
     def count_together(self, waiting: list[ParameterGradient]) -> None:
         """Count the gradients that numba's loops support in one call. The others get no row; after an error, all get no row."""
         counter: Any = fastest.cpu_counter()
+        if counter is None:
+            return
         slots = []
         for each in waiting:
-            slot = self._take() if counter is not None and counter.takes(each.values) else None
-            if slot is not None:
+            if counter.takes(each.values) and (slot := self._take()) is not None:
                 slots.append((each, slot))
         if not slots:
             return

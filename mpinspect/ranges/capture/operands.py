@@ -1,4 +1,4 @@
-"""Measures what recipes of FP8 and FP4 lose of the operands of Linear layers' products: the input, the weight, the gradient."""
+"""Measures the losses by FP8 and FP4 recipes in the operands of Linear layers' products: the input, the weight, the gradient."""
 
 from __future__ import annotations
 

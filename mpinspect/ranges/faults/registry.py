@@ -82,4 +82,4 @@ def what_broke(report: RangeReport) -> Event | None:
         explains_events(finding) or (finding.id == _EVENT and finding.severity != "info") for finding in report.findings
     )
     # If the loss scale makes every step skip, each single skip looks like harmless probing: fall back on the first event.
-    return gravest(report.events) or (report.events[0] if alarming and report.events else None)
+    return gravest(report.events) or next((event for event in report.events if alarming), None)

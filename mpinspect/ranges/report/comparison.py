@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from mpinspect.ranges.analysis.comparison import LayerChange, Parting, RangeDiff, Steps
 from mpinspect.ranges.analysis.first_line import first_line, gravest
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.parting import LEAST_BEYOND
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import kind_named, phrase
 from mpinspect.ranges.report.explorer import Mapped, widget
@@ -87,7 +88,7 @@ def trouble(diff: RangeDiff) -> str:
 
 
 def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
-    """Return what identifies the event that broke a run, or else its first error, and its words; empty for neither."""
+    """Return the identity and the words of the event that broke a run, or else of its first error; empty for neither."""
     event = what_broke(report)
     if event is not None:
         return (event.step, event.phase, event.module), first_line(event)
@@ -200,7 +201,7 @@ def maps(diff: RangeDiff) -> Iterator[Widget]:
 
 
 def _tensors(title: str, shown: Sequence[LayerChange], everything: bool) -> Iterator[Block]:
-    """Yield the table of some tensors; nothing for none."""
+    """Yield the table of these tensors; no block without tensors."""
     yield from section(title, table(_LAYERS, map(_row, shown), limit=ROWS.unless(everything), legend=_LEGEND))
 
 
@@ -315,7 +316,7 @@ def _compared(diff: RangeDiff) -> Iterator[str]:
     if diff.differs is not None:
         yield f"Measured: counts differ from {_named(diff.differs)} on, most in {_most(diff.differs)}."
     if compared.stretches == 1:
-        yield "Estimated: one stretch does not tell how far a tensor moves by itself; only chance was allowed for."
+        yield "Estimated: one stretch does not show a tensor's own variation; only chance was allowed for."
     elif diff.differs is not None or not compared.same_steps:
         yield (
             f"Estimated: a tensor moved where more than {percent(LEAST_BEYOND)} of its elements change by more than between "

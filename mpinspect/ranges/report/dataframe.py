@@ -6,7 +6,8 @@ import importlib
 from typing import Any
 
 from mpinspect.numeric.exponents import Interval
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.report.layers import flushed_at_recommended
 
 #: Columns of integers that may be unknown, stored as pandas' nullable integers.

@@ -11,11 +11,12 @@ from itertools import groupby
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS
 from mpinspect.ranges.analysis.formats_fit import CANDIDATES
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.overhead import overhead_line
 from mpinspect.ranges.analysis.precision import is_hidden, run_format
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.recipe_comparison import recipe_report
-from mpinspect.ranges.analysis.report import FormatVerdict, LayerReport, RangeReport, TimeBlock, Verdict
+from mpinspect.ranges.analysis.report import FormatVerdict, RangeReport, TimeBlock, Verdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
 from mpinspect.ranges.report.explorer import NO_NOTES, ModuleNotes
@@ -113,8 +114,8 @@ TERMS = (
     Term(
         "window",
         r"\bwindow",
-        "the loss scales at which nothing seen overflows, nor what is larger by the powers of two kept in reserve, and L1 lost "
-        "is at most 1% in every layer",
+        "the loss scales at which no gradient seen overflows, the powers of two in reserve included, and L1 lost is at most 1% "
+        "in every layer",
     ),
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )
@@ -249,7 +250,7 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
     yield Line(advice.reason)
     yield Line(reserve_line(advice, None if _would_change(report) else report.session.last_scale))
     yield Line(_of_sums(report))
-    # Where layers are at odds, no scale is worth beginning with.
+    # If no scale serves all layers, none is suggested as a start.
     moves = advice.dynamic is not None and advice.dynamic.init_scale != advice.static_scale
     if advice.dynamic is not None and advice.needed is not False and (moves or not advice.serves_none):
         start, interval = advice.dynamic.init_scale, advice.dynamic.growth_interval
@@ -342,7 +343,7 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
     bounding = _bounding(blocks)
 
     def importance(place: int) -> tuple[float, ...]:
-        # What a finding names is looked for in the tables, and the gradients that bound the loss scale.
+        # Readers search the tables for tensors that a finding names, and for the gradients that bound the loss scale.
         is_sought = place in bounding or any(layer.name in named for layer in blocks[place].members)
         return (is_sought, *badness(seen[place]))
 
@@ -373,7 +374,7 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
 
 
 def _all_broken(blocks: Sequence[Repeated]) -> dict[str, str]:
-    """Return the kinds of which every tensor holds infinities or NaNs alone, each with a sentence in place of its table."""
+    """Return the kinds whose tensors all hold only infinities or NaNs, each with a sentence in place of its table."""
     found = {}
     for kind in KINDS:
         layers = [layer for block in blocks if block.worst.kind == kind for layer in block.members]
@@ -402,7 +403,7 @@ def _bounding(blocks: Sequence[Repeated]) -> set[int | None]:
 
 
 def _kept(report: RangeReport) -> str:
-    """Return in brackets which state of an optimizer keeps what rounding cuts off of updates; "" if none does."""
+    """Return in brackets the optimizer's state that holds the rounded-off parts of updates; "" without one."""
     states = [optimizer.compensation for optimizer in report.session.precision.optimizers if optimizer.compensation]
     return filled(" (for now: {} keeps them for later steps)", some(states))
 
@@ -415,7 +416,7 @@ def _of_each_backward(kind: str, report: RangeReport) -> str:
 
 
 def _accumulates(progress: Progress) -> bool:
-    """Return whether there are more backwards than steps, beside that of a step which has not ended."""
+    """Return whether there are more backwards than steps, without the backward of a step that has not ended."""
     return progress.backwards > progress.steps + 1
 
 
@@ -486,7 +487,7 @@ def _of_values(figure: Figure, row: Repeated) -> str | Cell:
     return NOT_APPLICABLE if has_no_values(row.worst) else figure(row)
 
 
-#: The whole of which lost updates are a share, by whether the share was measured.
+#: The denominator of the share of lost updates, by whether the share was measured.
 _LOST_UPDATES = {
     True: "measured: of the weights whose gradient is not zero, those that the step left as they were",
     False: "if stored so: of the updates that are not zero, those that rounding would undo",
@@ -514,7 +515,7 @@ def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
 
 
 def _name(block: Repeated, is_mixed: bool) -> Cell:
-    """Return the cell with a layer's name; for repeated layers, a note names the worst one, of which the losses are."""
+    """Return the cell with a layer's name; for repeated layers, a note names the worst one, whose losses the row shows."""
     layer = block.worst
     loses = layer.lost_l1_share is not None and layer.lost_l1_share.high > LOST_L1_TOLERANCE
     notes = []
@@ -570,7 +571,7 @@ def _formats(report: RangeReport) -> Iterator[str]:
             for format, scaling in CANDIDATES
             if format.name not in judged
         )
-        # What overflowed in the run was counted as infinite: of its magnitude nothing is known.
+        # Values that overflowed in the run were counted as infinite: their magnitudes are unknown.
         is_rest = any(layer.kind == kind and layer.histogram and layer.histogram.nonfinite for layer in report.layers)
         them = "the finite ones" if is_rest else "them"
         parts = (
@@ -601,7 +602,7 @@ def _why_not(verdict: FormatVerdict) -> str:
 
 
 def _left_out(session: Session) -> Iterator[str]:
-    """Yield sentences on the modules and on the closures of which not every call was observed."""
+    """Yield sentences on the modules and on the closures whose calls were not all observed."""
     for what in (CALLS_LEFT_OUT, CLOSURES_LEFT_OUT):
         found = next((each for each in session.measurements if each.what == what), None)
         if found is None:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeAlias
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FORMATS, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.evidence import own_scale
-from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
@@ -36,7 +37,7 @@ _MOST_BLOCKS = 24
 
 
 class NoteCell(NamedTuple):
-    """A cell beside a module's layers; sorting by its column puts the largest ``rank`` first."""
+    """A cell in the rows of a module's layers; sorting by its column puts the largest ``rank`` first."""
 
     text: str
     tone: Tone = ""
@@ -48,7 +49,7 @@ class ModuleNotes:
     """Facts of other reports about the model's modules, shown with the layers of each.
 
     Args:
-        columns: headings of further columns of the map's table, and what each means.
+        columns: headings of further columns of the map's table, and their meanings.
         cells: by module's path, a cell for each column.
         lines: by module's path, sentences shown when one of its layers is chosen.
     """
@@ -66,7 +67,7 @@ Changes: TypeAlias = tuple[tuple[str, str, float, "int | None"], ...]
 
 
 class Mapped(NamedTuple):
-    """A model to show on a map: its name among those of the page, its report, and what is known of its modules."""
+    """A model to show on a map: its name on the page, its report, and notes on its modules."""
 
     name: str
     report: RangeReport
@@ -78,7 +79,7 @@ class Mapped(NamedTuple):
 def picture(*models: Mapped, of: str = "Model") -> Widget | None:
     """Return the map for a page's front, which opens with the model that broke; None if no tensor was counted.
 
-    ``of`` names what is chosen if there are several.
+    ``of`` names the choice if there are several.
     """
     found = next(widget(*models), None)
     if found is None:
@@ -173,7 +174,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         ],
         "groups": groups,
         "tensors": [_tensor(layer, group_of[layer.key], windows) for layer in layers],
-        # Shown beside a module's tensors, in no map: flushing does not decide whether an update is lost.
+        # Shown next to a module's tensors, not in a map: flushing does not decide whether an update is lost.
         "updates": [_tensor(layer, 0, windows) for layer in updates],
         "notes": _notes(notes),
         "changes": [(kind, printable(tensor), *figures) for kind, tensor, *figures in changes],

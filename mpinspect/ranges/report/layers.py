@@ -9,7 +9,8 @@ from typing import TypeVar
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FORMATS, FloatFormat, floor_log2
-from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.session import TensorInfo
@@ -120,7 +121,7 @@ def badness(layer: LayerReport) -> tuple[float, ...]:
 
 
 def names_in(findings: Iterable[Finding]) -> frozenset[str]:
-    """Return what findings are about: their layers, and the names that their sentences put in quotes."""
+    """Return the names that findings are about: their layers, and the names that their sentences put in quotes."""
     quoted = (re.findall(r"'([^']+)'", f"{finding.message} {finding.fix}") for finding in findings)
     return frozenset(name for names in quoted for name in names) | {finding.layer for finding in findings} - {""}
 

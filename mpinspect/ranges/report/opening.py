@@ -1,4 +1,4 @@
-"""Chooses what a run's map shows at first: where it broke, what FP16 would do to an FP32 run, or the run as it is."""
+"""Chooses the first view of a run's map: the place where it broke, FP16's effect on an FP32 run, or the run as it is."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import NamedTuple
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, floor_log2
 from mpinspect.ranges.analyse import judged_in
 from mpinspect.ranges.analysis.evidence import own_scale
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import run_format
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen, module_named
@@ -32,7 +33,7 @@ class Opening(NamedTuple):
         kind: the kind of tensor; "" to leave the choice to the map.
         block: index of the block of steps, or WHOLE.
         marked: names of the tensors of that kind that belong to the culprit.
-        words: sentences on what is marked and shown; "" for nothing to say.
+        words: sentences on the marked and shown tensors; "" without any.
     """
 
     format: str
@@ -119,7 +120,7 @@ def _scale_at(session: Session, step: int, otherwise: int) -> int:
 def _culprit(
     event: Event | None, finding: Finding | None, layers: Sequence[LayerReport], watched: Sequence[LayerReport]
 ) -> tuple[str, tuple[str, ...], str] | None:
-    """Return the kind and the names of the culprit's tensors, and sentences on them; None if nothing is to blame."""
+    """Return the kind and the names of the culprit's tensors, and sentences on them; None without a culprit."""
     place = finding.layer if finding is not None and finding.layer else ""
     if not place and event is None:
         return None

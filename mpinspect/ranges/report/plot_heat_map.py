@@ -1,4 +1,4 @@
-"""Heat map of layers by exponents: the spread of each layer's values, the format's edges, and what the format loses."""
+"""Heat map of layers by exponents: the spread of each layer's values, the format's edges, and the share that the format loses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
 from mpinspect.numeric.formats import FORMATS
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, kind_named
 from mpinspect.ranges.report.layers import (
@@ -46,7 +47,7 @@ _NAME_LENGTH = 60
 #: The bounds of the classes of shares, and a colour for each class; their lightness alone suffices to distinguish them.
 _BOUNDS = (0.0, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 COLOURS = ("#dcebf7", "#a6cbe6", "#5f9fd0", "#2068a8", "#08306b")
-#: Width of a column beside the map in points.
+#: Width of a column next to the map in points.
 _COLUMN = 44
 
 #: A column's heading, and a layer's figure in words.
@@ -121,7 +122,7 @@ def _shares(layer: LayerReport | None, low: int, high: int) -> np.ndarray[tuple[
 
 
 def _finding(report: RangeReport, found: list[Repeated]) -> str:
-    """Return what the map shows: the layer that loses most, or that none does."""
+    """Return the message of the map: the layer that loses most, or that no layer loses anything."""
     name = format_name(report.format)
     layers = [row.worst for row in found if not row.worst.rounding_noise]
     if not layers:
@@ -142,7 +143,7 @@ def _finding(report: RangeReport, found: list[Repeated]) -> str:
 
 
 def _columns(report: RangeReport, found: list[Repeated]) -> list[_Column]:
-    """Return the columns beside the map; the last ones only where a layer has such values."""
+    """Return the columns next to the map; the last ones only where a layer has such values."""
     layers = [row.worst for row in found]
     columns: list[_Column] = [("flushed", _of_values(lambda layer: flushed_words(layer, layer.flushed_fraction)))]
     k = log2_recommended(report.loss_scale)

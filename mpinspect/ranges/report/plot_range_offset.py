@@ -73,7 +73,7 @@ def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
 
 
 def _finding(report: RangeReport) -> str:
-    """Return what the picture shows: whether a loss scale is needed, and what it changes."""
+    """Return the picture's message: whether a loss scale is needed, and its effect."""
     advice, name = report.loss_scale, format_name(report.format)
     if not advice.available:
         return f"Gradients against the range of {name}"
@@ -102,7 +102,7 @@ def _pooled(report: RangeReport) -> dict[str, ExponentHistogram]:
 
 
 def _fate(counts: ExponentHistogram, format: FloatFormat) -> str:
-    """Return in words what the format does to the values that it can't hold."""
+    """Return in words the format's effect on the values that it can't hold."""
     fate, overflowed = f": {percent(counts.flushed_fraction(format))} flushed", overflowed_share(counts, format)
     return f"{fate}, {share(overflowed)} overflow" if overflowed.high else fate
 

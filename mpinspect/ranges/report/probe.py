@@ -66,13 +66,14 @@ def _explanation(report: ProbeReport) -> Iterator[Line]:
     fewer = [layer for layer in telling if layer.unscaled.difference < 0]
     if more:
         yield Line(
-            f"More came out zero than the weight gradient's own range says in {_names(more)}: activation gradients on the "
-            "way to them were flushed first. No prediction from weight gradients alone can see that; a loss scale cures it.",
+            f"More elements became zero than the weight gradient's own range predicts in {_names(more)}: activation gradients "
+            "on the way to them were flushed first. No prediction from weight gradients alone can include that; a loss scale "
+            "prevents it.",
             "warning",
         )
     if fewer:
         yield Line(
-            f"Fewer came out zero in {_names(fewer)}: rounding on the way carried values across the edge.",
+            f"Fewer elements became zero in {_names(fewer)}: rounding on the way carried values across the edge.",
             "warning",
         )
 
@@ -103,11 +104,11 @@ def _tables(report: ProbeReport) -> Tables:
 _COLUMNS = (
     Column("weight gradient", is_name=True),
     Column("predicted", meaning="share of the non-zero elements that FP16 would flush, from the FP32 counts alone"),
-    Column("measured", meaning="share that came out zero"),
+    Column("measured", meaning="share that became zero"),
     Column(
         "upstream",
-        meaning="of the measured, what FP16 would hold at its FP32 value, but what it was computed from had been rounded or "
-        "flushed before",
+        meaning="part of the measured share: FP16 would hold the FP32 value, but the values that it was computed from had "
+        "been rounded or flushed",
     ),
     Column("cosine", priority=1),
     Column("error", meaning="L2 norm of the difference over that of the FP32 gradient"),

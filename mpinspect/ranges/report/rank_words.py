@@ -58,7 +58,7 @@ def _of_what(session: Session) -> Iterator[str]:
 
 
 def _averaged(session: Session) -> Iterator[str]:
-    """Yield a sentence on the range of the averaged gradients in the last step of which it is known, beside the ranks' own."""
+    """Yield a sentence on the range of the averaged gradients in the last step in which it is known, and on the ranks' own."""
     pairs = [
         (each, window)
         for each in session.measurements

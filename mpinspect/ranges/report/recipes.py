@@ -59,7 +59,7 @@ def document(report: RecipeReport) -> Document:
             _judgements(report),
             *section("Change", *_change(report)),
             *section("Product by product", _table(report)),
-            *section("What was seen, and what was not", Items(tuple(map(Item, _notes(report))))),
+            *section("Seen and not seen", Items(tuple(map(Item, _notes(report))))),
         ),
     )
 
@@ -83,7 +83,7 @@ def _is_delayed(recipe: TrainingRecipe) -> bool:
 
 
 def _on_stale_scales(session: Session) -> Iterator[str]:
-    """Yield what delayed scaling would have clipped of the gradients at the layers' outputs, and what an empty history loses."""
+    """Yield the share of the outputs' gradients that delayed scaling would have clipped, and the loss with an empty history."""
     histories: dict[str, list[str]] = {}
     for history in HISTORIES:
         histories.setdefault(_clipping(stale_scales(session, history)), []).append(f"{history:,}")
@@ -205,7 +205,7 @@ def _table(report: RecipeReport) -> Tables:
 
 
 def _cell(cells: list[RecipeCell]) -> Cell:
-    """Return the worst of the cells of alike modules."""
+    """Return the worst of the cells of similar modules."""
     found = [worst for cell in cells if (worst := cell.worst) is not None]
     if not found:
         return Cell("wide")

@@ -76,7 +76,7 @@ def scale_line(advice: LossScaleAdvice) -> str:
 
 
 def scale_in_brief(report: RangeReport) -> str:
-    """Return a report's ``scale_line``; for a run in BF16 that needs no loss scale, say so and what FP16 would need."""
+    """Return a report's ``scale_line``; for a run in BF16 that needs no loss scale, a sentence on that and on FP16's need."""
     if report.in_float16 is None or report.loss_scale.needed is not False:
         return scale_line(report.loss_scale)
     return f"{format_name(report.format)} needs no loss scale. In FP16: {lower_first(scale_line(report.in_float16))}"
@@ -116,7 +116,7 @@ def scale_window(advice: LossScaleAdvice) -> str:
 
 
 def event_facts(event: Event) -> Iterator[str]:
-    """Yield what is known about an event's step: its loss scale, what was finite, and whether it was skipped."""
+    """Yield the facts about an event's step: its loss scale, which values were finite, and whether it was skipped."""
     if event.phase == END:
         yield "no step reported it"
     else:

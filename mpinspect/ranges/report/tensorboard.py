@@ -328,7 +328,7 @@ class TensorBoardSink(ScalarSink):
 
 
 class _Conclusion(NamedTuple):
-    """What the text and images pages show of a run: the verdict in Markdown, and PNGs with width and height by tag."""
+    """The content of the text and images pages for a run: the verdict in Markdown, and PNGs with width and height by tag."""
 
     step: int
     text: str

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpinspect.numeric.formats import FloatFormat
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.kinds import UPDATE, kind_named
 from mpinspect.ranges.report.layers import Repeated, repeated, seen_layers
 from mpinspect.reporting.palette import light, tint, tint_rgb
@@ -29,7 +30,7 @@ _ROW, _COLUMN, _TOP, _BOTTOM, _RIGHT = 18, 9, 34, 46, 20
 _FONT_SIZE, _MOST_LETTERS = 12, 46
 #: Powers of two shown beyond the format's range at least, and at most.
 _LEAST_MARGIN, _MOST_MARGIN = 6, 24
-#: Decades of shares that the shading distinguishes: shares below 10^-5 look alike.
+#: Decades of shares that the shading distinguishes: shares below 10^-5 look the same.
 _DECADES = 5
 _INK, _SOFT, _GRID = (light(name) for name in ("ink", "soft", "line"))
 _FLUSHED, _SUBNORMAL, _OVERFLOWED = (tint(name, 0.2) for name in ("flushed", "subnormal", "overflow"))
@@ -48,7 +49,7 @@ def draw(layers: Sequence[LayerReport], format: FloatFormat) -> tuple[bytes, int
     """Return a map of layers of one kind, at least one, as PNG, and its width and height in pixels.
 
     A row is a layer, or the worst of those that a model's blocks repeat; a column is a power of two, the darker the larger
-    the share of the layer's non-zero elements. The background says where the format flushes and overflows.
+    the share of the layer's non-zero elements. The background shows where the format flushes and overflows.
     """
     from PIL import Image, ImageDraw, ImageFont
 

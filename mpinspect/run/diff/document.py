@@ -8,7 +8,8 @@ from pathlib import PurePath
 from typing import Any
 
 from mpinspect.ranges.analysis.comparison import RangeDiff
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.report.comparison import BESIDE, ROWS, blocks, headline, maps, matters, trouble
 from mpinspect.ranges.report.front import NO_MAP
 from mpinspect.ranges.session import LostUpdates
@@ -82,7 +83,7 @@ def _front(report: DiffReport) -> Front:
         tone,
         (),
         beside,
-        # The verdict, the settings and the picture say what infos say.
+        # The verdict, the settings and the picture have the content of infos.
         tuple(Listed(finding) for finding in report.findings if finding.is_alarm),
         picture=next((replace(found, title="", of="Runs") for found in maps(diff)), None),
         without=NO_MAP,

@@ -74,7 +74,7 @@ class OneStep(Guarded):
         #: Chooses further steps that are computed twice.
         self._choice = StepChoice((), after_events=0)
         if self._wants_matmuls:
-            # A budget does not know what a step costs that is computed twice.
+            # A budget does not know the cost of a step that is computed twice.
             has_budget = options.max_overhead not in (None, math.inf)
             self._choice = StepChoice(() if has_budget else LATER_STEPS)
         #: Steps of the chosen optimizer.
@@ -137,7 +137,7 @@ class OneStep(Guarded):
         """Whether another step is computed twice: because something broke after the recorded one, or after many steps."""
         if self._wants_matmuls or self._wants_trace or self._profile is not None:
             return False
-        return self._choice.is_due(self._stepped, self._models.forward_broke)
+        return self._choice.is_due(self._stepped, self._models.broken_phase)
 
     def give_up(self) -> None:
         """Stop recording because the script has ended, and note incomplete or missing recordings."""
@@ -248,7 +248,7 @@ class OneStep(Guarded):
             self._second = self._powers = None
             records = (*second.records(), *powers)
             if self._is_again:
-                self._choice.ends(records)
+                self._choice.ends(records, self._models.broken_phase())
             for record in records:
                 self._models.record(names, record, steps)
             if left_out := second.left_out():

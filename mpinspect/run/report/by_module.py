@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import floor_log2
-from mpinspect.ranges.analysis.report import LayerReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.report.layers import common_name
@@ -77,9 +77,10 @@ def _sorted(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
 
 
 def folded(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
-    """Return the rows with those of repeated blocks as one: modules of one class and verdict whose paths differ in numbers.
+    """Return the rows, with one for each group of repeated blocks: modules of one class and verdict whose paths differ in
+    numbers.
 
-    A row has the sums of FLOPs and times, the worst loss, and the largest scale needed; the order is that of ``by_module``.
+    A row has the sums of FLOPs and times, the worst loss, and the largest scale needed; in the order of ``by_module``.
     """
     groups: dict[tuple[str, str, str], list[ModuleRow]] = {}
     for row in rows:

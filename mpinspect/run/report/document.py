@@ -76,7 +76,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
         summary=(
             *section("In brief", Items(tuple(_brief(report)))),
             *section("Module by module", _modules(report), is_detail=report.is_shape_detail and report.kernels is None),
-            *section("What was seen, and what was not", bullets(report.saw[1:] and report.saw)),
+            *section("Seen and not seen", bullets(report.saw[1:] and report.saw)),
         ),
         terms=TERMS,
         front=_front(report),
@@ -207,7 +207,7 @@ def _to_do(findings: Iterable[Finding]) -> int:
 
 
 def _panel(report: RunReport) -> Iterator[Block]:
-    """Yield the verdict beside the picture."""
+    """Yield the verdict that stands next to the picture."""
     yield from lines(report.ended, tone="error")
     if len(report.parts) > 1:
         yield from _verdict_of_several(sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS])
@@ -218,7 +218,7 @@ def _panel(report: RunReport) -> Iterator[Block]:
 
 
 def _verdict_of_several(gravest: list[ModelPart]) -> Iterator[Block]:
-    """Yield the models' verdicts, the change of the worst, and below them what they compute in."""
+    """Yield the models' verdicts, the change of the worst, and below them the models' precisions."""
     tone: Tone = "good" if all(part.ranges.verdict.healthy for part in gravest) else "strong"
     yield from lines(*_openings(gravest), tone=tone)
     yield from change_blocks(gravest[0].ranges.verdict, f" in {gravest[0].name}")
@@ -234,7 +234,7 @@ def _of_speed(report: RunReport) -> Iterator[Block]:
 
 
 def _state(report: RunReport) -> tuple[str, Tone]:
-    """Return the run's state in a word or two and its tone: that of the model with the gravest findings."""
+    """Return the run's state in a word or two and its tone, by the model with the gravest findings."""
     if report.parts:
         state, tone = state_of(max(report.parts, key=_gravity).ranges)
         if tone == "error" or not report.ended:

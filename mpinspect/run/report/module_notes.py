@@ -55,7 +55,7 @@ def module_notes(report: RunReport) -> dict[str, ModuleNotes]:
 
 
 def _to_do(report: RunReport) -> set[str]:
-    """Return the modules with products whose shapes a finding asks to change; none for shapes that nobody asked for."""
+    """Return the modules with products whose shapes a finding asks to change; none if no shapes were asked for."""
     shapes = report.shapes_asked
     if shapes is None or report.is_shape_detail:
         return set()

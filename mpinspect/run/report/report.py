@@ -34,7 +34,7 @@ class ModelPart:
 class RankPart(ModelPart):
     """A model of one rank; ``name`` is the rank's, and the model's before it if there are several.
 
-    ``differs`` says in which figures it is unlike most ranks: "differs in events"; "" if it is like them.
+    ``differs`` names the figures in which it differs from most ranks: "differs in events"; "" without a difference.
     """
 
     differs: str = ""
@@ -59,7 +59,7 @@ class RunReport(RendersItself):
             model was seen; "" without such a process.
         by_error: whether an uncaught exception ended the script.
         unreadable: a sentence on each model whose session can't be read; ``saw`` holds them too.
-        ranks: models of single ranks, which the page alone shows beside their sums in ``parts``.
+        ranks: models of single ranks, which only the page shows, in addition to their sums in ``parts``.
     """
 
     kind: ClassVar[str] = "run"

@@ -215,7 +215,7 @@ def _elements(tensors: Iterable[torch.Tensor]) -> Counter[str]:
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Return the numeric settings of the first parameter group; settings that are tensors are left out, to avoid waiting."""
-    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    group = next(iter(optimizer.param_groups), {})
     betas = group.get("betas")
     named = {f"beta{number}": beta for number, beta in enumerate(betas, 1)} if isinstance(betas, (tuple, list)) else {}
     named |= {name: group.get(name) for name in _SETTINGS}

@@ -26,7 +26,7 @@ from mpinspect.runtime.user_line import innermost_line
 Power = float | None
 ZERO = math.inf
 
-#: Positions of what sums add to their first argument; a pair of positions is a product, as in ``addmm``.
+#: Positions of the terms that sums add to their first argument; a pair of positions is a product, as in ``addmm``.
 _SUMS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("add", "sub", "rsub", "lerp"), (1,)),
     **dict.fromkeys(("index_add", "scatter_add"), (3,)),
@@ -112,7 +112,7 @@ class PowersOfScale:
         self._scale = 1.0
         #: Whether the loop has read the scale as a number, with which it may divide.
         self._is_read = False
-        #: Numbers by which the loop has multiplied after that.
+        #: Numbers that the loop has multiplied by since.
         self._numbers: set[float] = set()
         self._found: MixedPowers | None = None
         #: Sums in gradients, by storage: they do no harm until a scaler divides the gradient or an optimizer takes it.
@@ -148,7 +148,7 @@ class PowersOfScale:
         frame: FrameType,
         in_optimizer: bool,
     ) -> None:
-        """Follow one operator; ``frame`` is that of its caller."""
+        """Follow one operator; ``frame`` is its caller's."""
         if self._is_ours or self._found is not None:
             # Later sums follow from the first.
             return

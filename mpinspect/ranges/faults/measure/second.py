@@ -1,9 +1,9 @@
 """A second computation of a step: every operator runs once more, on FP32 twins of the run's 16-bit values.
 
 The run's own tensors are neither read late nor written. A twin belongs to a storage, so that views and writes in place need no
-bookkeeping; a tensor without one equals its twin. Each operator is judged twice: its *local* error is that of its own arithmetic,
-on the inputs that it had, and its *inherited* error is that of all arithmetic so far. The first distinguishes an operator that
-loses values from one that passes losses on; the second shows whether more bits would have helped at all.
+bookkeeping; a tensor without one equals its twin. Each operator is judged twice: its *local* error is the error of its own
+arithmetic, on the inputs that it had, and its *inherited* error is the error of all arithmetic so far. The first distinguishes an
+operator that loses values from one that passes losses on; the second shows whether more bits would have helped at all.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: Bytes of twins, and seconds, after which the rest of the step is left out.
 _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
-#: Bytes of twins from which on those of freed storages are dropped.
+#: Above this many bytes of twins, the twins of freed storages are dropped.
 _FIRST_SWEEP = 32 << 20
-#: Bytes of errors that are kept until the gradient at their operator's result is known.
+#: Bytes of errors that are held until the gradient at their operator's result is known.
 _MOST_ERRORS = 64 << 20
 #: The most operators that are named as left out.
 _MOST_NAMED = 5
@@ -148,7 +148,7 @@ class SecondComputation:
     Args:
         module: returns the dotted path of the module that is running.
         parameters: the model's parameters by name, whose gradients are compared in the end.
-        buffers: the model's buffers by name, which keep what is added to them.
+        buffers: the model's buffers by name, whose values persist after a step.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class SecondComputation:
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
         self._bytes = 0
-        #: The bytes of twins at which those of freed storages are dropped.
+        #: The bytes of twins above which the twins of freed storages are dropped.
         self._sweep_at = min(_FIRST_SWEEP, _MOST_BYTES)
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
@@ -187,7 +187,7 @@ class SecondComputation:
         self._errors: dict[int, torch.Tensor] = {}
         #: The bytes of errors that were kept.
         self._errors_bytes = 0
-        #: The norms of errors times the gradient of the loss at them, by sequence number, and the numbers by id of the record.
+        #: The norms of (error times gradient of the loss) by sequence number, and the sequence number by the record's id.
         self._effects: dict[int, float] = {}
         self._nodes: dict[int, int] = {}
         #: Additions of few elements, by line: each alone may be absorbed by chance.
@@ -196,7 +196,7 @@ class SecondComputation:
     # -- the operators ----------------------------------------------------------------------------------------------
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
-        """Prepare an operator's second run; None if more bits would change nothing of it, or if it can't be prepared."""
+        """Prepare an operator's second run; None if more bits would not change its result, or if it can't be prepared."""
         if not isinstance(func, torch._ops.OpOverload):
             return None
         try:
@@ -301,7 +301,7 @@ class SecondComputation:
         return bool(self._ended_by)
 
     def left_out(self) -> str:
-        """Return a sentence on what was not computed a second time; "" if nothing was left out."""
+        """Return a sentence on the operators that were not computed a second time; "" without any."""
         parts = [f"all of it {self._ended_by}"] if self._ended_by else []
         parts += [f"{number_of(times, 'call')} of {name}" for name, times in self.skipped.most_common(_MOST_NAMED)]
         return f"Left out of the second computation of a step: {', '.join(parts)}" if parts else ""
@@ -403,7 +403,7 @@ class SecondComputation:
         frame: FrameType,
         buffer: str,
     ) -> None:
-        """Record a buffer that stays mostly as it was: it keeps its values, so that the terms are lost for good."""
+        """Record a buffer that additions leave mostly unchanged. Its values persist, so the lost terms are never recovered."""
         before, added = operands
         is_added = (added != 0).expand_as(before)
         unchanged = float((wide == before)[is_added].float().mean()) if bool(is_added.any()) else 0.0
@@ -473,7 +473,7 @@ class SecondComputation:
         module = self._module() if node is None else self._modules.get(node._sequence_nr(), "")
         where = Place(module, innermost_line(frame), node is not None)
         names = (pending.func.overloadpacket.__name__, where.line, "backward" if where.is_backward else "forward")
-        # Of numbers that are made integers, the dtype in which they were rounded.
+        # The dtype in which numbers were rounded before they became integers.
         rounded = result.dtype if result.is_floating_point() else pending.dtype
         dtype = str(rounded).removeprefix("torch.")
         return kind(name=where.module, names=names, text=dtype, **figures)
@@ -498,7 +498,7 @@ class SecondComputation:
         )
         for kind, size in worsts:
             records = self._found.get(kind, [])
-            # A large error may do nothing, and a smaller one all the harm.
+            # A large error may be harmless, and a smaller one do all the harm.
             weighed = sorted((each for each in records if self._effect(each) is not None), key=self._effect)  # type: ignore[arg-type]
             others = sorted(
                 (each for each in records if self._effect(each) is None), key=lambda each: getattr(each, size)
@@ -515,7 +515,7 @@ class SecondComputation:
             if parameter.grad is not None and _is_plain(parameter.grad) and self.twin(parameter.grad) is not None
         }
         if not errors or not all(map(math.isfinite, errors.values())):
-            # A loss scale that is still too high makes infinities, beside which no error of rounding can be seen.
+            # A loss scale that is still too high makes infinities, which hide all rounding errors.
             return None, ""
         whose = max(errors, key=lambda name: errors[name])
         return errors[whose], whose
@@ -564,7 +564,7 @@ class SecondComputation:
         return self.twin(tensor) is None or self._twins[tensor.untyped_storage()._cdata].is_cast
 
     def _keep(self, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
-        """Remember a result's twin. Of a storage that holds more than the result, the rest keeps its values."""
+        """Remember a result's twin. Other elements of its storage retain their values."""
         known = self.twin(value)
         if known is not None:
             key = value.untyped_storage()._cdata

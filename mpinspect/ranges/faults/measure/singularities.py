@@ -134,9 +134,17 @@ def _log(node: Any, name: str) -> _Found:
     edge = -1.0 if name.startswith("Log1p") else 0.0
     below = given < edge
     if bool(below.any()):
-        return _argument("a logarithm", "of a negative number", below)
+        return _argument("a logarithm", _negative(node), below)
     what = "of zero, the result of a softmax" if _is_softmax(node.next_functions[0][0]) else "of zero"
     return _argument("a logarithm", what, given == edge)
+
+
+def _negative(node: Any) -> str:
+    """Return a negative argument in words: it may be left of a difference, such as |a|^2 + |b|^2 - 2 ab, with rounded terms."""
+    below = graph([node], _NEARBY)[1:]
+    is_difference = any(each.name().startswith(("Sub", "Rsub")) for each in below)
+    is_rounded = any(made[0].dtype.itemsize == 2 for each in below if (made := getattr(each, "_input_metadata", None)))
+    return "of a negative number" + ", a difference of terms rounded to 16 bits" * (is_difference and is_rounded)
 
 
 def _is_softmax(node: Any) -> bool:
@@ -148,7 +156,7 @@ def _is_softmax(node: Any) -> bool:
 
 def _sqrt(node: Any, name: str) -> _Found:
     result = node._saved_result
-    return _argument("a square root", "of a negative number", result.isnan()) or _argument(
+    return _argument("a square root", _negative(node), result.isnan()) or _argument(
         "a square root", "of zero, where the root's derivative is infinite", result == 0
     )
 
@@ -226,7 +234,7 @@ def _power(node: Any, name: str) -> _Found:
         return _argument(operator, "of zero", base == 0)
     if exponent in (0, 1):
         return None
-    return _argument(operator, "of a negative number", base < 0) or _argument(
+    return _argument(operator, _negative(node), base < 0) or _argument(
         operator, "of zero, where the power's derivative is infinite", base == 0
     )
 
@@ -245,10 +253,10 @@ def _inverse(node: Any, name: str) -> _Found:
 
 def _constant(node: Any, name: str) -> _Found:
     """Find a non-finite constant factor of a product."""
-    kept = node._saved_other
-    if not isinstance(kept, torch.Tensor) or node.next_functions[1][0] is not None:
-        return None
-    return _argument("a product", "with a constant that is infinite or NaN", ~kept.isfinite())
+    for place, kept in enumerate((node._saved_self, node._saved_other)):
+        if isinstance(kept, torch.Tensor) and _takes_no_gradient(node, place) and not bool(kept.isfinite().all()):
+            return _argument("a product", "with a constant that is infinite or NaN", ~kept.isfinite())
+    return None
 
 
 def _loss(node: Any, name: str) -> _Found:
@@ -338,6 +346,8 @@ SAME_VALUES = (
     "Expand",
     "Clone",
 )
+#: Maximum number of nodes among which the difference is searched that left a negative number.
+_NEARBY = 12
 #: Nodes that return some of their argument's values, or bound them.
 _SOME_VALUES = ("Index", "Gather", "Select", "Slice", "Clamp")
 #: torch's number for reduction="mean".

@@ -18,7 +18,7 @@ _FEWEST_STEPS = 3
 class Inspect(Sentences):
     """The code or data in which to search for the origin of an infinity or NaN of the forward."""
 
-    DATA = "Look at the data of step {step}, and at what is done to it before it reaches the model."
+    DATA = "Look at the data of step {step} and at its preprocessing."
     LOSS = "Look at the loss function{made_by}, and at the targets of step {step}."
     LOSS_IN_FP16 = (
         "Look at the loss function{made_by}, and at the targets of step {step}; where a sum or product in it exceeds 65504, "

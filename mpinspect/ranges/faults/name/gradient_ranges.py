@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.drift import moved
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import damped_by_epsilon, holds_without_scale
-from mpinspect.ranges.analysis.report import LayerReport
 from mpinspect.ranges.analysis.scale_advice import Decision, Loss
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.analysis.scale_words import in_steps
@@ -44,7 +44,7 @@ def _gradients(case: Case) -> list[LayerReport]:
 
 class _Unknown(Sentences):
     AS_THEY_ARRIVED = (
-        "The loss scale of a backward is not known: the gradients' ranges are those of the gradients as they arrived."
+        "The loss scale of a backward is not known: the gradients' ranges are of the values as they arrived."
     )
     GIVE = "Give the inspector the scaler (scalers=...) or, where the loop scales by hand, the scale (loss_scale=...)."
 
@@ -272,12 +272,12 @@ def _were_flushed(
 
 class _Overflow(Sentences):
     LARGEST = (
-        "Without loss scaling {tensor} would overflow {format:format}: the largest is {largest:.3g}, the format ends at "
-        "{end:g}."
+        "Without loss scaling {tensor} would overflow {format:format}: the largest is {largest:.3g}, the format's maximum "
+        "is {end:g}."
     )
     LARGEST_FINITE = (
-        "Without loss scaling {tensor} would overflow {format:format}: the largest finite one seen is {largest:.3g}, the format "
-        "ends at {end:g}."
+        "Without loss scaling {tensor} would overflow {format:format}: the largest finite value seen is {largest:.3g}, the "
+        "format's maximum is {end:g}."
     )
     MORE = "So would {more} more."
     SMALLER_LOSS = (

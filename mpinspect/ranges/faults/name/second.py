@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from mpinspect.numeric.formats import FORMATS
+from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
@@ -24,7 +24,7 @@ from mpinspect.ranges.records import (
     WholeLoss,
 )
 from mpinspect.ranges.session import Event, module_named
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Said, Sentences
 
 #: An error of the gradients from which on rounding matters: BF16 alone makes some 1%.
 _MATTERS = 0.1
@@ -107,20 +107,26 @@ class _Born(Sentences):
         "FP32: an earlier operator had rounded away the value that keeps it finite."
     )
     FIRST = "The forward was first not finite in step {step}, in {first_module}; the search for the operator began after it."
+    FIRST_OF_BACKWARD = (
+        "The backward was first not finite in step {step}, in {first_module}, and again at far lower loss scales."
+    )
+    EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
     PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
     BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
     MASK_OF_THE_DTYPE = (
-        "The value is FP32's largest, as of a mask: take it from the dtype of the scores, so that a row that is masked whole "
-        "stays finite."
+        "The value is FP32's largest, as masks often use it: take the largest of the scores' own dtype, so that a fully masked "
+        "row stays finite."
     )
     FINFO = "mask = torch.zeros(shape, dtype=scores.dtype).masked_fill(~allowed, torch.finfo(scores.dtype).min)"
 
 
 _SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "linalg_vector_norm", "norm")
 _PRODUCTS = ("mul", "pow")
+#: Operators that are infinite at zero.
+_AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
 
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
@@ -131,49 +137,58 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
-    if case.has(ExaminedArgument, OverflowedNorm, WholeLoss):
+    if case.has(OverflowedNorm) or any(loss.overflowed for loss in case.recorded(WholeLoss)):
         # Another fault names this operation already.
         return
-    for born in case.recorded(BornInfinite):
-        if born.names[2] == "backward":
-            # There a loss scale may be too high.
-            continue
-        operator = born.names[0]
-        fix, code = _Born.OPERATOR_IN_FP32, _Born.CAST
-        if operator.rstrip("_") in _SUMS:
-            fix = _Born.SUM_IN_FP32
-        elif operator.rstrip("_") in _PRODUCTS:
-            fix = _Born.PRODUCT_IN_FP32
-        elif operator.startswith("exp"):
-            fix = _Born.BOUND_EXP
-        elif born.largest >= _LARGEST_OF_FP32:
-            fix, code = _Born.MASK_OF_THE_DTYPE, _Born.FINFO
-        first = _first_event(case)
-        is_later = first is not None and first.step < born.step
-        yield Found(
-            (
-                _Born.FIRST if is_later else None,
-                _Born.BEYOND if born.largest else _Born.FROM_ROUNDED_INPUTS,
-            ),
-            _evidence(born),
-            {
-                **_place(born),
-                "count": int(born.elements),
-                "measured": born.step,
-                "first_module": module_named(first.module) if first else "",
-            },
-            fix,
-            code,
-            layer=first.module if first is not None and is_later else born.name,
-            severity="warning" if first is None else "error",
-            step=first.step if first is not None and is_later else born.step,
-        )
+    born = next((each for each in case.recorded(BornInfinite) if _is_of_precision(each, case)), None)
+    if born is None or (born.largest and case.has(ExaminedArgument)):
+        # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
+    fix, code = _remedy(born)
+    phase = born.names[2]
+    first = _first_event(case, phase)
+    is_later = first is not None and first.step < born.step
+    began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
+    yield Found(
+        (began.when(is_later), _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS),
+        _evidence(born),
+        {
+            **_place(born),
+            "count": int(born.elements),
+            "measured": born.step,
+            "first_module": module_named(first.module) if first else "",
+        },
+        fix,
+        code,
+        layer=first.module if first is not None and is_later else born.name,
+        severity="warning" if first is None else "error",
+        step=first.step if first is not None and is_later else born.step,
+    )
 
 
-def _first_event(case: Case) -> Event | None:
-    """Return the first event of a forward that was not finite."""
-    return next((event for event in case.events if event.forward_finite is False), None)
+def _is_of_precision(born: BornInfinite, case: Case) -> bool:
+    """Return whether a step's infinities are of the precision, and not of a loss scale that was too high for its backward."""
+    events = [event for event in case.events if event.step == born.step]
+    return born.names[2] == "forward" or any(event.broken_phase == "backward" for event in events)
+
+
+def _remedy(born: BornInfinite) -> tuple[Said, Said]:
+    operator = born.names[0]
+    if operator.rstrip("_") in _SUMS:
+        return _Born.SUM_IN_FP32, _Born.CAST
+    if operator.rstrip("_") in _PRODUCTS:
+        return _Born.PRODUCT_IN_FP32, _Born.CAST
+    if operator.startswith("exp"):
+        return _Born.BOUND_EXP, _Born.CAST
+    if born.largest >= _LARGEST_OF_FP32:
+        return _Born.MASK_OF_THE_DTYPE, _Born.FINFO
+    is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
+    return (_Born.OPERATOR_IN_FP32, _Born.EPSILON.when(is_epsilon)), _Born.CAST
+
+
+def _first_event(case: Case, phase: str = "forward") -> Event | None:
+    """Return the first event of a forward, or else of the backward of a finite one."""
+    return next((event for event in case.events if (event.forward_finite is False) == (phase == "forward")), None)
 
 
 class _Alike(Sentences):
@@ -317,7 +332,7 @@ def _buffer_stops(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: A buffer that is added to in place and set anew in each step loses only that step's terms.
+    False alarms: A buffer that is added to in place and reset in each step loses only that step's terms.
     """
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
@@ -402,7 +417,7 @@ class _Integers(Sentences):
         "In step {step}, in {place}, whole numbers pass through {dtype:format} before they become integers, which "
         "changed {changed:.0f} of the {of:.0f}: {exact:.0f} became {given:.0f}."
     )
-    APART = "Keep ids, indices and counts in a tensor of integers of their own, apart from what is cast to 16 bits."
+    APART = "Keep ids, indices and counts in an integer tensor of their own, apart from the values that are cast to 16 bits."
     CAST_THE_REST = "ids, features = batch[:, 0].long(), batch[:, 1:].to(torch.bfloat16)  # from the FP32 batch"
 
 
@@ -434,7 +449,13 @@ FAULTS = (
         (_Alike, _Born),
         ("scale-falls-for-forward", "non-finite-event"),
     ),
-    Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born,), ("non-finite-event",)),
+    Fault(
+        "overflow-in-operator",
+        "warning",
+        _overflow_in_operator,
+        (_Born,),
+        ("non-finite-event", "argument-out-of-range"),
+    ),
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),
