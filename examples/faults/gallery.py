@@ -104,12 +104,20 @@ def run(script: str) -> Told:
     return Told(script, f"exit {done.returncode}", tuple(verdicts), tuple(findings))
 
 
-def page(faults: list[Fault], told: dict[str, Told]) -> str:
-    """Return the page of the diagnoses: each with its condition, its finding on a script of the gallery, and its fix."""
+def page(told: dict[str, Told], before: str) -> str:
+    """Return the page of the diagnoses: each with its condition, its finding on a script of the gallery, and its fix.
+
+    A section is taken from ``before``, the present page, if one of its scripts did not run.
+    """
+    sections = {part.split("\n", 1)[0]: part for part in before.split("\n## ")}
     parts = [_PAGE_HEAD]
     for diagnosis in registry.DIAGNOSES:
+        shown = [fault for fault in FAULTS if fault.id == diagnosis.id]
+        if diagnosis.id in sections and not all(fault.script in told for fault in shown):
+            parts.append(f"## {sections[diagnosis.id]}")
+            continue
         parts += [f"## {diagnosis.id}\n", f"{diagnosis.about}\n"]
-        parts += [_example(fault, told[fault.script]) for fault in faults if fault.id == diagnosis.id]
+        parts += [_example(fault, told[fault.script]) for fault in shown if fault.script in told]
         parts.append(f"**False alarms.** {diagnosis.false_alarms}\n")
     return "\n".join(parts)
 
@@ -145,7 +153,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names of scripts, or parts of them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", metavar="PATH", help="write what was told here too")
-    parser.add_argument("--page", metavar="PATH", help="write the page of all diagnoses")
+    parser.add_argument("--page", metavar="PATH", help="renew the page of all diagnoses")
     parser.add_argument("--peers", action="store_true", help="run the faults under other tools as well")
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 where a fault is missed or a healthy script is not"
@@ -171,7 +179,8 @@ def main() -> int:
         rows = {script: {"verdicts": found.verdicts, "findings": found.findings} for script, found in told.items()}
         Path(options.json).write_text(json.dumps(rows, indent=1), "utf-8")
     if options.page:
-        Path(options.page).write_text(page(faults, told), "utf-8")
+        path = Path(options.page)
+        path.write_text(page(told, path.read_text("utf-8") if path.exists() else ""), "utf-8")
     return int(options.check and missed > 0)
 
 

@@ -158,7 +158,7 @@ def _notes(setting: Setting, text: Text, report: RangeReport, curves: Sequence[C
 def _recommendation(report: RangeReport, seed: int) -> str:
     if recommended(report) is None:
         return f"The inspector recommends no loss scale: {lower_first(report.loss_scale.reason.rstrip('.'))}."
-    return f"The recommended scale is that of the inspector's report of the FP32 run with seed {seed}."
+    return f"The recommended scale is from the inspector's report of the FP32 run with seed {seed}."
 
 
 def _draw(comparison: Comparison) -> None:

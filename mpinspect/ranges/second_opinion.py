@@ -37,8 +37,8 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
         The findings, the gravest first; none if every operator's exact result is the run's but for rounding, or if nothing is in
         FP16 or BF16.
 
-    Takes some ten times as long as the step, and memory for FP32 copies of its 16-bit tensors, 2 GiB of them at most; after 20 s
-    the rest is left out. Synchronises the device.
+    Takes three to four times as long as the step on a CPU, and memory for FP32 copies of its 16-bit tensors, 2 GiB of them at
+    most; after 20 s the rest is left out. Synchronises the device.
 
     Raises:
         TypeError: model is not a Module, loss_fn is not callable, or the loss is not a tensor.

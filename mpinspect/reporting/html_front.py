@@ -47,8 +47,11 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .bar h1{flex:0 1 auto;min-width:3em}.mpinspect .fact:last-child{flex:0 99 auto;overflow:hidden;text-overflow:ellipsis}
 .mpinspect .fact{white-space:nowrap}.mpinspect .screen:has(.explorer,.tab){height:calc(100vh - 42px);min-height:34em}
 .mpinspect .screen:has(.explorer,.tab)>*{min-height:0;height:100%;box-sizing:border-box}}
-@media (max-width:1000px){.mpinspect .screen{display:block}.mpinspect .panel{border-left:0}
-.mpinspect .picture{padding:.4em 1em 0}}
+/* One column: the verdict's sentence, the picture, then the rest of the panel. */
+@media screen and (max-width:1000px){.mpinspect .screen{display:flex;flex-direction:column}.mpinspect .panel{display:contents}
+.mpinspect .panel>*{order:2;margin-inline:1em!important}.mpinspect .panel>:is(.alarm,.error,.warning,.good,.strong){order:0}
+.mpinspect .panel>:first-child{margin-top:.7em}.mpinspect .panel>:last-child{margin-bottom:1em}
+.mpinspect .picture,.mpinspect .tab{order:1;padding:.4em 1em 0;min-height:0}}
 @media print{.mpinspect .tabs{display:none}
 .mpinspect .screen{display:block;height:auto!important}.mpinspect .panel{border:0;overflow:visible}
 .mpinspect .screen>*{height:auto!important}

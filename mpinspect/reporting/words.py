@@ -89,7 +89,8 @@ def share(
         interval: the share.
         is_estimate: whether counts can only estimate the share, as with the lost L1 share.
         near: bounds further apart than this are shown.
-        negligible: an unseen share of at most this is "~0%"; a larger one is shown by its upper bound.
+        negligible: an unseen share of at most this is "none seen", and "<0.1%" if it is that small; a larger one is shown by its
+            upper bound.
     """
     if interval is None:
         return UNKNOWN
@@ -97,10 +98,7 @@ def share(
     if interval.low == interval.high:
         return low
     if interval.estimate < min(_NOTHING, interval.high):
-        if interval.high <= negligible:
-            return "~0%"
-        # Of unseen values "~" would claim more than is known.
-        return UNKNOWN if interval.high > 1 - _ROUGHLY / 2 else f"<={high}"
+        return _unseen(interval.high, negligible)
     if low == high:
         return f"~{low}" if is_estimate else low
     estimate = percent(interval.estimate)
@@ -109,6 +107,15 @@ def share(
         # An estimate equal to the lower bound adds no information.
         return f"~{low}" if width <= max(_ROUGHLY, negligible) else f"{low}..{high}"
     return f"~{estimate}" if width <= near else f"~{estimate} [{low}..{high}]"
+
+
+def _unseen(high: float, negligible: float) -> str:
+    """Return words for a share of which nothing was seen, at most ``high``."""
+    if high <= NEGLIGIBLE:
+        return f"<{percent(NEGLIGIBLE)}"
+    if high <= negligible:
+        return "none seen"
+    return UNKNOWN if high > 1 - _ROUGHLY / 2 else f"<={percent(high)}"
 
 
 def duration(us: float) -> str:

@@ -39,7 +39,7 @@ def with_each_rank(
             if time.monotonic() > enough:
                 return tuple(found)
             name = f"{part.name}, rank {rank}" if len(parts) > 1 else f"rank {rank}"
-            # The rank may be replacing its files, and its map is worth no report.
+            # The rank may be replacing its files; its map is then left out without a note.
             with suppress(Exception):
                 session = read_session(whole / f"rank{rank}" / part.name / FILE_NAME)
                 found.append(RankPart(name, analyse(session, format), differs.get(rank, "")))

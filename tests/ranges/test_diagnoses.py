@@ -890,7 +890,7 @@ def test_a_nan_is_attributed_to_the_module_that_uses_the_mask():
     first = report.events[0]
     assert (first.step, first.module, first.tensor, first.value) == (3, "blocks.0", "blocks.0.out", "nan")
     assert "of 'blocks.0'" in first.explanation
-    assert "torch.finfo(scores.dtype).min (that of float32 becomes -inf in 16 bits)" in report.findings[0].fix
+    assert "torch.finfo(scores.dtype).min (float32's becomes -inf in 16 bits)" in report.findings[0].fix
     assert mask_given_to_blocks(False).events == infinity_beside_a_mask(False).events == ()
 
 

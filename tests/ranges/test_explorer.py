@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,13 @@ def in_node(driver: str, given: Any) -> Any:
     """Run the script's functions under Node; what the driver returns as JSON."""
     if NODE is None:
         pytest.skip("needs Node.js, which is not installed")
-    code = f"{SCRIPT}\nconst given = JSON.parse(await new Response(process.stdin).text());\n{driver}"
-    ended = subprocess.run(
-        [NODE, "--input-type=module", "--eval", code], input=json.dumps(given), capture_output=True, text=True
-    )
+    # An argument's length is limited.
+    with TemporaryDirectory() as folder:
+        script = Path(folder) / "script.mjs"
+        script.write_text(
+            f"{SCRIPT}\nconst given = JSON.parse(await new Response(process.stdin).text());\n{driver}", "utf-8"
+        )
+        ended = subprocess.run([NODE, str(script)], input=json.dumps(given), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout)
 
@@ -203,7 +207,7 @@ def test_a_page_allows_its_own_script_and_no_other() -> None:
     assert not re.search(r"""src=|@import|url\(|fetch\(|<(?!a )[^>]*href=""", page)
     assert page.count("data-widget=") == 1
     # Where scripts do not run the tables say it.
-    assert "needs JavaScript; the tables say the same" in page
+    assert "needs JavaScript; the tables have the same figures" in page
 
 
 def test_other_forms_have_no_script() -> None:
@@ -385,9 +389,11 @@ def test_the_curves_and_what_happened(browser: Any, tmp_path: Path) -> None:
     report = analyse(session)
     page = opened(browser, report.save(tmp_path / "a.html"), "#kind=activation_gradient")
     low, high = (int(math.log2(end)) for end in (report.loss_scale.lowest, report.loss_scale.highest))
+    assert page.locator(".explorer .losses .curve").count() == 0
+    page.click("text=losses at other scales")
     words = page.text_content(".explorer figure.losses figcaption")
     assert f"safe window {power(low)} .. {power(high)}" in words
-    assert "the run's last scale, 2¹⁴" in words
+    assert "(the run's last: 16384 (2¹⁴))" in page.text_content(".explorer .said")
     assert page.locator(".explorer svg .window").count() == 1
     page.select_option(".explorer select >> nth=1", "float8_e4m3")
     assert "no safe window is known for" in page.text_content(".explorer figure.losses figcaption")
@@ -463,6 +469,8 @@ def test_where_nothing_finite_was_counted_losses_are_unknown(browser: Any, tmp_p
     page.click(".explorer tbody tr[data-name]")
     assert "so its losses are unknown" in page.text_content(".explorer .detail")
     assert page.locator(".explorer svg .curve.flushes").count() == 0
+    assert "no finite non-zero element was counted" in page.text_content(".explorer figure.losses .readout")
+    page.click("text=losses at other scales")
     assert "no finite non-zero element was counted" in page.text_content(".explorer figure.losses svg text.none")
     assert page.troubles == []
 
@@ -572,7 +580,7 @@ def test_everyone_can_read_it(scheme: str, width: int, axe: str, browser: Any, t
 def test_without_scripts_the_tables_are_shown(browser: Any, tmp_path: Path) -> None:
     page = browser.new_context(java_script_enabled=False, offline=True).new_page()
     page.goto(f"file://{analyse(sessions.word_model()).save(tmp_path / 'a.html')}")
-    assert "the tables say the same" in page.text_content("[data-widget]")
+    assert "the tables have the same figures" in page.text_content("[data-widget]")
     assert page.is_visible("table")
 
 

@@ -233,7 +233,7 @@ def test_the_culprit_is_seen_without_a_click(several: bool, browser: Any, tmp_pa
     assert marked(page) == ["blocks.1.fc1"]
     assert "step 4" in page.text_content(".explorer .opening")
     assert page.input_value(".explorer label:has-text('Format') select") == "float16"
-    assert page.text_content(".explorer .scale output") == "2¹¹"
+    assert page.text_content(".explorer .scale output") == "2048 (2¹¹)"
 
 
 def test_of_a_folded_group_the_culprit_alone_is_unfolded(browser: Any, tmp_path: Path) -> None:  # noqa: F811
@@ -299,11 +299,8 @@ def test_a_format_that_loses_nothing_has_a_sentence_in_place_of_an_empty_curve(b
     report = RunReport("a.py", "ended", (ModelPart("Net", analysing.analyse(session)),))
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
     assert "BF16 flushes only below 2⁻¹³⁴" in page.text_content(".explorer .losses .readout")
-    # The share of the elements below each power of two stands in the curve's place.
-    assert page.locator(".explorer .losses svg .flushes").count() == 0
-    heights = [float(each) for each in re.findall(r"[ML]-?[\d.]+ ([\d.]+)", page.get_attribute(".losses .under", "d"))]
-    assert heights == sorted(heights, reverse=True)
-    assert len(set(heights)) > 5
+    assert page.locator(".explorer .losses svg").count() == 0
+    assert covered(page) >= 0.6
     page.click("text=what would FP16 do?")
     assert page.locator(".explorer .losses svg .flushes").is_visible()
 

@@ -222,8 +222,8 @@ def test_a_window_that_moves_by_one_power_of_two_is_not_listed_over_time():
         (0.0, 0.0, 0.0, "0%"),
         (0.25, 0.25, 0.25, "25%"),
         # No flushed value was counted: the upper bound is shown, unless it is negligible or 100%.
-        (0.0, 0.0, 0.0009, "~0%"),
-        (1e-7, 1e-8, 3e-7, "~0%"),
+        (0.0, 0.0, 0.0009, "<0.1%"),
+        (1e-7, 1e-8, 3e-7, "<0.1%"),
         (0.0, 0.0, 0.008, "<=0.8%"),
         (0.0, 0.0, 0.71, "<=71%"),
         (0.0, 0.0, 1.0, "?"),
@@ -246,7 +246,7 @@ def test_shares_of_elements_with_a_negligible_sum_have_no_bounds():
         changed = dataclasses.replace(layer, lost_l1_share=Interval(0.0, 0.0, lost))
         return flushed_words(changed, Interval(estimate, low, high))
 
-    assert words(0.0, 0.0, 0.7, 0.0005) == "~0%"
+    assert words(0.0, 0.0, 0.7, 0.0005) == "none seen"
     assert words(0.05, 0.05, 0.7, 0.0005) == "~5%"
     assert words(0.0, 0.0, 0.7, 0.005) == "<=70%"
     assert words(0.05, 0.02, 0.7, 0.005) == "~5%"

@@ -165,6 +165,52 @@ def test_writes_and_views_have_the_twins_of_their_storage():
     assert torch.equal(second.twin(z), exact.view(4, 16)[1:].T)
 
 
+def test_a_cast_has_the_values_that_its_source_had():
+    """It shares the memory of its source's FP32 values until either is written."""
+    x = values(8, 8)
+    before = x.clone()
+    with Twice() as second:
+        y = x.bfloat16()
+        z = y.float()
+        x.add_(1)
+        assert torch.equal(second.twin(y), before)
+        y.mul_(1.01)
+        assert torch.equal(second.twin(z), before)
+        assert torch.equal(second.twin(y), before * 1.01)
+        z[1:].mul_(3)
+    assert torch.equal(second.twin(z)[0], before[0])
+    assert torch.equal(second.twin(z)[1:], 3 * before[1:])
+    assert torch.equal(x, before + 1)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_large_products_and_their_gradients_are_computed_in_float32(is_transposed):
+    x, weight = values(512, 256), values(256, 256, seed=1) / 16
+    bias = values(256, seed=2)
+
+    def products(x, weight, bias):
+        weight = weight.T if is_transposed else weight
+        y = F.linear(x, weight, bias) @ weight
+        return y, *torch.autograd.grad(y.square().mean(), (x, bias))
+
+    with Twice() as second:
+        results = products(x.bfloat16().requires_grad_(), weight.bfloat16(), bias.bfloat16().requires_grad_())
+    assert second.skipped == {}
+    wanted = products(x.double().requires_grad_(), weight.double(), bias.double().requires_grad_())
+    for result, exact in zip(results, wanted, strict=True):
+        error = (second.twin(result).double() - exact).norm() / exact.norm()
+        assert error < 1e-6 < (result.double() - exact).norm() / exact.norm()
+
+
+def test_a_twin_has_the_memory_of_the_result_alone():
+    with Twice() as second:
+        kept = values(64, 64).bfloat16() * 1.01
+        wide = torch.ones(64, 64).bfloat16().expand(3, 64, 64) * 1.01
+        (wide * 1.01).sum()
+    assert second.twin(kept) is not None
+    assert second._twins.bytes == 4 * sum(each.numel() for each in (kept, wide))
+
+
 def test_the_exact_computation_follows_its_own_decisions():
     """A ratio near one that rounding moves beyond a bound is clamped, and has no gradient; the exact ratio has one."""
 

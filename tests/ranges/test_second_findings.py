@@ -98,7 +98,7 @@ def test_without_a_broken_forward_it_is_not_reported():
     assert "breaks-in-fp32-too" not in findings(alike(), precision=FP16)
 
 
-def test_a_difference_from_which_a_nan_follows_explains_the_argument_that_it_spoiled():
+def test_a_difference_that_leads_to_a_nan_explains_the_argument_out_of_range():
     names = ("sub", "train.py:6", "forward", "")
     difference = AmplifiedError(name="head", step=5, names=names, text="float16", before=0.001, after=2.5)
     born = BornInfinite(

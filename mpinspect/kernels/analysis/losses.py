@@ -115,8 +115,9 @@ class Causes:
 
 def library(row: KernelRow) -> str:
     """Return the library that chose the kernel and has its own TF32 switch: cuDNN for convolutions and recurrent networks."""
-    is_cudnn = row.kind in ("convolution", "recurrent") or "conv" in row.op or "cudnn" in row.op
-    return "cuDNN" if is_cudnn else "cuBLAS"
+    if row.kind in ("convolution", "recurrent") or "conv" in row.op or "cudnn" in row.op:
+        return "cuDNN"
+    return "cuBLAS"
 
 
 def _of_degraded(row: KernelRow) -> Cause:
@@ -153,7 +154,9 @@ def _roles(row: KernelRow) -> tuple[str, ...]:
     """Return the roles that the row's product may have."""
     if row.matmul is not None:
         return (row.matmul.role,)
-    return ("forward",) if row.phase == "forward" else ("dgrad", "wgrad", "backward")
+    if row.phase == "forward":
+        return ("forward",)
+    return ("dgrad", "wgrad", "backward")
 
 
 def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]:

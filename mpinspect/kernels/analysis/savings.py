@@ -74,7 +74,9 @@ def half_precision(gpu: Gpu) -> tuple[str, str] | None:
     """Return the 16-bit dtypes that a GPU's Tensor Cores multiply, in words and as one dtype; None without a known one."""
     if gpu.multiplies("bfloat16"):
         return "FP16 or BF16", "bfloat16"
-    return ("FP16", "float16") if gpu.multiplies("float16") else None
+    if gpu.multiplies("float16"):
+        return "FP16", "float16"
+    return None
 
 
 def _saving(rows: Sequence[KernelRow], way: str, dtype: str, siblings: SiblingRates) -> Saving | None:

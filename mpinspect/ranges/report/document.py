@@ -119,7 +119,10 @@ TERMS = (
     ),
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )
-_LEGEND = "~ estimate, <= at most, [bounds] or a..b where far apart; ? not known; {0..11}: the worst of them"
+_LEGEND = (
+    "~ estimate, <= at most, none seen: but zeros may have been values, [bounds] or a..b where far apart; ? not known; {0..11}: "
+    "the worst of them"
+)
 
 
 def title(report: RangeReport) -> str:
@@ -292,7 +295,7 @@ def _unseen_gradients(report: RangeReport) -> str:
     unseen = [name for name, kind, why in never if kind in GRADIENT_KINDS and why == NO_GRADIENT_SEEN]
     if not unseen:
         return ""
-    return f"Of {number_of(len(unseen), 'gradient')} nothing was seen (Coverage): of these the window says nothing."
+    return f"Never seen (Coverage): {number_of(len(unseen), 'gradient')}. The window does not cover them."
 
 
 def _moves(blocks: tuple[TimeBlock, ...]) -> bool:

@@ -22,7 +22,7 @@ from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
-from mpinspect.ranges.report.opening import blocks_of, opening
+from mpinspect.ranges.report.opening import Opening, blocks_of, opening
 from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
 from mpinspect.ranges.session import Event, ScaleChange, Window
 from mpinspect.reporting.document import Tone, Widget
@@ -108,7 +108,7 @@ def widget(*models: Mapped, together: bool = False) -> Iterator[Widget]:
         "mpinspect.ranges.report",
         "explorer",
         tuple((model.name, partial(packed, *model[1:3], model.name, model.changes)) for model in shown),
-        "The interactive map needs JavaScript; the tables say the same.",
+        "The interactive map needs JavaScript; the tables have the same figures.",
         together,
     )
 
@@ -138,13 +138,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
     return {
         "model": printable(name or report.session.info.model),
         "format": first.format,
-        "opening": {
-            "scale": first.scale,
-            "kind": first.kind,
-            "block": first.block,
-            "marked": list(map(printable, first.marked)),
-            "words": printable(first.words),
-        },
+        "opening": _opening(report, first),
         "suggested": _suggested(report),
         # A power of two, rounded down.
         "own": floor_log2(own) if own else 0,
@@ -178,6 +172,23 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         "updates": [_tensor(layer, 0, windows) for layer in updates],
         "notes": _notes(notes),
         "changes": [(kind, printable(tensor), *figures) for kind, tensor, *figures in changes],
+    }
+
+
+def _opening(report: RangeReport, first: Opening) -> dict[str, Any]:
+    kind, marked, near, row, is_after, _ = first.culprit
+    return {
+        "scale": first.scale,
+        "kind": kind,
+        "block": first.block,
+        "marked": list(map(printable, marked)),
+        "near": list(map(printable, near)),
+        # A row for a culprit of which nothing was counted, and whether it follows the rows that are near.
+        "row": row and list(map(printable, row)),
+        "after": is_after,
+        "curve": first.has_curve,
+        "grave": any(finding.severity == SEVERITIES[-1] for finding in report.findings),
+        "words": printable(first.words),
     }
 
 

@@ -111,7 +111,7 @@ _COLUMNS = (
         "been rounded or flushed",
     ),
     Column("cosine", priority=1),
-    Column("error", meaning="L2 norm of the difference over that of the FP32 gradient"),
+    Column("error", meaning="L2 norm of the difference, divided by the FP32 gradient's"),
     Column("remark", is_left=True),
 )
 

@@ -108,7 +108,7 @@ def _clipping(found: Sequence[StaleScale]) -> str:
         return f"no gradient of {number_of(len(found), 'layer')} was certainly clipped.{unsure}"
     worst = max(clipped, key=lambda each: each.factor)
     return (
-        f"gradients of {modules_named(each.module for each in clipped)} would have been clipped: at worst those of "
+        f"gradients of {modules_named(each.module for each in clipped)} would have been clipped: at worst in "
         f"{worst.module!r}, by values {worst.factor:.2g}x too large, {percent(worst.share[0])} to {percent(worst.share[1])} of "
         f"its elements ({worst.clipped} of {number_of(worst.judged, 'sample')}).{unsure}"
     )

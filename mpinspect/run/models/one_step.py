@@ -161,7 +161,7 @@ class OneStep(Guarded):
         if self._products is not None:
             products, self._products = self._products, None
             products.end("")
-            self._lingering = None if products.leave() else products
+            self._leave(products)
             self._note_lint("a model was compiled within the step that was to be recorded")
         if self._profile is not None:
             self._profile.leave_modules()
@@ -237,9 +237,12 @@ class OneStep(Guarded):
             for failure in products.failures:
                 self._seen.note(failure)
             self._record_second()
-            if not self._is_again:
-                self.matmuls = matmuls if self._is_lint_asked or not stopped else None
-            self._lingering = None if products.leave() else products
+            if not self._is_again and (self._is_lint_asked or not stopped):
+                self.matmuls = matmuls
+            self._leave(products)
+
+    def _leave(self, products: LiveMatmuls) -> None:
+        self._lingering = None if products.leave() else products
 
     def _record_second(self) -> None:
         if self._second is not None:

@@ -17,6 +17,10 @@ from mpinspect.run.report.report import RunReport
 
 #: Verdicts on shapes, worst first.
 VERDICTS = ("off", "degraded", "unknown", "native")
+VERDICTS_EXPLAINED = (
+    "native: on Tensor Cores; degraded: on Tensor Cores, with narrower loads or padded copies; off: without "
+    "Tensor Cores"
+)
 
 _T = TypeVar("_T")
 

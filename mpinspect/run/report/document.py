@@ -28,6 +28,7 @@ from mpinspect.reporting.document import (
     Parts,
     Tab,
     Tables,
+    Term,
     Tone,
     Widget,
     bullets,
@@ -48,12 +49,14 @@ from mpinspect.reporting.words import (
     share,
     upper_first,
 )
-from mpinspect.run.report.by_module import ModuleRow, by_module, folded
+from mpinspect.run.report.by_module import VERDICTS_EXPLAINED, ModuleRow, by_module, folded
 from mpinspect.run.report.module_notes import module_notes
 from mpinspect.run.report.report import ModelPart, RunReport
 from mpinspect.shapes.analysis.analysing import runs_in_fp32, suiting_in_16_bits
 from mpinspect.shapes.analysis.report import ShapeReport, ShapeRow
 
+#: The verdict on shapes that no reader can guess, with the others.
+_VERDICTS = (Term("degraded", r"\bdegraded\b|\bnative\b", f"a verdict on matrix products. {VERDICTS_EXPLAINED}"),)
 #: Most modules that are shown, sorted by FLOPs; JSON has all.
 MODULES = Limit(8, 25)
 #: Most notes in the lines that a run prints when it ends.
@@ -78,7 +81,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
             *section("Module by module", _modules(report), is_detail=report.is_shape_detail and report.kernels is None),
             *section("Seen and not seen", bullets(report.saw[1:] and report.saw)),
         ),
-        terms=TERMS,
+        terms=(*TERMS, *_VERDICTS),
         front=_front(report),
     )
 

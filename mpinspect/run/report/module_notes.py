@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import NOT_APPLICABLE, and_more, duration, filled, format_name, percent
-from mpinspect.run.report.by_module import VERDICTS, ModuleRow, by_module
+from mpinspect.run.report.by_module import VERDICTS, VERDICTS_EXPLAINED, ModuleRow, by_module
 from mpinspect.run.report.report import RunReport
 from mpinspect.shapes.report.document import TONES
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from mpinspect.shapes.analysis.report import ShapeRow
 
 _COLUMNS = (
-    ("shapes", "whether the shapes of its matrix products suit Tensor Cores, by the worst product"),
+    (
+        "shapes",
+        f"whether the shapes of its matrix products suit Tensor Cores, by the worst product: {VERDICTS_EXPLAINED}",
+    ),
     ("kernels", "share of the profiled step's kernel time"),
     ("on Tensor Cores", "share of its own kernel time"),
 )

@@ -112,7 +112,9 @@ def _fix(recording: MatmulRecording, copies: list[LayoutCopy], moved: int) -> st
 
 
 def _size(moved: int) -> str:
-    return f"{moved / 1e6:,.0f} MB" if moved >= 1e6 else f"{-(-moved // 1000):,} kB"
+    if moved >= 1e6:
+        return f"{moved / 1e6:,.0f} MB"
+    return f"{-(-moved // 1000):,} kB"
 
 
 def _bytes_within(copies: list[LayoutCopy], modules: set[str]) -> int:

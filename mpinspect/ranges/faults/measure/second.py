@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_map
 
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
+from mpinspect.ranges.faults.measure.twins import Twins, distance, have_one_layout, is_equal, is_finite, storage_key
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
@@ -40,6 +40,7 @@ from mpinspect.runtime.user_line import innermost_line
 aten = torch.ops.aten
 
 _NARROW = (torch.float16, torch.bfloat16)
+_WITH_TWINS = (*_NARROW, torch.float32, torch.bool)
 #: Sums of many terms, whose rounding errors add up.
 _SUMS = frozenset(
     {
@@ -61,6 +62,9 @@ _AMPLIFYING = _ADDITIONS | {
     aten.fmod,
     aten.floor,
 }
+_PRODUCTS = frozenset({aten.mm, aten.addmm})
+#: Multiplications from which on a product takes longer than choosing its kernel.
+_LARGE_PRODUCT = 1 << 24
 #: Operators that change no value but by its dtype.
 _CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
 #: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
@@ -78,14 +82,14 @@ _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: Bytes of twins, and seconds, after which the rest of the step is left out.
 _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
-#: Above this many bytes of twins, the twins of freed storages are dropped.
-_FIRST_SWEEP = 32 << 20
 #: Bytes of errors that are held until the gradient at their operator's result is known.
 _MOST_ERRORS = 64 << 20
 #: The most operators that are named as left out.
 _MOST_NAMED = 5
 #: The least local error of a sum, relative to the norm of its exact result. Rounding a sum once makes at most 2^-9 in BF16.
 _LOST = 0.03
+#: The part of a sum from which on rounding can't take half of an operand, by 4.
+_LEAST_KEPT = 2.0**-6
 #: The least part of the smaller operand that an addition loses, of its norm.
 _ABSORBED = 0.5
 #: The least number of elements of an addition that is judged: a few may be absorbed by chance.
@@ -94,30 +98,13 @@ _FEWEST = 64
 _CANCELLED, _UNCANCELLED = 0.3, 0.05
 
 
-class Twin(NamedTuple):
-    """The FP32 values, or the decisions, of a whole storage, and a reference that ends with the storage.
-
-    Args:
-        is_cast: whether the values were only cast, copied or selected, never computed with.
-    """
-
-    storage: StorageWeakRef
-    dtype: torch.dtype
-    values: torch.Tensor
-    is_cast: bool
-
-    def is_gone(self) -> bool:
-        """Return whether the storage has been freed."""
-        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
-
-
 class Pending(NamedTuple):
     """An operator that is about to run.
 
     Args:
         arguments: its arguments, with twins.
         exact: its arguments as they are, in FP32 if it overwrites them; None if none of them has a twin of its own.
-        before: the largest relative error that its inputs had inherited.
+        before: the largest relative error that its inputs had inherited; None if they are not overwritten.
         given: its arguments as they are.
         dtype: of its first argument, if that is a tensor.
         is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
@@ -127,7 +114,7 @@ class Pending(NamedTuple):
     func: Any
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     exact: tuple[tuple[Any, ...], dict[str, Any]] | None
-    before: float
+    before: float | None
     given: tuple[tuple[Any, ...], dict[str, Any]]
     dtype: torch.dtype | None
     is_cast: bool
@@ -160,9 +147,7 @@ class SecondComputation:
         self._module = module
         #: The names of 16-bit buffers by storage.
         self._buffers = {
-            buffer.untyped_storage()._cdata: name
-            for name, buffer in buffers
-            if _is_plain(buffer) and buffer.dtype in _NARROW
+            storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
         }
         #: Additions that left buffers as they are, by line.
         self._frozen: defaultdict[str, list[FrozenBuffer]] = defaultdict(list)
@@ -170,12 +155,9 @@ class SecondComputation:
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
         self._parameters = list(parameters)
-        self._twins: dict[int, Twin] = {}
+        self._twins = Twins()
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
-        self._bytes = 0
-        #: The bytes of twins above which the twins of freed storages are dropped.
-        self._sweep_at = min(_FIRST_SWEEP, _MOST_BYTES)
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
         self._began = time.perf_counter()
@@ -212,17 +194,19 @@ class SecondComputation:
         writes = schema.is_mutable
         if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
             return None
-        mutated = _mutated(schema, args, kwargs)
-        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
-        is_copied = all(_is_plain(each) or _is_decision(each) for each in mutated) and not any(
-            map(_is_strange, tensors)
+        given = [each for each in _leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
+        usable = {id(each): each for each in given if _may_have_twin(each)}
+        tensors = list(usable.values())
+        mutated = _mutated(func, args, kwargs)
+        self._twins.written(each for each in mutated if id(each) in usable)
+        is_copied = all(id(each) in usable for each in mutated) and not any(
+            _is_strange(each) for each in given if id(each) not in usable
         )
         if func.namespace != "aten" or _is_opaque(func, args) or not is_copied:
             # A collective that ran twice would wait for other ranks, the user's own operators may have effects, and a
             # tensor that is written but has no twin would be written twice.
             self._forget(mutated)
             return None
-        tensors = [each for each in tensors if _is_plain(each) or _is_decision(each)]
         has_twin = any(self.twin(each) is not None for each in tensors)
         if not has_twin and not any(each.dtype in _NARROW for each in tensors) and kwargs.get("dtype") not in _NARROW:
             return None
@@ -236,17 +220,18 @@ class SecondComputation:
             self._forget(mutated)
             return None
         written = {id(each) for each in mutated}
-        twins = tree_map(lambda each: self._twin_or_wide(each, id(each) in written), (args, kwargs))
-        exact = None
+        twins = _mapped(
+            lambda each: self._twin_or_wide(each, id(each) in written) if id(each) in usable else _wide(each, False),
+            args,
+            kwargs,
+        )
+        exact = (args, kwargs) if has_twin else None
+        before = 0.0 if writes else None
         if has_twin and writes:
-            exact = tree_map(lambda each: _wide(each, id(each) in written), (args, kwargs))
-        elif has_twin:
-            exact = (args, kwargs)
-        before = 0.0
-        if func.overloadpacket in _AMPLIFYING:
-            before = max((self._error(each) for each in tensors if _is_plain(each)), default=0.0)
+            exact = _mapped(lambda each: _wide(each, id(each) in written), args, kwargs)
+            before = self._errors_of(tensors) if func.overloadpacket in _AMPLIFYING else 0.0
         dtype = getattr(args[0], "dtype", None) if args else None
-        is_cast = func.overloadpacket in _CASTS and all(map(self._is_cast, tensors))
+        is_cast = func.overloadpacket in _CASTS and all(map(self._twins.is_cast, tensors))
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors))
 
     def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
@@ -265,14 +250,18 @@ class SecondComputation:
             if _is_decision(result):
                 self._keep_decision(pending, result)
                 return
-            twins = _plain(func(*pending.arguments[0], **pending.arguments[1]))
+            if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0], frame):
+                return
+            args, kwargs = pending.arguments
+            twins = _plain(_run(func, args, kwargs))
+            given = {storage_key(each) for each in _leaves(args) if isinstance(each, torch.Tensor)}
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
-                    wide = value.float()
                     if not place:
                         # Further results are for the backward alone, and may be written in part.
-                        self._compare(pending, value, wide, twin, frame)
-                    self._keep(value, wide, twin, pending.is_cast)
+                        self._compare(pending, value, twin, frame)
+                    self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
+                    given.add(storage_key(twin))
         except Exception:
             self.skipped[name] += 1
             self._forget(results)
@@ -289,15 +278,11 @@ class SecondComputation:
             self.skipped[f"the search for rounded numbers ({error!r})"] += 1
 
     def _is_used_up(self) -> bool:
-        """Return whether the time or the memory for twins is used up; drop the twins of storages that are gone."""
+        """Return whether the time or the memory for twins is used up."""
         if time.perf_counter() - self._began > _MOST_SECONDS:
             self._ended_by = f"after {_MOST_SECONDS:.0f} s"
-        elif self._bytes > self._sweep_at:
-            self._twins = {key: twin for key, twin in self._twins.items() if not twin.is_gone()}
-            self._bytes = sum(twin.values.nbytes for twin in self._twins.values())
-            self._sweep_at = min(max(self._bytes + self._bytes // 4, _FIRST_SWEEP), _MOST_BYTES)
-            if self._bytes > _MOST_BYTES / 2:
-                self._ended_by = f"once its copies took {_MOST_BYTES >> 30} GiB"
+        elif self._twins.bytes > _MOST_BYTES:
+            self._ended_by = f"once its copies took {_MOST_BYTES >> 30} GiB"
         return bool(self._ended_by)
 
     def left_out(self) -> str:
@@ -308,31 +293,26 @@ class SecondComputation:
 
     # -- comparing --------------------------------------------------------------------------------------------------
 
-    def _compare(
-        self, pending: Pending, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, frame: FrameType
-    ) -> None:
-        # A finite sum takes one reading, and has finite terms only.
-        is_finite = bool(wide.sum().isfinite()) or bool(wide.isfinite().all())
+    def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
         operator = pending.func.overloadpacket
-        if is_finite and operator not in _SUMS and operator not in _AMPLIFYING:
-            return
-        local = _local(pending, twin)
-        if not is_finite:
-            self._compare_broken(pending, value, wide, twin, local, frame)
-            return
-        size = float(local.norm())
-        if operator in _SUMS and value.dtype in _NARROW and size:
-            error = float((wide - local).norm()) / size
-            if error >= _LOST:
-                worst = int((wide - local).abs().argmax())
-                given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
-                figures = {"error": error, "value": given, "exact": exact}
-                self._add(LostSum, pending, value, frame, wide - local, **figures)
+        if not is_finite(value):
+            self._compare_broken(pending, value, value.float(), twin, _local(pending, twin), frame)
+        elif operator in _SUMS and value.dtype in _NARROW:
+            self._compare_sum(pending, value, _local(pending, twin), frame)
         elif operator in _AMPLIFYING:
-            if operator in _ADDITIONS:
-                self._compare_addition(pending, value, wide, local, frame)
+            if operator in _ADDITIONS and value.dtype in _NARROW and torch._C._current_autograd_node() is None:
+                self._compare_addition(pending, value, twin, frame)
             if value.numel() >= _FEWEST:
-                self._compare_errors(pending, value, wide, twin, frame)
+                self._compare_errors(pending, value, twin, frame)
+
+    def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor, frame: FrameType) -> None:
+        """Record a sum that has lost terms."""
+        size, wide = float(local.norm()), value.float()
+        error = float((wide - local).norm()) / size if size else 0.0
+        if error >= _LOST:
+            worst = int((wide - local).abs().argmax())
+            given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
+            self._add(LostSum, pending, value, frame, wide - local, error=error, value=given, exact=exact)
 
     def _compare_broken(
         self,
@@ -360,39 +340,32 @@ class SecondComputation:
                 figures = {"elements": float(broken.sum()), "of": float(value.numel())}
                 self._add(BrokenAlike, pending, value, frame, None, **figures)
 
-    def _compare_addition(
-        self,
-        pending: Pending,
-        value: torch.Tensor,
-        wide: torch.Tensor,
-        local: torch.Tensor,
-        frame: FrameType,
-    ) -> None:
+    def _compare_addition(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
-        if torch._C._current_autograd_node() is not None or value.dtype not in _NARROW:
-            return
-        is_by_number = not all(isinstance(each, torch.Tensor) for each in pending.arguments[0][:2])
-        if is_by_number and not pending.func._schema.is_mutable:
+        is_in_place = pending.func._schema.is_mutable
+        given = pending.given[0][:2]
+        if not is_in_place and (not _are_alike(given, value) or _are_comparable(pending, value)):
             # A small number, as against a division by zero, may be lost; a running sum in place may not.
             return
+        local, wide = _local(pending, twin), value.float()
         operands = _operands(pending, local)
-        if pending.func._schema.is_mutable and (buffer := self._buffers.get(value.untyped_storage()._cdata)):
+        if is_in_place and (buffer := self._buffers.get(storage_key(value))):
             self._compare_buffer(pending, value, wide, operands, frame, buffer)
             return
-        if len(operands) != 2 or any(each.shape != value.shape for each in operands):
+        if not _are_alike(operands, value):
             return
         least = min(float(each.norm()) for each in operands)
         error = float((wide - local).norm())
+        if not least or (value.numel() >= _FEWEST and error < _ABSORBED * least):
+            return
         unchanged = float((local != 0).logical_and(_equals_one(wide, operands)).float().mean())
-        figures = (
-            {"error": error / least, "unchanged": unchanged, "size": least / value.numel() ** 0.5} if least else {}
-        )
-        if figures and value.numel() < _FEWEST:
+        figures = {"error": error / least, "unchanged": unchanged, "size": least / value.numel() ** 0.5}
+        if value.numel() >= _FEWEST:
+            self._add(AbsorbedOperand, pending, value, frame, wide - local, **figures)
+        else:
             self._repeated[innermost_line(frame)].append(
                 self._record(AbsorbedOperand, pending, value, frame, **figures)
             )
-        elif figures and error >= _ABSORBED * least:
-            self._add(AbsorbedOperand, pending, value, frame, wide - local, **figures)
 
     def _compare_buffer(
         self,
@@ -424,15 +397,16 @@ class SecondComputation:
             changed, of = float(differ.count_nonzero()), float(value.numel())
             self._add(ChangedIntegers, pending, value, frame, None, changed=changed, of=of, given=given, exact=wanted)
 
-    def _compare_errors(
-        self, pending: Pending, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, frame: FrameType
-    ) -> None:
+    def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
         """Record a result that is mostly the error of its inputs."""
         size = float(twin.norm())
-        inherited = float((wide - twin).norm()) / size if size else 0.0
-        if inherited >= _CANCELLED and pending.before <= _UNCANCELLED:
-            figures = {"before": pending.before, "after": inherited}
-            self._add(AmplifiedError, pending, value, frame, wide - twin, **figures)
+        inherited = distance(value, twin) / size if size else 0.0
+        if not inherited >= _CANCELLED:
+            return
+        before = self._errors_of(_leaves(pending.given[0])) if pending.before is None else pending.before
+        if before <= _UNCANCELLED:
+            off = value.float() - twin
+            self._add(AmplifiedError, pending, value, frame, off, before=before, after=inherited)
 
     def _add(
         self,
@@ -530,26 +504,20 @@ class SecondComputation:
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the twin of a tensor; None if it has none of its own."""
-        key = tensor.untyped_storage()._cdata
-        twin = self._twins.get(key)
-        if twin is None:
-            return None
-        if twin.is_gone() or twin.dtype != tensor.dtype:
-            del self._twins[key]
-            return None
-        return twin.values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return self._twins.of(tensor)
 
-    def _twin_or_wide(self, value: Any, is_mutated: bool) -> Any:
-        is_decision = _is_decision(value)
-        if not is_decision and not _is_plain(value):
-            return _wide(value, is_mutated)
-        twin = self.twin(value)
+    def _twin_or_wide(self, value: torch.Tensor, is_mutated: bool) -> torch.Tensor:
+        twin = self._twins.to_write(value) if is_mutated else self.twin(value)
         if twin is None and is_mutated:
-            self._remember(value, value, is_cast=False)
+            self._twins.add(value, value, is_cast=False)
             twin = self.twin(value)
         if twin is not None:
             return twin
-        return value if is_decision else value.float()
+        return value if value.dtype is torch.bool else value.float()
+
+    def _errors_of(self, tensors: Iterable[Any]) -> float:
+        """Return the largest inherited error of tensors, each relative to its norm."""
+        return max((self._error(each) for each in tensors if _is_plain(each)), default=0.0)
 
     def _error(self, tensor: torch.Tensor) -> float:
         """Return the inherited error of a tensor, relative to its norm."""
@@ -557,23 +525,26 @@ class SecondComputation:
         if twin is None:
             return 0.0
         size = float(twin.norm())
-        return float((tensor.float() - twin).norm()) / size if size else 0.0
+        return distance(tensor, twin) / size if size else 0.0
 
-    def _is_cast(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's values were never computed with in 16 bits; one without a twin is exact."""
-        return self.twin(tensor) is None or self._twins[tensor.untyped_storage()._cdata].is_cast
+    def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool) -> None:
+        """Remember a result's twin; ``is_ours`` if nothing else has its memory."""
+        if self.twin(value) is not None:
+            self._twins.update(value, twin, is_cast)
+        elif not is_equal(value, twin):
+            remember = self._twins.adopt if is_ours else self._twins.add
+            remember(value, twin, is_cast)
 
-    def _keep(self, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
-        """Remember a result's twin. Other elements of its storage retain their values."""
-        known = self.twin(value)
-        if known is not None:
-            key = value.untyped_storage()._cdata
-            self._twins[key] = self._twins[key]._replace(is_cast=self._twins[key].is_cast and is_cast)
-            if known.data_ptr() != twin.data_ptr():
-                known.copy_(twin)
-            return
-        if not torch.equal(wide, twin):
-            self._remember(value, twin, is_cast)
+    def _keep_cast(self, pending: Pending, value: torch.Tensor, frame: FrameType) -> bool:
+        """Let the result of a cast have the FP32 values of its argument. Return False if it needs a copy."""
+        source, twin = pending.given[0][0], pending.arguments[0][0]
+        is_exact = not _is_plain(source) or (source.dtype in _NARROW and self.twin(source) is None)
+        if is_exact or not value.numel() or not have_one_layout(value, twin):
+            return False
+        self._compare(pending, value, twin, frame)
+        if not is_equal(value, twin):
+            self._twins.share(value, source, twin, pending.is_cast)
+        return True
 
     def _keep_decision(self, pending: Pending, value: torch.Tensor) -> None:
         args, kwargs = pending.arguments
@@ -581,24 +552,29 @@ class SecondComputation:
         if torch.equal(value, decided):
             self._forget([value])
         else:
-            self._remember(value, decided, is_cast=False)
-
-    def _remember(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
-        storage = value.untyped_storage()
-        flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(
-            storage, 0, (storage.nbytes() // value.element_size(),), (1,)
-        )
-        values = flat.float() if value.dtype in _NARROW else flat.clone()
-        values.as_strided(value.size(), value.stride(), value.storage_offset()).copy_(twin)
-        self._bytes += values.nbytes
-        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._twins[storage._cdata] = Twin(reference, value.dtype, values, is_cast)
+            self._twins.add(value, decided, is_cast=False)
 
     def _forget(self, results: list[torch.Tensor]) -> None:
         """Take results as exact."""
-        for each in results:
-            if _is_plain(each) or _is_decision(each):
-                self._twins.pop(each.untyped_storage()._cdata, None)
+        self._twins.forget(each for each in results if _is_plain(each) or _is_decision(each))
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on twins; a large product on a CPU with oneDNN, which on some processors takes half the time."""
+    if func.overloadpacket not in _PRODUCTS or kwargs or not _suits_onednn(*args):
+        return func(*args, **kwargs)
+    *bias, left, right = args
+    return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias[0] if bias else None, "none", [], "")
+
+
+def _suits_onednn(*operands: torch.Tensor) -> bool:
+    """Return whether a product of two matrices, to which a row may be added, is worth choosing oneDNN's kernel."""
+    *bias, left, right = operands
+    is_large = left.numel() * right.shape[1] >= _LARGE_PRODUCT
+    is_linear = all(each.is_cpu and each.dtype is torch.float32 for each in operands) and (
+        not bias or bias[0].shape == right.shape[1:]
+    )
+    return is_large and is_linear and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
@@ -607,7 +583,7 @@ def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
         return twin
     args, kwargs = pending.exact
     if not pending.func._schema.is_mutable:
-        args, kwargs = tree_map(lambda each: _wide(each, False), (args, kwargs))
+        args, kwargs = _mapped(lambda each: _wide(each, False), args, kwargs)
     return _plain(pending.func(*args, **kwargs))[0]
 
 
@@ -648,13 +624,12 @@ def _with_gradients(record: Any, error: float | None, whose: str) -> Record:
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a strided floating-point tensor of torch's own class, in 32 bits or fewer."""
-    return (
-        type(value) in (torch.Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
-        and value.dtype in (*_NARROW, torch.float32)
-        and not value.is_meta
-        and not _is_strange(value)
-    )
+    return isinstance(value, torch.Tensor) and value.dtype is not torch.bool and _may_have_twin(value)
+
+
+def _may_have_twin(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is strided, of torch's own class, and one of decisions, or of numbers in 32 bits or fewer."""
+    return tensor.dtype in _WITH_TWINS and not tensor.is_meta and not _is_strange(tensor)
 
 
 def _node_of(tensors: list[torch.Tensor]) -> int | None:
@@ -665,7 +640,7 @@ def _node_of(tensors: list[torch.Tensor]) -> int | None:
 
 def _is_decision(value: Any) -> bool:
     """Return whether a value is a strided tensor of decisions, of torch's own class."""
-    return type(value) is torch.Tensor and value.dtype is torch.bool and not value.is_meta and not _is_strange(value)
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool and _may_have_twin(value)
 
 
 def _is_strange(tensor: torch.Tensor) -> bool:
@@ -687,8 +662,28 @@ def _is_opaque(func: Any, args: tuple[Any, ...]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.dtype is torch.uint8 for each in args)
 
 
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield an operator's arguments or results, those of its lists too."""
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from _leaves(each)
+        else:
+            yield each
+
+
+def _mapped(
+    function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an operator's arguments, each replaced by what a function returns for it, those of its lists too."""
+
+    def replaced(value: Any) -> Any:
+        return [function(each) for each in value] if isinstance(value, (list, tuple)) else function(value)
+
+    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+
+
 def _plain(result: Any) -> list[torch.Tensor]:
-    return [each for each in tree_flatten(result)[0] if _is_plain(each)]
+    return [each for each in _leaves((result,)) if _is_plain(each)]
 
 
 def _fits(tensors: list[torch.Tensor]) -> bool:
@@ -707,15 +702,33 @@ def _wide(value: Any, is_mutated: bool) -> Any:
     return value.float().clone() if is_mutated and value.dtype == torch.float32 else value.float()
 
 
-def _mutated(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the tensors that an operator writes to; `native_batch_norm` writes running statistics without saying so."""
-    found = []
-    for place, argument in enumerate(schema.arguments):
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written or argument.name.startswith("running_"):
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [each for each in tree_flatten(given)[0] if isinstance(each, torch.Tensor)]
-    return found
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes to."""
+    given = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
+    return [each for each in _leaves(given) if isinstance(each, torch.Tensor)]
+
+
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Return places and names of arguments that an operator writes to; `native_batch_norm` does without saying so."""
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.name.startswith("running_") or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
+
+
+def _are_alike(operands: Sequence[Any], value: torch.Tensor) -> bool:
+    """Return whether two operands are tensors of the result's shape."""
+    return len(operands) == 2 and all(isinstance(each, torch.Tensor) and each.shape == value.shape for each in operands)
+
+
+def _are_comparable(pending: Pending, value: torch.Tensor) -> bool:
+    """Return whether no operand of an addition is so small that half of it may be lost: rounding takes 2^-9 of the result."""
+    operands, numbers = pending.given
+    if numbers or value.numel() < _FEWEST:
+        return False
+    return min(float(each.norm()) for each in operands[:2]) > _LEAST_KEPT * float(value.norm())
 
 
 def _equals_one(total: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:

@@ -140,7 +140,7 @@ class _Mask(Sentences):
     )
     KEEP_A_KEY_IN_16_BITS = (
         "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
-        "torch.finfo(scores.dtype).min (that of float32 becomes -inf in 16 bits)."
+        "torch.finfo(scores.dtype).min (float32's becomes -inf in 16 bits)."
     )
     CAUSES = "Possible causes: an empty sample, padding on the wrong side, a mask that is applied twice."
     UNMASK = "# True: visible. A row without keys gets them all; ignore it in the loss\nmask[~mask.any(-1)] = True"

@@ -16,6 +16,7 @@ from mpinspect.ranges.session import DROPPED, END, LOSSES, LOWEST_USEFUL_SCALE, 
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import bracketed, by_number, filled
 
+_VALUES = {"inf": "an inf", "nan": "a NaN"}
 #: Share of skipped steps above which a dynamic scaler is no longer just probing (its growth interval is hundreds of steps).
 SKIPPED_TOLERANCE = 0.1
 #: Consecutive skips that a dynamic scaler may need at the start to find its scale by halving: from 2^24 down to 1.
@@ -74,13 +75,9 @@ def _evidence(event: Event) -> dict[str, object]:
     }
 
 
-def _value(event: Event) -> str:
-    return "an inf" if event.value == "inf" else "a NaN"
-
-
 def _place(event: Event) -> str:
     """Return in words where the value was."""
-    value = _value(event)
+    value = _VALUES[event.value]
     rank = filled(" on rank {}", event.rank)
     if event.given:
         return f"the model's input was not finite{rank}"
@@ -121,7 +118,7 @@ def _left_broken(event: Event, session: Session, harmless: Sequence[Event]) -> F
     """Return the finding for weights that were non-finite when the run ended; ``harmless``: events with finite gradients."""
     watched = session.progress.watched_steps
     words = {
-        "a_value": _value(event),
+        "a_value": _VALUES[event.value],
         "explanation": event.explanation,
         "watched": watched,
         "steps": session.progress.steps,

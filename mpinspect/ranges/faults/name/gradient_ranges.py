@@ -378,7 +378,7 @@ def _scale_window_empty(case: Case) -> Iterator[Found]:
     needing, overflowing = _modules(decision.needing_more), _modules(decision.overflowing_first)
     in_fp32 = _Window.EITHER_IN_FP32.when(overflowing and overflowing != needing) or _Window.IN_FP32
     yield Found(
-        (_Window.TWO_LAYERS.when(small) or _Window.ONE_LAYER, spared or _Window.AT_LAST_SCALE.when(scale)),
+        (_Window.TWO_LAYERS.when(small != large) or _Window.ONE_LAYER, spared or _Window.AT_LAST_SCALE.when(scale)),
         {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
         {
             **words,
@@ -407,13 +407,12 @@ def _modules(losses: Sequence[Loss]) -> str:
 
 
 def _at_odds(decision: Decision) -> tuple[str, str, int, int]:
-    """Return the layer that needs a large scale, the one that overflows at it ("": same or unknown), and their two limits."""
+    """Return the layer that needs a large scale, the one that overflows at it (the same if unknown), and their two limits."""
     if decision.conflicts:
         pair = decision.conflicts[0]
-        small = "" if pair.needs_large == pair.needs_small else pair.needs_small
-        return pair.needs_large, small, pair.log2_lowest, pair.log2_highest
+        return pair.needs_large, pair.needs_small, pair.log2_lowest, pair.log2_highest
     needs = decision.neediest
-    return needs.key.name, "", needs.log2_lowest, decision.window.log2_highest
+    return needs.key.name, needs.key.name, needs.log2_lowest, decision.window.log2_highest
 
 
 class _Moves(Sentences):

@@ -32,8 +32,8 @@ class _Never(Sentences):
     )
     MAY_SKIP_ALL = "Gradients were infinite or NaN: a loop that skips such steps by itself may skip all."
     NOT_COPIED = (
-        "The optimizer stepped masters, copies of the weights, in {steps:.0f} steps, and the model's weights are what they were "
-        "at the start: the updates never reach the model."
+        "The optimizer stepped masters, copies of the weights, in {steps:.0f} steps, and the model's weights have not changed "
+        "since the start: the updates never reach the model."
     )
     SMALLER_SCALE = "Take a smaller loss scale, or let torch.amp.GradScaler find one."
     LET_SCALER_STEP = "Let the scaler step the optimizer of these weights after their backward."

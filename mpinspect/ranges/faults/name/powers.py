@@ -24,7 +24,7 @@ _MEASURED_TOO = (ChangedBeforeStep, ChangedWhileScaled, SteppedWhileScaled, Unsc
 class _Mixed(Sentences):
     ACCUMULATED = (
         "In step {step} two backwards added their gradients in {parameters:some}: the loss of one was multiplied by the loss "
-        "scale of {loss_scale:scale}, that of the other was not. The scaler divides the sum, so the unscaled loss counts "
+        "scale of {loss_scale:scale}, the other's was not. The scaler divides the sum, so the unscaled loss counts "
         "{loss_scale:factor} times too little."
     )
     GRADIENT = (

@@ -149,7 +149,7 @@ class _Missing(Sentences):
 
 
 def _rank_missing(case: Case) -> Iterator[Found]:
-    """Ranks that left nothing that can be added.
+    """Ranks without a record that can be added.
 
     False alarms: A rank whose process ended early has a finding of its own.
     """
@@ -160,7 +160,7 @@ def _rank_missing(case: Case) -> Iterator[Found]:
         return
     world = session.info.world_size
     left = (
-        f"{upper_first(ranks_named(ranks))} of {world:,} left nothing that can be added{filled(': {}', why)}."
+        f"{upper_first(ranks_named(ranks))} of {world:,} left no record that can be added{filled(': {}', why)}."
         for why, ranks in _by_value(gone).items()
     )
     yield Found(

@@ -495,11 +495,11 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
 class _Recurs(Sentences):
     AT_INTERVALS = (
         "Every {period} steps ({numbers}) the gradients overflow{where}, although {despite}: it was {scale_first:scale} at the "
-        "first and {scale_last:scale} at the last. The gradients of these steps are larger than those of the steps between."
+        "first and {scale_last:scale} at the last. The gradients of these steps are larger than in the steps between."
     )
     AGAIN_AND_AGAIN = (
         "In steps {numbers} the gradients overflow{where}, although {despite}: it was {scale_first:scale} at the first and "
-        "{scale_last:scale} at the last. The gradients of these steps are larger than those of the steps between."
+        "{scale_last:scale} at the last. The gradients of these steps are larger than in the steps between."
     )
     NEVER_ACTS = (
         "The scaler skips each of these steps, so whatever the loop does in them alone (a regulariser, another loss) never "
@@ -722,7 +722,7 @@ class _Missing(Sentences):
     )
     FLUSHES_AND_DROPS = (
         "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and the loop itself "
-        "drops gradients that overflow, as those of step {broken_step}."
+        "drops gradients that overflow, as in step {broken_step}."
     )
     FLUSHES = (
         "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and no scaler skips a "

@@ -328,7 +328,7 @@ class _Masters(Sentences):
         "rounded to the weights' dtype, which loses the updates that are smaller."
     )
     ONE_WAY = (
-        "Copy from the masters to the weights alone, and save and load the masters with a checkpoint: they are the weights of "
+        "Copy only from the masters to the weights, and save and load the masters with a checkpoint: they are the weights of "
         "the training."
     )
     SAVE = 'checkpoint["masters"] = [master.detach() for master in masters]'
