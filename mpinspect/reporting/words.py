@@ -154,7 +154,7 @@ def shortened(name: str, length: int, cut: str) -> str:
 
 def steps_named(first: int, last: int) -> str:
     """Return a range of steps in words: "step 7", "steps 800-999"."""
-    return f"step {first}" if first == last else f"steps {first}-{last}"
+    return f"step {first:,}" if first == last else f"steps {first:,}-{last:,}"
 
 
 def by_number(number: float, one: _T, several: _T) -> _T:

@@ -78,6 +78,7 @@ from mpinspect.reporting.words import (
     percent,
     share,
     some,
+    steps_named,
     upper_first,
 )
 
@@ -316,8 +317,7 @@ def _block(first: TimeBlock, last: TimeBlock, windows: Iterable[Window]) -> str:
     start, end = first.first_step, last.last_step
     sampled = sum(each.sampled_steps for each in windows if start <= each.first_step and each.last_step <= end)
     part = f" ({sampled:,} sampled)" if 0 < sampled < end - start + 1 else ""
-    steps = f"step {start:,}" if start == end else f"steps {start:,}-{end:,}"
-    return f"{steps}{part}: {_window(first)}"
+    return f"{steps_named(start, end)}{part}: {_window(first)}"
 
 
 # -- the layers -----------------------------------------------------------------------------------------------------
@@ -507,6 +507,7 @@ def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
                 return UNKNOWN
             if not lost.nonzero:
                 return NOT_APPLICABLE
+            # The word that the legend explains.
             return f"{percent(lost.fraction)} {_LOST_UPDATES[lost.measured].partition(':')[0]}"
 
         return words
