@@ -244,7 +244,7 @@ def _span(steps: Steps) -> str:
 
 
 def _largest(layer: LayerReport) -> str:
-    return f"2^{layer.histogram.max_exponent}" if layer.histogram and layer.histogram.nonzero else NOT_APPLICABLE
+    return optional(layer.max_exponent, "2^{}".format)
 
 
 def _window(layer: LayerReport) -> str:

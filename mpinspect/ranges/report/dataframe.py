@@ -84,7 +84,7 @@ def _counted(layer: LayerReport) -> dict[str, Any]:
         "nans": histogram.nans,
         "min_abs": histogram.min_abs,
         "max_abs": histogram.max_abs,
-        "max_exponent": histogram.max_exponent if histogram.nonzero else None,
+        "max_exponent": layer.max_exponent,
     }
 
 

@@ -51,8 +51,7 @@ class Repeated:
     @property
     def max_exponent(self) -> int | None:
         """The largest exponent in any member; None if none has a finite non-zero value."""
-        found = [layer.histogram for layer in self.members if layer.histogram is not None and layer.histogram.nonzero]
-        return max((histogram.max_exponent for histogram in found), default=None)
+        return max((layer.max_exponent for layer in self.members if layer.max_exponent is not None), default=None)
 
 
 def repeated(layers: Iterable[LayerReport], at_most: int | None = 0) -> list[Repeated]:
