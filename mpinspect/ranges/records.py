@@ -540,7 +540,7 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenBuffer(Record, kind="second-buffer"):
-    """A buffer of the model that additions in place leave as it is. Its name is the last of ``names``.
+    """A sum kept from step to step that additions in place leave unchanged. A buffer's name is the last of ``names``.
 
     Args:
         unchanged: the share of elements, of those to which something other than 0 was added, that did not change, 0..1.
@@ -549,6 +549,22 @@ class FrozenBuffer(Record, kind="second-buffer"):
 
     unchanged: float
     times: float = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingSum(Record, kind="second-growing"):
+    """A sum kept from step to step that rounds its terms, and stops if it grows on. A buffer's name is the last of ``names``.
+
+    Args:
+        total, term: the magnitudes of the sum and of the term that is added to it.
+        unit: the distance of neighbouring numbers at the sum.
+        stops_at: the magnitude from which on such a term changes nothing.
+    """
+
+    total: float
+    term: float
+    unit: float
+    stops_at: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
 
+from mpinspect.ranges.faults.measure.kept_sums import KeptSums
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.faults.measure.twins import Twins, distance, have_one_layout, is_equal, is_finite, storage_key
 from mpinspect.ranges.records import (
@@ -28,7 +29,6 @@ from mpinspect.ranges.records import (
     BornInfinite,
     BrokenAlike,
     ChangedIntegers,
-    FrozenBuffer,
     LostSum,
     Positions,
     Record,
@@ -50,8 +50,10 @@ _SUMS = frozenset(
     }
 )
 _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+#: The same, and the moving average in place.
+_ADDING = _ADDITIONS | {aten.lerp_}
 #: Operators that may make a large relative error of a small one.
-_AMPLIFYING = _ADDITIONS | {
+_AMPLIFYING = _ADDING | {
     aten.sin,
     aten.cos,
     aten.tan,
@@ -145,16 +147,14 @@ class SecondComputation:
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> None:
         self._module = module
-        #: The names of 16-bit buffers by storage.
-        self._buffers = {
-            storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
-        }
-        #: Additions that left buffers as they are, by line.
-        self._frozen: defaultdict[str, list[FrozenBuffer]] = defaultdict(list)
         self._numbers = RoundedNumbers()
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
         self._parameters = list(parameters)
+        narrow = {
+            storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
+        }
+        self._kept = KeptSums((parameter for _, parameter in self._parameters), narrow)
         self._twins = Twins()
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
@@ -239,6 +239,7 @@ class SecondComputation:
         func = pending.func
         name = func.overloadpacket.__name__
         results = _plain(result)
+        self._kept.ran(func, pending.given[0], results)
         self._read_numbers(pending, result)
         if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_WITHOUT_RESULT):
             self._forget(results)
@@ -300,7 +301,7 @@ class SecondComputation:
         elif operator in _SUMS and value.dtype in _NARROW:
             self._compare_sum(pending, value, _local(pending, twin), frame)
         elif operator in _AMPLIFYING:
-            if operator in _ADDITIONS and value.dtype in _NARROW and torch._C._current_autograd_node() is None:
+            if operator in _ADDING and value.dtype in _NARROW and torch._C._current_autograd_node() is None:
                 self._compare_addition(pending, value, twin, frame)
             if value.numel() >= _FEWEST:
                 self._compare_errors(pending, value, twin, frame)
@@ -344,13 +345,23 @@ class SecondComputation:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
         is_in_place = pending.func._schema.is_mutable
         given = pending.given[0][:2]
-        if not is_in_place and (not _are_alike(given, value) or _are_comparable(pending, value)):
+        # Of a result that is no tensor of the script's own yet, a few elements are worth a look.
+        is_old = is_in_place or value.numel() < _FEWEST
+        is_kept = pending.node is None and is_old and any(map(self._kept.keeps, given[: 1 if is_in_place else 2]))
+        if not (is_in_place or is_kept) and (not _are_alike(given, value) or _are_comparable(pending, value)):
             # A small number, as against a division by zero, may be lost; a running sum in place may not.
             return
         local, wide = _local(pending, twin), value.float()
         operands = _operands(pending, local)
-        if is_in_place and (buffer := self._buffers.get(storage_key(value))):
-            self._compare_buffer(pending, value, wide, operands, frame, buffer)
+        if is_kept and len(operands) == 2:
+            describe = partial(self._record, pending=pending, result=value, frame=frame)
+            if is_in_place:
+                self._kept.added_in_place(value, operands[0], operands[1], describe)
+                return
+            by_size = sorted(zip(operands, given, strict=True), key=lambda each: float(each[0].abs().max()))
+            if self._kept.keeps(by_size[1][1]):
+                self._kept.added(value, by_size[1][0], by_size[0][0], describe)
+        if pending.func.overloadpacket is aten.lerp_:
             return
         if not _are_alike(operands, value):
             return
@@ -366,23 +377,6 @@ class SecondComputation:
             self._repeated[innermost_line(frame)].append(
                 self._record(AbsorbedOperand, pending, value, frame, **figures)
             )
-
-    def _compare_buffer(
-        self,
-        pending: Pending,
-        value: torch.Tensor,
-        wide: torch.Tensor,
-        operands: list[torch.Tensor],
-        frame: FrameType,
-        buffer: str,
-    ) -> None:
-        """Record a buffer that additions leave mostly unchanged. Its values persist, so the lost terms are never recovered."""
-        before, added = operands
-        is_added = (added != 0).expand_as(before)
-        unchanged = float((wide == before)[is_added].float().mean()) if bool(is_added.any()) else 0.0
-        if unchanged >= _ABSORBED:
-            record = self._record(FrozenBuffer, pending, value, frame, unchanged=unchanged)
-            self._frozen[innermost_line(frame)].append(replace(record, names=(*record.names, buffer)))
 
     def _compare_integers(self, pending: Pending, value: Any, frame: FrameType) -> None:
         """Record whole numbers that were rounded before they are made integers."""
@@ -460,8 +454,7 @@ class SecondComputation:
         self._found[AbsorbedOperand] += _running_sums(self._repeated.values())
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
-        # A buffer that several lines, or several modules at one line, add to is frozen at each.
-        found: list[Record] = [replace(additions[-1], times=len(additions)) for additions in self._frozen.values()]
+        found = self._kept.records()
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions)
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
@@ -596,7 +589,10 @@ def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
         else torch.full((), each, dtype=torch.float32, device=total.device)
         for each in args[:2]
     ]
-    if len(operands) == 2 and pending.func._schema.is_mutable:
+    if pending.func.overloadpacket is aten.lerp_:
+        before = (total - args[2] * operands[1]) / (1 - args[2])
+        operands = [before.to(pending.dtype or total.dtype).float(), total - before]
+    elif len(operands) == 2 and pending.func._schema.is_mutable:
         # The first was overwritten by the second computation.
         sign = -1 if pending.func.overloadpacket in (aten.sub, aten.sub_) else 1
         added = sign * kwargs.get("alpha", 1) * operands[1]

@@ -13,11 +13,13 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
+    Average,
     BornInfinite,
     BrokenAlike,
     ChangedIntegers,
     ExaminedArgument,
     FrozenBuffer,
+    GrowingSum,
     LostSum,
     OverflowedNorm,
     Record,
@@ -318,32 +320,63 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
         )
 
 
-class _Frozen(Sentences):
-    STOPS = (
+class _Kept(Sentences):
+    BUFFER_STOPS = (
         "In step {step}, in {place}, additions in {dtype:format} leave {unchanged:percent} of the buffer {buffer!r} as it was: "
         "the terms are below half a unit in the last place of its values."
     )
-    IN_FP32 = "Keep this buffer in FP32, and add FP32 terms to it."
+    STOPS = (
+        "In step {step}, in {place}, additions leave {unchanged:percent} of a tensor unchanged that persists from step to step "
+        "in {dtype:format}, such as a moving average: the terms are below half a unit in the last place of its values."
+    )
+    WILL_STOP = (
+        "In step {step}, in {place}, {term:.3g} is added to a sum of {total:.4g} that persists from step to step in "
+        "{dtype:format}, whose numbers lie {unit:g} apart there: it will not grow beyond about {stops_at:.3g}."
+    )
+    BUFFER_IN_FP32 = "Keep this buffer in FP32, and add FP32 terms to it."
+    IN_FP32 = "Keep this tensor in FP32, and add FP32 terms to it."
+    NUMBER = "Keep this sum in FP32 or as a Python number; a counter is best an integer."
     REGISTER = 'self.register_buffer("{name}", torch.zeros(shape, dtype=torch.float32))'
+    CAST = (
+        "average = weight.detach().float().clone()\naverage.mul_(decay).add_(weight.detach().float(), alpha=1 - decay)"
+    )
+    ITEM = "total += loss.item()"
 
 
-def _buffer_stops(case: Case) -> Iterator[Found]:
-    """A running sum, mean or count in 16 bits that no longer changes.
+def _sum_stops(case: Case) -> Iterator[Found]:
+    """A moving average, running sum or counter in 16 bits that no longer changes, or will not for long.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: A buffer that is added to in place and reset in each step loses only that step's terms.
+    False alarms: A sum that is set to zero again in time only rounds its terms. That it will stop is inferred from its growth
+    so far, and information if it would not within the run.
     """
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
+        if not buffer and case.has(Average):
+            # Another fault names this average already.
+            continue
         yield Found(
-            _Frozen.STOPS,
+            _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS,
             _evidence(frozen),
             {**_place(frozen), "buffer": buffer, "name": buffer.rpartition(".")[2]},
-            _Frozen.IN_FP32,
-            _Frozen.REGISTER,
+            _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.IN_FP32,
+            _Kept.REGISTER.when(buffer) or _Kept.CAST,
             layer=frozen.name,
             step=frozen.step,
+        )
+    for growing in _by_place(case.recorded(GrowingSum), "total"):
+        growth = growing.total / max(growing.step or 0, 1)
+        yield Found(
+            _Kept.WILL_STOP,
+            _evidence(growing),
+            _place(growing),
+            _Kept.NUMBER,
+            _Kept.ITEM,
+            layer=growing.name,
+            is_mild=growth * case.progress.steps < growing.stops_at,
+            is_inferred=True,
+            step=growing.step,
         )
 
 
@@ -459,7 +492,7 @@ FAULTS = (
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),
-    Fault("buffer-stops-changing", "warning", _buffer_stops, (_Frozen,)),
+    Fault("buffer-stops-changing", "warning", _sum_stops, (_Kept,)),
     Fault(
         "result-is-rounding-error",
         "warning",
