@@ -8,7 +8,7 @@ import torch
 
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.loss_scale import BackwardScale, ScaleOfBackward
-from mpinspect.ranges.capture.observations import Backward, Call, Observer, OutputGradient, ParameterGradient
+from mpinspect.ranges.capture.observations import Backward, Call, Held, Observer, OutputGradient, ParameterGradient
 from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey, narrowest
@@ -205,12 +205,19 @@ class Counting(Observer):
             # With a divisor the row counts divided values, not the gradient's values.
             gradient.found = row
 
-    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
-        """Count the gradients of several parameters together."""
-        self._tally.count_together(gradients)
-        for each in gradients:
-            if each.found is not None:
-                self._add_gradient(each.watched.gradient_key, each.values, each.found, backward.scale)
+    def held_gradients(self, gradients: list[Held], backward: Backward) -> None:
+        """Count several gradients together."""
+        chosen = [each for each in gradients if self._is_counted(each)]
+        self._tally.count_together(chosen)
+        for each in chosen:
+            if isinstance(each.found, torch.Tensor):
+                self._add_gradient(each.key, each.values, each.found, backward.scale)
+        self._last_path = ""
+
+    def _is_counted(self, gradient: Held) -> bool:
+        if isinstance(gradient, ParameterGradient):
+            return self.lets_gradients_wait and gradient.watched.counted
+        return gradient.counted
 
     def _add_gradient(self, key: TensorKey, gradient: torch.Tensor, row: torch.Tensor, scale: BackwardScale) -> None:
         dtype = gradient.dtype

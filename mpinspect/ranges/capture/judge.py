@@ -301,7 +301,8 @@ def _seen(readings: Iterable[Reading], largest: Iterable[float]) -> list[Seen]:
 
 def _largest(log: StepLog, copies: list[tuple[list[int], HostCopy]]) -> list[float]:
     """Return the largest magnitude of each reading, which may be inf, NaN or NOT_READ; leave lost readings out of the log."""
-    largest = [_known(reading.value) for reading in log.readings]
+    values = [reading.value for reading in log.readings]
+    largest = [value if type(value) is float else _known(value) for value in values]
     for indices, copy in copies:
         for index, value in zip(indices, from_stacked(copy.values()), strict=True):
             largest[index] = value

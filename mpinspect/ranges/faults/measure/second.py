@@ -339,7 +339,10 @@ class SecondComputation:
             broken &= wide != -torch.inf
             if bool(broken.any()):
                 figures = {"elements": float(broken.sum()), "of": float(value.numel())}
-                self._add(BrokenAlike, pending, value, frame, None, **figures)
+                # An operator that overwrote its input can't show it.
+                is_seen = not pending.func._schema.is_mutable
+                from_finite = is_seen and all(map(is_finite, _plain(pending.given[0])))
+                self._add(BrokenAlike, pending, value, frame, None, **figures, from_finite=from_finite)
 
     def _compare_addition(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
@@ -456,6 +459,8 @@ class SecondComputation:
             self._found[Positions].append(self._numbers.found)
         found = self._kept.records()
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions)
+        # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
+        self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
         worsts: tuple[tuple[type[Record], str], ...] = (

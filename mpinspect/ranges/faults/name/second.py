@@ -193,6 +193,10 @@ def _first_event(case: Case, phase: str = "forward") -> Event | None:
     return next((event for event in case.events if (event.forward_finite is False) == (phase == "forward")), None)
 
 
+#: Words of an examined argument whose origin is not known.
+_CONSTANT = "with a constant"
+
+
 class _Alike(Sentences):
     IN_FP32_TOO = (
         "In step {measured}, {operator} in {place} is infinite or NaN in {count:count element}, in FP32 as well: more bits do "
@@ -212,15 +216,17 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
 
     False alarms: It is measured. It is information if no forward of the run was infinite or NaN.
     """
-    if case.has(ExaminedArgument, OverflowedNorm):
+    examined = case.recorded(ExaminedArgument)
+    if case.has(OverflowedNorm) or any(_CONSTANT not in each.text for each in examined):
         # Another fault names these inputs already.
         return
     broken = [event for event in case.events if event.forward_finite is False]
-    # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
-    if any(event.skipped is False for event in broken):
-        return
     first = _first_event(case)
+    # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
+    is_stepped_on = any(event.skipped is False for event in broken)
     for alike in case.recorded(BrokenAlike):
+        if is_stepped_on and not alike.from_finite:
+            continue
         # A step of a second opinion has no events.
         if not case.progress.steps or (first is not None and first.step <= alike.step):
             is_later = first is not None and first.step < alike.step
@@ -480,7 +486,7 @@ FAULTS = (
         "error",
         _breaks_in_fp32_too,
         (_Alike, _Born),
-        ("scale-falls-for-forward", "non-finite-event"),
+        ("scale-falls-for-forward", "non-finite-event", "argument-out-of-range"),
     ),
     Fault(
         "overflow-in-operator",
