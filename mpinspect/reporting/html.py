@@ -75,6 +75,7 @@ max-width:60em;font:.92em/1.45 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",mo
 background:none;white-space:nowrap;color:inherit}
 .mpinspect th{font-weight:600;vertical-align:bottom;border-bottom:2px solid var(--line);color:var(--soft);
 white-space:normal;overflow-wrap:normal}
+.mpinspect thead td{border-bottom:2px solid var(--line)}
 .mpinspect th.left,.mpinspect td.left{text-align:left}.mpinspect td.name{white-space:normal;min-width:11em}
 .mpinspect td.long{white-space:normal;min-width:18em}
 .mpinspect td small{display:block;white-space:normal;max-width:46em}

@@ -11,7 +11,7 @@ from mpinspect.ranges.analysis.parting import LEAST_BEYOND
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import kind_named, phrase
-from mpinspect.ranges.report.explorer import Mapped, widget
+from mpinspect.ranges.report.explorer import Mapped, has_map, widget
 from mpinspect.ranges.report.scale_line import scale_in_brief
 from mpinspect.reporting.document import (
     Block,
@@ -33,6 +33,7 @@ from mpinspect.reporting.words import (
     UNKNOWN,
     and_more,
     as_power,
+    filled,
     indefinite,
     number_of,
     optional,
@@ -192,12 +193,23 @@ def blocks(diff: RangeDiff, *, everything: bool) -> tuple[Block, ...]:
     )
 
 
-def maps(diff: RangeDiff) -> Iterator[Widget]:
-    """Yield the maps of both runs with their difference; nothing if no tensor was counted."""
-    changes = tuple(
-        (each.kind, each.name, each.elsewhere_fraction, each.moved_from and each.moved_from[0]) for each in diff.layers
-    )
-    yield from widget(Mapped("A", diff.first), Mapped("B", diff.second, changes=changes), together=True)
+def maps(diffs: Sequence[tuple[str, RangeDiff]]) -> Iterator[Widget]:
+    """Yield one element with the maps of both runs of each model and their difference; nothing if no tensor was counted.
+
+    Args:
+        diffs: the models' names and differences, in the order of the switch. A model whose name is "" is the only one.
+    """
+    shown: list[Mapped] = []
+    for name, diff in diffs:
+        lead = filled("{}: ", name)
+        changes = tuple(
+            (each.kind, each.name, each.elsewhere_fraction, each.moved_from and each.moved_from[0])
+            for each in diff.layers
+        )
+        # The page takes the maps in pairs.
+        if len(diffs) == 1 or (has_map(diff.first) and has_map(diff.second)):
+            shown += [Mapped(f"{lead}A", diff.first), Mapped(f"{lead}B", diff.second, changes=changes)]
+    yield from widget(*shown, together=True)
 
 
 def _tensors(title: str, shown: Sequence[LayerChange], everything: bool) -> Iterator[Block]:
