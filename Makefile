@@ -164,10 +164,11 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@$(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.package
 
-# TypeScript checks the types in the page's scripts. Without npm, or where no registry answers, those tests are skipped.
-$(VENV)/.js: $(VENV)/.torch
-	@command -v npm > /dev/null && npm install --prefix $(VENV)/js --silent --no-fund --no-audit typescript@5.9 || \
-		echo "TypeScript is not installed: the page's scripts are not checked" >&2
+# TypeScript checks the types in the page's scripts, axe-core whether everyone can read the page. Without npm, or where no registry
+# answers, those tests are skipped.
+$(VENV)/.js: $(VENV)/.torch Makefile
+	@command -v npm > /dev/null && npm install --prefix $(VENV)/js --silent --no-fund --no-audit typescript@5.9 axe-core@4 || \
+		echo "TypeScript and axe-core are not installed: the page's scripts and its accessibility are not checked" >&2
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev

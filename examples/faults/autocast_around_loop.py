@@ -1,6 +1,7 @@
 """One autocast region is opened around the whole loop: its cache keeps the casts of the first weights."""
 
 # Thread: https://github.com/X-GenGroup/Flow-Factory/issues/186
+# Finding: autocast-around-updates, from step 1
 import torch
 from torch import nn
 

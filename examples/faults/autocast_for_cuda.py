@@ -1,6 +1,7 @@
-"""Autocast and the scaler are for CUDA, the tensors are on a CPU: what was asked for in FP16 runs in FP32."""
+"""Autocast and the scaler are for CUDA, the tensors are on a CPU: the code that asks for FP16 runs in FP32."""
 
 # Thread: https://github.com/pytorch/pytorch/issues/114458
+# Finding: autocast-for-another-device
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """A moving average of activations kept in a BF16 buffer: with a decay of 0.999 it never moves."""
 
 # Thread: https://github.com/d8ahazard/sd_dreambooth_extension/pull/1415
+# Finding: buffer-stops-changing in 2, from step 1
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """One forward overflows FP16; the scaler skips its step, and the BatchNorm keeps the NaN in its running statistics."""
 
 # Thread: https://github.com/pytorch/pytorch/issues/88474
+# Finding: statistics-broken in 1, from step 5
 import torch
 from torch import nn
 

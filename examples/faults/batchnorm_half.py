@@ -1,6 +1,7 @@
 """A network in FP16, its BatchNorm too: the running variance overflows, and evaluation gives zeros."""
 
 # Thread: https://github.com/pytorch/pytorch/issues/1206
+# Finding: statistics-broken in 1
 import torch
 from torch import nn
 

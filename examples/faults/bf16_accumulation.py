@@ -1,6 +1,7 @@
 """Gradients of 512 micro-batches are added up in BF16: the later ones are lost in the sum."""
 
 # Thread: https://github.com/deepspeedai/DeepSpeed/issues/1800
+# Finding: accumulation-lost
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """Fine-tuning in pure BF16 with a small learning rate: most updates are below half of a weight's last place."""
 
 # Thread: https://github.com/meta-pytorch/torchtune/issues/2254
+# Finding: updates-lost
 import torch
 from torch import nn
 

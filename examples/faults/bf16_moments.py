@@ -1,6 +1,7 @@
 """A language model cast to BF16 before its AdamW is made: the second moment is BF16 too and cannot decay."""
 
 # Thread: https://github.com/areal-project/AReaL/issues/1292
+# Finding: moments-cannot-decay
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """BF16 weights with AdamW: lr * weight_decay is far below half of a last place, so nothing decays."""
 
 # Thread: https://github.com/Nerogar/OneTrainer/issues/996
+# Finding: weight-decay-lost
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
-"""BF16 autocast with a GradScaler, which BF16 does not need: what is not finite is skipped without a word."""
+"""BF16 autocast with a GradScaler, which BF16 does not need: steps with inf or NaN are skipped silently."""
 
 # Thread: https://github.com/huggingface/accelerate/pull/1036
+# Finding: scaler-in-bfloat16
 import torch
 from torch import nn
 

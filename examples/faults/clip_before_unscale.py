@@ -1,6 +1,7 @@
 """Gradients are clipped to a norm of 1 while they are still multiplied by the loss scale."""
 
 # Thread: https://github.com/Lightning-AI/pytorch-lightning/issues/9330
+# Finding: unscale-missing, from step 0
 import torch
 from torch import nn
 

@@ -2,6 +2,7 @@
 zero."""
 
 # Thread: https://github.com/NVIDIA-NeMo/Automodel/issues/825
+# Finding: gradients-clipped-to-zero, from step 0
 import torch
 from torch import nn
 

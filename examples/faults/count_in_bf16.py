@@ -1,6 +1,7 @@
 """The loss is divided by a count of rows that is kept in BF16: the count stops at 256."""
 
 # Thread: https://github.com/huggingface/transformers/pull/8561
+# Finding: addition-changes-nothing, from step 1
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """The encoder's output goes through .data on its way to the decoder: the encoder never gets a gradient."""
 
 # Thread: https://github.com/YufeiWang777/LRRU/issues/13
+# Finding: gradients-missing in encoder
 import torch
 from torch import nn
 

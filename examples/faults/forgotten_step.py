@@ -1,6 +1,7 @@
 """Two networks trained in turn, each with an optimizer and one scaler for both: the step of the first was forgotten."""
 
 # Thread: no thread: https://github.com/pytorch/pytorch/issues/67590 asks how to see that a step was taken
+# Finding: never-updated
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """Adam steps FP16 weights: its eps of 1e-8 is zero in FP16, and the squares of small gradients are zero as well."""
 
 # Thread: https://github.com/google-deepmind/optax/issues/1754
+# Finding: epsilon-zero
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
-"""FP16 autocast and no GradScaler: small gradients become zero and nothing says so."""
+"""FP16 autocast and no GradScaler: small gradients become zero without a warning."""
 
 # Thread: https://github.com/engichang1467/Open-Rig3R/issues/35
+# Finding: scaler-missing-in-float16
 import torch
 from torch import nn
 

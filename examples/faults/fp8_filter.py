@@ -1,6 +1,7 @@
 """A filter for FP8 that asks for attention.* where the modules are named blocks.*: nothing is converted."""
 
 # Thread: https://github.com/unslothai/unsloth/issues/6852
+# Finding: nothing-converted
 import torch
 from torch import nn
 from torchao.float8 import convert_to_float8_training

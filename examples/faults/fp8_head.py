@@ -1,6 +1,7 @@
 """A filter that keeps `output` out of FP8 where the head is named lm_head: it computes in FP8."""
 
 # Thread: https://github.com/pytorch/torchtitan/issues/4008
+# Finding: narrow-head in lm_head
 import torch
 from torch import nn
 from torchao.float8 import convert_to_float8_training

@@ -1,6 +1,7 @@
 """A filter by names that forgot v_proj: queries and keys in FP8, values not."""
 
 # Thread: https://github.com/PrimeIntellect-ai/prime-rl/issues/2910
+# Finding: converted-in-part in blocks.0.v_proj
 import torch
 from torch import nn
 from torchao.float8 import convert_to_float8_training

@@ -1,6 +1,7 @@
 """A conversion of every layer to FP8: the router that chooses the experts is one of them."""
 
 # Thread: https://github.com/pytorch/torchtitan/issues/1043
+# Finding: narrow-router in 1.router
 import torch
 from torch import nn
 from torchao.float8 import convert_to_float8_training

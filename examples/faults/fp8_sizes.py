@@ -1,6 +1,7 @@
 """An emulated conversion with a vocabulary of 100: no kernel of a GPU takes the last layer."""
 
 # Thread: none; torch._scaled_mm asks for multiples of 16
+# Finding: sizes-refused in projection
 import torch
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training

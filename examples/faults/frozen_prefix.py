@@ -1,6 +1,7 @@
 """Block 1 is to be frozen by a name's prefix, which catches blocks 10 and 11 as well."""
 
 # Thread: https://github.com/amdegroot/ssd.pytorch/issues/111
+# Finding: gradients-missing in blocks.10
 import torch
 from torch import nn
 

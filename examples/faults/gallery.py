@@ -2,7 +2,8 @@
 
     python examples/faults/gallery.py [--only NAME ...] [--jobs N] [--json PATH] [--page PATH] [--peers] [--check]
 
-A fault counts as named if a finding above "info" has its id, module and step. A healthy script must have no such finding.
+A script's line "# Finding: ID in MODULE, from step N" states its fault; module and step are optional. A fault counts as named
+if a finding above "info" has its id, module and step. A healthy script must have no such finding.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from peers import NOTHING, PEERS
 
-from mpinspect.ranges.faults.registry import DIAGNOSES
+from mpinspect.ranges.faults import registry
 
 HERE = Path(__file__).parent
 HEALTHY = [f"healthy/{path.name}" for path in sorted((HERE / "healthy").glob("*.py"))]
@@ -46,76 +47,20 @@ class Fault:
     step: int | None = None
 
 
-FAULTS = (
-    Fault("bf16_moments.py", "moments-cannot-decay"),
-    Fault("bf16_finetune.py", "updates-lost"),
-    Fault("bf16_weight_decay.py", "weight-decay-lost"),
-    Fault("ema_bf16.py", "average-lost"),
-    Fault("ema_dict.py", "average-lost"),
-    Fault("bf16_accumulation.py", "accumulation-lost"),
-    Fault("fp16_adam_eps.py", "epsilon-zero"),
-    Fault("resnet_initial_scale.py", "initial-scale-too-high", step=0),
-    Fault("scaler_made_anew.py", "scaler-made-anew", step=0),
-    Fault("static_scale_high.py", "scale-too-high", step=0),
-    Fault("static_scale_low.py", "scale-too-low", "decoder", 0),
-    Fault("fp16_without_scaler.py", "scaler-missing-in-float16"),
-    Fault("bf16_with_scaler.py", "scaler-in-bfloat16"),
-    Fault("gan_shared_scaler.py", "scaler-shared", step=0),
-    Fault("two_branches.py", "scale-window-empty", "cls"),
-    Fault("outlier_batch.py", "overflow-recurs", step=5),
-    Fault("backoff_for_forward.py", "scale-falls-for-forward", "mlp", 6),
-    Fault("clip_before_unscale.py", "unscale-missing", step=0),
-    Fault("unscale_each_micro_batch.py", "unscaled-too-often", step=0),
-    Fault("clip_fp16_norm.py", "gradients-clipped-to-zero", step=0),
-    Fault("masters_clipped_in_fp16.py", "gradients-clipped-to-zero", step=0),
-    Fault("noise_before_unscale.py", "scaled-plus-unscaled", "0.weight", 1),
-    Fault("penalty_of_scaled.py", "scaled-plus-unscaled", step=1),
-    Fault("schedule_fp16.py", "breaks-in-fp32-too", step=2),
-    Fault("ids_in_bf16.py", "integers-rounded", step=1),
-    Fault("count_in_bf16.py", "addition-changes-nothing", step=1),
-    Fault("scale_after_update.py", "divided-by-another-scale", step=3),
-    Fault("masters_made_anew.py", "masters-overwritten", step=3),
-    Fault("nan_to_num.py", "gradients-replaced", step=0),
-    Fault("nan_to_num_hook.py", "gradients-replaced", step=0),
-    Fault("zero_grad_too_late.py", "gradients-zeroed", step=0),
-    Fault("stale_branch.py", "gradients-stale", "heads.segment", 1),
-    Fault("frozen_prefix.py", "gradients-missing", "blocks.10"),
-    Fault("detached_encoder.py", "gradients-missing", "encoder"),
-    Fault("never_zeroed.py", "gradients-never-zeroed", step=1),
-    Fault("forgotten_step.py", "never-updated"),
-    Fault("silent_head.py", "gradients-all-zero", "auxiliary"),
-    Fault("masters_never_zeroed.py", "gradients-never-zeroed", step=1),
-    Fault("masters_not_copied.py", "never-updated"),
-    Fault("late_module.py", "parameters-not-optimized", "head"),
-    Fault("nan_in_batch.py", "batch-not-finite", step=7),
-    Fault("masked_row.py", "mask-hides-whole-row", "attn", 9),
-    Fault("zero_row.py", "zero-row-normalized", "normalize", 6),
-    Fault("log_of_zero.py", "argument-out-of-range", step=5),
-    Fault("norm_at_zero.py", "argument-out-of-range", step=8),
-    Fault("learning_rate.py", "weights-exploded"),
-    Fault("mse_in_fp16.py", "loss-in-16-bits", step=0),
-    Fault("kl_in_bf16.py", "loss-in-16-bits", step=0),
-    Fault("norm_overflows.py", "norm-overflows", "blocks.0.norm", 0),
-    Fault("positions_bf16.py", "positions-collapse", "0.rotary", 0),
-    Fault("indices_bf16.py", "positions-collapse", "attention", 1),
-    Fault("autocast_around_loop.py", "autocast-around-updates", step=1),
-    Fault("autocast_for_cuda.py", "autocast-for-another-device"),
-    Fault("pixel_sum.py", "overflow-in-operator", "pool", 6),
-    Fault("hub_sum.py", "sum-loses-terms", "aggregate", 1),
-    Fault("residual_stream.py", "addition-changes-nothing", "blocks", 1),
-    Fault("average_in_bf16.py", "buffer-stops-changing", "2", 1),
-    Fault("variance_by_squares.py", "result-is-rounding-error", "standardize", 1),
-    Fault("router_ties.py", "router-ties", "moe", 0),
-    Fault("batchnorm_half.py", "statistics-broken", "1"),
-    Fault("batchnorm_after_skip.py", "statistics-broken", "1", 5),
-    Fault("fp8_filter.py", "nothing-converted"),
-    Fault("fp8_head.py", "narrow-head", "lm_head"),
-    Fault("fp8_router.py", "narrow-router", "1.router"),
-    Fault("fp8_part.py", "converted-in-part", "blocks.0.v_proj"),
-    Fault("fp8_sizes.py", "sizes-refused", "projection"),
-    Fault("mxfp8_bias.py", "bias-left-out", "blocks.0"),
-    Fault("fp16_activation.py", "scale-falls-for-forward", "layers.0", 2),
-)
+_FINDING = re.compile(r"^# Finding: ([\w-]+)(?: in (\S+?))?(?:, from step (\d+))?$", re.MULTILINE)
+
+
+def _faults() -> tuple[Fault, ...]:
+    """Return the faults that the scripts state, in the order of the registry."""
+    order, found = list(registry.FAULTS), []
+    for path in sorted(HERE.glob("*.py")):
+        if line := _FINDING.search(path.read_text("utf-8")):
+            id, module, step = line.groups()
+            found.append(Fault(path.name, id, module or "", None if step is None else int(step)))
+    return tuple(sorted(found, key=lambda fault: order.index(fault.id)))
+
+
+FAULTS = _faults()
 
 
 @dataclass(frozen=True)
@@ -159,12 +104,20 @@ def run(script: str) -> Told:
     return Told(script, f"exit {done.returncode}", tuple(verdicts), tuple(findings))
 
 
-def page(faults: list[Fault], told: dict[str, Told]) -> str:
-    """Return the page of the diagnoses: each with its condition, its finding on a script of the gallery, and its fix."""
+def page(told: dict[str, Told], before: str) -> str:
+    """Return the page of the diagnoses: each with its condition, its finding on a script of the gallery, and its fix.
+
+    A section is taken from ``before``, the present page, if one of its scripts did not run.
+    """
+    sections = {part.split("\n", 1)[0]: part for part in before.split("\n## ")}
     parts = [_PAGE_HEAD]
-    for diagnosis in DIAGNOSES:
+    for diagnosis in registry.DIAGNOSES:
+        shown = [fault for fault in FAULTS if fault.id == diagnosis.id]
+        if diagnosis.id in sections and not all(fault.script in told for fault in shown):
+            parts.append(f"## {sections[diagnosis.id]}")
+            continue
         parts += [f"## {diagnosis.id}\n", f"{diagnosis.about}\n"]
-        parts += [_example(fault, told[fault.script]) for fault in faults if fault.id == diagnosis.id]
+        parts += [_example(fault, told[fault.script]) for fault in shown if fault.script in told]
         parts.append(f"**False alarms.** {diagnosis.false_alarms}\n")
     return "\n".join(parts)
 
@@ -189,8 +142,8 @@ def _inferred(finding: dict[str, object]) -> str:
 
 _PAGE_HEAD = """# Diagnoses
 
-Findings of the ranges that name a cause. Each is made by one function over the record of a run, and says nothing where the record
-does not show the cause. Below: what it looks for, what it says of a script in `examples/faults/`, and when it may be wrong.
+Findings of the ranges that name a cause. One function makes each, from the record of a run; if the record does not show the
+cause, there is no finding. Below: its condition, its finding on a script in `examples/faults/`, and when it may be wrong.
 `make gallery` runs the scripts and writes this page.
 """
 
@@ -200,7 +153,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names of scripts, or parts of them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", metavar="PATH", help="write what was told here too")
-    parser.add_argument("--page", metavar="PATH", help="write the page of all diagnoses")
+    parser.add_argument("--page", metavar="PATH", help="renew the page of all diagnoses")
     parser.add_argument("--peers", action="store_true", help="run the faults under other tools as well")
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 where a fault is missed or a healthy script is not"
@@ -226,7 +179,8 @@ def main() -> int:
         rows = {script: {"verdicts": found.verdicts, "findings": found.findings} for script, found in told.items()}
         Path(options.json).write_text(json.dumps(rows, indent=1), "utf-8")
     if options.page:
-        Path(options.page).write_text(page(faults, told), "utf-8")
+        path = Path(options.page)
+        path.write_text(page(told, path.read_text("utf-8") if path.exists() else ""), "utf-8")
     return int(options.check and missed > 0)
 
 

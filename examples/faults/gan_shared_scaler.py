@@ -1,6 +1,7 @@
 """One GradScaler for both networks of a GAN: the generator's overflows take the scale away from the discriminator."""
 
 # Thread: https://github.com/neosr-project/neosr/pull/50
+# Finding: scaler-shared, from step 0
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """Messages of a graph are added up in BF16: the sum of a node with 2,000 neighbours stops growing at 256."""
 
 # Thread: https://github.com/dmlc/dgl/issues/4674
+# Finding: sum-loses-terms in aggregate, from step 1
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """Ids travel in one batch with features, which is cast to BF16: most of them are other ids afterwards."""
 
 # Thread: https://github.com/huggingface/accelerate/issues/1405
+# Finding: integers-rounded, from step 1
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """A projection is added to the model after its optimizer was made: it gets gradients and is never trained."""
 
 # Thread: no thread: torch.optim documents that parameters are taken when the optimizer is made
+# Finding: parameters-not-optimized in head
 import torch
 from torch import nn
 

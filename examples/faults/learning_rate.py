@@ -1,6 +1,7 @@
 """An MLP trained at a learning rate that is far too high: its weights explode, then everything is infinite."""
 
 # Thread: https://github.com/Bohao-Lee/CME/issues/12
+# Finding: weights-exploded
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """A hand-written cross-entropy takes the logarithm of probabilities that a sharp softmax rounds to zero."""
 
 # Thread: https://github.com/pytorch/pytorch/issues/7462
+# Finding: argument-out-of-range, from step 5
 import torch
 from torch import nn
 

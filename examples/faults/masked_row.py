@@ -1,6 +1,7 @@
 """A padded sample has no token at all: its row of attention scores is -inf everywhere, and the softmax NaN."""
 
 # Thread: https://github.com/huggingface/transformers/issues/31035
+# Finding: mask-hides-whole-row in attn, from step 9
 import math
 
 import torch

@@ -2,6 +2,7 @@
 masters are given zeros."""
 
 # Thread: https://github.com/facebookresearch/fairscale/pull/263
+# Finding: gradients-clipped-to-zero, from step 0
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,6 +1,7 @@
 """FP32 masters are set to the BF16 weights after each evaluation: what had gathered in their low bits is lost."""
 
 # Thread: https://github.com/TensorAuto/OpenTau/pull/185
+# Finding: masters-overwritten, from step 3
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
-"""Gradients are added to FP32 masters whose .grad nobody zeroes: zero_grad() is called on the BF16 model alone."""
+"""Gradients are added to FP32 masters whose .grad is never zeroed: zero_grad() is called on the BF16 model alone."""
 
 # Thread: https://github.com/facebookresearch/nwm/issues/16
+# Finding: gradients-never-zeroed, from step 1
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,6 +1,7 @@
 """FP32 masters are stepped and copied back into what .float() returns, a copy: the FP16 model never changes."""
 
 # Thread: https://github.com/YU1ut/MixMatch-pytorch/pull/23
+# Finding: never-updated
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -1,6 +1,7 @@
 """Two rows of one batch hold NaN, from a division in the preprocessing."""
 
 # Thread: https://github.com/kohya-ss/sd-scripts/issues/881
+# Finding: batch-not-finite, from step 7
 import torch
 from torch import nn
 

@@ -1,7 +1,8 @@
-"""NaNs in the gradients are replaced by zeros before the step: the loop goes on, and part of the model learns from
-nothing."""
+"""NaNs in the gradients are replaced by zeros before the step: the loop continues, and part of the model gets no
+gradient."""
 
 # Thread: https://github.com/AI-Hypercomputer/maxtext/pull/3721
+# Finding: gradients-replaced, from step 0
 import torch
 from torch import nn
 

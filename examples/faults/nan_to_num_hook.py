@@ -2,6 +2,7 @@
 scale."""
 
 # Thread: https://github.com/ultralytics/yolov5/pull/8598
+# Finding: gradients-replaced, from step 0
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
-"""In the BF16 branch of the loop nobody calls zero_grad(): every step is taken with the sum of all gradients so far."""
+"""The BF16 branch of the loop never calls zero_grad(): every step uses the sum of all gradients so far."""
 
 # Thread: https://github.com/facebookresearch/nwm/issues/16
+# Finding: gradients-never-zeroed, from step 1
 import torch
 from torch import nn
 

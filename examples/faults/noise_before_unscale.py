@@ -1,6 +1,7 @@
 """Noise is added to gradients that the scaler has not divided yet: after the division it is 4,096 times too weak."""
 
 # Thread: https://github.com/rwth-i6/returnn/pull/1595
+# Finding: scaled-plus-unscaled in 0.weight, from step 1
 import torch
 from torch import nn
 

@@ -2,6 +2,7 @@
 NaN."""
 
 # Thread: https://github.com/pytorch/pytorch/issues/2421
+# Finding: argument-out-of-range, from step 8
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """One batch of every eight holds an outlier that overflows at any scale the rest can use: the scale falls for ever."""
 
 # Thread: https://github.com/verl-project/verl/issues/4036
+# Finding: overflow-recurs, from step 5
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """A gradient penalty takes gradients of the scaled output and never divides them: it asks for a norm of 1 / 4,096."""
 
 # Thread: https://github.com/NVIDIA/apex/issues/654
+# Finding: scaled-plus-unscaled, from step 1
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """A pooling adds up the pixels of a map in FP16 before it divides: of bright images the sum is beyond 65504."""
 
 # Thread: https://github.com/qubvel-org/segmentation_models.pytorch/issues/463
+# Finding: overflow-in-operator in pool, from step 6
 import torch
 from torch import nn
 

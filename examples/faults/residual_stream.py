@@ -1,6 +1,7 @@
-"""A residual stream in BF16 whose values are some hundred times those of the blocks: most additions change nothing."""
+"""A residual stream in BF16 some hundred times larger than the blocks' outputs: most additions change nothing."""
 
 # Thread: https://github.com/NVIDIA/Megatron-LM/pull/3504
+# Finding: addition-changes-nothing in blocks, from step 1
 import torch
 from torch import nn
 

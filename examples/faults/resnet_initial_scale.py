@@ -1,6 +1,7 @@
 """A small ResNet whose GradScaler starts so high that the first half of a short run is skipped."""
 
 # Thread: https://github.com/lucidrains/stylegan2-pytorch/issues/100
+# Finding: initial-scale-too-high, from step 0
 import torch
 from torch import nn
 

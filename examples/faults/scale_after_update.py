@@ -1,6 +1,7 @@
 """A dynamic scale by hand is raised before the gradients are divided by it: in these steps they are halved."""
 
 # Thread: https://github.com/deepspeedai/DeepSpeed/issues/8588
+# Finding: divided-by-another-scale, from step 3
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """The GradScaler is made inside of the function that trains one step: the scale that it lowers is thrown away with it."""
 
 # Thread: https://github.com/conservationtechlab/animl-py/issues/298
+# Finding: scaler-made-anew, from step 0
 import torch
 from torch import nn
 

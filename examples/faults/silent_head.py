@@ -1,6 +1,7 @@
 """An auxiliary head whose loss weighs 1e-8: at the loss scale that suits the main head FP16 flushes all its gradients."""
 
 # Thread: no thread: a weight for each loss is what users ask for in https://github.com/Lightning-AI/pytorch-lightning/issues/9799
+# Finding: gradients-all-zero in auxiliary
 import torch
 from torch import nn
 

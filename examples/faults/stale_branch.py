@@ -1,6 +1,7 @@
 """Only the branch of the task at hand is zeroed: the other one is stepped again with the gradients of the task before."""
 
 # Thread: https://github.com/pytorch/pytorch/issues/47175
+# Finding: gradients-stale in heads.segment, from step 1
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
-"""A static loss scale that overflows at every step: nothing is ever learned."""
+"""A static loss scale that overflows at every step: the model never learns."""
 
 # Thread: no thread: a static scale is what legacy loops have; torch.amp.GradScaler is made static by its factors
+# Finding: scale-too-high, from step 0
 import torch
 from torch import nn
 

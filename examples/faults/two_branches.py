@@ -1,6 +1,7 @@
 """Two heads behind one input whose losses differ by ten orders of magnitude: no one loss scale serves both."""
 
 # Thread: no thread: a scale per branch is what users ask for in https://github.com/Lightning-AI/pytorch-lightning/issues/9799
+# Finding: scale-window-empty in cls
 import torch
 from torch import nn
 

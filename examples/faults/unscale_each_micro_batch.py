@@ -1,6 +1,7 @@
 """Gradients are unscaled and clipped after each micro-batch: the earlier ones are divided by the loss scale again."""
 
 # Thread: https://github.com/huggingface/accelerate/issues/641
+# Finding: unscaled-too-often, from step 0
 import torch
 from torch import nn
 

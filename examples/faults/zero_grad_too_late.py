@@ -1,6 +1,7 @@
-"""zero_grad() stands between the backward and the step: the optimizer is given nothing."""
+"""zero_grad() stands between the backward and the step: the optimizer gets no gradient."""
 
 # Thread: https://github.com/ultralytics/ultralytics/pull/11217
+# Finding: gradients-zeroed, from step 0
 import torch
 from torch import nn
 

@@ -1,6 +1,7 @@
 """Rows are divided by their largest magnitude; a silent row is 0/0."""
 
 # Thread: https://github.com/pytorch/ao/issues/4713
+# Finding: zero-row-normalized in normalize, from step 6
 import torch
 from torch import nn
 

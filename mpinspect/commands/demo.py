@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc reuse large freed tensors. By default it returns them, and zeroing their pages anew takes half of each step."""
+    """Let glibc reuse large freed tensors. By default it returns them, and zeroing their pages again takes half of each step."""
     with suppress(OSError, AttributeError, TypeError):
         libc = ctypes.CDLL(None)
         for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 2**28)):

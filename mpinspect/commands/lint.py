@@ -207,7 +207,9 @@ class Baseline:
         if all(then == now for then, now in made if then and now):
             return ""
         then, now = (", ".join(filter(None, names)) for names in zip(*made, strict=True))
-        return f"the baseline was made for {then} and this report is for {now}: findings may be new or gone only because of that"
+        return (
+            f"the baseline was made for {then} and this report is for {now}: some findings differ for that reason alone"
+        )
 
 
 def key_of(finding: Finding) -> Key:
@@ -238,7 +240,7 @@ def read_baseline(path: str) -> Baseline:
         raise UnusableError(f"the baseline {path} can't be read: {error.strerror or error}") from error
     except DecodingError as error:
         raise UnusableError(
-            f"the baseline {path} can't be read: it {error}. Write it anew with --write-baseline"
+            f"the baseline {path} can't be read: it {error}. Rewrite it with --write-baseline"
         ) from error
     if not isinstance(document, dict) or document.get("schema") != BASELINE_SCHEMA:
         raise UnusableError(f"{path} is no baseline of mpinspect lint: write one with --write-baseline")
@@ -247,7 +249,7 @@ def read_baseline(path: str) -> Baseline:
     try:
         return typed(Baseline, document)
     except DecodingError as error:
-        raise UnusableError(f"the baseline {path} is damaged ({error}): write it anew with --write-baseline") from error
+        raise UnusableError(f"the baseline {path} is damaged ({error}): rewrite it with --write-baseline") from error
 
 
 def write_baseline(path: str, report: ShapeReport) -> None:

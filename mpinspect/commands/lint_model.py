@@ -166,7 +166,7 @@ def input_spec(text: str) -> InputSpec:
     if not colon:
         dtype = "int64" if _INTEGER_NAMES.search(name) else "float32"
     elif _torch_name(dtype) not in DTYPES:
-        raise argparse.ArgumentTypeError(f"{text!r}: {dtype!r} is no dtype known here: {', '.join(DTYPES)}")
+        raise argparse.ArgumentTypeError(f"{text!r}: {dtype!r} is not a known dtype: {', '.join(DTYPES)}")
     parts = [part.strip() for part in sizes.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r}: {sizes!r} is no list of sizes; write it {_EXAMPLE}")

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpinspect.counting.encodings import NARROW_ENCODINGS, Binary, magnitudes
-from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, NO_MINIMUM, WIDE, ZEROS, RowLayout
+from mpinspect.counting.layout import HEADER, NARROW, NO_MINIMUM, WIDE, RowLayout, repeated
 
 IntArray = npt.NDArray[np.int64]
 AnyArray = npt.NDArray[Any]
@@ -69,10 +69,7 @@ def count_array(array: AnyArray, divisor: float | None = None, dtype: str = "") 
     else:
         native = flat.astype(flat.dtype.newbyteorder("="), copy=False)
         row = _count_values(native.view(native.real.dtype), by)
-    if times != 1:
-        row[:MIN_BITS] *= times
-        row[HEADER:] *= times
-    return row
+    return repeated(row, times)
 
 
 def _checked(divisor: float) -> float:
@@ -208,7 +205,7 @@ def _row(counts: IntArray, low: int, high: int, layout: RowLayout) -> IntArray:
         low, high: float64 bits of the extremes.
     """
     row = np.zeros(layout.length, dtype=np.int64)
-    row[ZEROS], row[INFS], row[NANS], row[MIN_BITS], row[MAX_BITS] = counts[0], counts[-2], counts[-1], low, high
+    row[:HEADER] = counts[0], counts[-2], counts[-1], low, high
     first = 1 if len(counts) == layout.length - 2 else 1 + 3 * (layout.lowest_exponent - WIDE.lowest_exponent)
     row[HEADER:] = counts[first : first + len(row) - HEADER]
     return row

@@ -355,7 +355,7 @@ def _peaks(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(blocks: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield parts of blocks along their longest dimension, with the same parts of others that have it."""
+    """Yield slices of blocks along their longest dimension, each with the same slice of the other tensors of that length."""
     dim = max(range(blocks.dim()), key=lambda each: blocks.shape[each])
     length = blocks.shape[dim]
     step = max(1, length * _AT_ONCE // max(blocks.numel(), 1))

@@ -178,7 +178,7 @@ def _summed_rows(slices: HostArray, indices: AnyArray, rows: int | None) -> Host
         values = np.zeros((len(unique), *wide.shape[1:]), dtype=wide.dtype)
         with np.errstate(all="ignore"):
             np.add.at(values, places.reshape(-1), wide)
-    shape = (len(unique) if rows is None else rows, *values.shape[1:])
+    shape = (rows or len(unique), *values.shape[1:])
     return HostArray(values, slices.dtype, shape, math.prod(shape) - values.size)
 
 

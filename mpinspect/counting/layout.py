@@ -18,6 +18,7 @@ HEADER + 3i exact powers of two of exponent i + lowest exponent
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +45,17 @@ class RowLayout:
 
 NARROW = RowLayout(-149, 127)
 WIDE = RowLayout(-1074, 1023)
+_Row = TypeVar("_Row")
 _BY_LENGTH = {layout.length: layout for layout in (NARROW, WIDE)}
+
+
+def repeated(row: _Row, times: int) -> _Row:
+    """Multiply a row's counts in place, for elements that dimensions of stride 0 repeat ``times`` times; return the row."""
+    counts: Any = row
+    if times != 1:
+        counts[:MIN_BITS] *= times
+        counts[HEADER:] *= times
+    return row
 
 
 def decode(row: npt.NDArray[np.int64]) -> ExponentHistogram:

@@ -29,7 +29,7 @@ from mpinspect.counting.bits import (
     slots_of,
     widened,
 )
-from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, ZEROS
+from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, ZEROS, repeated
 from mpinspect.counting.pieces import flat_bits, plain_values
 from mpinspect.runtime.workers import POOL, single_threaded, threads_for
 
@@ -86,7 +86,7 @@ def _count_on_cpu(values: torch.Tensor) -> torch.Tensor:
             return row
     if numel <= (_CODES_FROM if values.dtype.itemsize == 1 else HOST_CHUNK):
         pieces, times = flat_bits(values, HOST_CHUNK)
-        return _repeated(_count_small(list(pieces), values.dtype), times)
+        return repeated(_count_small(list(pieces), values.dtype), times)
     with single_threaded() as alone:
         threads, chunk = 1, HOST_CHUNK
         if alone:
@@ -94,7 +94,7 @@ def _count_on_cpu(values: torch.Tensor) -> torch.Tensor:
             chunk = min(-(-numel // threads), _CHUNK)
         pieces, times = flat_bits(values, chunk)
         rows = POOL.map(_counter(values.dtype), list(pieces), threads)
-        return _repeated(merge_rows(rows), times)
+        return repeated(merge_rows(rows), times)
 
 
 def _counter(dtype: torch.dtype) -> Callable[[Iterable[torch.Tensor]], torch.Tensor]:
@@ -121,7 +121,7 @@ def _count_on_device(values: torch.Tensor) -> torch.Tensor:
     encoding = encoding_of(values.dtype)
     pieces, times = flat_bits(values, DEVICE_CHUNK)
     rows = [count_on_device(_encoded(piece, values.dtype), encoding) for piece in pieces]
-    return _repeated(merge_rows(rows), times)
+    return repeated(merge_rows(rows), times)
 
 
 def _encoded(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -147,20 +147,13 @@ def _count_divided(values: torch.Tensor, divisor: float | torch.Tensor) -> torch
     for piece in pieces:
         quotient = _as_float64(piece, values.dtype) / by
         rows.append(counter(quotient.view(torch.int64), BINARY64))
-    return _repeated(merge_rows(rows), times)
+    return repeated(merge_rows(rows), times)
 
 
 def _as_float64(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if dtype == torch.float64:
         return bits.view(torch.float64)
     return widened(_encoded(bits, dtype) & BINARY32.magnitude_mask)
-
-
-def _repeated(row: torch.Tensor, times: int) -> torch.Tensor:
-    if times != 1:
-        row[:MIN_BITS] *= times
-        row[HEADER:] *= times
-    return row
 
 
 _MAGNITUDES_16 = 0x7FFF

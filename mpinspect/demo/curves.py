@@ -19,7 +19,7 @@ from mpinspect.demo.demo import draw, free_directory, headline, progress, wherea
 from mpinspect.demo.loss_curves import LAST_STEPS, Curve, table
 from mpinspect.demo.runs import FP32, Setting, Text, Way, inspected, trained
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.reporting.words import lower_first
+from mpinspect.reporting.words import by_number, lower_first
 
 __all__ = ["Comparison", "Setting", "run"]
 
@@ -144,7 +144,7 @@ def _rest(report: RangeReport, seeds: Sequence[int]) -> Iterator[tuple[Way, int]
 
 def _notes(setting: Setting, text: Text, report: RangeReport, curves: Sequence[Curve]) -> tuple[str, ...]:
     seeds = list(dict.fromkeys(curve.seed for curve in curves))
-    named = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    named = f"{by_number(len(seeds), 'seed', 'seeds')} {', '.join(map(str, seeds))}"
     notes = [
         f"{setting}, {named}; validated on {text.validation_words:,} words held out.",
         f"{_recommendation(report, seeds[0])} The dynamic scale starts at 2^32, is halved at an overflow and doubled after "
@@ -158,7 +158,7 @@ def _notes(setting: Setting, text: Text, report: RangeReport, curves: Sequence[C
 def _recommendation(report: RangeReport, seed: int) -> str:
     if recommended(report) is None:
         return f"The inspector recommends no loss scale: {lower_first(report.loss_scale.reason.rstrip('.'))}."
-    return f"The recommended scale is that of the inspector's report of the FP32 run with seed {seed}."
+    return f"The recommended scale is from the inspector's report of the FP32 run with seed {seed}."
 
 
 def _draw(comparison: Comparison) -> None:

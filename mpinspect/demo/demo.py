@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.store import FILE_NAME
@@ -315,6 +316,7 @@ def progress(
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        name = f"{name} ({place} of {of})" if of > 1 else name
+        if of > 1:
+            name += f" ({place} of {of})"
         task = bar.add_task(name, total=steps * of, completed=steps * (place - 1))
         yield lambda loss: bar.update(task, advance=1, description=f"{name}, loss {loss.item():.3f}")

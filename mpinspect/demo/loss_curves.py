@@ -86,7 +86,7 @@ def loss_scale(curve: Curve) -> str:
         return NOT_APPLICABLE
     if start != end:
         return f"{as_power(start)} -> {as_power(end)}"
-    return "1" if start == 1 else with_power(start)
+    return with_power(start)
 
 
 def table(curves: Sequence[Curve]) -> str:
@@ -111,8 +111,13 @@ def _losses(group: Sequence[Curve], gaps: Sequence[float | None]) -> list[str]:
         fmean(curve.final_validation_loss for curve in group),
         fmean(curve.best_validation_loss for curve in group),
     )
+    return [*(f"{mean:.3f}" for mean in means), mean_gap(gaps) or NOT_APPLICABLE]
+
+
+def mean_gap(gaps: Iterable[float | None]) -> str:
+    """Return the mean of the known differences from the reference; "" if none is known."""
     known = [gap for gap in gaps if gap is not None]
-    return [*(f"{mean:.3f}" for mean in means), signed(fmean(known)) if known else NOT_APPLICABLE]
+    return signed(fmean(known)) if known else ""
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: int) -> str:

@@ -17,9 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from mpinspect.demo.loss_curves import Curve, by_name, from_reference, loss_scale, signed
+from mpinspect.demo.loss_curves import Curve, by_name, from_reference, loss_scale, mean_gap
 from mpinspect.reporting.plot_style import FAINT, drawn, headline, notes, write
-from mpinspect.reporting.words import NOT_APPLICABLE
+from mpinspect.reporting.words import NOT_APPLICABLE, bracketed, number_of
 
 _HEIGHT = 5.6
 #: Height of a label (two lines) as a fraction of the axes' height.
@@ -191,23 +191,28 @@ def _spread(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def _end_words(group: Sequence[Curve], curves: Sequence[Curve]) -> str:
-    gaps = [gap for gap in (from_reference(curve, curves) for curve in group) if gap is not None]
     loss = fmean(curve.final_validation_loss for curve in group)
-    return f"{group[0].name}: {loss:.3f}" + (f" ({signed(fmean(gaps))})" if gaps else "")
+    return f"{group[0].name}: {loss:.3f}" + bracketed(mean_gap(from_reference(curve, curves) for curve in group))
 
 
 def _scale_words(group: Sequence[Curve]) -> str:
     scales = dict.fromkeys(loss_scale(curve) for curve in group)
     if list(scales) == [NOT_APPLICABLE]:
         return "the reference"
-    skipped = [curve.skipped_steps for curve in group]
-    count = str(min(skipped)) if len(set(skipped)) == 1 else f"{min(skipped)} to {max(skipped)}"
-    steps = "step" if count == "1" else "steps"
-    return f"loss scale {' or '.join(scales)}" + (f", {count} {steps} skipped" if any(skipped) else "")
+    words = f"loss scale {' or '.join(scales)}"
+    skipped = sorted({curve.skipped_steps for curve in group})
+    if len(skipped) > 1:
+        return f"{words}, {skipped[0]} to {skipped[-1]} steps skipped"
+    if skipped == [0]:
+        return words
+    return f"{words}, {number_of(skipped[0], 'step')} skipped"
 
 
 def _caption(curves: Sequence[Curve]) -> str:
     seeds = len({curve.seed for curve in curves})
-    means = f" Means of {seeds} seeds, thin lines: each." if seeds > 1 else ""
-    emulated = " FP16 was emulated on a CPU." if any(curve.emulated for curve in curves) else ""
-    return f"Validation losses are computed in FP32 from the FP32 weights.{means}{emulated}"
+    caption = "Validation losses are computed in FP32 from the FP32 weights."
+    if seeds > 1:
+        caption += f" Means of {seeds} seeds, thin lines: each."
+    if any(curve.emulated for curve in curves):
+        caption += " FP16 was emulated on a CPU."
+    return caption

@@ -74,7 +74,7 @@ class InspectsTraining:
                 if self._speaks:
                     print_report(self.report)
             except Exception as error:
-                warn(f"the inspector did not end as it should: {error!r}; what it wrote until then is in its log_dir")
+                warn(f"the inspector did not end as it should: {error!r}; its records until then are in its log_dir")
 
     def broke_off(self, error: BaseException | None) -> None:
         """Record the exception that is about to end the training; no effect outside of training."""
@@ -118,18 +118,17 @@ class InspectsTraining:
 
     def _log_dir(self, directory: str | Path | None, rank: int, processes: int) -> Path | None:
         wanted = self._wanted_log_dir
-        if wanted == AUTO:
-            wanted = None if directory is None else Path(directory) / "mpinspect"
-        if wanted is None:
+        if wanted == AUTO and directory is not None:
+            wanted = Path(directory, "mpinspect")
+        if wanted is None or wanted == AUTO:
             return None
-        wanted = Path(wanted)
-        return wanted / f"rank{rank}" if processes > 1 else wanted
+        return Path(wanted, f"rank{rank}") if processes > 1 else Path(wanted)
 
     def _inspector(self) -> Inspector:
         if self.inspector is None:
             raise RuntimeError(
                 "no training was inspected in this process: train first; if the trainer starts processes of its own, read "
-                "what they wrote to log_dir with mpinspect.Session.load"
+                "their log_dir with mpinspect.Session.load"
             )
         return self.inspector
 

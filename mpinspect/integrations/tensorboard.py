@@ -51,7 +51,7 @@ class RangesPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         answer = self._runs.answer(request.args.get("id", ""), request.args.get("version", ""))
         if answer is None:
             return _respond(
-                request, {"error": "This run is gone from the log directory."}, "application/json", code=404
+                request, {"error": "This run is no longer in the log directory."}, "application/json", code=404
             )
         return _respond(request, answer, "application/json")
 

@@ -135,15 +135,18 @@ class Runs:
 
 def roots_of(logdir: str, logdir_spec: str) -> dict[str, str]:
     """Return TensorBoard's local log directories by the name that their runs begin with; remote ones are left out."""
-    if logdir:
-        return {} if _REMOTE.match(logdir) else {"": str(Path(logdir).expanduser())}
-    found = {}
-    for part in filter(None, logdir_spec.split(",")):
-        is_named = ":" in part and not _REMOTE.match(part) and part[0] != "/" and not os.path.splitdrive(part)[0]
-        name, path = part.split(":", 1) if is_named else (part, part)
-        if not _REMOTE.match(path):
-            found[name] = str(Path(path).expanduser())
-    return found
+    named = [("", logdir)]
+    if not logdir:
+        named = list(map(_named, filter(None, logdir_spec.split(","))))
+    return {name: str(Path(path).expanduser()) for name, path in named if not _REMOTE.match(path)}
+
+
+def _named(part: str) -> tuple[str, str]:
+    """Return the name and the path of a part of ``--logdir_spec``; without a name, the path is the name."""
+    name, colon, path = part.partition(":")
+    if not colon or _REMOTE.match(part) or part[0] == "/" or os.path.splitdrive(part)[0]:
+        return part, part
+    return name, path
 
 
 # -- searching ------------------------------------------------------------------------------------------------------------
@@ -232,7 +235,9 @@ def _looked_at(root: Path, path: Path, label: str = "") -> Found | None:
     except OSError:
         return None
     below = path.parent.relative_to(root).as_posix()
-    name = below if not label else label if below == "." else f"{label}/{below}"
+    name = below
+    if label:
+        name = label if below == "." else f"{label}/{below}"
     id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
     beside = _beside(root, path)
     version = "-".join(f"{each.st_mtime_ns}-{each.st_size}-{each.st_ino}" for each in (status, *beside))
@@ -295,7 +300,7 @@ def _added_up(run: Found) -> Session:
     total = RankSum()
     for path in run.ranks:
         total.add(read_session(path))
-    places = [path.parent.parent for path in run.ranks] if run.has_beside else []
+    places = [path.parent.parent for path in run.ranks if run.has_beside]
     left = [early_end(place.name, read_record(place)) for place in places]
     return total.session(ended_early=[each for each in left if each is not None])
 
@@ -333,7 +338,7 @@ def _shown(run: Any, place: int) -> dict[str, Any]:
     return {
         "title": title(report),
         "ended": progress.ended,
-        "steps": steps_and_samples(progress, "" if progress.ended else " so far"),
+        "steps": steps_and_samples(progress, progress.so_far),
         "verdict": verdict,
         "findings": findings,
         "notes": [*run.saw, *report.session.notes],

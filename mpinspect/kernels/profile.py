@@ -90,7 +90,9 @@ def read_trace(
 
 
 def _gpu(name: str | None) -> Gpu | None:
-    return None if name is None or name.strip().lower() == "auto" else gpus.named(name)
+    if name is None or name.strip().lower() == "auto":
+        return None
+    return gpus.named(name)
 
 
 def _check(step: object, model: object, warmup: int, shapes: object) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
+from mpinspect.numeric.exponents import ratio
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.numeric.recipes import AMAX, FLOAT32_SCALE, FLOOR, RCEIL, Quantization
 
@@ -220,31 +221,27 @@ class QuantizationLoss:
     @property
     def flushed_fraction(self) -> float:
         """Flushed elements as a share of the non-zero ones, 0..1."""
-        return _share(self.flushed, self.nonzero)
+        return ratio(self.flushed, self.nonzero)
 
     @property
     def clipped_fraction(self) -> float:
         """Clipped elements as a share of the non-zero ones, 0..1."""
-        return _share(self.clipped, self.nonzero)
+        return ratio(self.clipped, self.nonzero)
 
     @property
     def lost_l1_share(self) -> float:
         """The flushed elements' share of the sum of magnitudes, 0..1."""
-        return _share(self.lost, self.magnitudes)
+        return ratio(self.lost, self.magnitudes)
 
     @property
     def gain(self) -> float:
         """How much larger the quantised tensor is along the tensor itself: sum(x q) / sum(x x) - 1; 0 is unbiased."""
-        return _share(self.products, self.squares) - 1 if self.squares else 0.0
+        return ratio(self.products, self.squares) - 1 if self.squares else 0.0
 
     @property
     def noise_to_signal(self) -> float:
         """The squared error relative to the squares, 0 or more."""
-        return _share(self.noise, self.squares)
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+        return ratio(self.noise, self.squares)
 
 
 _NUMBERS = (

@@ -247,7 +247,7 @@ class ExponentHistogram:
         low, high = self.overflowed_bounds(format, log2_scale)
         if low != high:
             raise UndecidableCountError(
-                f"between {low} and {high} elements overflow {format.name}: exponent counts cannot tell how many of "
+                f"between {low} and {high} elements overflow {format.name}: exponent counts do not show how many of "
                 f"those in its highest power of two lie beyond {format.overflow_edge:g}; use overflowed_bounds()"
             )
         return low

@@ -89,7 +89,7 @@ class FloatFormat:
     @property
     def min_subnormal(self) -> float:
         """Smallest positive value of the format (2^-24 for FP16; the smallest normal if subnormals are flushed)."""
-        return self.min_normal if self.flushes_subnormals else math.ldexp(1.0, self.min_subnormal_exponent)
+        return math.ldexp(1.0, self.max_exponent + 1 - self.range_powers_of_two)
 
     @property
     def overflow_significand(self) -> float:

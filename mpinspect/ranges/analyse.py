@@ -80,7 +80,7 @@ def analyse(session: Session, format: FormatLike | None = None) -> RangeReport:
 def _judged_kinds(session: Session, advised: Advised) -> Sequence[str]:
     """Return the kinds with a known range. Gradients are left out if they allow no window, as when every step overflowed."""
     knows_gradients = advised.decision is not None or not session.progress.scale_known
-    return KINDS if knows_gradients else [kind for kind in KINDS if kind not in GRADIENT_KINDS]
+    return [kind for kind in KINDS if knows_gradients or kind not in GRADIENT_KINDS]
 
 
 def judged_in(session: Session) -> FloatFormat:

@@ -14,6 +14,7 @@ from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.capture.recording import warn
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.reporting.streams import printable, write
+from mpinspect.reporting.words import filled
 
 if TYPE_CHECKING:
     from mpinspect.ranges.analysis.report import RangeReport
@@ -56,6 +57,7 @@ def print_report(make: Callable[[], RangeReport]) -> None:
     try:
         report = make()
         broke = what_broke(report)
-        write(sys.stderr, f"{printable(first_line(broke))}\n{report}\n" if broke is not None else f"{report}\n")
+        opening = filled("{}\n", broke and printable(first_line(broke)))
+        write(sys.stderr, f"{opening}{report}\n")
     except Exception as error:
         write(sys.stderr, f"mpinspect could not print its report: {error!r}\n")

@@ -31,10 +31,12 @@ from mpinspect.ranges.faults.measure.second_steps import SecondSteps
 from mpinspect.ranges.faults.observers import diagnosing_observers
 from mpinspect.ranges.kinds import DEFAULT_KINDS, KINDS, UPDATE
 from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, check_curves
-from mpinspect.ranges.session import Event, RunInfo, Session, now
+from mpinspect.ranges.session import Event, RunInfo, Session
 from mpinspect.ranges.store.sinks import open_sinks
 from mpinspect.ranges.tracking import Tracking
 from mpinspect.reporting.trackers import Tracker
+from mpinspect.reporting.words import filled
+from mpinspect.runtime.appending import timestamp
 from mpinspect.runtime.device import devices_named
 from mpinspect.runtime.distributed import rank_and_world
 from mpinspect.runtime.finalizing import until_finalized
@@ -50,7 +52,7 @@ NEVER_ATTACHED = (
     "inspector.attach() first"
 )
 
-
+_NEW = "not attached yet"
 #: The default schedule for a model on a device.
 _ON_DEVICES = Schedule(every=10, dense=10)
 
@@ -109,7 +111,7 @@ class Inspector:
             "wandb", "mlflow" or "trackio", to the run that the script has open; or an object with the methods
             ``scalars(step, values)`` and ``artifact(path)``. If it fails, a note is recorded and the training continues.
         recipes: names of recipes of FP8 and FP4 ("mxfp8", "nvfp4"; ``numeric.recipes.RECIPES``). The report then has a table of
-            what each would lose of every Linear layer's products, measured in the first, second, fourth, eighth, ... sampled step
+            the loss by each in every Linear layer's products, measured in the first, second, fourth, eighth, ... sampled step
             (``compare_recipes`` has the details). Such a step takes several times as long, and waits for the GPU.
         curves: number of tensors of each kind that have scalars of their own in the TensorBoard log, those that lose most to
             flushing; None: all. Histograms and session hold every tensor.
@@ -162,19 +164,20 @@ class Inspector:
         kinds = _kinds(capture, parameters)
         self._recipes = _recipes(recipes, kinds)
         info = RunInfo(
-            *(class_of(model).__name__, now(), kinds, self._schedule.every, watch, _versions(), max_overhead),
+            *(class_of(model).__name__, timestamp(), kinds, self._schedule.every, watch, _versions(), max_overhead),
             *(*rank_and_world(), selection.include or (), selection.exclude),
             devices_named(watched.parameter.device for watched in parameters),
         )
         # The ranks of a job sample the same steps.
         self._is_limited = has_limit and info.world_size == 1
-        self._tracking = None if tracker is None else Tracking(tracker, self.bring_tracker_up_to_date)
+        self._tracking: Tracking | None = None
+        if tracker is not None:
+            self._tracking = Tracking(tracker, self.bring_tracker_up_to_date)
         self.log_dir, sinks, troubles = open_sinks(log_dir, info, curves)
         if self._tracking is not None:
             sinks.append(self._tracking.sink)
-        find_run = None if self._tracking is None else self._tracking.find_run
         self._recording = Recording(
-            info, sinks, tell=self._tell, announce=self._announce, before_write=find_run, written=self._written
+            info, sinks, tell=self._tell, announce=self._announce, before_write=self._find_run, written=self._written
         )
         self._recording.watch(model_layers.describe(found, parameters, kinds))
         self._capture = self._new_capture(found, parameters, _optimizers(optimizers), _several(scalers))
@@ -197,14 +200,12 @@ class Inspector:
         Raises:
             RuntimeError: the inspector is attached already or was detached (make a new Inspector for another run).
         """
-        if self._capture.attached or self._recording.progress.ended:
-            state = "attached already" if self._capture.attached else "was detached: its record is closed"
-            raise RuntimeError(f"this inspector {state}; make a new Inspector for another run")
+        if self._state() != _NEW:
+            raise RuntimeError(f"this inspector is {self._state()} already; make a new Inspector for another run")
         self._broken_before = self._capture.broken_weights() or frozenset()
         # Set before attaching, so that detach also cleans up after an attach that fails halfway.
         self._running = True
-        if self._tracking is not None:
-            self._tracking.find_run()
+        self._find_run()
         self._capture.attach()
         if self._second_steps is not None:
             self._second_steps.attach()
@@ -257,13 +258,16 @@ class Inspector:
 
     def __repr__(self) -> str:
         """Return the model's name, the state and the progress in one line; never waits for the GPU."""
-        progress = self._recording.progress
-        state = "attached" if self._capture.attached else "detached" if progress.ended else "not attached yet"
-        where = "" if self.log_dir is None else f", writes to {self.log_dir}"
+        progress, where = self._recording.progress, filled(", writes to {}", self.log_dir)
         counts = f"{progress.steps} steps, {progress.sampled_steps} sampled"
-        return f"<{type(self).__name__} of {self._recording.info.model}: {state}, {counts}{where}>"
+        return f"<{type(self).__name__} of {self._recording.info.model}: {self._state()}, {counts}{where}>"
 
     # -- internal, and for subclasses ----------------------------------------------
+
+    def _state(self) -> str:
+        if self._capture.attached:
+            return "attached"
+        return "detached" if self._recording.progress.ended else _NEW
 
     def broke_off(self, error: BaseException | None) -> None:
         """Record the exception that is about to end the run, unless it is Ctrl-C or an exit with status 0."""
@@ -313,6 +317,10 @@ class Inspector:
         if any(step < 0 for step in steps or ()):
             raise ValueError(f"second={second!r}: steps have numbers from 0 on")
         return SecondSteps(model, steps, self._capture.clock, self._recording)
+
+    def _find_run(self) -> None:
+        if self._tracking is not None:
+            self._tracking.find_run()
 
     def _process_ends(self) -> None:
         self.broke_off(uncaught())
@@ -368,8 +376,9 @@ def _check(model: object, **switches: object) -> None:
 
 
 def _finite_share(max_overhead: float | None) -> float | None:
-    share = math.inf if max_overhead is None else check_max_overhead(max_overhead)
-    return None if math.isinf(share) else share
+    if max_overhead is None or math.isinf(share := check_max_overhead(max_overhead)):
+        return None
+    return share
 
 
 def _scale_by_hand(loss_scale: Any) -> float | Callable[[], Any] | None:
@@ -383,7 +392,7 @@ def _scale_by_hand(loss_scale: Any) -> float | Callable[[], Any] | None:
 
 
 def _kinds(asked: Iterable[str], parameters: Iterable[model_layers.WatchedParameter]) -> tuple[str, ...]:
-    wanted = {asked} if isinstance(asked, str) else set(asked)
+    wanted = set(model_layers.several(asked))
     unknown = sorted(wanted.difference(KINDS))
     if unknown:
         raise ValueError(f"capture names unknown kinds {unknown}; there are {', '.join(KINDS)}")
@@ -393,7 +402,7 @@ def _kinds(asked: Iterable[str], parameters: Iterable[model_layers.WatchedParame
 
 
 def _recipes(given: str | Iterable[str], kinds: Collection[str]) -> tuple[TrainingRecipe, ...]:
-    names = [given] if isinstance(given, str) else list(given)
+    names = model_layers.several(given)
     if names and not kinds:
         raise ValueError("recipes are measured in sampled steps, and capture=() samples none: capture a kind")
     if not all(isinstance(name, str) for name in names):
@@ -441,7 +450,7 @@ def _nearest(pattern: str, layers: list[model_layers.Layer], parameters: list[mo
     names = [layer.path if layer.is_leaf else f"{layer.path}.*" for layer in layers if layer.path]
     names = [name for name in (*names, *(watched.name for watched in parameters)) if name != pattern]
     nearest = difflib.get_close_matches(pattern, names, n=3) or names[:3]
-    return f"; in this model for example {', '.join(map(repr, nearest))}" if nearest else ""
+    return filled("; in this model for example {}", ", ".join(map(repr, nearest)))
 
 
 def _versions() -> dict[str, str]:

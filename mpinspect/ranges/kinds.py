@@ -70,6 +70,7 @@ OUTPUT_KINDS = tuple(kind.name for kind in TABLE if not kind.is_of_parameters)
 DEFAULT_KINDS = tuple(kind.name for kind in TABLE if kind.is_default)
 
 _BY_NAME = {kind.name: kind for kind in TABLE}
+_PHRASES = {kind.name: kind.phrase for kind in TABLE} | {"gradient": "the gradient"}
 
 
 def kind_named(name: str) -> TensorKind:
@@ -79,5 +80,4 @@ def kind_named(name: str) -> TensorKind:
 
 def phrase(name: str, kind: str) -> str:
     """Return words for a tensor, like "the activation gradients of 'decoder'"; ``kind`` may also be a plain "gradient"."""
-    words = _BY_NAME[kind].phrase if kind in _BY_NAME else {"gradient": "the gradient"}.get(kind, kind)
-    return f"{words} {name or '(the model itself)'!r}"
+    return f"{_PHRASES.get(kind, kind)} {name or '(the model itself)'!r}"

@@ -1,4 +1,4 @@
-"""compare_recipes: runs batches, and measures what each recipe of FP8 and FP4 would lose of every layer's products."""
+"""compare_recipes: runs batches, and measures the loss by each FP8 and FP4 recipe in every layer's products."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def compare_recipes(
     batches: Iterable[Any],
     recipes: Iterable[str | TrainingRecipe] = USUAL,
 ) -> RecipeReport:
-    """Run batches forward and backward, and measure what each recipe would lose of every layer's operands.
+    """Run batches forward and backward, and measure the loss by each recipe in every layer's operands.
 
     A layer is a ``torch.nn.Linear``, or another module whose output is the product of its input and its one weight, transposed or
     not, such as ``transformers``' Conv1D. Converters take the former alone: the report names the others.
 
     Every operand (input, weight and the gradient at the output, in the orientation of each product) is quantised as the recipe
     does, in FP32 arithmetic, and compared with itself. So flushed and clipped values are measured, not estimated. The run itself
-    computes as it is: the effect of one layer's loss on the next is not simulated, nor what a recipe does before it quantises
+    computes as it is: the effect of one layer's loss on the next is not simulated, nor are a recipe's steps before it quantises
     (``TrainingRecipe.caveats``). Under autocast the operands have autocast's dtype.
 
     Afterwards, even after an error, the model (parameters, buffers, ``.grad``, requires_grad, train/eval flags) and the random

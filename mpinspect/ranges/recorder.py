@@ -22,8 +22,10 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.kinds import KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, check_curves
-from mpinspect.ranges.session import RunInfo, Session, now
+from mpinspect.ranges.session import RunInfo, Session
 from mpinspect.ranges.store.sinks import open_sinks
+from mpinspect.reporting.words import filled
+from mpinspect.runtime.appending import timestamp
 from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.version import __version__
 
@@ -70,7 +72,7 @@ class Recorder:
         check_curves(curves)
         schedule = every if isinstance(every, Schedule) else Schedule(every)
         each = schedule.every
-        info = RunInfo(str(model), now(), KINDS, each, watch=each == 1, versions=_versions())
+        info = RunInfo(str(model), timestamp(), KINDS, each, watch=each == 1, versions=_versions())
         self.log_dir, sinks, troubles = open_sinks(log_dir, info, curves)
         self._recording = Recording(info, sinks)
         self._capture = ArrayCapture(self._recording, schedule)
@@ -163,7 +165,7 @@ class Recorder:
     def __repr__(self) -> str:
         """Return the recorder's state and progress in one line."""
         progress = self._recording.progress
-        where = "" if self.log_dir is None else f", writes to {self.log_dir}"
+        where = filled(", writes to {}", self.log_dir)
         state = "closed" if progress.ended else "open"
         return f"<Recorder: {state}, {progress.steps} steps, {progress.sampled_steps} sampled{where}>"
 

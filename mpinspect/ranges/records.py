@@ -6,6 +6,7 @@ observer makes a record, and a rule reads the same class. A figure whose value i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
@@ -384,6 +385,11 @@ class WholeLoss(Record, kind="loss"):
     is_known: bool
     is_wide_on_cuda: bool | None = None
 
+    @property
+    def overflowed(self) -> bool:
+        """Whether its value was read and is not finite."""
+        return self.is_known and not math.isfinite(self.value)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenLoss(Record, kind="broken-loss"):
@@ -491,10 +497,15 @@ class BornInfinite(Record, kind="second-born"):
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenAlike(Record, kind="second-broken-alike"):
-    """The first operator with a result that is not finite in the exact computation either: ``elements`` of ``of``."""
+    """The first operator with a result that is not finite in the exact computation either: ``elements`` of ``of``.
+
+    Args:
+        from_finite: whether all of its inputs were finite; False in sessions of earlier versions.
+    """
 
     elements: float
     of: float
+    from_finite: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -534,7 +545,7 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenBuffer(Record, kind="second-buffer"):
-    """A buffer of the model that additions in place leave as it is. Its name is the last of ``names``.
+    """A sum kept from step to step that additions in place leave unchanged. A buffer's name is the last of ``names``.
 
     Args:
         unchanged: the share of elements, of those to which something other than 0 was added, that did not change, 0..1.
@@ -543,6 +554,22 @@ class FrozenBuffer(Record, kind="second-buffer"):
 
     unchanged: float
     times: float = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingSum(Record, kind="second-growing"):
+    """A sum kept from step to step that rounds its terms, and stops if it grows on. A buffer's name is the last of ``names``.
+
+    Args:
+        total, term: the magnitudes of the sum and of the term that is added to it.
+        unit: the distance of neighbouring numbers at the sum.
+        stops_at: the magnitude from which on such a term changes nothing.
+    """
+
+    total: float
+    term: float
+    unit: float
+    stops_at: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
 
     The findings name operators with their module and line of code: an infinity or NaN that the exact computation does not have,
     one that it has as well (then no precision helps), a sum that loses terms, an addition that changes nothing, and a result that
-    is mostly the rounding error of its inputs. ``docs/sentences.md`` lists what they say.
+    is mostly the rounding error of its inputs. ``docs/sentences.md`` lists their sentences.
 
     Afterwards, even after an error, the model (parameters, buffers, ``.grad``, requires_grad, train/eval flags) and the random
     generators of torch, Python and NumPy are restored. Nothing is trained. Compiled modules run eagerly.
@@ -31,14 +31,14 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
         model: any module, in the mode (train or eval) to be judged.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, computed as in training, with its autocast. A loss that a loop
             scales is scaled here, too.
-        batch: what ``loss_fn`` takes.
+        batch: the argument of ``loss_fn``.
 
     Returns:
         The findings, the gravest first; none if every operator's exact result is the run's but for rounding, or if nothing is in
         FP16 or BF16.
 
-    Takes some ten times as long as the step, and memory for FP32 copies of its 16-bit tensors, 2 GiB of them at most; after 20 s
-    the rest is left out. Synchronises the device.
+    Takes three to four times as long as the step on a CPU, and memory for FP32 copies of its 16-bit tensors, 2 GiB of them at
+    most; after 20 s the rest is left out. Synchronises the device.
 
     Raises:
         TypeError: model is not a Module, loss_fn is not callable, or the loss is not a tensor.
@@ -67,5 +67,5 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
         state.restore()
         random.restore()
     session = Session(RunInfo(type(model).__name__, watch=False), measurements=measurements)
-    ids = {"positions-collapse", *(fault.id for fault in FAULTS)}
+    ids = {"positions-collapse", "router-ties", *(fault.id for fault in FAULTS)}
     return tuple(finding for finding in analyse(session).findings if finding.id in ids)

@@ -6,7 +6,6 @@ torch. Counts are of *unscaled* values (divided by the loss scale of their backw
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.exponents import ExponentHistogram, merge
+from mpinspect.numeric.exponents import ExponentHistogram, merge, ratio
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.numeric.recipes import Products
 from mpinspect.ranges.kinds import KINDS
@@ -132,7 +131,7 @@ class LostUpdates:
     @property
     def fraction(self) -> float:
         """Share of the non-zero updates that are lost, 0..1."""
-        return self.lost / self.nonzero if self.nonzero else 0.0
+        return ratio(self.lost, self.nonzero)
 
 
 #: The zero of the addition of LostUpdates.
@@ -214,6 +213,10 @@ class Window:
         return replace(self, tensors=self.columns().only(wanted))
 
 
+#: Gradients that overflow at this loss scale overflow at any: even sums over millions of losses need none so low.
+LOWEST_USEFUL_SCALE = 2.0**-8
+
+
 @dataclass(frozen=True)
 class Event:
     """The first tensor of a step, in execution order, that turned infinite or NaN.
@@ -274,6 +277,14 @@ class Event:
         if self.skipped and self.dropped:
             return DROPPED
         return {None: UNKNOWN, False: TAKEN, True: SKIPPED}[self.skipped]
+
+    @property
+    def broken_phase(self) -> str:
+        """The phase that was not finite at any loss scale: "forward", "backward", or "" if the loss scale may be the cause."""
+        if self.forward_finite is False:
+            return "forward"
+        may_be_scale = self.loss_scale is None or self.loss_scale > LOWEST_USEFUL_SCALE
+        return "" if may_be_scale or self.phase != "backward" or self.aside else "backward"
 
     @property
     def place(self) -> str:
@@ -450,7 +461,7 @@ class Precision:
             values that could not be read. Empty if no graph was read.
         layers: the layers with matrix products and how each product is quantised; empty if they were not recorded.
         asked: the traces of a conversion by torchao (CONVERTER_CALLED, CONFIGURED) in a run that converted no layer.
-        operands: what the recipes asked for would lose, by operand.
+        operands: the losses by the recipes asked for, by operand.
     """
 
     weights: Mapping[str, Count] = field(default_factory=lambda: MappingProxyType({}))
@@ -532,6 +543,11 @@ class Progress:
     eager_steps: Count | None = None
     #: No two runs take the same time, so that it does not count in comparisons.
     elapsed_s: Seconds = field(default=0.0, compare=False)
+
+    @property
+    def so_far(self) -> str:
+        """Words after a figure of a run that has not ended; else ""."""
+        return "" if self.ended else " so far"
 
     def scale_at(self, step: int) -> float | None:
         """Return the loss scale recorded for a step; None if it is unknown or not yet recorded."""
@@ -693,11 +709,6 @@ class Session:
         from mpinspect.ranges.store import save_session
 
         return save_session(self, path)
-
-
-def now() -> str:
-    """Return the current time as stored in ``RunInfo.started``: UTC, ISO 8601, to the second."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:

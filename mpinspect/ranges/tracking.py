@@ -90,22 +90,25 @@ class Tracking:
                 f"tracker={tracker!r}: give its name ('wandb', 'mlflow', 'trackio') or an object with the methods "
                 "scalars(step, values) and artifact(path)"
             )
-        self._tracker = ActiveRun(tracker, before_end) if isinstance(tracker, str) else tracker
+        #: The run that the script has open, if the tracker was specified by name.
+        self._run: ActiveRun | None = None
+        if isinstance(tracker, str):
+            tracker = self._run = ActiveRun(tracker, before_end)
+        self._tracker = tracker
         self.sink = TrackerSink(self._tracker)
 
     def find_run(self) -> None:
         """Find the run that the calling thread would log to, if the tracker was specified by name; never raises."""
-        find_run: Callable[[], None] | None = getattr(self._tracker, "find_run", None)
-        if find_run is not None:
-            find_run()
+        if self._run is not None:
+            self._run.find_run()
 
     def hand_over(self, report: Callable[[], RangeReport]) -> Iterator[str]:
         """Send the report's page to the tracker; yield sentences on failures instead of raising."""
-        run = self._tracker if isinstance(self._tracker, ActiveRun) else None
-        if run is not None and run.missing:
-            yield run.missing
-        if run is not None and not run.is_open:
-            return
+        if self._run is not None:
+            if self._run.missing:
+                yield self._run.missing
+            if not self._run.is_open:
+                return
         try:
             with tempfile.TemporaryDirectory(prefix="mpinspect-") as folder:
                 self._tracker.artifact(report().save(Path(folder) / PAGE))
@@ -114,5 +117,5 @@ class Tracking:
 
     def leave(self) -> None:
         """Cancel the handing over, even if the tracker's run ends later."""
-        if isinstance(self._tracker, ActiveRun):
-            self._tracker.leave()
+        if self._run is not None:
+            self._run.leave()

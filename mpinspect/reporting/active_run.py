@@ -95,7 +95,7 @@ class ActiveRun:
                 self._tracker.artifact(path)
 
     def leave(self) -> None:
-        """Call ``before_end`` no more: only rows that wait for the end of a run will be logged."""
+        """Stop calling ``before_end``. Only rows that wait for the end of a run are logged after this."""
         self._before_end = lambda: None
 
     def end(self) -> None:
@@ -111,9 +111,9 @@ class ActiveRun:
     def name_in_run(self, part: RunPart, name: str) -> str:
         """Return the name that a value of a part has in the open run."""
         self.join(part)
-        if not self._parts:
-            return name
-        return name if part is self._parts[0] else name.replace(f"{GROUP}/", f"{GROUP}/{part.name}/", 1)
+        if self._parts and part is not self._parts[0]:
+            name = name.replace(f"{GROUP}/", f"{GROUP}/{part.name}/", 1)
+        return name
 
     def _bind(self, run: Any) -> None:
         if self._tracker is not None:

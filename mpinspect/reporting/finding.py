@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
-from mpinspect.reporting.words import number_of
+from mpinspect.reporting.words import filled, number_of
 from mpinspect.runtime.decoding import OneOf
 
 #: Text of several lines, such as code: escaping preserves its line ends.
@@ -15,6 +15,13 @@ Lines: TypeAlias = str
 
 #: Severities, mildest first. "info" is no alarm: a healthy network gets only "info".
 SEVERITIES = ("info", "warning", "error")
+
+
+def warning_if(is_grave: object) -> str:
+    """Return the severity "warning" if the condition holds, else "info"."""
+    return "warning" if is_grave else "info"
+
+
 #: How certain a finding's cause is.
 MEASURED, INFERRED = "measured", "inferred"
 
@@ -45,9 +52,14 @@ class Finding:
     certainty: str = MEASURED
     step: int | None = None
 
+    @property
+    def is_alarm(self) -> bool:
+        """Whether the finding asks for a change: it is graver than "info"."""
+        return self.severity != SEVERITIES[0]
+
     def __str__(self) -> str:
         """Return the finding in one line."""
-        return f"{self.severity}  {self.id}  {self.message}{f'  fix: {self.fix}' if self.fix else ''}"
+        return f"{self.severity}  {self.id}  {self.message}{filled('  fix: {}', self.fix)}"
 
 
 def inferred(finding: Finding) -> str:

@@ -37,11 +37,6 @@ _S = TypeVar("_S", bound=Sentences)
 Said: TypeAlias = Sentences | Iterable[Sentences | None] | None
 
 
-def by_number(number: float, one: _S, several: _S) -> _S:
-    """Return the sentence on one thing if there is just one, else the sentence on several."""
-    return one if number == 1 else several
-
-
 _WORDS: dict[str, Callable[[Any], str]] = {
     "percent": percent,
     "scale": with_power,

@@ -38,7 +38,8 @@ def _marked(body: str, terms: list[Term]) -> Iterator[str]:
                 else:
                     inside.append(name[1])
         elif not inside and waiting:
-            word = re.compile(rf"\b({'|'.join(map(re.escape, waiting))})\b", re.IGNORECASE)
+            # Ids of findings are hyphenated.
+            word = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, waiting))})(?![\w-])", re.IGNORECASE)
             part = word.sub(lambda match: _explained(match[1], waiting.pop(match[1].lower(), None)), part)
         yield part
 

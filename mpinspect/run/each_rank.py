@@ -14,7 +14,7 @@ from mpinspect.ranges.session import RankRecord
 from mpinspect.ranges.store import FILE_NAME, read_session
 from mpinspect.run.report import ModelPart, RankPart
 
-#: Most ranks on a page: each has a map of its own. Ranks that differ come before others.
+#: Most ranks on a page: each has a map of its own. Ranks that differ are first.
 MOST_SHOWN = 8
 
 
@@ -39,7 +39,7 @@ def with_each_rank(
             if time.monotonic() > enough:
                 return tuple(found)
             name = f"{part.name}, rank {rank}" if len(parts) > 1 else f"rank {rank}"
-            # The rank may be replacing its files, and its map is worth no report.
+            # The rank may be replacing its files; its map is then left out without a note.
             with suppress(Exception):
                 session = read_session(whole / f"rank{rank}" / part.name / FILE_NAME)
                 found.append(RankPart(name, analyse(session, format), differs.get(rank, "")))
@@ -47,7 +47,7 @@ def with_each_rank(
 
 
 def _differing(records: Sequence[RankRecord]) -> Iterator[tuple[RankRecord, str]]:
-    """Yield the ranks whose figures are not those of most ranks, with the names of these figures."""
+    """Yield the ranks whose figures differ from most ranks', with the names of these figures."""
     figures = [
         {
             "events": record.events,

@@ -18,8 +18,9 @@ from mpinspect.run.directory import others_of, process_name, shown
 from mpinspect.run.joining import join, with_others, with_ranks
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import STOPPED, Outcome, RecordedModel, Recordings, Seen, outcome_of
-from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, SIGTERM, now, write_record
+from mpinspect.run.record import FILE_NAME, PAGE, REPORTS, SIGTERM, write_record
 from mpinspect.run.sigterm import Sigterm, leave_trace_of_sigterm
+from mpinspect.runtime.appending import timestamp
 from mpinspect.runtime.briefly import brief
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class Ending:
 
     @property
     def _page(self) -> Path:
-        """The page of the whole job if this process reports for all ranks, else that of this process."""
+        """The page of the whole job if this process reports for all ranks, else the page of this process."""
         return (self._whole if self.speaks else self.directory) / PAGE
 
     @property
@@ -326,7 +327,7 @@ class Ending:
 
     def _write_last_record(self, **more: Any) -> None:
         ended = {
-            "ended": now(),
+            "ended": timestamp(),
             "outcome": self.outcome.words,
             "status": self.outcome.status,
             "by_error": self.outcome.by_error,

@@ -129,7 +129,7 @@ class ModelsOfRanks:
             if rank not in self._present:
                 absent[rank] = self._why_absent(rank, without_folder)
                 ranks.setdefault(absent[rank], []).append(rank)
-        left = "left nothing that can be added"
+        left = "left no record that can be added"
         self.notes[:0] = [f"{ranks_named(of)} of {self._world:,} {left}: {why}" for why, of in ranks.items()]
         unfinished = {rank: why for rank, why in self._present.items() if why}
         for name, found in self._models.items():
@@ -147,7 +147,7 @@ class ModelsOfRanks:
         return without_folder
 
     def _why_no_folder(self) -> str:
-        """Return why ranks may have no folder here."""
+        """Return a sentence on why some ranks may have no folder here."""
         known = {each.host: each.ranks_here for name, each in self._records.items() if _RANK.fullmatch(name)}
         if not known or not all(known.values()):
             return "no folder here"

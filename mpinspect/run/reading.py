@@ -45,7 +45,7 @@ def read_run(
         path: the directory.
         format: the number format to judge the models against; None: the format that each uses.
         each_rank: whether to report each rank's models separately.
-        for_page: whether to read single ranks too, which a page shows beside their sum.
+        for_page: whether to read single ranks too, which a page shows in addition to their sum.
 
     Raises:
         SessionError: nothing in the directory is readable, or it contains several runs.

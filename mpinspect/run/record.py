@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import platform
@@ -12,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar
 
 from mpinspect.run.options import MOST_RANKS, LaunchOptions, Rank
-from mpinspect.runtime.appending import replace_whole, write_all
+from mpinspect.runtime.appending import replace_whole, timestamp, write_all
 from mpinspect.runtime.decoding import Between, DecodingError, json_of, typed
 from mpinspect.runtime.version import __version__
 
@@ -51,7 +50,7 @@ def first_record(options: LaunchOptions, rank: Rank) -> dict[str, Any]:
         "lint": options.lint,
         "gpu": options.gpu,
         "working_directory": _working_directory(),
-        "started": now(),
+        "started": timestamp(),
         "ended": None,
         "outcome": "running",
         "status": None,
@@ -108,11 +107,6 @@ def job_of(directory: Path) -> str | None:
         job = load_record(directory).get("job")
         return job if isinstance(job, str) else None
     return None
-
-
-def now() -> str:
-    """Return the current time in UTC, as ISO 8601 with seconds."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _bytes(record: dict[str, Any]) -> bytes:

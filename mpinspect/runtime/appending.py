@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import itertools
 import os
@@ -73,6 +74,11 @@ class AppendedFile:
             self.file.truncate(self.size)
             self.file.seek(self.size)
             self._torn = False
+
+
+def timestamp() -> str:
+    """Return the current time as files store it: UTC, ISO 8601, to the second."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def write_all(file: FileIO, data: bytes) -> None:

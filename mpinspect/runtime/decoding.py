@@ -293,8 +293,7 @@ def _bounded(read: _Reader, bounds: list[Between | OneOf]) -> _Reader:
 
 def _optional(read: _Reader) -> _Reader:
     def read_optional(values: list[Any]) -> list[Any]:
-        found = iter(read([value for value in values if value is not None]))
-        return [None if value is None else next(found) for value in values]
+        return _apart(read, values, None, None)
 
     return read_optional
 
@@ -373,10 +372,14 @@ def _transposed(rows: list[list[Any]], width: int) -> Iterable[Iterable[Any]]:
 
 def _present(read: _Reader, values: list[Any], default: Any) -> list[Any]:
     """Return a column with each missing field replaced by its default."""
-    missing = [value is _MISSING for value in values]
-    if not any(missing):
+    if not any(value is _MISSING for value in values):
         return read(values)
     if default is _MISSING:
         raise DecodingError("is missing")
-    found = iter(read([value for value in values if value is not _MISSING]))
-    return [default if gone else next(found) for gone in missing]
+    return _apart(read, values, _MISSING, default)
+
+
+def _apart(read: _Reader, values: list[Any], mark: object, default: Any) -> list[Any]:
+    """Return a column that is read without the values that are ``mark``, which become the default."""
+    found = iter(read([value for value in values if value is not mark]))
+    return [default if value is mark else next(found) for value in values]

@@ -200,8 +200,8 @@ def sharded_sum_in(module: torch.nn.Module) -> torch.dtype | None:
     FSDP2's policy has no public accessor. From torch 2.15 on each parameter has a policy; without a ``reduce_dtype`` its
     gradients are summed in its ``grad_dtype``. Before, the default was the dtype of the computation.
     """
-    get_state = getattr(module, "_get_fsdp_state", None)
-    group = getattr(get_state(), "_fsdp_param_group", None) if callable(get_state) else None
+    get_state: Any = getattr(module, "_get_fsdp_state", bool)
+    group = getattr(get_state(), "_fsdp_param_group", None)
     policy = getattr(group, "mp_policy", None)
     own = next(module.parameters(), None)
     found: torch.dtype | None

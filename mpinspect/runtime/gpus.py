@@ -335,7 +335,7 @@ def of_device(name: str, major: int | None, minor: int | None = None, vendor: st
     if major < 7 or _TURING_WITHOUT.search(words):
         return Gpu(name, has_tensor_cores=False)
     architecture = architecture_of(major, minor)
-    return Gpu(name, architecture, has_tensor_cores=True if architecture else None)
+    return Gpu(name, architecture, has_tensor_cores=bool(architecture) or None)
 
 
 def architecture_of(major: int, minor: int | None = None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpinspect.reporting.words import number_or_power
+from mpinspect.reporting.words import filled, number_or_power
 from mpinspect.runtime.distributed import world_size
 from mpinspect.runtime.emulation import half_arithmetic
 from mpinspect.runtime.user_line import warn_user
@@ -267,12 +267,12 @@ class MixedPrecision:
     @property
     def skipped_steps(self) -> int:
         """The number of skipped steps. Waits for the GPU only with fused optimizers."""
-        return self.scaler.skipped_steps if self.scaler.is_enabled() else 0
+        return self.scaler.skipped_steps
 
     @property
     def skips(self) -> list[SkippedStep]:
         """The most recent skipped steps, each with its cause."""
-        return list(self.scaler.skips) if self.scaler.is_enabled() else []
+        return list(self.scaler.skips)
 
     def master_parameters(self) -> list[torch.Tensor]:
         """Return the parameters that the optimizers update: FP32 masters where they exist, otherwise the model's own."""
@@ -290,8 +290,7 @@ class MixedPrecision:
         lines = [f"{self.precision}: {self._steps} steps, {self.skipped_steps} skipped"]
         if self.scaler.is_enabled():
             kind = "static" if self.scaler.is_static else "dynamic"
-            auto = f"; {self._auto}" if self._auto is not None else ""
-            lines.append(f"loss scale {number_or_power(self.loss_scale)}, {kind}{auto}")
+            lines.append(f"loss scale {number_or_power(self.loss_scale)}, {kind}{filled('; {}', self._auto)}")
         if self._emulates_half:
             lines.append("16-bit arithmetic is emulated on this CPU: Tensor Cores' numbers, not their speed")
         elif self._emulates_narrow:
@@ -500,10 +499,12 @@ class MixedPrecision:
 
     def _load_scale(self, saved: dict[str, Any]) -> str:
         """Load the scaler's state if both sides use a scale, and return a clause on the loss scale."""
+        if not saved and not self.scaler.is_enabled():
+            return "no loss scale is used"
         if not self.scaler.is_enabled():
-            return "no loss scale is used" if not saved else "the loss scale was left out: this precision uses none"
+            return "the loss scale was left out: this precision uses none"
         if not saved:
-            return f"the loss scale starts anew, at {number_or_power(self.loss_scale)}: the checkpoint holds none"
+            return f"the loss scale starts again at {number_or_power(self.loss_scale)}: the checkpoint holds none"
         try:
             self.scaler.load_state_dict(saved)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:

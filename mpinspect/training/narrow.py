@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mpinspect.numeric.recipes import RECIPES
-from mpinspect.reporting.words import some
+from mpinspect.reporting.words import and_more, some
 from mpinspect.runtime.user_line import warn_user
 from mpinspect.training.precision import Precision
 
@@ -199,7 +199,7 @@ def _import_torchao(precision: Precision) -> None:
             for module in _MODULES[precision.recipe]:
                 importlib.import_module(module)
         except Exception as error:
-            raise ImportError(f"torchao {found} can't be imported beside torch {torch.__version__}: {error}") from error
+            raise ImportError(f"torchao {found} can't be imported with torch {torch.__version__}: {error}") from error
     if caught:
-        more = f" (and {len(caught) - 1} more)" if len(caught) > 1 else ""
+        more = and_more(len(caught) - 1, " (and {} more)")
         warn_user(f"torchao {found} warned when it was imported{more}: {caught[0].message}", UserWarning)

@@ -61,7 +61,7 @@ def _check_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: 
     if {id(parameter) for parameter in held}.isdisjoint(id(parameter) for parameter in model.parameters()):
         raise ValueError(
             f"the {kind} holds none of the model's parameters: it was made for another model, or "
-            "before the model was copied or loaded anew. Make it from model.parameters()"
+            "before the model was copied or loaded again. Make it from model.parameters()"
         )
 
 

@@ -73,7 +73,7 @@ def test_an_unchanged_report_is_not_shown_again_and_ctrl_c_ends_it(looks, tmp_pa
 
 
 @pytest.mark.parametrize("end", ["its record", "its process", "no data"])
-def test_a_run_directory_ends_with_its_record_or_its_process(end, looks, tmp_path, capsys, monkeypatch):
+def test_watching_a_run_directory_ends_with_its_record_or_its_process(end, looks, tmp_path, capsys, monkeypatch):
     begun(tmp_path, process=os.getpid(), host=platform.node())
     if end != "no data":
         writes(tmp_path / "Net", ended=True)

@@ -192,7 +192,7 @@ def test_dlpack() -> None:
     assert (host.values.tolist(), host.dtype, host.shape) == ([1.0, -0.5], "float32", (2,))
 
 
-def test_dlpack_of_a_dtype_that_numpy_lacks_goes_through_torch() -> None:
+def test_dlpack_of_a_dtype_that_numpy_lacks_is_converted_by_torch() -> None:
     host = on_host(OnlyDLPack(torch.tensor([1.0, -0.5], dtype=torch.bfloat16)))
     assert (host.values.tolist(), host.encoding) == ([1.0, -0.5], "")
 

@@ -443,7 +443,7 @@ def test_a_backward_on_another_stream_is_counted() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_captured_as_a_graph_is_left_alone() -> None:
+def test_a_step_captured_as_a_graph_is_not_touched() -> None:
     model, batch = _model(), torch.randn(32, 64, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -465,7 +465,7 @@ def test_a_step_captured_as_a_graph_is_left_alone() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_of_a_whole_step_is_that_without_an_inspector() -> None:
+def test_a_graph_of_a_whole_step_equals_the_graph_without_an_inspector() -> None:
     """The graph also captures the optimizer's step, and must not contain mpinspect's operations."""
 
     def run(is_inspected: bool) -> tuple[list[torch.Tensor], tuple[str, ...]]:

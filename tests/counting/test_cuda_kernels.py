@@ -112,7 +112,7 @@ def test_every_code(gpu: HostGpu, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["finite", "subnormal", "up to infinity", "no infinity but NaN"])
 def test_every_kind_of_half(gpu: HostGpu, kind: str) -> None:
-    """Each subset of the codes has another extreme value."""
+    """Each kind of codes has another largest magnitude."""
     for dtype, infinity, normal in ((torch.bfloat16, 0x7F80, 0x80), (torch.float16, 0x7C00, 0x400)):
         codes = {
             "finite": range(infinity),

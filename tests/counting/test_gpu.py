@@ -93,7 +93,7 @@ def test_counts_equal_those_of_the_cpu() -> None:
         assert totals[TensorKey(name, "weight_gradient")].histogram == count_exponents(parameter.grad.cpu())
 
 
-def test_the_culprit_is_told_a_step_later() -> None:
+def test_the_culprit_is_reported_a_step_later() -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     batch = torch.randn(32, 64, device="cuda")
@@ -201,7 +201,7 @@ def test_a_loss_scaler_with_a_fused_optimizer_never_waits() -> None:
     assert scaler.get_scale() == 2.0**9
 
 
-def test_a_loss_scaler_waits_no_oftener_than_grad_scaler() -> None:
+def test_a_loss_scaler_waits_no_more_often_than_grad_scaler() -> None:
     def waits(scaler: torch.amp.GradScaler) -> int:
         model = _model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -90,7 +90,7 @@ def test_training_takes_the_batches_asked_for():
     assert [loss.item() for loss in losses] == expected
 
 
-def test_the_model_is_the_seeds_and_leaves_the_random_state_alone():
+def test_the_seed_decides_the_model_and_the_random_state_is_not_changed():
     before = torch.get_rng_state()
     first, second, other = demo.word_model(1), demo.word_model(1), demo.word_model(2)
     assert torch.equal(torch.get_rng_state(), before)
@@ -155,7 +155,7 @@ def test_the_run_leaves_pictures_a_log_and_a_session(short_run):
     assert Session.load(directory).totals() == report.session.totals()
 
 
-def test_a_second_run_takes_the_next_name_and_quiet_is_quiet(short_run, capsys):
+def test_a_second_run_gets_the_next_name_and_quiet_prints_nothing(short_run, capsys):
     _, _, directory = short_run
     demo.run(log_dir=directory, steps=1, quiet=True)
     assert capsys.readouterr() == ("", "")
@@ -223,7 +223,7 @@ def test_the_demo_runs_where_the_c_library_has_no_such_setting(libc, monkeypatch
     assert asked == [None]
 
 
-def test_freed_memory_is_kept(monkeypatch):
+def test_malloc_does_not_return_freed_memory(monkeypatch):
     settings = {}
     libc = types.SimpleNamespace(mallopt=settings.__setitem__)
     monkeypatch.setattr(command.ctypes, "CDLL", lambda name: libc)

@@ -149,7 +149,7 @@ def test_after_an_exception_the_next_training_starts_a_new_record(capsys):
     assert callback.session().progress == train_by_hand()[0].progress
 
 
-def test_detach_ends_it(capsys):
+def test_detach_ends_the_callbacks_inspection(capsys):
     callback, broken = InspectorCallback(log_dir=None), Model(break_at=5)
     with pytest.raises(RuntimeError, match="the data ran out"):
         make_trainer(broken, callback).train()

@@ -180,7 +180,7 @@ def test_a_product_is_derived_from_its_operator():
         TraceOp("aten::relu", ((2, 3),), ((3, 1),), ("float",)),
     ],
 )
-def test_an_odd_operator_costs_its_flops_and_not_the_report(op):
+def test_an_odd_operator_loses_its_flops_but_not_the_report(op):
     report = analyse_kernels([trace(kernel(made.NATIVE, 10, op))])
     assert report.kernels[0].flops is None
     assert report.kernels[0].verdict == "native"
@@ -194,7 +194,7 @@ def test_flops_go_to_the_product_of_a_call_and_not_to_its_helpers():
     assert rows[0].tflops == pytest.approx(LARGE_FLOPS / 200e-6 / 1e12)
 
 
-def test_two_equal_calls_have_their_flops_each():
+def test_each_of_two_equal_calls_has_its_own_flops():
     rows = analyse_kernels([trace(kernel(made.NATIVE, 200, LARGE), kernel(made.NATIVE, 200, LARGE))]).kernels
     assert [row.flops for row in rows] == [LARGE_FLOPS, LARGE_FLOPS]
 
@@ -509,7 +509,7 @@ def test_phrase(names, device, phrase):
 # -- ranks ----------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_stand_apart_and_together():
+def test_ranks_are_shown_separately_and_together():
     first = trace(kernel(made.NATIVE, 30), rank=0, world_size=2)
     second = trace(kernel(made.NATIVE, 10), kernel(made.TRITON, 30), rank=1, world_size=2)
     report = analyse_kernels([first, second])
@@ -526,7 +526,7 @@ def test_labels_where_ranks_are_not_unique():
     assert [rank.label for rank in report.ranks] == ["a/x.json", "b/x.json", "this profile"]
 
 
-def test_a_kernels_row_knows_its_trace():
+def test_a_kernels_row_names_its_trace():
     report = analyse_kernels([trace(kernel(made.NATIVE)), trace(kernel(made.SGEMM))])
     assert [(row.trace, row.name) for row in report.kernels] == [(0, made.NATIVE), (1, made.SGEMM)]
 

@@ -247,7 +247,7 @@ def test_communication():
     ("name", "compressed"),
     [(made.NCCL, False), (made.NCCL.replace("bf16", "f16"), False), (made.NCCL.replace("bf16", "f32"), True)],
 )
-def test_gradients_sent_in_16_bits_are_not_to_be_compressed(name, compressed):
+def test_compression_is_not_suggested_for_gradients_sent_in_16_bits(name, compressed):
     found = findings(trace(kernel(name, 20), kernel(made.NATIVE, 80, mm(64, 64, 64))))["communication"]
     assert ("bf16_compress_hook" in found.fix) == compressed
 
@@ -317,7 +317,7 @@ def test_idle():
         ("no op", "Code outside operators launched these kernels"),
     ],
 )
-def test_low_attribution(reason, fix):
+def test_few_attributed_kernels_are_reported(reason, fix):
     found = findings(trace(kernel(made.NATIVE, 60, unattributed=reason), kernel(made.NATIVE, 40, mm(64, 64, 64))))
     assert set(found) == {"low-attribution"}
     assert f"60% {reason}" in found["low-attribution"].message

@@ -541,7 +541,7 @@ def test_innermost_is_the_last_started_enclosing_span(spans, points):
         assert position == (max(around)[2] if around else -1)
 
 
-def test_numbering_counts_on():
+def test_values_are_numbered_in_the_order_of_first_use():
     numbers = Numbering()
     assert [numbers[value] for value in ("a", "b", "a", ("c", 1))] == [0, 1, 0, 2]
     assert list(numbers) == ["a", "b", ("c", 1)]

@@ -427,7 +427,7 @@ def test_any_json_in_any_pieces_is_read_as_by_json(tmp_path, events, layout, chu
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=EVENTS, layout=LAYOUTS, chunk_bytes=st.integers(1, 40), data=st.data())
-def test_any_cut_gives_the_events_before_it(tmp_path, events, layout, chunk_bytes, data):
+def test_any_cut_yields_the_events_before_it(tmp_path, events, layout, chunk_bytes, data):
     text = json.dumps({"traceEvents": events}, **layout).encode()
     start = text.index(b"[") + 1
     cut = data.draw(st.integers(start, text.rindex(b"]")))

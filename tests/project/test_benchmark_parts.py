@@ -165,7 +165,7 @@ def test_a_missing_entrance_is_named(monkeypatch, gone):
         pass
 
 
-def test_the_entrances_are_put_back():
+def test_the_entrances_are_restored():
     before = [entrances._found(path) for path in entrances.ENTRANCES]
     with entrances.Stopwatch().around_entrances():
         assert [entrances._found(path) for path in entrances.ENTRANCES] != before
@@ -234,7 +234,7 @@ def test_the_overhead_is_measured_against_bare_steps():
     assert rows[1].callbacks_fraction > 0
 
 
-def test_only_the_promised_model_answers_promises():
+def test_only_the_promised_model_is_compared_with_promises():
     name = next(onlooker.name for onlooker in onlookers.ONLOOKERS if onlooker.target == "overhead.watch")
     rows = [overhead.Row(overhead.PROMISED, name, 1.0, 1.0, 0.02), overhead.Row("another", name, 1.0, 1.0, 0.5)]
     assert [(row["key"], row["value"]) for row in overhead.promises(rows, 0.9)] == [
@@ -291,7 +291,7 @@ def test_time_outside_of_the_package_is_charged_to_the_calling_function():
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_worst_row_answers_for_synchronisations():
+def test_the_worst_row_is_compared_with_the_promise_on_synchronisations():
     rows = [
         gpu_overhead.Row(subject, name, 1.0, 1.01, 1.1, 0.0, 0.0, 0.0, 0.0, synchronisations)
         for subject in gpu_overhead.PROMISED.values()

@@ -167,7 +167,7 @@ def test_every_python_block_is_found(page):
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=identity)
-def test_links_within_the_repository_lead_somewhere(page):
+def test_links_within_the_repository_have_targets(page):
     for found in LINK.finditer(page.read_text(encoding="utf-8")):
         assert (page.parent / found["target"]).exists(), f"{identity(page)} links to {found['target']}"
 

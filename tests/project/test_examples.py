@@ -76,7 +76,7 @@ def test_transformers_gpt2_trains_and_is_probed(monkeypatch, capsys):
 # -- training in mixed precision ------------------------------------------------------------------------------------------
 
 
-def test_talk_stages_cure_one_thing_each(monkeypatch, capsys):
+def test_each_stage_of_the_talk_fixes_one_fault(monkeypatch, capsys):
     printed = run_example("talk_stages.py", monkeypatch, capsys, "--steps=8")
     assert ("emulated" in printed) == (not torch.cuda.is_available())
     first, second = printed.split("last loss in training")

@@ -1,4 +1,4 @@
-"""The gallery of faults: its scripts, its table and its generated page agree."""
+"""The gallery of faults: its scripts, the findings that they state, and its generated page agree."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_a_script_has_a_docstring_and_a_source(script):
     assert "mpinspect" not in text
 
 
-def test_every_script_has_its_row_and_every_row_its_script():
+def test_every_script_states_its_finding_or_is_healthy():
     names = {path.relative_to(gallery.HERE).as_posix() for path in SCRIPTS}
     assert names == {fault.script for fault in gallery.FAULTS} | set(gallery.HEALTHY)
     assert len({fault.script for fault in gallery.FAULTS}) == len(gallery.FAULTS) >= 30
     assert len(gallery.HEALTHY) >= 15
 
 
-def test_the_rows_expect_findings_that_exist():
+def test_the_scripts_state_findings_that_exist():
     assert {fault.id for fault in gallery.FAULTS} <= set(FINDING_IDS)
 
 

@@ -155,7 +155,7 @@ def test_bounds(key, value, met):
         (0.0, "", "0"),
     ],
 )
-def test_figures_as_people_read_them(value, unit, text):
+def test_figures_are_rounded_for_readers(value, unit, text):
     assert shown(value, unit) == text
 
 
@@ -234,7 +234,7 @@ def test_a_full_run_stores_its_results_and_writes_the_page(monkeypatch):
     assert runs.pages == 1
 
 
-def test_one_that_fails_does_not_stop_the_rest(monkeypatch, capsys, tmp_path):
+def test_a_failing_benchmark_does_not_stop_the_others(monkeypatch, capsys, tmp_path):
     runs = Runs(monkeypatch, returncode=1)
     assert run(monkeypatch, "counting", "traces", "--results", str(tmp_path)) == 1
     assert len(runs.commands) == 2

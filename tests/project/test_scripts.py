@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from node_places import NODE_PLACES
 
 import mpinspect
 from mpinspect.reporting.scripts import bundled
@@ -16,12 +16,7 @@ from mpinspect.reporting.scripts import bundled
 PACKAGE = Path(mpinspect.__file__).parent
 MODULES = [*(PACKAGE / "ranges" / "report" / "explorer_js").glob("*.js"), PACKAGE / "integrations" / "tensorboard.js"]
 NODE = shutil.which("node")
-#: Where the Makefile installs TypeScript.
-PLACES = [
-    Path(__file__).parents[2] / ".venv" / "js" / "node_modules",
-    *map(Path, os.environ.get("NODE_PATH", "").split(":")),
-]
-TYPESCRIPT = next((place / "typescript" for place in PLACES if (place / "typescript").is_dir()), None)
+TYPESCRIPT = next((place / "typescript" for place in NODE_PLACES if (place / "typescript").is_dir()), None)
 
 needs_typescript = pytest.mark.skipif(
     NODE is None or TYPESCRIPT is None, reason="needs Node.js and TypeScript: make .venv/.js"

@@ -69,7 +69,7 @@ def test_every_tensor_core_case_runs_without_rates_on_a_cpu(monkeypatch, capsys,
     assert "nothing to compare" in capsys.readouterr().out
 
 
-def test_the_inspector_rides_along_at_toy_sizes(monkeypatch, capsys, tmp_path):
+def test_the_inspector_runs_at_toy_sizes(monkeypatch, capsys, tmp_path):
     run(monkeypatch, "gpu_overhead.py", "--tiny", "--json", str(tmp_path / "results.json"))
     results = json.loads((tmp_path / "results.json").read_text("utf-8"))["results"]
     assert [row["subject"] for row in results["rows"]] == ["ResNet"] * 6 + ["GPT-2"] * 6

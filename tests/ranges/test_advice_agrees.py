@@ -388,7 +388,7 @@ def test_an_unknown_scale_is_too_high_if_gradients_overflow_after_a_finite_forwa
     assert contradictions(report) == []
     assert report.session.progress.weights_moved is False
     broke = finding(report, "non-finite-event")
-    assert "The forward was finite, so whatever the loss is multiplied by is too high" in broke.message
+    assert "The forward was finite, so the factor that multiplies the loss is too high" in broke.message
     assert "None of 12 backwards led to an update." in broke.message
     assert "As the gradients arrive, they overflow FP16" in report.loss_scale.reason
     assert report.loss_scale.recommended is None

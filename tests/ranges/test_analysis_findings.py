@@ -156,7 +156,7 @@ def test_the_window_mentions_gradients_that_never_arrived():
     seen, unseen = activation("head"), activation("body")
     infos = [TensorInfo(key.name, key.kind, key.name, "Linear") for key in (seen, unseen)]
     said = str(analyse(session_of({seen: spread({-40: 1000})}, infos=infos)))
-    assert "Of 1 gradient nothing was seen (Coverage): of these the window says nothing." in " ".join(said.split())
+    assert "Never seen (Coverage): 1 gradient. The window does not cover them." in " ".join(said.split())
 
 
 def test_a_tensor_without_a_finite_value_is_named_next_to_the_fitting_formats():

@@ -309,7 +309,7 @@ def test_the_headline_begins_with_a_harmful_event_of_a_single_run():
     assert "They part at step 9: " in headline(both)
     assert headline(compared(second, late)).startswith("Both are in trouble. A: step 4, ")
     assert "non-finite-event" in {finding.id for finding in back.gone}
-    # Events of both runs are no difference.
+    # Events that both runs have are not differences.
     assert not compared(second, second).findings
 
 

@@ -168,7 +168,7 @@ def test_a_backward_that_is_kept_wide_and_an_engine_that_is_off_are_seen():
     assert off.products == Products()
 
 
-def test_layers_that_are_alike_share_a_record():
+def test_similar_layers_share_a_record():
     model = to_float8(Model(tied=True), names=IN_BLOCKS)
     found = records(model)
     assert [(len(record.modules), record.is_head) for record in found] == [(12, False), (1, True)]
@@ -254,7 +254,7 @@ def test_classes_that_torchao_does_not_convert_are_named():
     assert "2 layers of the class Conv1D can't be converted" in ids(found)["nothing-converted"].message
 
 
-def test_nothing_is_said_where_nothing_was_asked():
+def test_without_a_conversion_no_finding_is_about_it():
     assert not {"nothing-converted", "narrow-head"} & set(ids(of(LayersRecord(("a",), "Linear", (32, 32)))))
 
 
@@ -280,7 +280,7 @@ def test_routers_are_named_and_gated_mlps_are_not():
     assert "'h.{0,1}.moe.gate'" in router.message
 
 
-def test_values_left_out_beside_queries_and_keys_are_named():
+def test_values_left_out_next_to_queries_and_keys_are_named():
     names = {name for name in IN_BLOCKS if "v_proj" not in name}
     found = ids(report(to_float8(Model(), names=names)))["converted-in-part"]
     assert found.severity == "warning"

@@ -416,8 +416,8 @@ def test_a_non_finite_gradient_of_the_loss_is_placed_after_the_last_module() -> 
     assert first_line(event) == "step 4, backward, after '2', first NaN, scale 1, outputs finite"
     finding = next(each for each in _unexplained(inspector) if "backward" in each.message)
     assert "the gradient that arrived at the output of '2' held a NaN already" in finding.message
-    assert "what comes after '2', the loss first of all" in finding.fix
-    assert "GradScaler would skip such steps, and mend nothing" in finding.fix
+    assert "the code after '2', first at the loss" in finding.fix
+    assert "GradScaler would skip such steps, but not remove their cause" in finding.fix
 
 
 def test_a_non_finite_gradient_inside_a_module_is_not_placed_after_it() -> None:

@@ -448,4 +448,4 @@ def test_an_unparsable_baseline_is_refused_with_a_fix(
     assert main(["lint", "torch.nn:ReLU", "--input", "4,4", "--baseline", str(tmp_path / "b.json")]) == 2
     error = capsys.readouterr().err
     assert "b.json can't be read: it" in error
-    assert "Write it anew with --write-baseline" in error
+    assert "Rewrite it with --write-baseline" in error

@@ -134,7 +134,7 @@ def test_no_result_is_reused_for_a_new_tensor_at_the_same_address(last: LastValu
     assert last.found_in(second) is None
 
 
-def test_the_remembered_tensor_is_not_kept_alive(last: LastValues[str]) -> None:
+def test_the_remembered_tensor_can_be_freed(last: LastValues[str]) -> None:
     tensor = torch.randn(_LENGTH)
     last.keep(tensor, "found")
     owner = weakref.ref(tensor)

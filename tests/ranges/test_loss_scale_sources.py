@@ -89,7 +89,7 @@ def test_gradients_of_a_fused_optimizer_are_counted_unscaled() -> None:
     assert inspector.session().progress.steps == 1
 
 
-def test_scaled_and_unscaled_backwards_of_one_loss_are_counted_alike() -> None:
+def test_scaled_and_unscaled_backwards_of_one_loss_have_equal_counts() -> None:
     model = _model()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     with Inspector(model) as inspector:
@@ -151,7 +151,7 @@ def test_the_generators_overflow_in_the_critic_does_not_count_for_the_critic(fre
     assert not any(event.aside for event in generator.events)
     report = analyse(critic)
     found = next(finding for finding in report.findings if finding.id == "initial-scale-too-high")
-    assert "the first of 20 steps was skipped until the scaler had come down to 16384 (2^14)" in found.message
+    assert "the first of 20 steps was skipped until the scaler had lowered the scale to 16384 (2^14)" in found.message
     assert "2 of" not in str(report.verdict)
 
 

@@ -77,26 +77,60 @@ def test_a_culprit_of_a_kind_that_was_not_counted_shows_the_nearest_kind_and_say
 
 
 @pytest.mark.parametrize(
-    ("fields", "marked", "words"),
+    ("fields", "near", "row", "words"),
     [
-        ({"module": "blocks.1", "tensor": "blocks.1"}, ["blocks.1.fc1", "blocks.1.fc2"], "Marked: 'blocks.1',"),
+        (
+            {"module": "blocks.1", "tensor": "blocks.1"},
+            ["blocks.1.fc1", "blocks.1.fc2"],
+            ("blocks.1", False),
+            "Marked: 'blocks.1',",
+        ),
         (
             {"module": "", "what": "loss", "tensor": ""},
             ["head"],
-            "The loss has no row of its own; the nearest is 'head'.",
+            ("the loss", True),
+            "Marked: the loss, the first NaN of the run (step 5, forward). The nearest row is 'head'.",
         ),
-        ({"module": "", "tensor": "", "given": True}, ["embed"], "The input has no row of its own"),
+        (
+            {"module": "", "tensor": "", "given": True},
+            ["embed"],
+            ("the model's input", False),
+            "The nearest row is 'embed'",
+        ),
+        ({"module": "", "tensor": ""}, [], ("the model itself", False), "Marked: the model itself"),
         (
             {"module": "dropout", "tensor": "dropout"},
             ["head"],
-            "'dropout' has no row of its own; the nearest is 'head'.",
+            ("dropout", False),
+            "The nearest row is 'head'.",
+        ),
+        (
+            {"module": "blocks.1.fc2", "tensor": "blocks.1.fc2", "after": True},
+            ["blocks.1.fc2"],
+            ("after 'blocks.1.fc2'", True),
+            "Marked: after 'blocks.1.fc2',",
         ),
     ],
 )
-def test_the_rows_of_a_culprit(fields: dict[str, Any], marked: list[str], words: str):
+def test_a_culprit_without_a_tensor_of_its_own_has_a_row_and_marks_no_other(
+    fields: dict[str, Any], near: list[str], row: tuple[str, bool], words: str
+):
     shown = opened(broken(**fields))
-    assert shown["marked"] == marked
+    assert shown["marked"] == []
+    assert shown["near"] == near
+    assert shown["row"] == [row[0], "the first NaN of the run: step 5, forward"]
+    assert shown["after"] is row[1]
     assert words in shown["words"]
+    assert shown["block"] == 4
+
+
+def test_the_curve_is_shown_where_another_loss_scale_would_matter():
+    healthy = replace(broken(nan_from=99), events=())
+    assert opened(healthy)["curve"]
+    # No scale changes a forward.
+    assert not opened(broken())["curve"]
+    assert opened(broken(phase="backward", value="inf", what=GRADIENT))["curve"]
+    assert not opened(broken(phase="backward", value="nan", what=GRADIENT))["curve"]
 
 
 def test_a_module_that_was_never_counted_shows_its_neighbour_in_the_models_order():
@@ -105,7 +139,7 @@ def test_a_module_that_was_never_counted_shows_its_neighbour_in_the_models_order
         replace(window, tensors={key: each for key, each in window.tensors.items() if key.name != "blocks.0.fc2"})
         for window in made.windows
     )
-    assert opened(replace(made, windows=windows))["marked"][0] in ("blocks.0.fc1", "blocks.1.fc1")
+    assert opened(replace(made, windows=windows))["near"][0] in ("blocks.0.fc1", "blocks.1.fc1")
 
 
 def test_a_finding_without_an_event_marks_its_layer_over_the_whole_run():
@@ -119,9 +153,21 @@ def test_a_finding_without_an_event_marks_its_layer_over_the_whole_run():
     assert given["words"] == "Marked: 'blocks.0.fc2' (scale-too-low, from step 0 on)."
 
 
-def test_a_healthy_run_opens_as_it_is_and_an_fp32_run_at_fp16_without_a_scale():
+def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():
     healthy = replace(broken(nan_from=99), events=())
-    assert opened(healthy) == {"format": "float16", "scale": 11, "kind": "", "block": -1, "marked": [], "words": ""}
+    assert opened(healthy) == {
+        "format": "float16",
+        "scale": 11,
+        "kind": "",
+        "block": -1,
+        "marked": [],
+        "near": [],
+        "row": None,
+        "after": False,
+        "curve": True,
+        "grave": False,
+        "words": "",
+    }
     shown = opened(replace(healthy, precision=Precision({"float32": 100}, autocast=("",))))
     assert (shown["format"], shown["scale"], shown["marked"]) == ("float16", 0, [])
     assert shown["words"].startswith("The run computes in FP32.")

@@ -156,7 +156,7 @@ def test_values_flushed_upstream_are_measured_and_a_scale_prevents_them():
     assert report.loss_scale.needed
     assert report.second_scale == report.loss_scale.recommended > 1
     text = " ".join(str(report).split())
-    assert "More came out zero" in text
+    assert "More elements became zero" in text
     assert "weight, bias" in text
 
 

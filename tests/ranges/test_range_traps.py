@@ -36,6 +36,16 @@ def test_overflowing_batch_norm_statistics_are_reported() -> None:
     assert norm.running_var.isinf().all()
     assert (norm.eval()(batch.half()) == 0).all()
 
+    # The first forward broke the variance before it was read.
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(8):
+            model(batch.half()).mean().backward()
+            optimizer.step()
+    broken = {finding.id: finding for finding in inspector.report().findings}["statistics-broken"]
+    assert broken.message.startswith("running_var of '0' (FP16) has not been finite since step 0")
+
     model = nn.Sequential(nn.Identity(), nn.BatchNorm1d(4))
     with Inspector(model, capture=("activation",)) as inspector:
         model(batch).sum().backward()

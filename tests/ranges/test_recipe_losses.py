@@ -102,7 +102,7 @@ def test_training_is_the_same_to_the_bit():
     assert all(torch.equal(a, b) for a, b in zip(bare.parameters(), inspected.parameters(), strict=True))
 
 
-def test_a_session_file_keeps_the_sums_and_ranks_are_added(tmp_path):
+def test_a_session_file_holds_the_sums_and_ranks_are_added(tmp_path):
     session = train(net(), 2, log_dir=tmp_path / "log").session()
     loaded = Session.load(tmp_path / "log")
     assert loaded.precision.operands == session.precision.operands

@@ -12,7 +12,8 @@ import pytest
 import sessions
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "report-schema.md"
 

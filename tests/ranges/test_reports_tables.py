@@ -39,7 +39,7 @@ def test_names_are_escaped_in_markdown():
 
 
 def test_a_dataframes_columns_have_the_same_types_whatever_is_known():
-    """A column whose every figure is unknown has the type of its figures, too."""
+    """A column without a known figure has the dtype of its figures, too."""
     known = dataframe.render(sessions.report_by_hand(sessions.everything())).dtypes
     names = ["name", "kind", "module", "module_type"]
     empty = dataframe.render(analyse(Session(watched=sessions.word_model().watched))).dtypes

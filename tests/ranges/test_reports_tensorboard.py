@@ -208,7 +208,7 @@ def test_counts_of_a_batch_of_windows_end_with_each_window(tmp_path):
         assert [event.value for event in events][:3] == values
 
 
-def test_the_text_page_tells_the_first_harmful_event_once(tmp_path):
+def test_the_text_page_has_the_first_harmful_event_once(tmp_path):
     sink = TensorBoardSink(tmp_path)
     # A scaler that overflows and skips the step with a finite forward finds its scale.
     harmless = dataclasses.replace(sessions.culprit(), step=40)

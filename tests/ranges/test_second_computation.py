@@ -18,6 +18,7 @@ from mpinspect.ranges.records import (
     ChangedIntegers,
     FrozenBuffer,
     LostSum,
+    Ties,
 )
 from mpinspect.shapes.record.live import LiveMatmuls
 
@@ -165,6 +166,52 @@ def test_writes_and_views_have_the_twins_of_their_storage():
     assert torch.equal(second.twin(z), exact.view(4, 16)[1:].T)
 
 
+def test_a_cast_has_the_values_that_its_source_had():
+    """It shares the memory of its source's FP32 values until either is written."""
+    x = values(8, 8)
+    before = x.clone()
+    with Twice() as second:
+        y = x.bfloat16()
+        z = y.float()
+        x.add_(1)
+        assert torch.equal(second.twin(y), before)
+        y.mul_(1.01)
+        assert torch.equal(second.twin(z), before)
+        assert torch.equal(second.twin(y), before * 1.01)
+        z[1:].mul_(3)
+    assert torch.equal(second.twin(z)[0], before[0])
+    assert torch.equal(second.twin(z)[1:], 3 * before[1:])
+    assert torch.equal(x, before + 1)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_large_products_and_their_gradients_are_computed_in_float32(is_transposed):
+    x, weight = values(512, 256), values(256, 256, seed=1) / 16
+    bias = values(256, seed=2)
+
+    def products(x, weight, bias):
+        weight = weight.T if is_transposed else weight
+        y = F.linear(x, weight, bias) @ weight
+        return y, *torch.autograd.grad(y.square().mean(), (x, bias))
+
+    with Twice() as second:
+        results = products(x.bfloat16().requires_grad_(), weight.bfloat16(), bias.bfloat16().requires_grad_())
+    assert second.skipped == {}
+    wanted = products(x.double().requires_grad_(), weight.double(), bias.double().requires_grad_())
+    for result, exact in zip(results, wanted, strict=True):
+        error = (second.twin(result).double() - exact).norm() / exact.norm()
+        assert error < 1e-6 < (result.double() - exact).norm() / exact.norm()
+
+
+def test_a_twin_has_the_memory_of_the_result_alone():
+    with Twice() as second:
+        kept = values(64, 64).bfloat16() * 1.01
+        wide = torch.ones(64, 64).bfloat16().expand(3, 64, 64) * 1.01
+        (wide * 1.01).sum()
+    assert second.twin(kept) is not None
+    assert second._twins.bytes == 4 * sum(each.numel() for each in (kept, wide))
+
+
 def test_the_exact_computation_follows_its_own_decisions():
     """A ratio near one that rounding moves beyond a bound is clamped, and has no gradient; the exact ratio has one."""
 
@@ -300,7 +347,7 @@ MODELS = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", MODELS)
-def test_the_runs_own_bits_stay(name):
+def test_the_runs_own_bits_do_not_change(name):
     model, loss_of = MODELS[name]
     try:
         plain, _ = trained(model, False, loss_of)
@@ -321,7 +368,7 @@ def test_a_float32_step_is_not_computed_twice():
     assert second.records() == []
 
 
-def test_an_infinity_of_the_precision_is_told_from_one_of_the_data():
+def test_an_infinity_of_the_precision_is_distinguished_from_one_of_the_data():
     class Model(nn.Module):
         def forward(self, x):
             return x.half().exp()
@@ -426,6 +473,23 @@ def test_whole_numbers_that_a_cast_changes():
     assert records(second, ChangedIntegers) == []
 
 
+def test_a_top_k_whose_scores_rounding_made_equal():
+    scores = 3 + 0.01 * torch.linspace(-1, 1, 64).expand(32, 64)
+    with Twice() as second:
+        (scores.bfloat16() * 1.5).topk(4)
+    (ties,) = records(second, Ties)
+    assert (ties.fraction, ties.k, ties.scores, ties.text) == (1.0, 4, 64, "bfloat16")
+    with Twice() as second:
+        # Chosen along the other dimension, the lowest, all of them, of scores that are exact, and equal exactly.
+        made = scores.bfloat16() * 1.5
+        made.topk(4, 0)
+        made.topk(4, largest=False)
+        made.topk(64)
+        scores.round().bfloat16().topk(4)
+        (made * 0 + 1.01).topk(4)
+    assert records(second, Ties) == []
+
+
 def test_a_difference_that_leaves_rounding_error():
     x = 40 + values(64, 64)
     with Twice() as second:
@@ -451,7 +515,7 @@ def test_the_error_of_the_gradients_is_that_of_float32():
         assert not torch.equal(parameter.grad, wanted.grad)
 
 
-def test_what_takes_too_long_is_left_out(monkeypatch):
+def test_operators_beyond_the_time_limit_are_not_computed_twice(monkeypatch):
     monkeypatch.setattr("mpinspect.ranges.faults.measure.second._MOST_SECONDS", -1.0)
     with Twice() as second:
         y = values(4).bfloat16() * 1.01
@@ -459,7 +523,7 @@ def test_what_takes_too_long_is_left_out(monkeypatch):
     assert second.left_out() == "Left out of the second computation of a step: all of it after -1 s"
 
 
-def test_twins_go_with_their_storages(monkeypatch):
+def test_twins_are_freed_with_their_storages(monkeypatch):
     # Each of the results takes 4 KiB in FP32; the limit is that of four.
     monkeypatch.setattr("mpinspect.ranges.faults.measure.second._MOST_BYTES", 16 << 10)
     x = values(1024).bfloat16()

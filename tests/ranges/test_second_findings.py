@@ -94,11 +94,11 @@ def test_a_cause_in_the_data_comes_before_the_operator_that_it_breaks():
     assert "breaks-in-fp32-too" not in findings(alike(), examined, precision=FP16, events=(broken(4),))
 
 
-def test_without_a_broken_forward_it_is_not_told():
+def test_without_a_broken_forward_it_is_not_reported():
     assert "breaks-in-fp32-too" not in findings(alike(), precision=FP16)
 
 
-def test_a_difference_from_which_a_nan_follows_explains_the_argument_that_it_spoiled():
+def test_a_difference_that_leads_to_a_nan_explains_the_argument_out_of_range():
     names = ("sub", "train.py:6", "forward", "")
     difference = AmplifiedError(name="head", step=5, names=names, text="float16", before=0.001, after=2.5)
     born = BornInfinite(
@@ -112,6 +112,55 @@ def test_a_difference_from_which_a_nan_follows_explains_the_argument_that_it_spo
     assert "From there rsqrt in 'head' (train.py:7) becomes infinite or NaN in 3 elements" in cause.message
     assert found["argument-out-of-range"].severity == "info"
     assert findings(difference)["result-is-rounding-error"].severity == "info"
+
+
+def of_backward(step, loss_scale):
+    fields = {"loss_scale": loss_scale, "skipped": True, "forward_finite": True, "gradients_finite": False}
+    return Event(step, 0, "backward", "head", "activation_gradient", "head", "nan", **fields)
+
+
+def test_a_backward_that_overflows_at_any_loss_scale_is_named_by_its_operator():
+    born = BornInfinite(
+        name="head", step=7, names=("mul", "train.py:7", "backward"), text="float16", elements=2, of=4, largest=1e5
+    )
+    high, low = of_backward(3, 512.0), of_backward(7, 2.0**-9)
+    cause = findings(born, precision=FP16, events=(high, low))["overflow-in-operator"]
+    assert (cause.severity, cause.step, cause.layer) == ("error", 3, "head")
+    assert "first not finite in step 3, in 'head', and again at far lower loss scales" in cause.message
+    assert "mul in the backward of 'head'" in cause.message
+    # At this step's scale the overflow may be the scale's.
+    assert "overflow-in-operator" not in findings(born, precision=FP16, events=(replace(high, step=7),))
+
+
+def test_a_backward_that_breaks_at_every_loss_scale_asks_for_no_other_scale():
+    events = tuple(of_backward(step, 512.0 / 2**step) for step in range(20))
+    finding = findings(precision=FP16, events=events)["non-finite-event"]
+    assert "at a loss scale of 0.000977 either: the loss scale is not the cause" in finding.message
+    assert "Look at the backward of 'head'" in finding.fix
+
+
+def test_a_zero_that_16_bits_made_explains_the_division_by_it():
+    born = BornInfinite(
+        name="head", step=5, names=("div", "train.py:7", "forward"), text="float16", elements=3, of=4, largest=0
+    )
+    examined = ExaminedArgument(name="head", step=4, text="a division by zero", elements=3)
+    found = findings(born, examined, precision=FP16, events=(broken(4), broken(5)))
+    assert (found["overflow-in-operator"].severity, found["overflow-in-operator"].step) == ("error", 4)
+    assert "an earlier operator had rounded away the value" in found["overflow-in-operator"].message
+    assert "epsilon" in found["overflow-in-operator"].fix
+    assert found["argument-out-of-range"].severity == "info"
+
+
+def test_an_argument_out_of_range_has_the_line_of_the_second_computation():
+    born = BornInfinite(step=5, names=("exp", "train.py:7", "forward"), text="float16", elements=3, of=4, largest=1e5)
+    examined = ExaminedArgument(step=4, text="exp of a number too large for its result", elements=3)
+    found = findings(born, examined, precision=FP16, events=(broken(4), broken(5)))
+    assert (
+        "exp of a number too large for its result in train.py:7 (3 elements)" in found["argument-out-of-range"].message
+    )
+    assert "overflow-in-operator" not in found
+    other = ExaminedArgument(step=4, text="a logarithm of zero", elements=3)
+    assert "train.py:7" not in findings(born, other, events=(broken(4),))["argument-out-of-range"].message
 
 
 def test_an_overflow_counts_its_elements():
@@ -170,7 +219,7 @@ def test_a_mixture_and_an_overflowed_norm_explain_the_skipped_steps_that_they_ma
     assert all(found[id].severity == "info" for id in ("initial-scale-too-high", "scale-too-high") if id in found)
 
 
-def test_a_mixture_of_gradients_is_not_told_beside_a_measurement_of_all_of_them():
+def test_a_mixture_of_gradients_is_not_reported_in_addition_to_a_measurement_of_all_of_them():
     measured = ChangedBeforeStep(
         step=1, factor=0.5, is_uniform=True, zeroed=0, sum_of_squares=1, not_finite=0, nans=0, masters=False
     )
@@ -178,7 +227,7 @@ def test_a_mixture_of_gradients_is_not_told_beside_a_measurement_of_all_of_them(
 
 
 @pytest.mark.parametrize(("weights", "fix"), [("float32", "in FP32 already"), ("bfloat16", "Keep the weights")])
-def test_moments_in_16_bits_beside_fp32_weights_are_the_optimizers_own(weights, fix):
+def test_moments_in_16_bits_of_fp32_weights_are_the_optimizers_choice(weights, fix):
     optimizer = OptimizerRecord("Adam16", {"beta2": 0.999}, {weights: 10}, {"exp_avg_sq": "bfloat16"})
     finding = findings(precision=Precision({weights: 10}, optimizers=(optimizer,)))["moments-cannot-decay"]
     assert fix in finding.fix
@@ -201,3 +250,22 @@ def test_overflows_of_gradients_that_grow_are_no_outliers(largest, is_told):
         for step, scale in ((5, 64.0), (8, 32.0), (10, 16.0), (15, 8.0))
     )
     assert ("overflow-recurs" in findings(precision=FP16, events=events)) is is_told
+
+
+def test_gradients_divided_after_each_backward_are_named_beside_the_measured_factor():
+    divided = MixedPowers(
+        name="head",
+        step=1,
+        names=("add", "train.py:9", "head"),
+        text="divided",
+        loss_scale=2048.0,
+        first=0.0,
+        second=1.0,
+    )
+    measured = ChangedBeforeStep(name="head", step=0, factor=7e-5, is_uniform=True, of=10.0, zeroed=0.0)
+    finding = findings(divided, measured, precision=FP16)["scaled-plus-unscaled"]
+    assert finding.severity == "error"
+    assert "2^11 times too small" in finding.message
+    assert finding.fix == "Divide the gradients once, after the last backward of the step."
+    added = replace(divided, text="accumulated")
+    assert "scaled-plus-unscaled" not in findings(added, measured, precision=FP16)

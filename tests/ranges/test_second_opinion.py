@@ -36,7 +36,7 @@ def test_an_infinity_of_the_precision_has_its_operator_and_line():
     assert found.evidence["largest"] > 65504
 
 
-def test_an_infinity_of_the_data_is_said_to_need_no_bits():
+def test_more_bits_are_not_suggested_for_an_infinity_of_the_data():
     def loss(model, x):
         return mean_square(model, x / 0)
 
@@ -112,7 +112,7 @@ def test_a_padded_batch_whose_layers_take_nested_tensors():
     assert mpinspect.second_opinion(head, loss, torch.randn(2, 6, 16)) == ()
 
 
-def test_a_result_that_says_it_is_larger_than_its_storage():
+def test_a_result_whose_sizes_exceed_its_storage():
     def loss(model, x):
         total = torch.zeros(1, dtype=torch.bfloat16).expand(1 << 33)
         return mean_square(model, x + torch.empty_strided((8,), (0,)).zero_().bfloat16() + total[:8])
@@ -120,7 +120,7 @@ def test_a_result_that_says_it_is_larger_than_its_storage():
     assert mpinspect.second_opinion(nn.Linear(8, 8), loss, torch.ones(4, 8)) == ()
 
 
-def test_an_error_of_the_users_comes_through_and_leaves_nothing():
+def test_an_error_of_the_user_propagates_and_leaves_no_trace():
     def loss(model, x):
         model(x)
         raise RuntimeError("mine")

@@ -204,11 +204,12 @@ def chosen(choice, broke_from, found_in=()):
     """Return which of 20 steps are chosen, if forwards are known to break from a step on, and are seen to in others."""
     steps = []
     for step in range(20):
-        if choice.is_due(step, lambda step=step: step >= broke_from):
+        if choice.is_due(step, lambda step=step: "forward" if step >= broke_from else ""):
             choice.begins(step)
             steps.append(step)
             choice.ends(
-                [BornInfinite(names=("exp", "", "forward"), elements=1, of=1, largest=1e5)] if step in found_in else []
+                [BornInfinite(names=("exp", "", "forward"), elements=1, of=1, largest=1e5)] if step in found_in else [],
+                "forward",
             )
     return steps
 

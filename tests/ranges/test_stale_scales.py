@@ -71,7 +71,7 @@ def test_every_step_sampled_is_exact_and_the_share_lies_within_its_bounds(histor
 
 @pytest.mark.parametrize("history", [1, 3, 16, 1024])
 @pytest.mark.parametrize("limit", [7, 20])
-def test_merged_windows_bound_what_every_step_tells(history, limit):
+def test_merged_windows_bound_the_figures_of_every_step(history, limit):
     values = gradients()
     whole = session_of(values)
     merged = replace(whole, windows=coarsen(whole.windows, limit))
@@ -106,7 +106,7 @@ def test_an_empty_history_loses_small_gradients_and_clips_large_ones():
         assert bool(unserved_at_scale_one(session_of([np.full(8, value, np.float32)]))) is is_lost
 
 
-def test_nothing_counted_is_nothing_judged():
+def test_sessions_without_counts_are_not_judged():
     assert stale_scales(Session(), 16) == ()
     assert unserved_at_scale_one(Session()) == ()
     (found,) = stale_scales(session_of(gradients(1)), 16)

@@ -87,7 +87,7 @@ def test_the_number_of_further_steps_follows_the_first_step():
     clipped[0] = Measurement("changed-while-scaled", "w", 2, {**figures, "factor": 0.0012}, ("w",))
     assert found("unscale-missing", *clipped, progress=progress).message == (
         "In step 2, and in 2 more of the few steps that are checked for this, the gradients were clipped while they were still "
-        "multiplied by the loss scale of 1024 (2^10): what was left was 0.0012 times as large. The limit was meant for the true "
+        "multiplied by the loss scale of 1024 (2^10): the result was 0.0012 times as large. The limit was meant for the true "
         "gradients, 1024 times smaller."
     )
 
@@ -115,7 +115,7 @@ def test_all_tensors_with_the_largest_share_of_lost_updates_are_named():
     keys = [TensorKey(name, "update") for name in ("a", "b", "c", "d")]
     layers = {weight("w"): FINE} | dict(zip(keys, map(updates, (100, 100, 50, 100)), strict=True))
     message = found("updates-lost", layers=layers).message
-    assert message.endswith("; 100% of those of 'a', 'b', 'd'.")
+    assert message.endswith("; 100% in 'a', 'b', 'd'.")
 
 
 def test_all_buffers_of_the_first_broken_module_are_named():
@@ -186,7 +186,7 @@ def test_torchs_default_initial_scale_is_suggested_if_none_is_needed():
         ({"module": "", "of_input": True}, "the model's own code computes a division by zero"),
         (
             {"module": "score"},
-            "the code in or before 'score', or beside it on the same input, computes a division by zero",
+            "the code in or before 'score', or next to it on the same input, computes a division by zero",
         ),
     ],
 )
@@ -282,6 +282,32 @@ def test_the_bits_of_a_singular_operation_are_recorded():
         assert singular(made.grad_fn).bits == torch.finfo(dtype).bits
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_negative_difference_of_rounded_terms_is_told_from_other_negative_numbers(dtype):
+    a = torch.randn(4, 3, requires_grad=True)
+    products = (a.to(dtype) @ a.to(dtype).T).float()
+    squares = a.square().sum(-1)
+    root = (squares[:, None] + squares[None] - 2 * products - 1).sqrt()
+    other = (-a.to(dtype).square().float()).sqrt()
+    found = singular(root.grad_fn)
+    assert found.what == "of a negative number" + ", a difference of terms rounded to 16 bits" * (
+        dtype == torch.bfloat16
+    )
+    assert singular(other.grad_fn).what == "of a negative number"
+    measured = Measurement("examined-argument", "", 8, {"elements": 1.0}, (), f"{found.operator} {found.what}")
+    fix = globals()["found"]("argument-out-of-range", measured, events=(event(8),)).fix
+    assert fix.startswith("Compute the terms of this difference in FP32") is (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_constant_factor_that_is_not_finite_is_seen_on_either_side(is_first):
+    constant, variable = torch.tensor([1.0, torch.inf]), torch.ones(2, requires_grad=True)
+    product = constant * variable if is_first else variable * constant
+    found = singular(product.grad_fn)
+    assert (found.what, found.elements) == ("with a constant that is infinite or NaN", 1)
+    assert singular((torch.ones(2) * variable).grad_fn) is None
+
+
 @pytest.mark.parametrize(("ratio", "is_explosion"), [(19.0, False), (2.0**18, True)])
 def test_slow_weight_growth_before_an_argument_out_of_range_is_no_explosion(ratio, is_explosion):
     grown = Measurement("weight-growth", "w", 16, {"ratio": ratio, "began": 1.0, "lr": 0.05})
@@ -316,7 +342,7 @@ def test_skipping_steps_is_not_suggested_if_half_of_them_break(broken, has_code)
     replaced = Measurement("replaced-before-step", "w", 0, {"of": 1.0}, ("w",))
     finding = found("gradients-replaced", replaced, events=tuple(map(event, range(broken))))
     assert bool(finding.code) is has_code
-    assert (f"they come in {broken} of 20 steps" in finding.fix) is not has_code
+    assert (f"they occur in {broken} of 20 steps" in finding.fix) is not has_code
 
 
 @pytest.mark.parametrize(("dtypes", "is_spared"), [(("float32",), True), (("float16",), False)])

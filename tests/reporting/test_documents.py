@@ -61,7 +61,7 @@ def test_pages_have_every_column():
         assert all(heading in page for heading in FIGURES)
 
 
-def test_a_name_that_finds_no_room_stands_above_its_figures():
+def test_a_name_without_room_is_above_its_figures():
     rows = text.render(wide("a.long.name.of.a.layer.somewhere"), 90).splitlines()
     assert rows[3] == "a.long.name.of.a.layer.somewhere"
     assert rows[4].split() == [str(number) * 5 for number in range(9)]
@@ -146,8 +146,8 @@ def test_a_strip_is_drawn_as_finely_as_there_is_room_for():
 
 
 def test_the_verdict_is_first_and_the_summary_ends_a_terminals_report():
-    brief, seen = Section("In brief", lines(["brief words"])), Section("Seen", lines(["seen words"]))
-    said = Document("t", (Line("middle words"),), "alarm words", lines(["verdict words"]), (brief, seen))
+    brief, seen = Section("In brief", lines("brief words")), Section("Seen", lines("seen words"))
+    said = Document("t", (Line("middle words"),), "alarm words", lines("verdict words"), (brief, seen))
     terminal, pages = text.render(said, 80), [markdown.render(said), html.render(said)]
     order = ("alarm words", "verdict words", "middle words", "seen words", "brief words")
     assert sorted(order, key=terminal.index) == list(order)
@@ -159,7 +159,7 @@ def test_the_verdict_is_first_and_the_summary_ends_a_terminals_report():
 def test_a_page_explains_a_term_where_it_first_occurs():
     terms = (Term("window", r"\bwindow", "what fits"), Term("flushed", r"\bflush", "to zero"))
     inner = Document("", section("Deep", Line("It is flushed in this window.")), terms=terms)
-    said = Document("t", (Parts((Part("p", inner),)),), verdict=lines(["The windows move."]), terms=terms)
+    said = Document("t", (Parts((Part("p", inner),)),), verdict=lines("The windows move."), terms=terms)
     page = markdown.render(said)
     assert page.count("window: what fits.") == page.count("flushed: to zero.") == 1
     order = ("The windows move.", "window: what fits.", "It is flushed in this window.", "flushed: to zero.")

@@ -232,7 +232,7 @@ def test_a_damaged_rank_is_not_reported_as_killed_or_as_a_pipeline_stage(made_ra
     assert "Rank 1 left a session file that is damaged or cut off." in text
     file.write_bytes(b"")
     text = " ".join(str(read_run(tmp_path)).split())
-    assert "rank 1 of 2 left nothing that can be added: its files can't be read" in text
+    assert "rank 1 of 2 left no record that can be added: its files can't be read" in text
 
 
 @pytest.mark.parametrize("world", [-3, 0, 1 << 30, "two", 1.5])

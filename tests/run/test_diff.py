@@ -158,7 +158,7 @@ def test_runs_in_two_formats_are_judged_in_the_narrower_one(pair):
 # -- run directories ----------------------------------------------------------------------------------------------------
 
 
-def test_models_are_matched_by_name_and_the_worst_comes_first(tmp_path, capsys):
+def test_models_are_matched_by_name_and_the_worst_is_first(tmp_path, capsys):
     first = run_of(tmp_path / "a", Net=sessions.word_model(), Critic=sessions.word_model(), Old=sessions.word_model())
     second = run_of(tmp_path / "b", Net=sessions.word_model(), Critic=flushed())
     report = diff(first, second)

@@ -62,7 +62,7 @@ def test_ranks_add_up_or_are_parts_in_their_order(tmp_path):
     assert {key: 3 * window.histogram.total for key, window in alone.items()} == {
         key: window.histogram.total for key, window in merged.items()
     }
-    absent = "ranks 1 and 3-9 of 11 left nothing that can be added: no folder here"
+    absent = "ranks 1 and 3-9 of 11 left no record that can be added: no folder here"
     assert read_run(tmp_path).saw == (absent, "seen", "rank2: here")
     report = read_run(tmp_path, each_rank=True)
     assert [part.name for part in report.parts] == ["rank0/Net", "rank2/Net", "rank10/Net"]

@@ -373,12 +373,12 @@ def test_a_killed_rank_is_named_with_its_step_and_the_other_is_unaffected(when, 
     for text in (first.err, str(read_run(directory))):
         said = " ".join(text.split())
         if when == "at once":
-            assert f"rank 1 of 2 left nothing that can be added: no model was recorded ({dead})" in said
+            assert f"rank 1 of 2 left no record that can be added: no model was recorded ({dead})" in said
         else:
             ended = re.search(
                 r"Rank 1 ended (after step \d+|in step 0 or later) without a report \(killed, or it", said
             )
-            wrote = re.search(r"What rank 1 wrote ends at step (\d+); the others' at 20", said)
+            wrote = re.search(r"The record of rank 1 ends at step (\d+); the others' at 20", said)
             assert ended is not None
             assert wrote is not None
             # The step of its last write; it writes at most once a second.
@@ -458,7 +458,7 @@ def test_a_running_rank_is_waited_for_briefly_and_named(tmp_path, monkeypatch):
     assert [rank.info.rank for rank in model.session.ranks] == [0, 1, 2]
     assert read == others
     assert notes == [
-        "rank 3 of 4 left nothing that can be added: no folder here",
+        "rank 3 of 4 left no record that can be added: no folder here",
         "rank 1 had not ended: only data already on disk is included, mpinspect report adds the rest",
     ]
 

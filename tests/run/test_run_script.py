@@ -143,7 +143,7 @@ def test_stdin_is_the_scripts(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_end_it_as_they_end_a_script(number, tmp_path):
+def test_signals_end_the_command_as_they_end_a_script(number, tmp_path):
     folder = tmp_path / "work"
     write(folder, "import time\nprint('begun', flush=True)\ntime.sleep(60)")
     alone, with_us = silent(folder, "train.py", interrupt=number)

@@ -611,7 +611,7 @@ def test_errors_of_the_script_are_its_own(tmp_path):
             torch.ones(1).backward()
 
 
-def test_a_forked_child_is_left_alone(tmp_path):
+def test_a_forked_child_is_not_inspected(tmp_path):
     with watched(tmp_path) as run:
         model = net()
         optimizer = torch.optim.SGD(model.parameters())

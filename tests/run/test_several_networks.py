@@ -57,7 +57,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_generators_overflow_leaves_the_discriminator_alone(precision):
+def test_the_generators_overflow_does_not_affect_the_discriminator(precision):
     plain, spoiled = GAN(precision), GAN(precision)
     for _ in range(5):
         assert plain.step() == spoiled.step() == (True, True)
@@ -73,7 +73,7 @@ def test_the_generators_overflow_leaves_the_discriminator_alone(precision):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_discriminators_overflow_leaves_the_generator_alone(precision):
+def test_the_discriminators_overflow_does_not_affect_the_generator(precision):
     gan = GAN(precision)
     for _ in range(5):
         gan.step()
@@ -154,7 +154,7 @@ def test_one_shared_grad_scaler_halves_both_scales():
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    assert scaler.get_scale() == 4.0  # for the one that did not overflow too
+    assert scaler.get_scale() == 4.0  # also for the network that did not overflow
     assert torch.equal(networks[0].weight, before[0])
     assert not torch.equal(networks[1].weight, before[1])
 

@@ -75,7 +75,7 @@ def test_ctrl_c_in_work_done_by_the_caller_leaves_the_rest_for_later(monkeypatch
     assert seen == ["after", "later"]
 
 
-def test_it_rests_between_its_parts_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_sleeps_between_its_parts_until_a_caller_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     rests: list[float] = []
     monkeypatch.setattr(background, "_WORK_S", 0.0)
     monkeypatch.setattr(background.time, "sleep", rests.append)
@@ -122,7 +122,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import os, signal; os.kill(os.getpid(), signal.SIGINT)"])
-def test_the_interpreter_waits_for_work_at_its_end(end: str) -> None:
+def test_the_interpreter_finishes_pending_work_before_it_exits(end: str) -> None:
     done = run(
         f"""
         import time

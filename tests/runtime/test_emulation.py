@@ -675,7 +675,7 @@ def test_empty_tensors():
         assert F.conv2d(torch.ones(0, 1, 4, 4).half(), torch.ones(2, 1, 3, 3).half()).shape == (0, 2, 2, 2)
 
 
-def test_other_tensors_are_left_alone():
+def test_other_tensors_are_not_changed():
     torch.manual_seed(0)
     a, b = torch.randn(5, 16), torch.randn(16, 7)
     with Products() as inside, half_arithmetic():
@@ -741,7 +741,7 @@ def test_every_setting_is_as_before_also_after_an_error():
     assert not emulated()
 
 
-def test_it_nests():
+def test_emulation_nests():
     a, b = torch.randn(4, 5).half(), torch.randn(5, 3).half()
     with half_arithmetic():
         once = a @ b
@@ -755,7 +755,7 @@ def test_it_nests():
     assert not emulated()
 
 
-def test_other_threads_are_as_they_were():
+def test_other_threads_are_not_changed():
     seen: list[bool] = []
 
     def look() -> None:

@@ -65,7 +65,7 @@ def test_amd_gpus_have_no_known_architecture_or_tensor_cores():
 
 
 @pytest.mark.parametrize("architecture", gpus.ARCHITECTURES)
-def test_an_architecture_stands_for_a_card_with_rates(architecture):
+def test_an_architecture_name_selects_a_card_with_rates(architecture):
     found = gpus.named(architecture.upper())
     assert found.architecture == architecture
     assert found.tensor_core_tflops["float16"] > found.cuda_core_tflops["float16"]

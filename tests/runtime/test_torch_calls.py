@@ -32,7 +32,7 @@ def test_listeners_receive_the_arguments_however_they_are_passed(module: types.S
     assert not hasattr(module, "missing")
 
 
-def test_a_wrapper_of_other_code_stays(module: types.SimpleNamespace) -> None:
+def test_a_wrapper_of_other_code_is_preserved(module: types.SimpleNamespace) -> None:
     calls, received = Calls((module, "double"), value=0), []
     calls.listen(received.append)
     ours = module.double

@@ -40,7 +40,7 @@ def test_remembered_results_are_torchs_own(func):
         assert given.is_meta
 
 
-def test_numbers_count_with_their_type():
+def test_equal_numbers_of_different_types_are_distinguished():
     remembered, x = Pointwise(), meta(3, dtype=torch.int64)
     for number in (2, 2.0, True, 1, 1.0):
         assert remembered.run(aten.mul.Scalar, (x, number), {}).dtype == aten.mul.Scalar(x, number).dtype

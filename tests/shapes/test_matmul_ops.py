@@ -239,7 +239,7 @@ def test_nhwc_is_seen():
         ("mkl::_mkl_linear", [(16, 64), (1,), (32, 64)], (1, 16, 32, 64)),
     ],
 )
-def test_kin_of_mm(op, shapes, expected):
+def test_operators_related_to_mm(op, shapes, expected):
     (record,) = matmuls_of(op, [Operand(shape, None, "float16") for shape in shapes])
     assert sizes(record) == expected
     assert record.flops == 2 * math.prod(expected)

@@ -477,7 +477,7 @@ def test_a_half_models_products_are_half_without_autocast():
     assert recording.autocast_dtype is None
 
 
-def test_autocast_around_the_caller_is_left_aside():
+def test_autocast_around_the_caller_has_no_effect():
     with torch.autocast("cpu", torch.bfloat16):
         recording = record_matmuls(nn.Linear(8, 4), torch.randn(2, 8), device="real")
         assert torch.is_autocast_enabled("cpu")
@@ -764,7 +764,7 @@ def test_compiled_models_run_eagerly_under_their_own_names():
     assert not record_matmuls(nn.Linear(8, 4), torch.randn(3, 8)).compiled
 
 
-def test_data_parallel_is_left_aside():
+def test_data_parallel_is_ignored_with_a_note():
     recording = record_matmuls(nn.DataParallel(nn.Linear(8, 4)), torch.randn(3, 8))
     assert {record.parameter for record in recording.matmuls} == {"weight"}
     assert "DataParallel" in recording.notes[0]

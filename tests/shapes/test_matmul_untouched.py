@@ -124,7 +124,7 @@ def test_a_parameter_reached_past_the_module_gets_no_gradient(device):
 
 
 @DEVICES
-def test_random_generators_are_put_back(device):
+def test_random_generators_are_restored(device):
     torch.manual_seed(1), random.seed(2), np.random.seed(3)
 
     class Draws(nn.Module):
@@ -144,7 +144,7 @@ def test_random_generators_are_put_back(device):
 
 
 @DEVICES
-def test_the_inputs_are_left_alone(device):
+def test_the_inputs_are_not_changed(device):
     x = torch.randn(2, 4, requires_grad=True)
     batch = {"x": [x], "y": torch.randn(2, 4)}
     values = x.detach().clone(), batch["y"].clone()
@@ -171,7 +171,7 @@ def test_the_inputs_are_left_alone(device):
 @DEVICES
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("fails", [False, True])
-def test_hooks_modes_and_torchs_functions_are_put_back(device, dtype, fails):
+def test_hooks_modes_and_torchs_functions_are_restored(device, dtype, fails):
     class Fails(nn.Module):
         def forward(self, x):
             if fails:
@@ -219,7 +219,7 @@ def test_users_hooks_run_and_may_change_outputs():
     assert record_matmuls(model, torch.randn(2, 4)).notes == ()
 
 
-def test_weights_of_old_style_weight_norm_are_put_back():
+def test_weights_of_old_style_weight_norm_are_restored():
     with pytest.warns(FutureWarning):
         model = nn.utils.weight_norm(nn.Linear(4, 4))
     before = model.weight

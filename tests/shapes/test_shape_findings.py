@@ -323,7 +323,7 @@ def test_disabled_tf32_is_reported_before_padding():
     assert {row.finding for row in report.matmuls} == {"tf32-off"}
 
 
-def test_tf32_allowed_leaves_the_shapes():
+def test_with_tf32_allowed_good_shapes_have_no_finding():
     record = recording(*linear(4096, 1024, 1024, "float32"), tf32={"matmul": True, "convolution": True})
     assert found(record) == {}
 

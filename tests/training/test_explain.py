@@ -212,7 +212,7 @@ def test_a_compiled_model_has_its_own_names():
 
 
 @pytest.mark.parametrize("precision", ["fp16-master", "fp16-pure"])
-def test_masters_stand_for_the_models_parameters(precision):
+def test_masters_are_explained_by_the_models_parameters(precision):
     model = Backwards()
     mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), precision, 2.0**4)
     with mp.autocast():
@@ -241,7 +241,7 @@ def test_copies_and_pickles_of_the_model_carry_no_hooks():
     assert mp._explainer._search._looks
 
 
-def test_detach_takes_every_hook_off():
+def test_detach_removes_every_hook():
     model = Backwards()
     explainer = ModelExplainer(model)
     explainer._search.begin()
@@ -325,7 +325,7 @@ def test_data_that_are_not_finite():
     assert (found.layer, found.name, found.value) == ("", "0", "nan")
 
 
-def test_an_arising_after_every_module():
+def test_an_infinity_that_arises_after_every_module():
     found = broken_forward(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
     assert (found.layer, found.name) == ("", "loss")
     assert "in the code after them, or in the loss" in found.detail

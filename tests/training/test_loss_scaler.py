@@ -121,7 +121,7 @@ def test_every_step_as_grad_scaler(kind: str, interval: int, steps: int) -> None
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_skips_that_scaling_itself_brings_about(fused: bool) -> None:
+def test_skips_caused_by_the_scale_itself(fused: bool) -> None:
     """The scale grows until FP32 overflows, backs off, and grows again."""
     runs: list[list[tuple[float, float]]] = []
     for scaler in (Scaler("cpu", 2.0**120, growth_interval=2), LossScaler("cpu", 2.0**120, growth_interval=2)):
@@ -518,7 +518,7 @@ def nan_steps(scaler: Scaler, steps: int, fused: bool = False) -> None:
         scaler.update()
 
 
-def test_a_forward_that_fails_takes_the_scale_down_as_in_grad_scaler() -> None:
+def test_a_forward_that_fails_lowers_the_scale_as_in_grad_scaler() -> None:
     stock, scaler = Scaler("cpu", 8.0), LossScaler("cpu", 8.0, growth_interval=2000)
     nan_steps(stock, 40)
     with pytest.warns(LossScaleWarning) as told:
@@ -710,7 +710,7 @@ def test_an_iteration_that_is_only_unscaled() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, -math.inf, 1e-60, 2.0**-128, 2.0**128])
-def test_scales_that_cannot_be(bad: float) -> None:
+def test_impossible_scales_are_refused(bad: float) -> None:
     with pytest.raises(ValueError, match=r"init_scale is .*: a loss scale must be finite, above 0"):
         LossScaler("cpu", bad)
     with pytest.raises(ValueError, match="init_scale is "):
@@ -745,7 +745,7 @@ def test_scales_that_cannot_be(bad: float) -> None:
         ({"window": (0.0, 4.0)}, "lowest is 0.0: a loss scale must be finite"),
     ],
 )
-def test_rules_that_make_no_sense(options: dict[str, Any], words: str) -> None:
+def test_invalid_rules_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         LossScaler("cpu", **options)
 
@@ -940,7 +940,7 @@ os._exit(0)
 """
 
 
-def test_two_ranks_hold_together(tmp_path: Path) -> None:
+def test_two_ranks_make_the_same_decisions(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RANK]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ranks = [

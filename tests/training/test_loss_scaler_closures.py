@@ -254,7 +254,7 @@ def test_an_optimizer_that_moves_before_it_asks(poisoned: int | None) -> None:
     assert (not optimizer.state) is (poisoned is not None)
 
 
-def test_options_that_an_optimizer_changes_are_put_back() -> None:
+def test_options_that_an_optimizer_changes_are_restored() -> None:
     """Some optimizers store their progress in param_groups, some have a tensor as learning rate."""
 
     class Restless(torch.optim.Optimizer):

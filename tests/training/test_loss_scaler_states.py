@@ -93,7 +93,7 @@ def test_a_state_dict_is_plain_data() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("started", [False, True])
-def test_there_and_back_with_grad_scaler(started: bool, fused: bool) -> None:
+def test_states_convert_to_grad_scaler_and_back(started: bool, fused: bool) -> None:
     """At any step, either scaler can replace the other without changing later decisions."""
     alone = train(Scaler("cpu", growth_interval=3), PLAN, fused)
     for cut in (1, 3, 6, 11):
@@ -115,7 +115,7 @@ def test_a_static_scale_stays_static_in_grad_scaler() -> None:
     assert back.is_static
 
 
-def test_grad_scalers_state_leaves_the_other_rules_alone() -> None:
+def test_grad_scalers_state_does_not_change_the_other_rules() -> None:
     scaler = full()
     scaler.load_state_dict(Scaler("cpu", 2.0**20, growth_interval=7).state_dict())
     assert scaler.rules == full().rules.with_torchs(2.0, 0.5, 7)

@@ -158,7 +158,7 @@ def test_frozen_parameters_and_those_without_an_optimizer():
     assert torch.equal(model[0].weight, before)
 
 
-def test_parameters_that_the_model_does_not_have_are_left_alone():
+def test_parameters_that_the_model_does_not_have_are_not_changed():
     model, temperature = small_model(), nn.Parameter(torch.ones(()))
     half = nn.Parameter(torch.ones(2).half())
     optimizer = torch.optim.SGD([*model.parameters(), temperature, half], lr=0.1)

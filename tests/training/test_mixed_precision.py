@@ -554,7 +554,7 @@ def test_zeroing_only_the_masters_gradients_is_noticed(precision):
     assert mp.step()
 
 
-def test_clipping_leaves_infinities_to_the_step():
+def test_clipping_does_not_hide_infinities_from_the_step():
     mp = make("fp16-amp", 2.0**4)
     x, y = batches(1)[0]
     with mp.autocast():

@@ -243,7 +243,7 @@ def test_warnings_of_torchao_become_one(tmp_path):
     ("version", "code", "words"),
     [
         ("0.17.0", "", r"needs torchao 0\.18 or newer, and 0\.17\.0 is installed: .*mpinspect\[fp8\]"),
-        ("0.19.0", "raise RuntimeError('no torch')", r"torchao 0\.19\.0 can't be imported beside torch .*: no torch"),
+        ("0.19.0", "raise RuntimeError('no torch')", r"torchao 0\.19\.0 can't be imported with torch .*: no torch"),
     ],
 )
 def test_a_torchao_that_is_older_or_broken_is_named(tmp_path, version, code, words):

@@ -24,7 +24,7 @@ def switches(seen: Seen) -> list[str]:
     return [name for name in names if any(f"torch.backends.{name} = True" in said for said in suggestions(seen))]
 
 
-def test_all_of_them():
+def test_all_suggestions_together():
     assert switches(PLAIN) == ["cudnn.benchmark", "cuda.matmul.allow_tf32", "cudnn.allow_tf32"]
     assert len(suggestions(PLAIN)) == 3
     assert "100% of the weights" in suggestions(PLAIN)[1]
@@ -103,7 +103,7 @@ def test_the_number_of_stored_shapes_is_bounded():
     assert shapes.seen("cpu", 0.0).input_shapes == len(shapes._shapes) == 16
 
 
-def test_the_switches_are_read_as_they_stand(monkeypatch):
+def test_the_switches_are_read_at_each_call(monkeypatch):
     model = nn.Linear(2, 2)
     shapes = ForwardShapes(model)
     for value in (True, False):
@@ -157,7 +157,7 @@ def test_the_share_of_fp32_products_is_the_precisions(precision, share):
     assert mp.suggestions() == []  # no GPU under this model
 
 
-def test_the_suggestions_stand_in_the_report(monkeypatch):
+def test_the_suggestions_are_in_the_report(monkeypatch):
     monkeypatch.setattr(ForwardShapes, "seen", lambda self, device, share: replace(PLAIN, float32_fraction=share))
     model = nn.Sequential(nn.Linear(4, 4))
     mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp32")

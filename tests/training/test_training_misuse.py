@@ -429,7 +429,7 @@ def test_an_auto_scale_that_is_dropped_listens_no_more():
     assert torch.amp.GradScaler.scale is scale
 
 
-def test_detach_takes_every_hook_off():
+def test_detach_removes_every_hook():
     mp = make("fp16-amp", "auto")
     mp.detach()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in mp.model.modules())

@@ -1,6 +1,6 @@
 """A backbone is frozen and stays in the optimizer, as many fine-tuning scripts have it; the head is trained."""
 
-# Thread: as detached_encoder.py, but meant
+# Thread: as detached_encoder.py, but intended
 import torch
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Gradients grow while a dynamic scaler comes down from 2^21: it skips steps until it has found its scale, as it should."""
+"""Gradients grow while a dynamic scaler lowers its scale from 2^21: it skips steps until it has found its scale, as it should."""
 
 # Thread: https://github.com/huggingface/transformers/issues/11106
 

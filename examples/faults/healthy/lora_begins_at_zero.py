@@ -1,4 +1,4 @@
-"""An adapter whose second matrix begins at zero, in BF16: its first additions change nothing, and are not meant to."""
+"""An adapter whose second matrix begins at zero, in BF16: its first additions change nothing, as intended."""
 
 # Thread: https://github.com/hao-ai-lab/FastVideo/pull/781
 

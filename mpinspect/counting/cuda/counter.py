@@ -14,7 +14,7 @@ import torch
 from mpinspect.counting.bits import BINARY32, BINARY64, DEVICE_CHUNK, empty_row, encoding_of, merge_rows
 from mpinspect.counting.cuda.compiling import CODES
 from mpinspect.counting.cuda.driver import ENTRIES, Gpu
-from mpinspect.counting.layout import HEADER, MIN_BITS, NO_MINIMUM
+from mpinspect.counting.layout import NO_MINIMUM, repeated
 from mpinspect.counting.pieces import COUNTABLE, fills_its_memory, flat_bits
 
 #: The real dtypes that the kernels support.
@@ -71,9 +71,7 @@ def add(values: torch.Tensor, row: torch.Tensor) -> None:
         # A one-dimensional piece may still have gaps.
         add_many([Counted(piece.contiguous().view(values.dtype), into)])
     if times != 1:
-        into[:MIN_BITS] *= times
-        into[HEADER:] *= times
-        row.copy_(merge_rows([row, into]))
+        row.copy_(merge_rows([row, repeated(into, times)]))
 
 
 def add_many(counted: Sequence[Counted]) -> None:

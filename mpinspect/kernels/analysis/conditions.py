@@ -40,7 +40,7 @@ def _verdict(verdict: str) -> Callable[[KernelReport], Range]:
 
 _PRODUCTS, _ALL = "the matrix products' time", "all kernel time"
 
-#: By the name of a share: its measure, and in words the total that the share refers to.
+#: By the name of a share: its measure, and the words for its denominator.
 QUANTITIES: dict[str, tuple[Callable[[KernelReport], Range], str]] = {
     "tensor-core share": (_on_tensor_cores(lambda shares: shares.product_time_us), _PRODUCTS),
     "tensor-core share of all": (_on_tensor_cores(lambda shares: shares.kernel_time_us), _ALL),

@@ -72,13 +72,14 @@ def _layout_conversions(report: KernelReport) -> Iterator[Finding]:
     fraction = share(time, report.shares.kernel_time_us)
     if fraction is None or fraction < _WORTH_A_LINE:
         return
-    products = report.shares.product_time_us
-    beside = f", against {duration(products)} of products" if products > 0 else ""
+    taken = f"{duration(time)}, {percent(fraction)} of all kernel time"
+    if report.shares.product_time_us > 0:
+        taken += f", against {duration(report.shares.product_time_us)} of products"
     yield Finding(
         "layout-conversions",
         severity(fraction, _WORTH_A_WARNING),
         "",
-        f"{calls:,} conversions between NCHW and NHWC take {duration(time)}, {percent(fraction)} of all kernel time{beside}: "
+        f"{calls:,} conversions between NCHW and NHWC take {taken}: "
         "Tensor Core convolutions work on NHWC, and the model's tensors are NCHW.",
         {"calls": calls, "time_us": time, "fraction": fraction, "kernels": [row.name for row in rows]},
         "model.to(memory_format=torch.channels_last), and the same for the input.",
@@ -108,8 +109,8 @@ def _communication_fix(report: KernelReport) -> str:
             time[is_wide(row)] += row.time_us
     if time[False] > max(time[True], time[None]):
         return "It is sent in 16 bits already: synchronise less often (no_sync() while gradients accumulate), or overlap more."
-    found = "" if time[True] else "If gradients are sent in FP32: "
-    return f"{found}DDP's bf16_compress_hook (torch.distributed.algorithms.ddp_comm_hooks.default_hooks) halves the bytes sent."
+    fix = "DDP's bf16_compress_hook (torch.distributed.algorithms.ddp_comm_hooks.default_hooks) halves the bytes sent."
+    return fix if time[True] else f"If gradients are sent in FP32: {fix}"
 
 
 def _idle(report: KernelReport) -> Iterator[Finding]:
@@ -235,7 +236,7 @@ def _attribution(report: KernelReport) -> Iterator[Finding]:
 _ATTRIBUTION_FIXES = {
     "before the window": "Start the window with torch.cuda.synchronize(): its first kernels were launched before it.",
     "CUDA graph": "Profile once without CUDA graphs (torch.compile without mode='reduce-overhead', vLLM's enforce_eager=True).",
-    "no launch": "Other launches are in the trace. Of a merged trace, read each rank's own; else record a longer window.",
+    "no launch": "Other launches are in the trace. If the trace was merged, read each rank's; else record a longer window.",
     "no op": "Code outside operators launched these kernels: wrap it in torch.library.triton_op or custom_op.",
 }
 
@@ -297,8 +298,7 @@ def _notes(report: KernelReport) -> Iterator[Finding]:
     about: dict[str, list[str]] = {}
     for rank in report.ranks:
         # The first note of a truncated file is already part of trace-cut-short.
-        first = 1 if rank.cut_short else 0
-        for note in rank.notes[first:]:
+        for note in rank.notes[int(rank.cut_short) :]:
             about.setdefault(note, []).append(rank.label)
     for note, labels in about.items():
         message = note

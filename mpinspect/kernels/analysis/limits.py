@@ -190,7 +190,7 @@ def _outlook(row: KernelRow) -> Outlook:
     if row.is_communication:
         return Outlook("communication")
     is_product = row.is_product and can_gain(row)
-    limited_by = _limit(row) if is_product else "memory"
+    limited_by = _limit(row, is_product=is_product)
     if not row.gpu.has_tensor_cores:
         return Outlook(limited_by)
     if row.verdict == "native":
@@ -208,7 +208,9 @@ def _outlook(row: KernelRow) -> Outlook:
     return Outlook(limited_by, _WIDE if wide else _MAY_BE_WIDE, factor=0.5)
 
 
-def _limit(row: KernelRow) -> str:
+def _limit(row: KernelRow, *, is_product: bool) -> str:
+    if not is_product:
+        return "memory"
     run = bound_as_run(row)
     return "unknown" if run is None else run.limited_by
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from mpinspect.shapes.analysis import ShapeReport
 
 
+#: Whether a library that was not allowed TF32 has torch's default.
+_TF32_OFF = {"cuBLAS": "torch's default for matrix products", "cuDNN": "against torch's default"}
+
+
 @dataclass(frozen=True)
 class Loss:
     """Equal products whose kernels could have used Tensor Cores and did not, or used them badly.
@@ -93,10 +97,10 @@ class Causes:
         gpu, name = row.gpu.name or "this GPU", format_name(row.dtype)
         if row.gpu.multiplies(row.dtype) is False:
             return Cause(f"dtype-{row.dtype}", f"{name}: {gpu}'s Tensor Cores multiply FP16 instead")
-        because = f": {row.shape.reason}" if row.shape is not None and row.shape.verdict != "native" else ""
-        return Cause(
-            f"cuda-cores-{row.dtype}", f"{name} on CUDA cores, though {gpu}'s Tensor Cores multiply it{because}"
-        )
+        sentence = f"{name} on CUDA cores, though {gpu}'s Tensor Cores multiply it"
+        if row.shape is not None and row.shape.verdict != "native":
+            sentence += f": {row.shape.reason}"
+        return Cause(f"cuda-cores-{row.dtype}", sentence)
 
     def _of_float32(self, row: KernelRow) -> Cause:
         gpu, owner = row.gpu.name or "this GPU", library(row)
@@ -105,23 +109,25 @@ class Causes:
         though = f"FP32 on CUDA cores, though {gpu} multiplies TF32"
         if (row.trace, owner) in self._tf32:
             return Cause(f"tf32-not-chosen-{owner}", f"{though}, and did so for others: {owner} chose another kernel")
-        default = "torch's default for matrix products" if owner == "cuBLAS" else "against torch's default"
-        return Cause(f"tf32-off-{owner}", f"{though}: it was not allowed ({default}), or {owner} chose another kernel")
+        not_allowed = f"it was not allowed ({_TF32_OFF[owner]}), or {owner} chose another kernel"
+        return Cause(f"tf32-off-{owner}", f"{though}: {not_allowed}")
 
 
 def library(row: KernelRow) -> str:
     """Return the library that chose the kernel and has its own TF32 switch: cuDNN for convolutions and recurrent networks."""
-    is_cudnn = row.kind in ("convolution", "recurrent") or "conv" in row.op or "cudnn" in row.op
-    return "cuDNN" if is_cudnn else "cuBLAS"
+    if row.kind in ("convolution", "recurrent") or "conv" in row.op or "cudnn" in row.op:
+        return "cuDNN"
+    return "cuBLAS"
 
 
 def _of_degraded(row: KernelRow) -> Cause:
-    held_back = row.shape.reason if row.shape is not None and row.shape.verdict == "degraded" else ""
-    if row.basis == "rate":
+    if row.basis != "rate":
+        # The shape rule names the operand and its stride; a kernel's name has at most the resulting alignment.
+        return Cause("alignment", row.held_back or row.reason)
+    if row.held_back:
         # The rate shows that the kernel was slow, the shape rule why: nvjet's names (Hopper, Blackwell) contain no alignment.
-        return Cause("rate-alignment", f"{row.reason}; {held_back}") if held_back else Cause("rate", row.reason)
-    # The shape rule names the operand and its stride; a kernel's name has at most the resulting alignment.
-    return Cause("alignment", held_back or row.reason)
+        return Cause("rate-alignment", f"{row.reason}; {row.held_back}")
+    return Cause("rate", row.reason)
 
 
 class LintedModules:
@@ -148,7 +154,9 @@ def _roles(row: KernelRow) -> tuple[str, ...]:
     """Return the roles that the row's product may have."""
     if row.matmul is not None:
         return (row.matmul.role,)
-    return ("forward",) if row.phase == "forward" else ("dgrad", "wgrad", "backward")
+    if row.phase == "forward":
+        return ("forward",)
+    return ("dgrad", "wgrad", "backward")
 
 
 def losses(rows: Sequence[KernelRow], linted: LintedModules) -> tuple[Loss, ...]:

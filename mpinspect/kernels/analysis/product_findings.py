@@ -11,8 +11,8 @@ from mpinspect.kernels.analysis.report import KernelReport
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.analysis.savings import can_gain
 from mpinspect.kernels.names.classify import FULL_ALIGNMENT
-from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import and_more, duration, format_name, number_of, percent, some
+from mpinspect.reporting.finding import Finding, warning_if
+from mpinspect.reporting.words import and_more, by_number, duration, format_name, number_of, percent, some
 from mpinspect.shapes.records import ITEM_SIZES
 
 #: Shares of all kernel time from which a loss is a warning, and from which unknown verdicts are reported.
@@ -56,7 +56,7 @@ def _unused(report: KernelReport) -> Iterator[Finding]:
         grave,
         "",
         f"No kernel ran on Tensor Cores: {number_of(off, 'kernel')} of matrix products, {percent(_of_all(report))} of all "
-        f"kernel time, and {'every one' if off > 1 else 'that'} on CUDA cores{why}.",
+        f"kernel time, and {by_number(off, 'that', 'every one')} on CUDA cores{why}.",
         {"calls": off, "time_us": shares.verdict_time_us["off"], "fraction": _of_all(report)},
         fix,
     )
@@ -88,7 +88,7 @@ def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
 
 def severity(fraction: float, warning_from: float = _WORTH_A_WARNING) -> str:
     """Return "warning" for a share (0..1) of at least ``warning_from``, else "info"."""
-    return "warning" if fraction >= warning_from else "info"
+    return warning_if(fraction >= warning_from)
 
 
 def _dtypes(products: Sequence[KernelRow]) -> str:
@@ -115,9 +115,11 @@ def _eligible(group: list[Loss]) -> Finding:
 
 def _degraded(group: list[Loss]) -> Finding:
     first = group[0]
-    sizes = f" ({first.m:,} x {first.n:,} x {first.k:,})" if first.m is not None else ""
-    fix = _FIXES["rate"] if first.cause_id == "rate" else _alignment_fix(first)
-    how = f"ran on Tensor Cores, but degraded: {_where(first)}{sizes}{and_more(len(group) - 1)}"
+    where = _where(first)
+    if first.m is not None:
+        where += f" ({first.m:,} x {first.n:,} x {first.k:,})"
+    fix = _FIXES.get(first.cause_id) or _alignment_fix(first)
+    how = f"ran on Tensor Cores, but degraded: {where}{and_more(len(group) - 1)}"
     return _finding("used-but-degraded", group, how, fix)
 
 
@@ -138,9 +140,7 @@ def _alignment_fix(loss: Loss) -> str:
     step = FULL_ALIGNMENT // ITEM_SIZES.get(loss.dtype, 2) or 1
     if loss.kind == "convolution":
         return f"Make the channels multiples of {step} (16 bytes); mpinspect lint names the sizes."
-    # Without strides, either size may be the stride between rows.
-    rows = loss.uneven_rows if loss.uneven_rows is not None else _row_sizes(loss)
-    sizes = dict.fromkeys(size for size in rows if loss.kind == "gemm" and size and size % step)
+    sizes = dict.fromkeys(size for size in _row_sizes(loss) if loss.kind == "gemm" and size and size % step)
     if not sizes:
         return f"Make every row stride and slice's start a multiple of 16 bytes ({step} elements); mpinspect lint names them."
     padded = ", ".join(f"{size} -> {-(-size // step) * step}" for size in sizes)
@@ -154,7 +154,9 @@ _LAYOUT = re.compile(r"(?<![a-z])([nt])([nt])(?![a-z])")
 
 
 def _row_sizes(loss: Loss) -> tuple[int | None, ...]:
-    """Return the sizes that are row strides of result and operands by the layout in the name, else those that may be."""
+    """Return the uneven row strides; without strides, the sizes that are, or may be, such by the layout in the name."""
+    if loss.uneven_rows is not None:
+        return loss.uneven_rows
     found = _LAYOUT.search(loss.kernel)
     second_and_first = found.groups() if found is not None else ("n", "n")
     rows = [loss.n]
@@ -189,9 +191,10 @@ def _saved(group: Sequence[Loss]) -> str:
         f"{way} at most {duration(sum(saved))} (by the {' and the '.join(sorted(bases[way]))})"
         for way, saved in found.items()
     ]
-    judged = min(map(len, found.values()))
-    known = f" for {judged} of {len(group)} products" if judged < len(group) else ""
-    return f" Estimated saving{known}: {', '.join(words)}."
+    judged, known = min(map(len, found.values())), " Estimated saving"
+    if judged < len(group):
+        known += f" for {judged} of {len(group)} products"
+    return f"{known}: {', '.join(words)}."
 
 
 def _evidence(group: Sequence[Loss]) -> dict[str, object]:
@@ -218,11 +221,12 @@ def _contradicted(report: KernelReport) -> Iterator[Finding]:
     if not rows:
         return
     names = list(dict.fromkeys(row.name for row in rows))
+    say = by_number(len(names), "kernel's name says", "names of their kernels say")
     yield Finding(
         "rate-contradicts-name",
         "info",
         rows[0].module,
-        f"{were(len(rows), 'run')} faster than this GPU's CUDA cores can be, though the {_names(names)} CUDA cores "
+        f"{were(len(rows), 'run')} faster than this GPU's CUDA cores can be, though the {say} CUDA cores "
         f"({some(names, 2)}): counted as on Tensor Cores, by an estimate.",
         {"calls": len(rows), "kernels": names[:_MOST_LISTED]},
     )
@@ -230,11 +234,7 @@ def _contradicted(report: KernelReport) -> Iterator[Finding]:
 
 def were(count: int, thing: str) -> str:
     """Return a subject with its verb: "1 run was", "1,000 runs were"."""
-    return f"{number_of(count, thing)} {'was' if count == 1 else 'were'}"
-
-
-def _names(names: Sequence[str]) -> str:
-    return "kernel's name says" if len(names) == 1 else "names of their kernels say"
+    return f"{number_of(count, thing)} {by_number(count, 'was', 'were')}"
 
 
 def _unknown(report: KernelReport) -> Iterator[Finding]:

@@ -55,9 +55,10 @@ def operands_of(op: TraceOp) -> tuple[Operand | None, ...]:
     # In a damaged event the lists differ in length; their common part is still usable.
     for shape, stride, written in zip(op.shapes, strides, op.dtypes, strict=False):
         dtype = dtype_name(written)
-        usable = stride if stride is not None and len(stride) == len(shape) else None
+        if stride is not None and len(stride) != len(shape):
+            stride = None
         # Traces have no offsets: None means unknown, whereas 0 would mean aligned.
-        found.append(Operand(tuple(shape), usable, dtype, offset=None) if dtype else None)
+        found.append(Operand(tuple(shape), stride, dtype, offset=None) if dtype else None)
     return tuple(found)
 
 
@@ -73,7 +74,9 @@ def products_of(op: TraceOp) -> tuple[Matmul, ...]:
     except (ValueError, TypeError, IndexError, KeyError, ZeroDivisionError, OverflowError):
         # Traces may be old, new or edited: an unreadable operator loses its FLOPs, but the report continues.
         return ()
-    return () if any(max(product.flops, product.bytes) > _MOST_OPERATIONS for product in found) else found
+    if any(max(product.flops, product.bytes) > _MOST_OPERATIONS for product in found):
+        return ()
+    return found
 
 
 class Products:

@@ -82,8 +82,9 @@ def labels(traces: Sequence[KernelTrace]) -> list[str]:
     if len(traces) > 1 and None not in ranks and len(set(ranks)) == len(ranks):
         return [f"rank {rank}" for rank in ranks]
     files = [PurePath(trace.source).name for trace in traces]
-    chosen = files if len(set(files)) == len(files) else [trace.source for trace in traces]
-    return [name or "this profile" for name in chosen]
+    if len(set(files)) < len(files):
+        files = [trace.source for trace in traces]
+    return [name or "this profile" for name in files]
 
 
 def differences(traces: Sequence[KernelTrace]) -> list[str]:

@@ -202,10 +202,9 @@ def _above_cuda_cores(row: KernelRow) -> _Change | None:
         return None
     if row.time_us < SHORTEST_US or rate <= ABOVE_PEAK * fewer * peak:
         return None
-    doubt = f", though its name says otherwise ({row.reason})" if row.verdict == "off" else ""
-    reason = (
-        f"by its rate, about {rate:.3g} TFLOP/s: this GPU's CUDA cores reach at most {peak:g} in {row.dtype}{doubt}"
-    )
+    reason = f"by its rate, about {rate:.3g} TFLOP/s: this GPU's CUDA cores reach at most {peak:g} in {row.dtype}"
+    if row.verdict == "off":
+        reason += f", though its name says otherwise ({row.reason})"
     return _Change("native", reason)
 
 

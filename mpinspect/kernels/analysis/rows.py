@@ -70,6 +70,11 @@ class KernelRow:
         return op.name if op is not None else ""
 
     @property
+    def held_back(self) -> str:
+        """Return why the shape rule calls the product degraded; "" if it does not."""
+        return self.shape.reason if self.shape is not None and self.shape.verdict == "degraded" else ""
+
+    @property
     def product(self) -> _Product | tuple[None, ...]:
         """Return the product's sizes (m, n, k, batch) and role, by which products are equal; five None without one."""
         product = self.matmul

@@ -56,7 +56,7 @@ def ways(row: KernelRow) -> Iterator[tuple[str, str]]:
     """Yield the changes that would bring a product to Tensor Cores at full speed, each with its resulting dtype."""
     if row.verdict == "degraded":
         # The name or the shape rule gives the reason for a slow kernel; a rate only shows that it was slow.
-        is_known = row.basis == "name" or (row.shape is not None and row.shape.verdict == "degraded")
+        is_known = row.basis == "name" or row.held_back
         yield "aligned" if is_known else "at full speed", row.dtype
     elif row.dtype == "float32":
         if row.gpu.multiplies("float32"):
@@ -74,7 +74,9 @@ def half_precision(gpu: Gpu) -> tuple[str, str] | None:
     """Return the 16-bit dtypes that a GPU's Tensor Cores multiply, in words and as one dtype; None without a known one."""
     if gpu.multiplies("bfloat16"):
         return "FP16 or BF16", "bfloat16"
-    return ("FP16", "float16") if gpu.multiplies("float16") else None
+    if gpu.multiplies("float16"):
+        return "FP16", "float16"
+    return None
 
 
 def _saving(rows: Sequence[KernelRow], way: str, dtype: str, siblings: SiblingRates) -> Saving | None:

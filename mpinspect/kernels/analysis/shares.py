@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from mpinspect.kernels.analysis.rows import ON_TENSOR_CORES, PRODUCTS, VERDICTS, KernelRow, tflops
 from mpinspect.kernels.records import UNATTRIBUTED
-from mpinspect.reporting.words import bracketed
+from mpinspect.reporting.words import and_more, bracketed
 
 
 @dataclass(frozen=True)
@@ -274,8 +274,7 @@ def _counts(products: list[KernelRow]) -> list[str]:
         of_kind = [row for row in products if row.kind == kind]
         if of_kind:
             on = sum(row.verdict in ON_TENSOR_CORES for row in of_kind)
-            unknown = sum(row.verdict == "unknown" for row in of_kind)
-            rest = f" ({unknown:,} unknown)" if unknown else ""
+            rest = and_more(sum(row.verdict == "unknown" for row in of_kind), " ({:,} unknown)")
             found.append(f"{on:,} of {len(of_kind):,} {_PLURALS.get(kind, 'other products')}{rest}")
     return found
 

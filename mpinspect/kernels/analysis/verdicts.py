@@ -109,7 +109,9 @@ def _is_product(name: str) -> bool:
 @_remembered
 def _computes_none(name: str) -> bool:
     rule = by_words(name.lower())
-    return name.startswith(_TORCH) if rule is None else rule.verdict in ("other", "helper")
+    if rule is None:
+        return name.startswith(_TORCH)
+    return rule.verdict in ("other", "helper")
 
 
 def _judge(rows: list[KernelRow], indices: list[int], products: Products) -> None:

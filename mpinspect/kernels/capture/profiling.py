@@ -151,7 +151,7 @@ def record_trace(
         wait_for_gpu()
         _record(step, path, ranges)
     if not ranges.saw_model:
-        return ("model= was given, and step called none of its modules: no kernel is its own",)
+        return ("model= was given, and step called none of its modules: no kernel is attributed to it",)
     return ()
 
 

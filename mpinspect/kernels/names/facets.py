@@ -107,8 +107,7 @@ def instruction(lowered: str) -> tuple[str, str]:
 def dtypes(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
     """Return the operands' dtypes in a name, by torch's names or "tfloat32"; () without a dtype."""
     if "nvjet_" in lowered:
-        jet = _NVJET.search(lowered)
-        return _nvjet_dtypes(jet.group(1)) if jet else ()
+        return _nvjet_dtypes(lowered)
     if digits:
         return _of_mma(lowered, letter, digits)
     for word, pattern, dtype in _DTYPES:
@@ -136,9 +135,12 @@ def kind(lowered: str) -> str:
     return "gemm"
 
 
-def _nvjet_dtypes(letters: str) -> tuple[str, ...]:
+def _nvjet_dtypes(lowered: str) -> tuple[str, ...]:
     """Return the dtypes of A and B from nvjet_<A><B><C><compute><D>, or from three letters if A and B are equal."""
-    operands = letters[:2] if len(letters) == 5 else letters[:1]
+    jet = _NVJET.search(lowered)
+    if jet is None:
+        return ()
+    operands = jet[1][:2] if len(jet[1]) == 5 else jet[1][:1]
     return tuple(dict.fromkeys(_NVJET_LETTERS[letter] for letter in operands if letter in _NVJET_LETTERS))
 
 

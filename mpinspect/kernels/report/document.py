@@ -24,23 +24,24 @@ from mpinspect.reporting.document import (
     Limit,
     Line,
     Tables,
-    Tone,
     lines,
     most,
     section,
     table,
 )
-from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.words import (
     NOT_APPLICABLE,
     UNKNOWN,
     and_more,
     duration,
+    filled,
     format_name,
     number_of,
+    optional,
     percent,
     shortened,
 )
+from mpinspect.shapes.report.document import verdict_cell
 
 #: Maximum numbers of rows in a terminal and on a page; GitHub cuts a comment at 65,536 characters.
 ROWS = Limit(15, 50, "more; the JSON report has all")
@@ -49,23 +50,20 @@ TRACES = Limit(32, 256, "more; the JSON report has all")
 #: Maximum number of characters of a name, if there is room.
 _NAME = 100
 
-_TONES: dict[str, Tone] = {"native": "good", "degraded": "warning", "off": "error", "unknown": "unknown"}
-#: The verdicts on which a finding may ask for a change.
-_LOSSES = ("degraded", "off")
 #: The meaning of each verdict.
 _MEANINGS = {
     "native": "on Tensor Cores",
     "degraded": "on Tensor Cores, held back",
     "off": "a product on CUDA cores",
     "unknown": "a product on unknown units",
-    "helper": "work beside a product",
+    "helper": "work for a product",
     "other": "no product",
 }
 
 
 def document(report: KernelReport) -> Document:
     """Return the report as a document. Recommended actions precede the figures behind them."""
-    return Document(title(report), (*lines(_totals(report)), *_blocks(report)))
+    return Document(title(report), (*lines(*_totals(report)), *_blocks(report)))
 
 
 def _blocks(report: KernelReport) -> Iterator[Block]:
@@ -79,10 +77,10 @@ def _blocks(report: KernelReport) -> Iterator[Block]:
         yield from section("By kernel", _names(report))
         if has_modules(report):
             yield from section("By module", _modules(report.by_module))
-        yield from section("What mixed precision can still bring", *lines(_limits(report.limits)))
+        yield from section("What mixed precision can still bring", *lines(*_limits(report.limits)))
     if len(report.ranks) > 1:
         yield from section("By trace", _traces(report.ranks))
-    yield from section("Coverage", *lines(_coverage(report)))
+    yield from section("Coverage", *lines(*_coverage(report)))
 
 
 def title(report: KernelReport) -> str:
@@ -115,10 +113,10 @@ def _lost(report: KernelReport) -> Tables:
     findings = (finding for finding in report.findings if finding.id != "unknown-kernels")
     found = [(finding, time) for finding in findings if (time := cost_us(finding))]
     found.sort(key=lambda pair: (pair[0].id != "gpu-idle", -pair[1]))
-    span = max(report.limits.span_us, *(time for _, time in found), 1e-9) if found else 1.0
+    span = max(report.limits.span_us, *(time for _, time in found), 1e-9)
     rows = [
         (
-            Cell(percent(time / span), "" if finding.severity == SEVERITIES[0] else "warning", bar=time / span),
+            Cell(percent(time / span), "warning" if finding.is_alarm else "", bar=time / span),
             f"{'~' if finding.evidence.get('saved_us') else ''}{duration(time)}",
             finding.id,
         )
@@ -174,9 +172,10 @@ def figures(shares: Shares) -> Iterator[tuple[str, str]]:
     elif unknown > 0:
         products += f"; unknown for another {percent(unknown)}"
     yield on_of_products, products
-    beside = ", communication included" if shares.communication_time_us > 0 else ""
-    yield on_of_all, f"of all kernel time ({duration(shares.kernel_time_us)}{beside})"
-    if shares.communication_time_us > 0:
+    if shares.communication_time_us <= 0:
+        yield on_of_all, f"of all kernel time ({duration(shares.kernel_time_us)})"
+    else:
+        yield on_of_all, f"of all kernel time ({duration(shares.kernel_time_us)}, communication included)"
         apart = f"of kernel time without communication ({duration(shares.compute_time_us)})"
         yield share_words(shares.tensor_core_fraction_of_compute), apart
 
@@ -190,18 +189,13 @@ def _verdicts(shares: Shares, *, has_to_do: bool) -> Iterator[list[str | Cell]]:
         of_all = share_words(share(time, shares.kernel_time_us))
         of_products = share_words(shares.of_products(verdict)) if verdict in PRODUCTS else NOT_APPLICABLE
         yield [
-            _verdict(verdict, is_to_do=has_to_do),
+            verdict_cell(verdict, is_to_do=has_to_do),
             _MEANINGS[verdict],
             f"{calls:,}",
             duration(time),
             of_all,
             of_products,
         ]
-
-
-def _verdict(verdict: str, *, is_to_do: bool = True) -> Cell:
-    """Return a verdict's cell; a loss has a colour only if a finding asks for a change."""
-    return Cell(verdict, _TONES.get(verdict, "") if is_to_do or verdict not in _LOSSES else "")
 
 
 # -- losses, kernels, modules, traces -------------------------------------------------------------------------------
@@ -236,9 +230,9 @@ def _saving(one: Saving) -> str:
 
 def _to_do(report: KernelReport) -> Collection[str]:
     """Return the names of the kernels for which a finding asks for a change."""
-    grave = [finding for finding in report.findings if finding.severity != SEVERITIES[0]]
+    grave = [finding for finding in report.findings if finding.is_alarm]
     causes = {finding.evidence.get("cause") for finding in grave} - {None}
-    # Of this finding every product is a loss.
+    # All products of this finding are losses.
     is_all = any(finding.id == "tensor-cores-unused" for finding in grave)
     found = {row.name for row in report.by_name if is_all and row.verdict == "off"}
     return found | {loss.kernel for loss in report.losses if loss.cause_id in causes}
@@ -262,7 +256,7 @@ def _name_cells(row: NameRow, *, is_to_do: bool) -> list[str | Cell]:
     doubt = (row.reason,) if row.verdict in ("degraded", "off", "unknown") else ()
     name = Cell(shortened(clean_name(row.name), _NAME, "middle"), notes=doubt)
     figures = (duration(row.time_us), share_words(row.fraction), f"{row.calls:,}", _rate(row.tflops))
-    return [_verdict(row.verdict, is_to_do=is_to_do), *figures, name]
+    return [verdict_cell(row.verdict, is_to_do=is_to_do), *figures, name]
 
 
 def _modules(modules: tuple[ModuleRow, ...]) -> Tables:
@@ -323,7 +317,7 @@ def _coverage(report: KernelReport) -> Iterator[str]:
         yield "No kernel, so nothing to attribute."
         return
     reasons = [f"{percent(part)} {reason}" for reason, part in covered.unattributed_fractions.items() if part > 0]
-    rest = f"; the rest: {', '.join(reasons)}" if reasons else ""
+    rest = filled("; the rest: {}", ", ".join(reasons))
     yield f"operator known for {share_words(covered.attributed_fraction)} of kernel time{rest}"
     chains = ""
     if covered.path_fraction != covered.module_fraction:
@@ -350,10 +344,11 @@ def _limits(limits: Limits) -> Iterator[str]:
     if limits.speedup_at_most is None:
         yield "No bound on the gain by mixed precision: no Tensor Cores are known, kernels overlap, or FLOPs are unknown."
         return
-    alone = limits.kernel_speedup_at_most
-    kernels = f" (~{alone:.2f}x if only kernel time counted)" if alone is not None and limits.idle_us > 0 else ""
+    bound = f"~{limits.speedup_at_most:.2f}x as fast"
+    if limits.kernel_speedup_at_most is not None and limits.idle_us > 0:
+        bound += f" (~{limits.kernel_speedup_at_most:.2f}x if only kernel time counted)"
     saved = _times(limits.saved_at_most_us.items(), "~") or "nothing left to save"
-    yield f"mixed precision and Tensor Cores can make this at most ~{limits.speedup_at_most:.2f}x as fast{kernels}: {saved}"
+    yield f"mixed precision and Tensor Cores can make this at most {bound}: {saved}"
     yield f"A bound, which assumes: {'; '.join(limits.assumptions)}."
 
 
@@ -363,7 +358,7 @@ def _times(parts: Iterable[tuple[str, float]], mark: str = "") -> str:
 
 def share_words(fraction: float | None) -> str:
     """Return a share 0..1 in words; "?" if unknown."""
-    return UNKNOWN if fraction is None else percent(fraction)
+    return optional(fraction, percent, UNKNOWN)
 
 
 def has_modules(report: KernelReport) -> bool:
@@ -391,4 +386,4 @@ def _without_parameters(text: str) -> str:
 
 def _rate(tflops: float | None) -> str:
     """Return the estimated TFLOP/s in words; "?" if unknown."""
-    return UNKNOWN if tflops is None else f"~{tflops:.3g}"
+    return optional(tflops, "~{:.3g}".format, UNKNOWN)

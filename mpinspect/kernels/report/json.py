@@ -49,7 +49,7 @@ def _identity(row: KernelRow) -> tuple[object, ...]:
 
 def _kernel(group: list[KernelRow]) -> dict[str, Any]:
     row, times = group[0], [row.time_us for row in group]
-    flops = None if row.flops is None else row.flops * len(group)
+    flops = row.flops and row.flops * len(group)
     return {
         "name": row.name,
         "verdict": row.verdict,
@@ -72,7 +72,7 @@ def _kernel(group: list[KernelRow]) -> dict[str, Any]:
         "rule": row.named.rule,
         "flops": row.flops,
         "tflops": tflops(flops, sum(times)),
-        "matmul": None if row.matmul is None else _matmul(row.matmul),
+        "matmul": row.matmul and _matmul(row.matmul),
         "shape_verdict": getattr(row.shape, "verdict", None),
         "shape_reason": getattr(row.shape, "reason", None),
         "multiples_of_8": getattr(row.shape, "multiples_of_8", None),

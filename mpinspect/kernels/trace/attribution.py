@@ -64,7 +64,7 @@ def find_launches(recording: Recording) -> Launches:
 
 
 def _sharing(recording: Recording, of_kernel: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return, for each kernel, whether other kernels share its launch although the call starts only one; at most one is right.
+    """Return whether each kernel shares its launch with others although the call starts one kernel only: at most one is right.
 
     Launches of graphs and on several devices (cudaLaunchCooperativeKernelMultiDevice) can start many kernels.
     """
@@ -118,7 +118,9 @@ def _only(launches: list[int]) -> int:
 def _clear_winner(votes: Counter[object]) -> object:
     """Return the entry with most votes; on a tie, return a new object, which differs from every entry."""
     best = votes.most_common(2)
-    return best[0][0] if best and (len(best) == 1 or best[0][1] > best[1][1]) else object()
+    if best and (len(best) == 1 or best[0][1] > best[1][1]):
+        return best[0][0]
+    return object()
 
 
 def external_id_is_correlation(correlation: Ints, external: Ints) -> bool:
@@ -176,7 +178,7 @@ def _kernels(
             module or "",
             around.is_path and module is not None,
             around.phases[place],
-            "" if operator >= 0 else _why_none(is_graph, launch, before),
+            _why_none(operator, is_graph, launch, before),
             is_graph,
             around.steps[place],
             around.calls[of_operator],
@@ -184,7 +186,9 @@ def _kernels(
         )
 
 
-def _why_none(is_graph: bool, launch: int, before: bool) -> str:
+def _why_none(operator: int, is_graph: bool, launch: int, before: bool) -> str:
+    if operator >= 0:
+        return ""
     if is_graph:
         return "CUDA graph"
     if launch >= 0:

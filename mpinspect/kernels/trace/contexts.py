@@ -133,8 +133,9 @@ def _phase(operator: int, launch: _Around, module: str | None, optimizer: int) -
 
 def _module_ranges(recording: Recording) -> tuple[Columns, bool]:
     """Return the ranges that name modules: this package's own if there are any, else frames of the Python stack."""
-    own = len(recording.modules) > 0 or len(recording.backwards) > 0
-    return (recording.modules, True) if own else (recording.frames, False)
+    if len(recording.modules) or len(recording.backwards):
+        return recording.modules, True
+    return recording.frames, False
 
 
 class _Modules:
@@ -176,8 +177,9 @@ class _Modules:
         """Return the dotted path, or the chain of the frames' classes from the outermost inwards."""
         if position not in self._chains:
             name = str(self._names[self._range_names[position]])
-            outer = None if self._is_path else self._name(int(self._nesting.parents[position]))
-            self._chains[position] = f"{outer}/{name}" if outer else name
+            if not self._is_path and (outer := self._name(int(self._nesting.parents[position]))):
+                name = f"{outer}/{name}"
+            self._chains[position] = name
         return self._chains[position]
 
 

@@ -121,9 +121,9 @@ class EventStream:
             self.is_cut, self.problem = True, notes.cut_short(self._source, self.events)
         except MalformedError as error:
             if not self._seen_events:
-                found = producer(self._keys)
-                why = f"{self._source.path} is not valid JSON: {error}. Export it again."
-                raise TraceError(notes.of_another(self._source, found) if found else why) from None
+                if found := producer(self._keys):
+                    raise TraceError(notes.of_another(self._source, found)) from None
+                raise TraceError(f"{self._source.path} is not valid JSON: {error}. Export it again.") from None
             self.problem = f"The file is damaged after the events ({error}): the rest is left out."
         if self._source.problem and not self.problem:
             self.problem = notes.damaged_at_the_end(self._source)

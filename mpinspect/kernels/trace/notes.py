@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mpinspect.kernels.trace.producers import producer
+from mpinspect.reporting.words import filled
 
 if TYPE_CHECKING:
     from mpinspect.kernels.records import Device
@@ -48,7 +49,7 @@ def no_trace(source: TextChunks, keys: list[str]) -> str:
     """Return the sentence for JSON without events. ``keys``: the keys of the top level."""
     if found := producer(keys):
         return of_another(source, found)
-    has = f" (it has {', '.join(keys[:5])})" if keys else ""
+    has = filled(" (it has {})", ", ".join(keys[:5]))
     return f"{source.path} is JSON, but no trace: it has no traceEvents{has}. Give {_EXPORTED}."
 
 
@@ -111,7 +112,7 @@ def _of_kernels(
     if not len(recording.kernels):
         if recording.producer() is not None:
             return
-        yield _NOT_THAT_FAR if stream.is_cut else _no_kernels(recording)
+        yield _no_kernels(recording, stream)
         return
     if not len(recording.operators):
         yield (
@@ -141,7 +142,9 @@ def _of_kernels(
         yield "The GPU is AMD's: it has matrix cores, not Tensor Cores, and kernel names of their own."
 
 
-def _no_kernels(recording: Recording) -> str:
+def _no_kernels(recording: Recording, stream: EventStream) -> str:
+    if stream.is_cut:
+        return _NOT_THAT_FAR
     if any(len(columns) for columns in (recording.copies, recording.launches)):
         return (
             "The trace has no GPU kernels, though it has launches: the profiler's window ended before they ran (end it after "

@@ -81,7 +81,9 @@ def _window(recording: Recording) -> tuple[float, float]:
     columns = (recording.operators, recording.launches, recording.kernels, recording.copies, recording.modules)
     starts = [recording.window[0], *(float(column.start.min()) for column in columns if len(column))]
     ends = [recording.window[1], *(float(column.end.max()) for column in columns if len(column))]
-    return (min(starts), max(ends)) if min(starts) <= max(ends) else (0.0, 0.0)
+    if min(starts) > max(ends):
+        return 0.0, 0.0
+    return min(starts), max(ends)
 
 
 def _launch_count(recording: Recording) -> int:

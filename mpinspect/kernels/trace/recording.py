@@ -139,10 +139,10 @@ class Recording:
                 duration,
                 number_of_name,
                 self.threads[pid, tid],
-                self._arguments(args) if "Input type" in args or "Input Dims" in args else -1,
+                self._arguments(args),
                 _identity(args),
-                integer(args["Sequence number"]) if "Sequence number" in args else -1,
-                integer(args["Fwd thread id"]) if "Fwd thread id" in args else -1,
+                integer(args.get("Sequence number")),
+                integer(args.get("Fwd thread id")),
             )
         )
 
@@ -159,6 +159,8 @@ class Recording:
         return number_of_name, *span, args
 
     def _arguments(self, args: dict[str, Any]) -> int:
+        if "Input type" not in args and "Input Dims" not in args:
+            return -1
         described = [args.get(key) for key in _ARGUMENTS]
         self.has_shapes |= described[0] is not None
         self.has_strides |= described[1] is not None
@@ -221,9 +223,8 @@ class Recording:
 
     def _flow(self, event: dict[str, Any]) -> None:
         time = number(event.get("ts"))
-        phase = event.get("ph")
-        if time is not None and phase in ("s", "f"):
-            columns = self.flow_starts if phase == "s" else self.flow_ends
+        columns = {"s": self.flow_starts, "f": self.flow_ends}.get(str(event.get("ph")))
+        if time is not None and columns is not None:
             flow = self.flows[event.get("pid"), event.get("id")]
             columns.add((time, 0.0, flow, self.threads[event.get("pid"), event.get("tid")]))
 
@@ -284,7 +285,9 @@ def _is_span(start: Any, duration: Any) -> bool:
 def _identity(args: dict[str, Any]) -> int:
     """Return a number that grows in the order of calls, to order events with equal start and end."""
     found = args.get("External id")
-    return found if type(found) is int and 0 <= found < 1 << 53 else integer(args.get("Ev Idx"))
+    if type(found) is int and 0 <= found < 1 << 53:
+        return found
+    return integer(args.get("Ev Idx"))
 
 
 def _device(event: dict[str, Any], args: dict[str, Any]) -> int:

@@ -103,7 +103,7 @@ def _inspector(session: Session) -> Settings:
         "every": f"{info.every:,}",
         "watch": "on" if info.watch else "off",
         "max_overhead": filled("{:g}", info.max_overhead),
-        "steps": f"{progress.steps:,}{'' if progress.ended else ' so far'}",
+        "steps": f"{progress.steps:,}{progress.so_far}",
     }
     return {name: words for name, words in found.items() if words} | dict(info.versions)
 

@@ -11,13 +11,14 @@ from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.changed_settings import Change, changed_settings
 from mpinspect.ranges.analysis.drift import LEAST_RISE
 from mpinspect.ranges.analysis.first_line import first_line, gravest
+from mpinspect.ranges.analysis.layer_report import LayerReport, layer_report
 from mpinspect.ranges.analysis.parting import Course, Stretch, courses, stretches
-from mpinspect.ranges.analysis.ranges import layer_report, tensor_infos
-from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.analysis.ranges import tensor_infos
+from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import phrase
 from mpinspect.ranges.session import Event, Progress, TensorKey, TensorWindow, merge_windows
 from mpinspect.reporting.finding import INFERRED, SEVERITIES, Finding, gravest_first
-from mpinspect.reporting.words import as_power, percent, steps_named
+from mpinspect.reporting.words import and_more, as_power, percent, steps_named
 
 #: The ids of the findings on the differences of two runs.
 RANGE_DIFF_IDS = (
@@ -296,8 +297,8 @@ def _differences(diff: RangeDiff) -> Iterator[Finding]:
 
 def _parts(parting: Parting) -> Finding:
     named = steps_named(parting.first_step, parting.last_step)
-    others = f" and {parting.tensors - 1:,} more" if parting.tensors > 1 else ""
-    message = f"The counts differ from {named} on, in {phrase(parting.name, parting.kind)}{others}."
+    where = phrase(parting.name, parting.kind) + and_more(parting.tensors - 1)
+    message = f"The counts differ from {named} on, in {where}."
     return Finding("runs-part", _INFO, parting.name, message, {"tensors": parting.tensors}, step=parting.first_step)
 
 

@@ -9,6 +9,7 @@ from mpinspect.ranges.session import DROPPED, END, SKIPPED, Event
 from mpinspect.reporting.words import filled
 
 _VALUES = {"inf": "inf", "nan": "NaN"}
+_FINITE = {True: "finite", False: "not finite"}
 _STORIES = {SKIPPED: "step skipped", DROPPED: "dropped by the loop"}
 
 
@@ -29,7 +30,7 @@ def first_line(event: Event) -> str:
     if event.phase == "backward" and event.forward_finite is not None:
         # After the last module the loss, too, may have been non-finite.
         what = "outputs" if event.after else "forward"
-        parts.append(f"{what} finite" if event.forward_finite else f"{what} not finite")
+        parts.append(f"{what} {_FINITE[event.forward_finite]}")
     if event.aside:
         parts.append("of another model's loss")
     elif event.story in _STORIES:

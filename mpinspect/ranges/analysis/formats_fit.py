@@ -69,7 +69,7 @@ def format_verdict(
     scales = {name: _log2_scale(histogram, format, scaling) for name, histogram in histograms.items()}
     lost = {name: histogram.lost_l1_share(format, scales[name]).estimate for name, histogram in histograms.items()}
     over = [name for name, histogram in histograms.items() if histogram.overflowed_bounds(format, scales[name])[1]]
-    worst = over[0] if over else max(lost, key=lambda name: lost[name])
+    worst = next(iter(over), max(lost, key=lambda name: lost[name]))
     fits = not over and lost[worst] <= LOST_L1_TOLERANCE
     return FormatVerdict(format.name, kind, scaling, fits, worst, lost[worst], bool(over))
 

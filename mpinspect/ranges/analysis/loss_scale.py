@@ -70,7 +70,7 @@ def recommend_loss_scale(
         GradientRange(TensorKey(name, _GRADIENT), Visibility(histogram))
         for name, histogram in _by_name(histograms).items()
     ]
-    window = scale_window(gradients, None, rules.format, rules.tolerance)
+    window = scale_window(gradients, rules.format, rules.tolerance)
     if window is None:
         return no_advice(nothing_to_serve(gradients))
     decision = decide(gradients, window, Ceiling(window.log2_highest), {}, (), rules)
@@ -108,12 +108,12 @@ def advise(
         if overflowed_at(overflowed) is not None and ceiling.log2_of_finite is None:
             return Advised(no_advice(EVERY_STEP_OVERFLOWED))
         ceiling = ceiling.below(overflowed_at(overflowed))
-    window = scale_window(gradients, ceiling.log2_highest if ceiling else None, format, rules.tolerance)
+    window = scale_window(gradients, format, rules.tolerance)
     if window is None:
         return Advised(no_advice(nothing_to_serve(gradients, session)))
     if ceiling is None:
         ceiling = Ceiling(window.log2_highest).below(overflowed_at(overflowed))
-        window = replace(window, log2_highest=ceiling.log2_highest)
+    window = replace(window, log2_highest=ceiling.log2_highest)
     diverged = divergence(session.windows)
     if diverged:
         return Advised(no_advice(diverged), diverged=True)
@@ -122,13 +122,14 @@ def advise(
         of_block = {key: each for key, each in block_histograms(group).items() if key in scaled}
         found = gradient_ranges(of_block, ceilings, noise)
         first, last = group[0].first_step, max(part.last_step for part in group)
+        served = scale_window(found, format, rules.tolerance)
         top = log2_highest([of_steps], format, rules.growth_interval)
         own = overflowed_at(event for event in overflowed if first <= event.step <= last)
         if top is not None:
             # Use the whole run's margin: a margin from one block's few steps would differ.
             room = top.log2_highest + top.margin
             top = Ceiling(room - ceiling.margin, ceiling.margin).reaching(0).below(own)
-        served = scale_window(found, top.log2_highest if top else None, format, rules.tolerance)
+            served = served and replace(served, log2_highest=top.log2_highest)
         blocks.append(Block(first, last, found, served, own is not None))
     zeros = () if format != FLOAT16 else tuple(always_zero(totals))
     decision = decide(gradients, window, ceiling, add_counts(peaks), blocks, rules, zeros)

@@ -225,10 +225,10 @@ def _binomial_cdf(n: int, p: float, last: int | None = None) -> list[float]:
         return [0.0] * n + [1.0]
     values: list[float] = []
     total, log_term = 0.0, n * math.log1p(-p)
-    for m in range(n + 1 if last is None else last + 1):
+    for m in range(n + 1):
         total += math.exp(log_term)
         values.append(min(total, 1.0))
-        if m == n or (last is None and total > 1 - CONFIDENCE):
+        if m in (n, last) or (last is None and total > 1 - CONFIDENCE):
             break
         log_term += math.log((n - m) / (m + 1)) + math.log(p) - math.log1p(-p)
     return values

@@ -49,5 +49,4 @@ def _share(number: int, steps: int) -> str:
     if not number:
         return f"none of {steps:,} steps"
     interval = steps / number
-    about = f", about 1 in {interval:.1f}" if interval < 10 else f", about 1 in {interval:,.0f}"
-    return f"{number:,} of {steps:,} steps{about}"
+    return f"{number:,} of {steps:,} steps, about 1 in {interval:,.{int(interval < 10)}f}"

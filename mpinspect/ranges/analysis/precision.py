@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FORMATS, FloatFormat
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
 from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session, TensorKey
 from mpinspect.reporting.words import filled, format_name, with_power
 
@@ -137,4 +137,4 @@ def _by_share(elements: Mapping[str, int], what: str) -> str:
 
 
 def _names(dtypes: Iterable[str]) -> str:
-    return " and ".join(format_name(dtype) if dtype in FORMATS else dtype for dtype in dtypes)
+    return " and ".join(map(format_name, dtypes))

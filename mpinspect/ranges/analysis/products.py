@@ -51,7 +51,7 @@ class ConvertedLayer:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers in its path."""
+        """The block numbers in its path."""
         return tuple(int(number) for number in _LEVEL.findall(self.module))
 
 

@@ -10,10 +10,9 @@ from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.drift import time_blocks
 from mpinspect.ranges.analysis.evidence import Evidence
-from mpinspect.ranges.analysis.report import Coverage, LayerReport
+from mpinspect.ranges.analysis.layer_report import LayerReport, layer_report
+from mpinspect.ranges.analysis.report import Coverage
 from mpinspect.ranges.analysis.scale_advice import Decision
-from mpinspect.ranges.analysis.serving import least_log2_scale
-from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -125,44 +124,6 @@ def tensor_infos(session: Session, counted: Iterable[TensorKey]) -> dict[TensorK
     for key in counted:
         infos.setdefault(key, TensorInfo(key.name, key.kind, key.name, ""))
     return infos
-
-
-def layer_report(
-    info: TensorInfo,
-    window: TensorWindow | None,
-    format: FloatFormat,
-    *,
-    log2_scale: int = 0,
-    rounding_noise: bool = False,
-) -> LayerReport:
-    """Return the report on one tensor's values times 2^log2_scale in ``format``; its figures are None if never seen.
-
-    ``log2_scale_needed``, ``max_log2_scale`` and ``range_offset`` always refer to the unscaled values.
-    """
-    if window is None or not window.samples:
-        return LayerReport(info.name, info.kind, info.module, info.module_type, 0, None)
-    histogram, seen = window.histogram, Visibility.of(window)
-    needed = least_log2_scale(histogram, format)
-    return LayerReport(
-        name=info.name,
-        kind=info.kind,
-        module=info.module,
-        module_type=info.module_type,
-        samples=window.samples,
-        histogram=histogram,
-        range_offset=histogram.range_offset(format),
-        flushed_fraction=seen.flushed_fraction(format, log2_scale),
-        already_flushed_fraction=seen.already_flushed_fraction(),
-        floor_exponent=window.floor_exponent,
-        subnormal_fraction=histogram.subnormal_fraction(format, log2_scale),
-        overflowed=histogram.overflowed_bounds(format, log2_scale)[1],
-        lost_l1_share=seen.lost_l1_share(format, log2_scale),
-        noise_to_signal=histogram.noise_to_signal(format, log2_scale),
-        log2_scale_needed=None if needed is None else max(needed, 0),
-        max_log2_scale=histogram.max_log2_scale(format),
-        lost_updates=dict(window.lost_updates) or None,
-        rounding_noise=rounding_noise,
-    )
 
 
 #: The reason for a gradient that never arrived although other tensors were seen or a backward ran.

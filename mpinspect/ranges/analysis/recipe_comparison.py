@@ -142,9 +142,8 @@ class RecipeReport(RendersItself):
 
     def best_of(self, library: str) -> TrainingRecipe | None:
         """Return the recipe of a library that leaves the fewest modules wide; None if that is none or leaves all of them."""
-        usable = [recipe for recipe in self.recipes if recipe.name in _TEMPLATES[library]]
-        best = max(usable, key=self.converted, default=None)
-        return best if best is not None and self.converted(best) else None
+        usable = [recipe for recipe in self.recipes if recipe.name in _TEMPLATES[library] and self.converted(recipe)]
+        return max(usable, key=self.converted, default=None)
 
     def code(self, recipe: TrainingRecipe, library: str = TORCHAO) -> tuple[str, ...]:
         """Return lines of Python that compute ``model`` in a recipe, without the modules to keep wide; () if a library can't.

@@ -383,7 +383,7 @@ def _finer_from(decision: Decision) -> float | None:
 
     scales = range(decision.window.log2_lowest, decision.window.log2_highest + 1)
     finer = scales[bisect_left(scales, True, key=is_finer) :]
-    return scale_of(finer[0]) if finer else None
+    return next(map(scale_of, finer), None)
 
 
 def _time_block(block: Block) -> TimeBlock:

@@ -110,22 +110,15 @@ class ScaleWindow:
 
 
 def scale_window(
-    gradients: Sequence[GradientRange],
-    log2_highest: int | None,
-    format: FloatFormat,
-    tolerance: float = LOST_L1_TOLERANCE,
+    gradients: Sequence[GradientRange], format: FloatFormat, tolerance: float = LOST_L1_TOLERANCE
 ) -> ScaleWindow | None:
-    """Return the window of these gradients; None if no gradient has to be served.
-
-    ``log2_highest`` is computed from the steps' peaks; if None, the largest counted value determines the window's top.
-    """
+    """Return the window of these gradients, its top by the largest counted value; None if no gradient has to be served."""
     served = [gradient for gradient in gradients if gradient.is_served]
     if not served:
         return None
-    if log2_highest is None:
-        log2_highest = min(_known(gradient.histogram.max_log2_scale(format)) for gradient in served)
+    highest = min(_known(gradient.histogram.max_log2_scale(format)) for gradient in served)
     lowest, certain, ample = (max(ks) for ks in zip(*(g.needs(format, tolerance) for g in served), strict=True))
-    return ScaleWindow(lowest, certain, ample, log2_highest)
+    return ScaleWindow(lowest, certain, ample, highest)
 
 
 def gradient_ranges(

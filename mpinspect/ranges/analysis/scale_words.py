@@ -89,7 +89,7 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
     if any(change.scale is not None for change in session.progress.scales):
         # Some gradients were unscaled before counting and some were not, so the counts are mixed.
         return ""
-    name, window = format_name(format.name), scale_window(gradients, None, format, tolerance)
+    name, window = format_name(format.name), scale_window(gradients, format, tolerance)
     if any(gradient.histogram.infs for gradient in gradients) or (window and window.log2_highest < 0):
         return f"As the gradients arrive, they overflow {name}: the current factor of the loss is too large."
     if window is None:
@@ -154,7 +154,8 @@ def _at_scale_1(decision: Decision, gradients: Sequence[GradientRange]) -> str:
     if decision.needed is None and decision.likely_needed:
         return (
             f"Whether a loss scale is needed is not known, but it is likely: {phrase(*decision.likely.key)} had been rounded "
-            "before counting, and the counts are densest just above the smallest value, so some zeros were probably values."
+            "before counting, and the counts are densest just above the smallest value, so some zeros were probably flushed "
+            "values."
         )
     if decision.needed is None:
         doubtful = decision.doubtful.key

@@ -52,7 +52,7 @@ def stale_scales(session: Session, history: int) -> tuple[StaleScale, ...]:
 
 
 def unserved_at_scale_one(session: Session) -> tuple[str, ...]:
-    """Return the layers of whose output gradients E5M2 flushes over 1% of the L1 mass, or clips any value, at the scale 1.
+    """Return the layers whose output gradients lose over 1% of the L1 mass to E5M2's flushing, or are clipped, at scale 1.
 
     An empty history has this scale: in the first step, and after a resume without the scales' state.
     """
@@ -87,14 +87,13 @@ class _Counted(NamedTuple):
 def _maxima(session: Session, key: TensorKey) -> list[_Counted]:
     found: list[_Counted] = []
     for window in session.windows:
-        histogram = window.tensors[key].histogram if key in window.tensors else None
-        if histogram is None or not histogram.nonzero:
+        if key not in window.tensors or not (histogram := window.tensors[key].histogram).nonzero:
             continue
         since = None
         if window.sampled_steps == window.last_step - window.first_step + 1:
-            follows = found and found[-1].window.last_step == window.first_step - 1
-            since = found[-1].since if follows else None
-            since = window.first_step if since is None else since
+            since = window.first_step
+            if found and found[-1].since is not None and found[-1].window.last_step == window.first_step - 1:
+                since = found[-1].since
         found.append(_Counted(window, histogram, histogram.max_abs, since))
     return found
 
@@ -117,9 +116,9 @@ def _judged(module: str, history: int, counted: Sequence[_Counted]) -> StaleScal
 
 
 def _largest_before(counted: Sequence[_Counted], place: int, history: int) -> float | None:
-    """Return the largest magnitude in any step that a step of a window has in its history; 0 without such a step.
+    """Return the largest magnitude in the histories of a window's steps; 0 if no step has a history.
 
-    None if the history of every step of the window has one at least as large as the window's, so that nothing was clipped.
+    None if each history has a magnitude at least as large as the window's, so that nothing was clipped.
     """
     window, _, largest, _ = counted[place]
     before = 0.0

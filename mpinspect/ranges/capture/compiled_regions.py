@@ -115,7 +115,7 @@ def _saved_formats(node: Any) -> Iterator[str]:
 
 
 class EagerCalls:
-    """Reroutes the calls of a model's compiled regions, from ``reroute`` to ``remove``.
+    """Reroutes the calls of a model's compiled regions; ``reroute`` begins it and ``remove`` ends it.
 
     Args:
         layers: the model's modules. Compiled wrappers around the model, or around a module that contains it, count too.

@@ -120,7 +120,7 @@ class TensorStory:
     root: bool = False
 
 
-class Call(NamedTuple):
+class CallRecord(NamedTuple):
     """One completed call of a module.
 
     Args:
@@ -195,7 +195,7 @@ def first_broken(seen: Sequence[Seen]) -> Seen | None:
 def find_culprit(
     seen: Sequence[Seen],
     stories: Sequence[TensorStory],
-    calls: Sequence[Call],
+    calls: Sequence[CallRecord],
     read: Collection[int],
     innocent: Collection[str],
 ) -> Culprit | None:
@@ -225,7 +225,7 @@ def find_culprit(
 
 
 def _in_forward(
-    look: Seen, seen: Sequence[Seen], calls: Sequence[Call], read: Collection[int], innocent: Collection[str]
+    look: Seen, seen: Sequence[Seen], calls: Sequence[CallRecord], read: Collection[int], innocent: Collection[str]
 ) -> Culprit:
     """Return the innermost call with finite inputs, searching outwards from the call that returned the non-finite tensor."""
     if look.what == LOSS:
@@ -268,7 +268,9 @@ def _in_forward(
     return Culprit(FORWARD, "", look, reason)
 
 
-def _in_container(around: Call, inner: str, look: Seen, read: Collection[int], before: Sequence[Call]) -> Culprit:
+def _in_container(
+    around: CallRecord, inner: str, look: Seen, read: Collection[int], before: Sequence[CallRecord]
+) -> Culprit:
     """Return a container as the culprit: an input of a module inside it is non-finite, but none of its own inputs."""
     where = f"in {_code_of(around.module)}"
     unread = [
@@ -291,7 +293,7 @@ def _code_of(module: str) -> str:
     return f"the code of {module!r}" if module else "the model's own code"
 
 
-def _masks(output: Seen, seen: Sequence[Seen], calls: Sequence[Call]) -> set[int]:
+def _masks(output: Seen, seen: Sequence[Seen], calls: Sequence[CallRecord]) -> set[int]:
     """Return the tensors that are masks with -inf: no module made them or received one as its only input.
 
     Empty unless the output is NaN: an infinite output may come from a mask.
@@ -302,12 +304,12 @@ def _masks(output: Seen, seen: Sequence[Seen], calls: Sequence[Call]) -> set[int
     return {look.tensor for look in seen if look.is_input and look.largest == -math.inf} - alone
 
 
-def read_all(call: Call, read: Collection[int]) -> bool:
+def read_all(call: CallRecord, read: Collection[int]) -> bool:
     """Return whether the values of all inputs of a call were read."""
     return not call.overwritten and all(number in read for number in call.given)
 
 
-def _what_went_in(call: Call, made: Seen, seen: Sequence[Seen], read: Collection[int], masks: set[int]) -> str:
+def _what_went_in(call: CallRecord, made: Seen, seen: Sequence[Seen], read: Collection[int], masks: set[int]) -> str:
     if call.overwritten:
         return "it changed its input in place, so whether its input was finite is not known"
     if not read_all(call, read):
@@ -325,7 +327,7 @@ def _in_backward(
     look: Seen,
     seen: Sequence[Seen],
     stories: Sequence[TensorStory],
-    calls: Sequence[Call],
+    calls: Sequence[CallRecord],
     innocent: Collection[str],
 ) -> Culprit:
     story = stories[look.tensor]
@@ -365,7 +367,7 @@ def largest_at_output(seen: Sequence[Seen], stories: Sequence[TensorStory], unti
 def _in_code_after(
     look: Seen,
     stories: Sequence[TensorStory],
-    calls: Sequence[Call],
+    calls: Sequence[CallRecord],
     finite_at_output: Mapping[str, float],
     unread: Sequence[str],
 ) -> Culprit:

@@ -189,7 +189,8 @@ class DeviceMagnitudes:
         for each in held:
             if version_of(each.values) != each.version or not each.values.data_ptr():
                 self._changed.add(each.name)
-                step.lost.update(() if each.slot is None else (each.slot,))
+                if each.slot is not None:
+                    step.lost.add(each.slot)
             elif each.slot is not None:
                 intact.append((each.values, each.slot, each.always))
                 last_is_spared = each.is_spared

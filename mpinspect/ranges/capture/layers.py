@@ -111,8 +111,8 @@ class Selection:
     """
 
     def __init__(self, include: str | Iterable[str] | None, exclude: str | Iterable[str] | None) -> None:
-        self.include = _patterns(include)
-        self.exclude = _patterns(exclude) or ()
+        self.include = None if include is None else several(include)
+        self.exclude = several(exclude)
         self._matched: set[str] = set()
 
     def wants(self, *names: str) -> bool:
@@ -282,7 +282,8 @@ def _of_parameter(watched: WatchedParameter, type_name: str, kinds: Collection[s
     return infos
 
 
-def _patterns(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
+def several(given: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Return the names or patterns that a user gave: a single string is one, None is none."""
     if given is None:
-        return None
+        return ()
     return (given,) if isinstance(given, str) else tuple(given)

@@ -1,4 +1,4 @@
-"""Measures what recipes of FP8 and FP4 lose of the operands of layers' products: the input, the weight, the gradient.
+"""Measures the losses by FP8 and FP4 recipes in the operands of layers' products: the input, the weight, the gradient.
 
 A layer is a torch.nn.Linear, or any module whose output is the product of its input and its one weight, transposed or not (the
 Conv1D of GPT-2 in transformers). Such modules are recognised by their values, not by name.

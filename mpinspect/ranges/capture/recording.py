@@ -190,6 +190,11 @@ class Recording:
         elif len(self.events) == EVENT_LIMIT:
             self.note(f"more than {EVENT_LIMIT} steps were not finite: the later ones are not listed")
 
+    def broken_phase(self) -> str:
+        """Return the phase that was not finite at any loss scale (``Event.broken_phase``), the forward first; "" without one."""
+        # In the order of the alphabet.
+        return max((event.broken_phase for event in self.events), default="")
+
     def aside(self, step: int, micro_batch: int | None, scale: BackwardScale) -> None:
         """Record that a step's backwards up to a micro-batch served another model's optimizer; None revokes the record.
 
@@ -222,7 +227,7 @@ class Recording:
         self._set_precision(replace(precision, operands=self.precision.operands))
 
     def operands(self, operands: Iterable[OperandRecord]) -> None:
-        """Add what recipes would lose in a step."""
+        """Add the recipes' losses in a step."""
         self._set_precision(replace(self.precision, operands=added_operands(self.precision.operands, operands)))
 
     def _set_precision(self, precision: Precision) -> None:

@@ -29,7 +29,7 @@ MOST_CLOSURES = 4
 
 #: The most further steps that are computed twice after an infinity or NaN, until one of them has an infinity or NaN again.
 AFTER_EVENTS = 8
-#: Numbers of steps after which another is computed twice: sums and moments saturate, and weights grow, only with time.
+#: Later steps that are computed twice: only with time do sums and moments saturate, and weights grow.
 LATER_STEPS = (100, 1000, 10_000)
 
 
@@ -300,7 +300,7 @@ class Pace:
 
 
 class StepChoice:
-    """Chooses the steps that are computed twice: given ones, and some after an infinity or NaN of a forward.
+    """Chooses the steps that are computed twice: given ones, and some after an infinity or NaN that no loss scale explains.
 
     Args:
         steps: numbers of steps after which the next one is chosen.
@@ -312,9 +312,9 @@ class StepChoice:
         self._left_after_events = after_events
         self._is_after_event = False
 
-    def is_due(self, step: int, forward_broke: Callable[[], bool]) -> bool:
-        """Return whether the step that follows ``step`` others is chosen."""
-        return self._has_come(step) or (self._left_after_events > 0 and forward_broke())
+    def is_due(self, step: int, broken_phase: Callable[[], str]) -> bool:
+        """Return whether the step that follows ``step`` others is chosen; ``broken_phase``: as of ``Recording``."""
+        return self._has_come(step) or (self._left_after_events > 0 and bool(broken_phase()))
 
     def begins(self, step: int) -> None:
         """Handle the start of a chosen step."""
@@ -322,14 +322,11 @@ class StepChoice:
         self._left_after_events -= self._is_after_event
         self._steps = [each for each in self._steps if each > step]
 
-    def ends(self, records: Iterable[Record]) -> None:
+    def ends(self, records: Iterable[Record], broken_phase: str) -> None:
         """Handle the records of a chosen step: once one has the infinity or NaN, no further step is needed for it."""
-        if self._is_after_event and any(map(_is_broken_forward, records)):
+        broken = (record for record in records if isinstance(record, (BornInfinite, BrokenAlike)))
+        if self._is_after_event and any(record.names[2] == broken_phase for record in broken):
             self._left_after_events = 0
 
     def _has_come(self, step: int) -> bool:
         return bool(self._steps) and step >= self._steps[0]
-
-
-def _is_broken_forward(record: Record) -> bool:
-    return isinstance(record, (BornInfinite, BrokenAlike)) and record.names[2] == "forward"

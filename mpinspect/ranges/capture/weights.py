@@ -150,16 +150,14 @@ class BrokenWeights:
         own = {name: value for name, value in (largest or {}).items() if is_below(name, event.module)}
         broken = next((name for name, value in own.items() if not math.isfinite(value)), None)
         if broken is not None:
-            reason = (
-                f"{broken!r} itself is not finite: the previous optimizer step, or other code that set it, made it so"
-            )
+            reason = f"{broken!r} itself is not finite: an earlier optimizer step, or other code, wrote it"
             if is_many := world_size() > 1:
                 reason += "; its gradients may be sums over the ranks, so look for the rank with the earliest event"
             return replace(event, explanation=reason, elsewhere=is_many)
         name = max(own, key=own.__getitem__, default="")
         if own.get(name, 0.0) < _HUGE:
             return event
-        reason = f"{name!r} itself reaches {own[name]:.2g}: the previous optimizer step, or other code that set it, made it so"
+        reason = f"{name!r} itself reaches {own[name]:.2g}: an earlier optimizer step, or other code, wrote it"
         return replace(event, explanation="; ".join(filter(None, [event.explanation, reason])))
 
     def hold_no_gradient(self, broke: Callable[[], bool]) -> bool:

@@ -60,6 +60,11 @@ CONSEQUENCES: tuple[Fault, ...] = (
 FAULTS: dict[str, Fault] = {fault.id: fault for fault in (*FIRST, *DIAGNOSES, *CONSEQUENCES)}
 #: The ids of all findings on ranges; "diagnosis-failed" takes the place of one whose record can't be read.
 FINDING_IDS = tuple(sorted([*FAULTS, "diagnosis-failed"]))
+#: The ids of findings that depend on the loss scale; no scale changes a forward or a divergence.
+OF_LOSS_SCALE = frozenset(fault.id for fault in (*scaling.FAULTS, *gradient_ranges.FAULTS)) - {
+    "scale-falls-for-forward",
+    "training-diverged",
+}
 
 _EVENT = "non-finite-event"
 
@@ -76,10 +81,16 @@ def explains_events(finding: Finding) -> bool:
     return fault is not None and _EVENT in fault.explains and fault.is_grave(finding)
 
 
+def depends_on_scale(finding: Finding, event: Event | None) -> bool:
+    """Return whether another loss scale would matter to a finding; ``event`` is the one that broke the run."""
+    is_overflow = event is not None and event.phase == "backward" and event.value == "inf"
+    return finding.id in OF_LOSS_SCALE or (finding.id == _EVENT and is_overflow)
+
+
 def what_broke(report: RangeReport) -> Event | None:
     """Return the event that broke the run; None if all events were harmless."""
     alarming = any(
         explains_events(finding) or (finding.id == _EVENT and finding.severity != "info") for finding in report.findings
     )
     # If the loss scale makes every step skip, each single skip looks like harmless probing: fall back on the first event.
-    return gravest(report.events) or (report.events[0] if alarming and report.events else None)
+    return gravest(report.events) or next((event for event in report.events if alarming), None)

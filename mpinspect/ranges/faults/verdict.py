@@ -25,8 +25,8 @@ from mpinspect.ranges.session import (
     module_named,
 )
 from mpinspect.reporting.finding import SEVERITIES, Finding, inferred
-from mpinspect.reporting.sentences import Said, Sentences, by_number, text
-from mpinspect.reporting.words import as_power, filled, format_name, lower_first, number_of
+from mpinspect.reporting.sentences import Said, Sentences, text
+from mpinspect.reporting.words import as_power, by_number, filled, format_name, lower_first, number_of
 
 _INFO, _WARNING, _ERROR = SEVERITIES
 _OPENINGS = {_ERROR: "In trouble", _WARNING: "Needs fixing"}

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, TypeAlias
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FORMATS, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.evidence import own_scale
-from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
-from mpinspect.ranges.report.opening import blocks_of, opening
+from mpinspect.ranges.report.opening import Opening, blocks_of, opening
 from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
 from mpinspect.ranges.session import Event, ScaleChange, Window
 from mpinspect.reporting.document import Tone, Widget
@@ -36,7 +37,7 @@ _MOST_BLOCKS = 24
 
 
 class NoteCell(NamedTuple):
-    """A cell beside a module's layers; sorting by its column puts the largest ``rank`` first."""
+    """A cell in the rows of a module's layers; sorting by its column puts the largest ``rank`` first."""
 
     text: str
     tone: Tone = ""
@@ -48,7 +49,7 @@ class ModuleNotes:
     """Facts of other reports about the model's modules, shown with the layers of each.
 
     Args:
-        columns: headings of further columns of the map's table, and what each means.
+        columns: headings of further columns of the map's table, and their meanings.
         cells: by module's path, a cell for each column.
         lines: by module's path, sentences shown when one of its layers is chosen.
     """
@@ -66,7 +67,7 @@ Changes: TypeAlias = tuple[tuple[str, str, float, "int | None"], ...]
 
 
 class Mapped(NamedTuple):
-    """A model to show on a map: its name among those of the page, its report, and what is known of its modules."""
+    """A model to show on a map: its name on the page, its report, and notes on its modules."""
 
     name: str
     report: RangeReport
@@ -78,7 +79,7 @@ class Mapped(NamedTuple):
 def picture(*models: Mapped, of: str = "Model") -> Widget | None:
     """Return the map for a page's front, which opens with the model that broke; None if no tensor was counted.
 
-    ``of`` names what is chosen if there are several.
+    ``of`` names the choice if there are several.
     """
     found = next(widget(*models), None)
     if found is None:
@@ -107,7 +108,7 @@ def widget(*models: Mapped, together: bool = False) -> Iterator[Widget]:
         "mpinspect.ranges.report",
         "explorer",
         tuple((model.name, partial(packed, *model[1:3], model.name, model.changes)) for model in shown),
-        "The interactive map needs JavaScript; the tables say the same.",
+        "The interactive map needs JavaScript; the tables have the same figures.",
         together,
     )
 
@@ -137,13 +138,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
     return {
         "model": printable(name or report.session.info.model),
         "format": first.format,
-        "opening": {
-            "scale": first.scale,
-            "kind": first.kind,
-            "block": first.block,
-            "marked": list(map(printable, first.marked)),
-            "words": printable(first.words),
-        },
+        "opening": _opening(report, first),
         "suggested": _suggested(report),
         # A power of two, rounded down.
         "own": floor_log2(own) if own else 0,
@@ -173,10 +168,27 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         ],
         "groups": groups,
         "tensors": [_tensor(layer, group_of[layer.key], windows) for layer in layers],
-        # Shown beside a module's tensors, in no map: flushing does not decide whether an update is lost.
+        # Shown next to a module's tensors, not in a map: flushing does not decide whether an update is lost.
         "updates": [_tensor(layer, 0, windows) for layer in updates],
         "notes": _notes(notes),
         "changes": [(kind, printable(tensor), *figures) for kind, tensor, *figures in changes],
+    }
+
+
+def _opening(report: RangeReport, first: Opening) -> dict[str, Any]:
+    kind, marked, near, row, is_after, _ = first.culprit
+    return {
+        "scale": first.scale,
+        "kind": kind,
+        "block": first.block,
+        "marked": list(map(printable, marked)),
+        "near": list(map(printable, near)),
+        # A row for a culprit of which nothing was counted, and whether it follows the rows that are near.
+        "row": row and list(map(printable, row)),
+        "after": is_after,
+        "curve": first.has_curve,
+        "grave": any(finding.severity == SEVERITIES[-1] for finding in report.findings),
+        "words": printable(first.words),
     }
 
 
@@ -254,6 +266,11 @@ def _lost_updates(report: RangeReport, windows: Sequence[Window]) -> dict[str, A
             updates = [None if tensor is None else tensor.lost_updates.get(storage) for tensor in blocks]
             of_storage["tensors"][printable(layer.name)] = [each and (each.lost, each.nonzero) for each in updates]
     return found
+
+
+def has_map(report: RangeReport) -> bool:
+    """Return whether a tensor was counted that the map shows."""
+    return bool(_shown(report))
 
 
 def _shown(report: RangeReport) -> list[LayerReport]:

@@ -10,13 +10,13 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
 from mpinspect.ranges.report.scale_line import steps_and_samples
-from mpinspect.reporting.document import Block, Code, Front, Line, Listed, Tone, is_empty
+from mpinspect.reporting.document import Block, Code, Front, Line, Listed, Tone, nonempty
 from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.words import time_taken
 
 _DOCS = "https://github.com/mpinspect/mpinspect/blob/main/docs/"
-_DIAGNOSES = frozenset(diagnosis.id for diagnosis in DIAGNOSES)
-_FAULTS = frozenset(FAULTS)
+#: The pages that explain findings, and the ids on each.
+_PAGES = {"diagnoses.md": {diagnosis.id for diagnosis in DIAGNOSES}, "sentences.md": frozenset(FAULTS)}
 #: In place of a map.
 NO_MAP = "No tensor was counted, so there is no map."
 _NO_STATE = "Nothing to judge"
@@ -40,8 +40,10 @@ def front(report: RangeReport, name: str, notes: ModuleNotes) -> Front:
 def state_of(report: RangeReport) -> tuple[str, Tone]:
     """Return the verdict in a word or two, and its tone."""
     verdict = report.verdict
+    if verdict.healthy is None and verdict.ended:
+        return "Ended by an error", "error"
     if verdict.healthy is None:
-        return ("Ended by an error", "error") if verdict.ended else (_NO_STATE, "unknown")
+        return _NO_STATE, "unknown"
     if verdict.healthy:
         return verdict.opening, "good"
     is_error = any(finding.severity == SEVERITIES[-1] for finding in report.findings)
@@ -54,7 +56,7 @@ def facts(report: RangeReport) -> Iterator[str]:
     with suppress(ValueError):
         yield f"{datetime.datetime.fromisoformat(info.started):%d %b %Y, %H:%M}"
     if progress.elapsed_s:
-        yield f"{time_taken(progress.elapsed_s)}{'' if progress.ended else ' so far'}"
+        yield time_taken(progress.elapsed_s) + progress.so_far
     yield steps_and_samples(progress)
     if ranks := len(report.session.ranks):
         yield f"{ranks} ranks"
@@ -68,19 +70,18 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     verdict = report.verdict
     first, *more = verdict.sentences or ("",)
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
-    blocks: tuple[Block, ...] = (
+    yield from nonempty(
         Line(verdict.ended, "error"),
         Line(first, tone),
         *map(Line, more),
-        Line(f"Change: {verdict.change}" if verdict.change else ""),
+        Line(verdict.change and f"Change: {verdict.change}"),
         Code(verdict.code),
         Line(verdict.precision, "dim"),
     )
-    yield from (block for block in blocks if not is_empty(block))
 
 
 def listed(report: RangeReport, thing: str = "") -> Iterator[Listed]:
     """Yield a report's findings for a front, each with the address of the page that explains it."""
     for finding in report.findings:
-        page = "diagnoses.md" if finding.id in _DIAGNOSES else "sentences.md" if finding.id in _FAULTS else ""
-        yield Listed(finding, thing, f"{_DOCS}{page}#{finding.id}" if page else "")
+        pages = [name for name, ids in _PAGES.items() if finding.id in ids]
+        yield Listed(finding, thing, "".join(f"{_DOCS}{name}#{finding.id}" for name in pages[:1]))

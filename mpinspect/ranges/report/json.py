@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.ranges.analysis.report import Coverage, LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import Coverage, RangeReport
 from mpinspect.ranges.session import LostUpdates, Session, Window
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
 

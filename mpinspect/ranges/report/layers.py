@@ -9,13 +9,14 @@ from typing import TypeVar
 
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FORMATS, FloatFormat, floor_log2
-from mpinspect.ranges.analysis.report import LayerReport, LossScaleAdvice, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.session import TensorInfo
 from mpinspect.reporting.document import Strip
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import NEAR, NEGLIGIBLE, share
+from mpinspect.reporting.words import NEGLIGIBLE, share
 
 Named = TypeVar("Named", LayerReport, TensorInfo)
 
@@ -50,8 +51,7 @@ class Repeated:
     @property
     def max_exponent(self) -> int | None:
         """The largest exponent in any member; None if none has a finite non-zero value."""
-        found = [layer.histogram for layer in self.members if layer.histogram is not None and layer.histogram.nonzero]
-        return max((histogram.max_exponent for histogram in found), default=None)
+        return max((layer.max_exponent for layer in self.members if layer.max_exponent is not None), default=None)
 
 
 def repeated(layers: Iterable[LayerReport], at_most: int | None = 0) -> list[Repeated]:
@@ -120,7 +120,7 @@ def badness(layer: LayerReport) -> tuple[float, ...]:
 
 
 def names_in(findings: Iterable[Finding]) -> frozenset[str]:
-    """Return what findings are about: their layers, and the names that their sentences put in quotes."""
+    """Return the names that findings are about: their layers, and the names that their sentences put in quotes."""
     quoted = (re.findall(r"'([^']+)'", f"{finding.message} {finding.fix}") for finding in findings)
     return frozenset(name for names in quoted for name in names) | {finding.layer for finding in findings} - {""}
 
@@ -157,12 +157,12 @@ def has_no_values(layer: LayerReport) -> bool:
 
 def flushed_words(layer: LayerReport, elements: Interval | None) -> str:
     """Return a share of elements in words, with bounds only as far as the lost L1 share lets them matter."""
-    lost = 1.0 if layer.lost_l1_share is None else layer.lost_l1_share.high
-    return share(
-        elements,
-        near=1.0 if lost <= LOST_L1_TOLERANCE else NEAR,
-        negligible=1.0 if lost <= NEGLIGIBLE else NEGLIGIBLE,
-    )
+    lost = layer.lost_l1_share
+    if lost is None or lost.high > LOST_L1_TOLERANCE:
+        return share(elements)
+    if lost.high > NEGLIGIBLE:
+        return share(elements, near=1.0)
+    return share(elements, near=1.0, negligible=1.0)
 
 
 def overflowed_share(histogram: ExponentHistogram, format: FloatFormat) -> Interval:

@@ -1,4 +1,4 @@
-"""Chooses what a run's map shows at first: where it broke, what FP16 would do to an FP32 run, or the run as it is."""
+"""Chooses the first view of a run's map: the place where it broke, FP16's effect on an FP32 run, or the run as it is."""
 
 from __future__ import annotations
 
@@ -9,18 +9,39 @@ from typing import NamedTuple
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, floor_log2
 from mpinspect.ranges.analyse import judged_in
 from mpinspect.ranges.analysis.evidence import own_scale
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import run_format
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
-from mpinspect.ranges.faults.registry import what_broke
+from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.faults.registry import depends_on_scale, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen, module_named
-from mpinspect.reporting.finding import SEVERITIES, Finding
-from mpinspect.reporting.words import format_name, steps_named, upper_first
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import filled, format_name, steps_named
 
 #: The whole run, in place of one of its blocks.
 WHOLE = -1
 #: Kinds of tensor, the nearest to a module's output first.
 _NEAREST = (ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, WEIGHT)
+
+
+class Culprit(NamedTuple):
+    """The place that is to blame, and the rows that show it.
+
+    Args:
+        kind: the kind of tensor.
+        marked: names of the tensors of that kind that are the culprit's own.
+        near: if there are none, names of those that are part of it, or of the nearest one.
+        row: its name and what happened there, for a row of its own; None if ``marked`` has rows.
+        is_after: whether that row stands after the ones that are near.
+        words: sentences on the place.
+    """
+
+    kind: str
+    marked: tuple[str, ...]
+    near: tuple[str, ...] = ()
+    row: tuple[str, str] | None = None
+    is_after: bool = False
+    words: str = ""
 
 
 class Opening(NamedTuple):
@@ -29,17 +50,17 @@ class Opening(NamedTuple):
     Args:
         format: name of the format.
         scale: the loss scale, a power of two.
-        kind: the kind of tensor; "" to leave the choice to the map.
+        culprit: the place that is to blame; one of kind "", which leaves the choice to the map, if there is none.
         block: index of the block of steps, or WHOLE.
-        marked: names of the tensors of that kind that belong to the culprit.
-        words: sentences on what is marked and shown; "" for nothing to say.
+        has_curve: whether the losses at other loss scales matter, so that their curve is shown.
+        words: sentences on the marked and shown tensors; "" without any.
     """
 
     format: str
     scale: int
-    kind: str = ""
+    culprit: Culprit = Culprit("", ())
     block: int = WHOLE
-    marked: tuple[str, ...] = ()
+    has_curve: bool = True
     words: str = ""
 
 
@@ -62,22 +83,22 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
         blocks: the blocks of steps that the map can show.
     """
     event = what_broke(report)
-    finding = next((each for each in report.findings if each.severity != SEVERITIES[0]), None)
+    finding = next((each for each in report.findings if each.is_alarm), None)
     format, is_other = _format(report, event)
     # A format in which the run does not compute is judged without a loss scale.
     scale = 0 if is_other else _own(report.session)
     found = _culprit(event, finding, layers, report.layers)
+    has_curve = finding is None or depends_on_scale(finding, event)
     if found is None:
         words = _what_if(report) if is_other and format == FLOAT16.name else ""
-        return Opening(format, scale, words=words)
-    kind, marked, where = found
-    block = WHOLE
+        return Opening(format, scale, has_curve=has_curve, words=words)
+    block, words = WHOLE, found.words
     if event is not None:
-        block = _healthy(event, kind, marked, blocks)
-        where = f"{where} {_shown(block, blocks)}"
+        block = _healthy(event, found.kind, found.marked or found.near, blocks)
+        words = f"{words} {_shown(block, blocks)}"
         if block != WHOLE and not is_other:
             scale = _scale_at(report.session, blocks[block].last_step, scale)
-    return Opening(format, scale, kind, block, marked, where)
+    return Opening(format, scale, found, block, has_curve, words)
 
 
 def _format(report: RangeReport, event: Event | None) -> tuple[str, bool]:
@@ -108,8 +129,7 @@ def _own(session: Session) -> int:
 
 def _scale_at(session: Session, step: int, otherwise: int) -> int:
     """Return the loss scale of a step as a power of two, rounded down."""
-    known = [change.scale for change in session.scale_history() if change.step <= step]
-    scale = known[-1] if known else None
+    *_, scale = (None, *(change.scale for change in session.scale_history() if change.step <= step))
     return floor_log2(scale) if scale and math.isfinite(scale) and scale > 0 else otherwise
 
 
@@ -118,36 +138,61 @@ def _scale_at(session: Session, step: int, otherwise: int) -> int:
 
 def _culprit(
     event: Event | None, finding: Finding | None, layers: Sequence[LayerReport], watched: Sequence[LayerReport]
-) -> tuple[str, tuple[str, ...], str] | None:
-    """Return the kind and the names of the culprit's tensors, and sentences on them; None if nothing is to blame."""
-    place = finding.layer if finding is not None and finding.layer else ""
-    if not place and event is None:
+) -> Culprit | None:
+    """Return the culprit; None if nothing is to blame."""
+    if event is not None and (finding is None or finding.layer in ("", event.module, event.tensor)):
+        return _of_event(event, layers, watched)
+    if finding is None or not finding.layer:
         return None
-    is_event = event is not None and (not place or place in (event.module, event.tensor))
-    if event is not None and is_event:
-        first = "NaN" if event.value == "nan" else "infinity"
-        said = f"Marked: {event.place}, the first {first} of the run (step {event.step:,}, {event.phase})."
-        path, what = event.module, event.what
-    else:
-        assert finding is not None
-        step = "" if finding.step is None else f", from step {finding.step:,} on"
-        said, path, what = f"Marked: {module_named(place)} ({finding.id}{step}).", place, ""
-    tensor = event.tensor if event is not None and is_event else place
-    given = event is not None and is_event and event.given
-    kind, marked, is_near = _nearest(path, what, tensor, layers, watched, given=given)
-    if is_near:
-        it = "The loss" if what in LOSSES else "The input" if given else upper_first(module_named(path))
-        said += f" {it} has no row of its own; the nearest is {marked[0]!r}."
-    elif what and kind != what:
-        counted, missing = (kind_named(each).title.lower() for each in (kind, what))
-        said += f" Its {missing} were not counted; shown are its {counted}."
-    return kind, marked, said
+    place, step = finding.layer, filled(", from step {:,} on", finding.step)
+    kind, near, is_own = _nearest(place, "", place, layers, watched)
+    if is_own:
+        return Culprit(kind, near, words=f"Marked: {module_named(place)} ({finding.id}{step}).")
+    words = f"Marked: {module_named(place)} ({finding.id}{step}).{_beside(place, near, layers)}"
+    return Culprit(kind, (), near, (place, f"{finding.id}{step}"), words=words)
+
+
+def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[LayerReport]) -> Culprit:
+    """Return the place where an event arose."""
+    first = "NaN" if event.value == "nan" else "infinity"
+    kind, near, is_own = _nearest(event.module, event.what, event.tensor, layers, watched, given=event.given)
+    words = f"Marked: {event.place}, the first {first} of the run (step {event.step:,}, {event.phase})."
+    is_counted = kind == event.what or event.what in LOSSES or event.given
+    if not is_counted:
+        counted, missing = (kind_named(each).title.lower() for each in (kind, event.what))
+        words += f" Its {missing} were not counted; shown are its {counted}."
+    # The code after a module is no part of it.
+    if is_own and not event.after:
+        return Culprit(kind, near, words=words)
+    is_loss = event.what in LOSSES and not event.module
+    if not event.module and not event.given and not is_loss:
+        # The model's own code is nearest to no layer.
+        near = ()
+    name = event.place
+    if name == repr(event.module):
+        name = event.module
+    row = (name, f"the first {first} of the run: step {event.step:,}, {event.phase}")
+    return Culprit(kind, (), near, row, event.after or is_loss, f"{words}{_beside(event.module, near, layers)}")
+
+
+def _beside(path: str, near: Sequence[str], layers: Sequence[LayerReport]) -> str:
+    """Return a sentence on the row that stands for a place of which nothing was counted; "" if its parts have rows."""
+    parts = {layer.name for layer in layers if path and _is_inside(layer, path)}
+    if not near or near[0] in parts:
+        return ""
+    return f" The nearest row is {near[0]!r}."
 
 
 def _nearest(
-    path: str, kind: str, tensor: str, layers: Sequence[LayerReport], watched: Sequence[LayerReport], *, given: bool
+    path: str,
+    kind: str,
+    tensor: str,
+    layers: Sequence[LayerReport],
+    watched: Sequence[LayerReport],
+    *,
+    given: bool = False,
 ) -> tuple[str, tuple[str, ...], bool]:
-    """Return the kind and the names of the tensors nearest to a module, and whether they belong to another one.
+    """Return the kind and the names of the tensors nearest to a module, and whether they are its own, not those of its parts.
 
     Args:
         path: the module's path; "" for the model itself.
@@ -160,11 +205,11 @@ def _nearest(
     for each in kinds:
         named = tuple(layer.name for layer in layers if (layer.kind, layer.name) == (each, tensor))
         if named and (each == kind or (tensor and not kind)):
-            return each, named, False
+            return each, named, True
     for each in kinds:
-        inside = tuple(layer.name for layer in layers if layer.kind == each and path and _is_inside(layer, path))
+        inside = [layer for layer in layers if layer.kind == each and path and _is_inside(layer, path)]
         if inside:
-            return each, inside, False
+            return each, tuple(layer.name for layer in inside), all(layer.module == path for layer in inside)
     of_kind = [layer for layer in layers if layer.kind == kinds[0]]
     places = {layer.key: place for place, layer in enumerate(watched)}
     # The loss follows the last layer.
@@ -174,7 +219,7 @@ def _nearest(
     ]
     middle = sum(sought) / len(sought) if sought and path else end
     near = min(reversed(of_kind), key=lambda layer: abs(places[layer.key] - middle))
-    return kinds[0], (near.name,), True
+    return kinds[0], (near.name,), False
 
 
 def _is_inside(layer: LayerReport, path: str) -> bool:
@@ -184,13 +229,18 @@ def _is_inside(layer: LayerReport, path: str) -> bool:
 # -- the steps ------------------------------------------------------------------------------------------------------
 
 
-def _healthy(event: Event, kind: str, marked: Sequence[str], blocks: Sequence[Window]) -> int:
-    """Return the last block before the event in which the culprit's tensors were counted and finite; WHOLE if there is none."""
+def _healthy(event: Event, kind: str, names: Sequence[str], blocks: Sequence[Window]) -> int:
+    """Return the last block before the event in which these tensors were counted and finite; WHOLE if there is none.
+
+    Without names all tensors of the kind are meant.
+    """
     for place in reversed(range(len(blocks))):
         if blocks[place].last_step >= event.step:
             continue
         tensors = [
-            tensor.histogram for key, tensor in blocks[place].tensors.items() if key.kind == kind and key.name in marked
+            tensor.histogram
+            for key, tensor in blocks[place].tensors.items()
+            if key.kind == kind and (not names or key.name in names)
         ]
         if any(counts.nonzero for counts in tensors) and not any(counts.nonfinite for counts in tensors):
             return place

@@ -1,4 +1,4 @@
-"""Heat map of layers by exponents: the spread of each layer's values, the format's edges, and what the format loses."""
+"""Heat map of layers by exponents: the spread of each layer's values, the format's edges, and the share that the format loses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
 from mpinspect.numeric.formats import FORMATS
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, kind_named
 from mpinspect.ranges.report.layers import (
@@ -37,7 +38,7 @@ from mpinspect.reporting.plot_style import (
     shares,
     shortened,
 )
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, format_name, percent, share
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, format_name, optional, percent, share
 
 MAX_ROWS = 60
 #: Up to this many layers have a row each; if there are more, repeated blocks share one.
@@ -46,7 +47,7 @@ _NAME_LENGTH = 60
 #: The bounds of the classes of shares, and a colour for each class; their lightness alone suffices to distinguish them.
 _BOUNDS = (0.0, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 COLOURS = ("#dcebf7", "#a6cbe6", "#5f9fd0", "#2068a8", "#08306b")
-#: Width of a column beside the map in points.
+#: Width of a column next to the map in points.
 _COLUMN = 44
 
 #: A column's heading, and a layer's figure in words.
@@ -121,7 +122,7 @@ def _shares(layer: LayerReport | None, low: int, high: int) -> np.ndarray[tuple[
 
 
 def _finding(report: RangeReport, found: list[Repeated]) -> str:
-    """Return what the map shows: the layer that loses most, or that none does."""
+    """Return the message of the map: the layer that loses most, or that no layer loses anything."""
     name = format_name(report.format)
     layers = [row.worst for row in found if not row.worst.rounding_noise]
     if not layers:
@@ -133,17 +134,16 @@ def _finding(report: RangeReport, found: list[Repeated]) -> str:
     if worst.overflowed and worst.histogram is not None:
         may = "overflows" if overflowed_share(worst.histogram, FORMATS[report.format]).low else "may overflow"
         return f"{called} {may} {name} at loss scale 1"
-    lost = worst.lost_l1_share
-    if lost is None or lost.high <= LOST_L1_TOLERANCE:
-        loses = (
-            f"more than {percent(lost.high)} of its sum of magnitudes" if lost is not None and lost.high else "anything"
-        )
-        return f"{name} at loss scale 1 serves every layer: none loses {loses} to flushing"
+    lost, serves = worst.lost_l1_share, f"{name} at loss scale 1 serves every layer"
+    if lost is None or not lost.high:
+        return f"{serves}: none loses anything to flushing"
+    if lost.high <= LOST_L1_TOLERANCE:
+        return f"{serves}: none loses more than {percent(lost.high)} of its sum of magnitudes to flushing"
     return f"{called} loses most in {name}: {flushed_words(worst, worst.flushed_fraction)} flushed at loss scale 1"
 
 
 def _columns(report: RangeReport, found: list[Repeated]) -> list[_Column]:
-    """Return the columns beside the map; the last ones only where a layer has such values."""
+    """Return the columns next to the map; the last ones only where a layer has such values."""
     layers = [row.worst for row in found]
     columns: list[_Column] = [("flushed", _of_values(lambda layer: flushed_words(layer, layer.flushed_fraction)))]
     k = log2_recommended(report.loss_scale)
@@ -153,7 +153,7 @@ def _columns(report: RangeReport, found: list[Repeated]) -> list[_Column]:
     if any(layer.overflowed for layer in layers):
         format = FORMATS[report.format]
         overflowed = _of_values(
-            lambda layer: share(overflowed_share(layer.histogram, format)) if layer.histogram else UNKNOWN
+            lambda layer: optional(layer.histogram, lambda counts: share(overflowed_share(counts, format)), UNKNOWN)
         )
         columns.append(("overflow", overflowed))
     if any(map(_broken, layers)):
@@ -176,10 +176,11 @@ def _label(axes: Axes, lines: list[_Line], columns: list[_Column]) -> None:
         axes.annotate(heading, (1, 0.5), (number * _COLUMN + 4, 0), fontweight="bold", color=FAINT, **beside)
     for place, (label, (_, layer)) in enumerate(zip(axes.get_yticklabels(), lines, strict=True)):
         axes.axhline(place, color="white", linewidth=0.6, zorder=2)
-        label.set_fontweight("bold" if layer is None else "normal")
+        if layer is None:
+            label.set_fontweight("bold")
+            continue
         for number, (_, words) in enumerate(columns, start=1):
-            said = words(layer) if layer is not None else ""
-            axes.annotate(said, (1, place + 0.5), (number * _COLUMN + 4, 0), **beside)
+            axes.annotate(words(layer), (1, place + 0.5), (number * _COLUMN + 4, 0), **beside)
 
 
 def _name(row: Repeated) -> str:

@@ -19,7 +19,7 @@ def range_offset(report: RangeReport) -> Figure:
 
 
 def heat_map(report: RangeReport) -> Figure:
-    """Plot a heat map of layers by exponents with the format's edges and what it flushes; at most the 60 worst rows."""
+    """Plot a heat map of layers by exponents with the format's edges and the share that it flushes; at most the 60 worst rows."""
     return drawn(plot_heat_map.height(report), lambda figure: plot_heat_map.draw(figure, report))
 
 

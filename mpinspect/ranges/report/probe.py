@@ -9,7 +9,7 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
 from mpinspect.reporting.document import Cell, Column, Document, Item, Items, Limit, Line, Table, Tables, section
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
-from mpinspect.reporting.words import UNKNOWN, percent
+from mpinspect.reporting.words import UNKNOWN, and_more, number_of, optional, percent
 
 if TYPE_CHECKING:
     from mpinspect.ranges.probe import ProbeReport
@@ -28,10 +28,9 @@ _LEGEND = (
 
 def document(report: ProbeReport) -> Document:
     """Return the report as a document."""
-    batches = "1 batch" if report.batches == 1 else f"{report.batches:,} batches"
     notes = [Item("got no gradient", names=report.without_gradient, limit=NAMES)] if report.without_gradient else []
     return Document(
-        f"FP16 against FP32 on {batches}",
+        f"FP16 against FP32 on {number_of(report.batches, 'batch')}",
         (
             *_verdicts(report),
             _tables(report),
@@ -67,13 +66,14 @@ def _explanation(report: ProbeReport) -> Iterator[Line]:
     fewer = [layer for layer in telling if layer.unscaled.difference < 0]
     if more:
         yield Line(
-            f"More came out zero than the weight gradient's own range says in {_names(more)}: activation gradients on the "
-            "way to them were flushed first. No prediction from weight gradients alone can see that; a loss scale cures it.",
+            f"More elements became zero than the weight gradient's own range predicts in {_names(more)}: activation gradients "
+            "on the way to them were flushed first. No prediction from weight gradients alone can include that; a loss scale "
+            "prevents it.",
             "warning",
         )
     if fewer:
         yield Line(
-            f"Fewer came out zero in {_names(fewer)}: rounding on the way carried values across the edge.",
+            f"Fewer elements became zero in {_names(fewer)}: rounding on the way carried values across the edge.",
             "warning",
         )
 
@@ -83,8 +83,7 @@ def _differs(layer: LayerProbe) -> bool:
 
 
 def _names(layers: list[LayerProbe], limit: int = 5) -> str:
-    more = len(layers) - limit
-    return ", ".join(layer.name for layer in layers[:limit]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(layer.name for layer in layers[:limit]) + and_more(len(layers) - limit)
 
 
 def _tables(report: ProbeReport) -> Tables:
@@ -105,14 +104,14 @@ def _tables(report: ProbeReport) -> Tables:
 _COLUMNS = (
     Column("weight gradient", is_name=True),
     Column("predicted", meaning="share of the non-zero elements that FP16 would flush, from the FP32 counts alone"),
-    Column("measured", meaning="share that came out zero"),
+    Column("measured", meaning="share that became zero"),
     Column(
         "upstream",
-        meaning="of the measured, what FP16 would hold at its FP32 value, but what it was computed from had been rounded or "
-        "flushed before",
+        meaning="part of the measured share: FP16 would hold the FP32 value, but the values that it was computed from had "
+        "been rounded or flushed",
     ),
     Column("cosine", priority=1),
-    Column("error", meaning="L2 norm of the difference over that of the FP32 gradient"),
+    Column("error", meaning="L2 norm of the difference, divided by the FP32 gradient's"),
     Column("remark", is_left=True),
 )
 
@@ -123,8 +122,8 @@ def _row(layer: LayerProbe, found: GradientAgreement) -> tuple[Cell, ...]:
         Cell(percent(found.predicted_flushed_fraction)),
         Cell(percent(found.measured_flushed_fraction)),
         Cell(percent(found.lost_upstream_fraction)),
-        Cell(UNKNOWN if found.cosine is None else f"{found.cosine:.6f}"),
-        Cell(UNKNOWN if found.relative_error is None else f"{found.relative_error:.1e}"),
+        Cell(optional(found.cosine, "{:.6f}".format, UNKNOWN)),
+        Cell(optional(found.relative_error, "{:.1e}".format, UNKNOWN)),
         _remark(layer, found),
     )
 

@@ -32,7 +32,7 @@ from mpinspect.reporting.document import (
     section,
 )
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
-from mpinspect.reporting.words import number_of, percent
+from mpinspect.reporting.words import by_number, filled, number_of, percent
 
 #: Rows of products.
 ROWS = Limit(40, 200, "more; all are in JSON")
@@ -52,14 +52,14 @@ _NOT_JUDGED = (
 
 def document(report: RecipeReport) -> Document:
     """Return the report as a document."""
-    batches = "1 batch" if report.batches == 1 else f"{report.batches:,} batches"
+    layers, batches = _layers(report), number_of(report.batches, "batch")
     return Document(
-        f"Recipes for {report.model}, {_layers(report)}, {batches}",
+        f"Recipes for {report.model}, {layers}, {batches}",
         (
             _judgements(report),
             *section("Change", *_change(report)),
             *section("Product by product", _table(report)),
-            *section("What was seen, and what was not", Items(tuple(map(Item, _notes(report))))),
+            *section("Seen and not seen", Items(tuple(map(Item, _notes(report))))),
         ),
     )
 
@@ -87,7 +87,7 @@ def _is_delayed(recipe: TrainingRecipe) -> bool:
 
 
 def _on_stale_scales(session: Session) -> Iterator[str]:
-    """Yield what delayed scaling would have clipped of the gradients at the layers' outputs, and what an empty history loses."""
+    """Yield the share of the outputs' gradients that delayed scaling would have clipped, and the loss with an empty history."""
     histories: dict[str, list[str]] = {}
     for history in HISTORIES:
         histories.setdefault(_clipping(stale_scales(session, history)), []).append(f"{history:,}")
@@ -112,7 +112,7 @@ def _clipping(found: Sequence[StaleScale]) -> str:
         return f"no gradient of {number_of(len(found), 'layer')} was certainly clipped.{unsure}"
     worst = max(clipped, key=lambda each: each.factor)
     return (
-        f"gradients of {modules_named(each.module for each in clipped)} would have been clipped: at worst those of "
+        f"gradients of {modules_named(each.module for each in clipped)} would have been clipped: at worst in "
         f"{worst.module!r}, by values {worst.factor:.2g}x too large, {percent(worst.share[0])} to {percent(worst.share[1])} of "
         f"its elements ({worst.clipped} of {number_of(worst.judged, 'sample')}).{unsure}"
     )
@@ -167,8 +167,8 @@ def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
         for each in report.recipes
         if each != recipe and report.code(each) and report.converted(each) == report.converted(recipe)
     ]
-    verb = "covers" if len(others) == 1 else "cover"
-    return f" ({', '.join(others)} {verb} as many)" if others else ""
+    form = by_number(len(others), " ({} covers as many)", " ({} cover as many)")
+    return filled(form, ", ".join(others))
 
 
 def _kept_by_others(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Block]:
@@ -222,7 +222,7 @@ def _table(report: RecipeReport) -> Tables:
 
 
 def _cell(cells: list[RecipeCell]) -> Cell:
-    """Return the worst of the cells of alike modules."""
+    """Return the worst of the cells of similar modules."""
     found = [worst for cell in cells if (worst := cell.worst) is not None]
     if not found:
         return Cell("wide")

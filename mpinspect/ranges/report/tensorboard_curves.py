@@ -1,4 +1,4 @@
-"""Which scalars of single tensors TensorBoard gets: those of the worst tensors, each from its first change on."""
+"""Which scalars of single tensors TensorBoard gets: the worst tensors', each from its first change on."""
 
 from __future__ import annotations
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpinspect.numeric.formats import FloatFormat
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.kinds import UPDATE, kind_named
 from mpinspect.ranges.report.layers import Repeated, repeated, seen_layers
 from mpinspect.reporting.palette import light, tint, tint_rgb
 from mpinspect.reporting.streams import printable
-from mpinspect.reporting.words import format_name
+from mpinspect.reporting.words import format_name, shortened
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -29,7 +30,7 @@ _ROW, _COLUMN, _TOP, _BOTTOM, _RIGHT = 18, 9, 34, 46, 20
 _FONT_SIZE, _MOST_LETTERS = 12, 46
 #: Powers of two shown beyond the format's range at least, and at most.
 _LEAST_MARGIN, _MOST_MARGIN = 6, 24
-#: Decades of shares that the shading distinguishes: shares below 10^-5 look alike.
+#: Decades of shares that the shading distinguishes: shares below 10^-5 look the same.
 _DECADES = 5
 _INK, _SOFT, _GRID = (light(name) for name in ("ink", "soft", "line"))
 _FLUSHED, _SUBNORMAL, _OVERFLOWED = (tint(name, 0.2) for name in ("flushed", "subnormal", "overflow"))
@@ -48,7 +49,7 @@ def draw(layers: Sequence[LayerReport], format: FloatFormat) -> tuple[bytes, int
     """Return a map of layers of one kind, at least one, as PNG, and its width and height in pixels.
 
     A row is a layer, or the worst of those that a model's blocks repeat; a column is a power of two, the darker the larger
-    the share of the layer's non-zero elements. The background says where the format flushes and overflows.
+    the share of the layer's non-zero elements. The background shows where the format flushes and overflows.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -58,9 +59,9 @@ def draw(layers: Sequence[LayerReport], format: FloatFormat) -> tuple[bytes, int
     font = ImageFont.load_default(_FONT_SIZE)
     names = [_shortened(row.name or "(the model)") for row in shown]
     left = 16 + max(math.ceil(font.getlength(name)) for name in names)
-    title = f"{kind_named(layers[0].kind).title} against {format_name(format.name)} at scale 1" + (
-        f": the first {len(shown)} of {len(rows)} rows" if len(shown) < len(rows) else ""
-    )
+    title = f"{kind_named(layers[0].kind).title} against {format_name(format.name)} at scale 1"
+    if len(shown) < len(rows):
+        title += f": the first {len(shown)} of {len(rows)} rows"
     width = max(left + (high - low) * _COLUMN + _RIGHT, 24 + math.ceil(font.getlength(title)))
     height = _TOP + len(shown) * _ROW + _BOTTOM
     image = Image.new("RGB", (width, height), "white")
@@ -132,4 +133,4 @@ def _cells(pen: ImageDraw, row: Repeated, low: int, high: int, left: int, top: i
 def _shortened(name: str) -> str:
     """Return a name's last characters, which distinguish layers best, with those that the font lacks replaced."""
     plain = printable(name).encode("ascii", "backslashreplace").decode("ascii")
-    return plain if len(plain) <= _MOST_LETTERS else f"...{plain[3 - _MOST_LETTERS :]}"
+    return shortened(plain, _MOST_LETTERS, "start")

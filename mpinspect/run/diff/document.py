@@ -8,7 +8,8 @@ from pathlib import PurePath
 from typing import Any
 
 from mpinspect.ranges.analysis.comparison import RangeDiff
-from mpinspect.ranges.analysis.report import LayerReport, RangeReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.report.comparison import BESIDE, ROWS, blocks, headline, maps, matters, trouble
 from mpinspect.ranges.report.front import NO_MAP
 from mpinspect.ranges.session import LostUpdates
@@ -30,7 +31,6 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
-from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
 from mpinspect.reporting.words import NOT_APPLICABLE, duration, number_of, percent
 from mpinspect.run.diff.products import KernelsDiff, Product, ShapesDiff
@@ -41,12 +41,11 @@ _NOTES, _MODELS = Limit(8, 50), Limit(4, 50, "more models that differ less (JSON
 
 def document(report: DiffReport, *, everything: bool = False) -> Document:
     """Return the report as a document whose title is the verdict; ``everything`` shows every tensor."""
-    only = report.models[0] if len(report.models) == 1 else None
     return Document(
         verdict(report),
         tuple(_blocks(report, everything)),
         verdict=(_sides(report),),
-        front=_front(report, only.ranges) if only else None,
+        front=_front(report) if report.models else None,
     )
 
 
@@ -67,26 +66,32 @@ def _sides(report: DiffReport) -> Items:
     return Items((_side(report.first, "A"), _side(report.second, "B")))
 
 
-def _front(report: DiffReport, diff: RangeDiff) -> Front:
-    """Return the first screen of the page on one model: what changed first, and the maps of both runs with their difference."""
-    state, tone = _state(diff)
+def _front(report: DiffReport) -> Front:
+    """Return the first screen of the page: what changed first, and the maps of both runs of each model with their difference."""
+    models = sorted(report.models, key=_urgency)
+    several = len(models) > 1
+    state, tone = _state(models[0].ranges)
     paths = [PurePath(side.path).name for side in (report.first, report.second)]
-    settings = (Item(f"{change.name}: {change.first} -> {change.second}") for change in diff.settings)
+    changes = dict.fromkeys(change for model in models for change in model.ranges.settings)
+    settings = (Item(f"{change.name}: {change.first} -> {change.second}") for change in changes)
     beside: tuple[Block, ...] = (
         Line(verdict(report), "strong" if tone == "good" else tone),
+        *(Line(f"{model.name}: {headline(model.ranges)}") for model in models[1 : _MODELS.terminal]),
         *section("Settings that differ", Items(tuple(settings), BESIDE)),
         _sides(report),
     )
-    found = next(maps(diff), None)
+    # Findings have evidence, which no set can hold.
+    things = {id(finding): f"{model.name}: B" for model in models if several for finding in model.ranges.findings}
+    named = [(model.name if several else "", model.ranges) for model in models]
     return Front(
-        " -> ".join(filter(None, paths)) or diff.second.session.info.model,
+        " -> ".join(filter(None, paths)) or models[0].ranges.second.session.info.model,
         state,
         tone,
         (),
         beside,
-        # The verdict, the settings and the picture say what infos say.
-        tuple(Listed(finding) for finding in report.findings if finding.severity != SEVERITIES[0]),
-        picture=None if found is None else replace(found, title="", of="Runs"),
+        # The verdict, the settings and the picture have the content of infos.
+        tuple(Listed(finding, things.get(id(finding), "")) for finding in report.findings if finding.is_alarm),
+        picture=next((replace(found, title="", of="Runs") for found in maps(named)), None),
         without=NO_MAP,
     )
 
@@ -95,10 +100,13 @@ def _state(diff: RangeDiff) -> tuple[str, Tone]:
     """Return the headline in a few words, and its tone."""
     in_trouble = trouble(diff)
     if in_trouble:
-        return f"{'Both' if in_trouble.startswith('Both') else in_trouble[0]} in trouble", "error"
+        # The sentence begins with A, B or Both.
+        return f"{in_trouble.split()[0]} in trouble", "error"
     if diff.moved is not None:
         return f"They part at step {diff.moved.first_step:,}", "warning"
-    return ("No difference" if diff.differs is None else "No meaningful change"), "good"
+    if diff.differs is None:
+        return "No difference", "good"
+    return "No meaningful change", "good"
 
 
 def verdict(report: DiffReport) -> str:
@@ -131,11 +139,11 @@ def _models(report: DiffReport, everything: bool) -> Parts:
     parts = [
         Part(
             f"{model.name}: {headline(model.ranges)}",
-            Document("", (*blocks(model.ranges, everything=everything), *maps(model.ranges))),
+            Document("", blocks(model.ranges, everything=everything)),
         )
         for model in report.models
     ]
-    return Parts(tuple(parts), None if everything else _MODELS, tuple(map(order.index, range(len(parts)))))
+    return Parts(tuple(parts), _MODELS.unless(everything), tuple(map(order.index, range(len(parts)))))
 
 
 def _alone(report: DiffReport) -> Iterator[Item]:
@@ -163,7 +171,7 @@ def _shapes(diff: ShapesDiff, everything: bool) -> Iterator[Block]:
     )
     rows = ((each.module, each.role, _products(each.first), _products(each.second)) for each in diff.changes)
     yield from section(
-        f"Products of one step that differ in {diff.aspects}", table(columns, rows, limit=None if everything else ROWS)
+        f"Products of one step that differ in {diff.aspects}", table(columns, rows, limit=ROWS.unless(everything))
     )
 
 
@@ -184,7 +192,7 @@ def _kernels(diff: KernelsDiff, everything: bool) -> Iterator[Block]:
     )
     yield from section(
         "Kernels of one profiled step that differ",
-        table(columns, rows, limit=None if everything else ROWS),
+        table(columns, rows, limit=ROWS.unless(everything)),
         Findings(diff.new),
     )
 
@@ -197,7 +205,7 @@ LAYOUT = Layout(5)
 
 def to_plain(report: DiffReport) -> dict[str, Any]:
     """Return the report as plain dicts, lists, strings, numbers, booleans and None."""
-    body = {"verdict": verdict(report), "matters": any(each.severity != SEVERITIES[0] for each in report.findings)}
+    body = {"verdict": verdict(report), "matters": any(each.is_alarm for each in report.findings)}
     return headed("mpinspect.diff", 1, plain(body | fields(report, also=("findings",)), _SPECIAL))
 
 

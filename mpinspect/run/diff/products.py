@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import duration, number_of, percent
+from mpinspect.reporting.words import duration, number_of, optional, percent
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
@@ -128,7 +128,7 @@ class KernelsDiff:
     def findings(self) -> tuple[Finding, ...]:
         if not self.changes:
             return self.new
-        one, other = (percent(share) if share is not None else "no product" for share in self.tensor_core_fraction)
+        one, other = (optional(share, percent, "no product") for share in self.tensor_core_fraction)
         message = (
             f"The kernels of {len(self.changes):,} modules changed; on Tensor Cores: {one} of the products' time in A, "
             f"{other} in B; {duration(self.time_us[0])} and {duration(self.time_us[1])} in all."

@@ -191,4 +191,6 @@ def leaves(tensors: Any) -> dict[int, torch.Tensor]:
 def _several(tensors: Any) -> Iterable[Any]:
     if isinstance(tensors, torch.Tensor) or hasattr(tensors, "node"):
         return (tensors,)
-    return tensors if isinstance(tensors, (list, tuple)) else ()
+    if isinstance(tensors, (list, tuple)):
+        return tensors
+    return ()

@@ -23,8 +23,9 @@ class Compiled:
 
     def add(self, given: object) -> None:
         """Record the argument of ``torch.compile``: a module, a method of an object, or a function."""
-        owner = given.__self__ if isinstance(given, MethodType) else None
-        function = given.__func__ if isinstance(given, MethodType) else given
+        owner, function = None, given
+        if isinstance(given, MethodType):
+            owner, function = given.__self__, given.__func__
         module = given if _is_module(given) else owner
         if _is_module(module):
             self._modules[id(module)] = weakref.ref(module)

@@ -175,9 +175,9 @@ class InspectedModels:
         """Return the number of steps that have ended, by model."""
         return {each.name: each.inspector.steps for each in self.all}
 
-    def forward_broke(self) -> bool:
-        """Return whether a forward or a loss of any model was infinite or NaN."""
-        return any(each.inspector.forward_broke for each in self.all)
+    def broken_phase(self) -> str:
+        """Return the phase of any model that was not finite at any loss scale, the forward first; "" without one."""
+        return max((each.inspector.broken_phase for each in self.all), default="")
 
     def record(self, names: Sequence[str], record: Record, steps: Mapping[str, int] | None = None) -> None:
         """Pass a record, whose measurement spans several models, to the model that it belongs to.

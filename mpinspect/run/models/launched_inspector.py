@@ -110,9 +110,9 @@ class LaunchedInspector(Inspector):
         self._recording.note(sentence)
 
     @property
-    def forward_broke(self) -> bool:
-        """Whether a forward or a loss of this model was infinite or NaN."""
-        return any(event.forward_finite is False for event in self._recording.events)
+    def broken_phase(self) -> str:
+        """The phase of this model that was not finite at any loss scale, the forward first; "" without one."""
+        return self._recording.broken_phase()
 
     def record(self, record: Record, step: int | None = None) -> None:
         """Store a record under a step; None means the current step."""

@@ -71,12 +71,12 @@ class OneStep(Guarded):
         self._second: tuple[SecondComputation, tuple[str, ...], dict[str, int]] | None = None
         #: The powers of the loss scale in the recorded step.
         self._powers: PowersOfScale | None = None
-        # A budget does not know what a step costs that is computed twice.
-        has_budget = options.max_overhead not in (None, math.inf)
         #: Chooses further steps that are computed twice.
-        self._choice = (
-            StepChoice(() if has_budget else LATER_STEPS) if self._wants_matmuls else StepChoice((), after_events=0)
-        )
+        self._choice = StepChoice((), after_events=0)
+        if self._wants_matmuls:
+            # A budget does not know the cost of a step that is computed twice.
+            has_budget = options.max_overhead not in (None, math.inf)
+            self._choice = StepChoice(() if has_budget else LATER_STEPS)
         #: Steps of the chosen optimizer.
         self._stepped = 0
         self._is_again = False
@@ -137,7 +137,7 @@ class OneStep(Guarded):
         """Whether another step is computed twice: because something broke after the recorded one, or after many steps."""
         if self._wants_matmuls or self._wants_trace or self._profile is not None:
             return False
-        return self._choice.is_due(self._stepped, self._models.forward_broke)
+        return self._choice.is_due(self._stepped, self._models.broken_phase)
 
     def give_up(self) -> None:
         """Stop recording because the script has ended, and note incomplete or missing recordings."""
@@ -161,7 +161,7 @@ class OneStep(Guarded):
         if self._products is not None:
             products, self._products = self._products, None
             products.end("")
-            self._lingering = None if products.leave() else products
+            self._leave(products)
             self._note_lint("a model was compiled within the step that was to be recorded")
         if self._profile is not None:
             self._profile.leave_modules()
@@ -237,9 +237,12 @@ class OneStep(Guarded):
             for failure in products.failures:
                 self._seen.note(failure)
             self._record_second()
-            if not self._is_again:
-                self.matmuls = matmuls if self._is_lint_asked or not stopped else None
-            self._lingering = None if products.leave() else products
+            if not self._is_again and (self._is_lint_asked or not stopped):
+                self.matmuls = matmuls
+            self._leave(products)
+
+    def _leave(self, products: LiveMatmuls) -> None:
+        self._lingering = None if products.leave() else products
 
     def _record_second(self) -> None:
         if self._second is not None:
@@ -248,7 +251,7 @@ class OneStep(Guarded):
             self._second = self._powers = None
             records = (*second.records(), *powers)
             if self._is_again:
-                self._choice.ends(records)
+                self._choice.ends(records, self._models.broken_phase())
             for record in records:
                 self._models.record(names, record, steps)
             if left_out := second.left_out():

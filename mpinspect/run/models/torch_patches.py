@@ -82,13 +82,18 @@ class TorchPatches:
         @functools.wraps(original)
         def compile(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            given = args[0] if args else kwargs.get("model")
+            given = _given(args, kwargs, "model")
             # torch.compile returns its argument unchanged with ``disable=True`` or TORCHDYNAMO_DISABLE.
             if given is not None and result is not given:
                 self._listener.module_compiled(given)
             return result
 
         return compile
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> Any:
+    """Return a call's first argument, which may be given by one of these names; None without it."""
+    return next(iter((*args, *(kwargs[name] for name in names if name in kwargs))), None)
 
 
 def _remembered_modules(original: Callable[[], None]) -> Callable[[], None]:
@@ -110,7 +115,7 @@ def _without_our_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def trace(*args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else next((kwargs[name] for name in ("obj", "func", "mod") if name in kwargs), None)
+        given = _given(args, kwargs, "obj", "func", "mod")
         model = getattr(given, "__self__", given)
         with _set_aside(model) if isinstance(model, torch.nn.Module) else contextlib.nullcontext():
             return original(*args, **kwargs)

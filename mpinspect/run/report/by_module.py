@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import floor_log2
-from mpinspect.ranges.analysis.report import LayerReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.report.layers import common_name
@@ -15,6 +17,12 @@ from mpinspect.run.report.report import RunReport
 
 #: Verdicts on shapes, worst first.
 VERDICTS = ("off", "degraded", "unknown", "native")
+VERDICTS_EXPLAINED = (
+    "native: on Tensor Cores; degraded: on Tensor Cores, with narrower loads or padded copies; off: without "
+    "Tensor Cores"
+)
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -73,21 +81,20 @@ def _sorted(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
 
 
 def folded(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
-    """Return the rows with those of repeated blocks as one: modules of one class and verdict whose paths differ in numbers.
+    """Return the rows, with one for each group of repeated blocks: modules of one class and verdict whose paths differ in
+    numbers.
 
-    A row has the sums of FLOPs and times, the worst loss, and the largest scale needed; the order is that of ``by_module``.
+    A row has the sums of FLOPs and times, the worst loss, and the largest scale needed; in the order of ``by_module``.
     """
-    groups: dict[tuple[object, ...], list[ModuleRow]] = {}
+    groups: dict[tuple[str, str, str], list[ModuleRow]] = {}
     for row in rows:
-        parts = row.module.split(".")
         # The last number is no block's: layers of one Sequential are not repetitions.
-        pattern = tuple("" if part.isdigit() and place < len(parts) - 1 else part for place, part in enumerate(parts))
+        pattern = re.sub(r"(^|\.)\d+(?=\.)", r"\1", row.module)
         groups.setdefault((row.module_type, row.shape_verdict, pattern), []).append(row)
-    return _sorted(group[0] if len(group) == 1 else _as_one(group) for group in groups.values())
+    return _sorted(map(_as_one, groups.values()))
 
 
 def _as_one(group: list[ModuleRow]) -> ModuleRow:
-    shares = [row.lost_l1_share for row in group]
     times = [(row.kernel_time_us or 0.0, row.tensor_core_fraction) for row in group]
     known = [(time, fraction) for time, fraction in times if fraction is not None]
     whole = sum(time for time, _ in known)
@@ -95,8 +102,8 @@ def _as_one(group: list[ModuleRow]) -> ModuleRow:
         group[0],
         module=common_name([row.module for row in group]),
         flops_fraction=_sum(row.flops_fraction for row in group),
-        lost_l1_share=None if None in shares else max((each for each in shares if each), key=lambda each: each.high),
-        log2_scale_needed=_largest([row.log2_scale_needed for row in group]),
+        lost_l1_share=_largest([row.lost_l1_share for row in group], key=_by_bounds),
+        log2_scale_needed=_largest([row.log2_scale_needed for row in group], key=int),
         kernel_time_us=_sum(row.kernel_time_us for row in group),
         kernel_time_fraction=_sum(row.kernel_time_fraction for row in group),
         tensor_core_fraction=sum(time * fraction for time, fraction in known) / whole if whole else None,
@@ -108,16 +115,22 @@ def _sum(values: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def _largest(values: list[int | None]) -> int | None:
+def _largest(values: Sequence[_T | None], key: Callable[[_T], Any]) -> _T | None:
+    """Return the largest value; None if any value is unknown, since it may be the largest, and if there are no values."""
     known = [value for value in values if value is not None]
-    return max(known) if len(known) == len(values) else None
+    if len(known) < len(values):
+        return None
+    return max(known, key=key, default=None)
+
+
+def _by_bounds(share: Interval) -> tuple[float, float]:
+    return share.high, share.estimate
 
 
 def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:
     """Return each module's gradients, by path; with several models the path begins with the model's name."""
     found: dict[str, list[LayerReport]] = {}
-    for part in report.parts:
-        lead = "" if len(report.parts) == 1 else part.name
+    for label, part in zip(report.labels, report.parts, strict=True):
         advice = part.ranges.loss_scale
         for layer in part.ranges.layers:
             # Without advice (the run's scale is unknown, or its training diverged) a module's scale is left unknown, too.
@@ -126,7 +139,7 @@ def _gradients(report: RunReport) -> dict[str, list[LayerReport]]:
             # A gradient that overflows at scale 1 may have overflowed in the run, where only finite elements were counted.
             if advice.highest and layer.max_log2_scale is not None and layer.max_log2_scale < 0:
                 layer = replace(layer, max_log2_scale=min(layer.max_log2_scale, floor_log2(advice.highest)))
-            found.setdefault(".".join(filter(None, (lead, layer.module))), []).append(layer)
+            found.setdefault(".".join(filter(None, (label, layer.module))), []).append(layer)
     return found
 
 
@@ -135,7 +148,7 @@ def _shapes(report: RunReport) -> tuple[dict[str, float], dict[str, str], dict[s
     flops: dict[str, float] = {}
     verdicts: dict[str, str] = {}
     types: dict[str, str] = {}
-    for row in report.shapes.matmuls if report.shapes is not None else ():
+    for row in (report.shapes and report.shapes.matmuls) or ():
         flops[row.module] = flops.get(row.module, 0.0) + row.share
         verdicts[row.module] = min(verdicts.get(row.module, "native"), row.verdict, key=VERDICTS.index)
         types[row.module] = row.module_type
@@ -144,9 +157,8 @@ def _shapes(report: RunReport) -> tuple[dict[str, float], dict[str, str], dict[s
 
 def _times(report: RunReport) -> dict[str, tuple[float | None, float | None, float | None]]:
     """Return each module's kernel time, its share of all and the share of it on Tensor Cores; skip modules without a path."""
-    rows = report.kernels.by_module if report.kernels is not None else ()
     times: dict[str, tuple[float | None, float | None, float | None]] = {}
-    for row in rows:
+    for row in (report.kernels and report.kernels.by_module) or ():
         if row.is_path and row.time_us > 0:
             used = row.verdict_time_us.get("native", 0.0) + row.verdict_time_us.get("degraded", 0.0)
             times[row.module] = (row.time_us, row.fraction, used / row.time_us)
@@ -155,10 +167,7 @@ def _times(report: RunReport) -> dict[str, tuple[float | None, float | None, flo
 
 def _worst_share(layers: Iterable[LayerReport]) -> Interval | None:
     """Return the largest share; None if any gradient's share is unknown, since it may be the largest."""
-    shares = [_share(layer) for layer in layers if not layer.rounding_noise]
-    known = [share for share in shares if share is not None]
-    largest = max(known, key=lambda share: (share.high, share.estimate), default=None)
-    return largest if len(known) == len(shares) else None
+    return _largest([_share(layer) for layer in layers if not layer.rounding_noise], key=_by_bounds)
 
 
 def _needed(layers: Iterable[LayerReport]) -> int | None:
@@ -172,11 +181,14 @@ def _needed(layers: Iterable[LayerReport]) -> int | None:
         return highest
     worst = _worst_share(judged)
     needed = max((layer.log2_scale_needed for layer in judged if layer.log2_scale_needed is not None), default=None)
-    return None if worst is None or (not needed and worst.high > LOST_L1_TOLERANCE) else needed
+    if worst is None or (not needed and worst.high > LOST_L1_TOLERANCE):
+        return None
+    return needed
 
 
 def _share(layer: LayerReport) -> Interval | None:
     """Return a gradient's lost share; None if no finite value of it was seen."""
     histogram = layer.histogram
-    has_none = histogram is None or (histogram.nonfinite and not histogram.nonzero)
-    return None if has_none else layer.lost_l1_share
+    if histogram is None or (histogram.nonfinite and not histogram.nonzero):
+        return None
+    return layer.lost_l1_share

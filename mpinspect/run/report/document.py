@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import PurePath
 
 from mpinspect.ranges.analysis.report import RangeReport
@@ -27,20 +28,35 @@ from mpinspect.reporting.document import (
     Parts,
     Tab,
     Tables,
+    Term,
     Tone,
     Widget,
     bullets,
+    lines,
     section,
     table,
 )
 from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, duration, number_of, percent, share
-from mpinspect.run.report.by_module import ModuleRow, by_module, folded
+from mpinspect.reporting.words import (
+    NOT_APPLICABLE,
+    UNKNOWN,
+    by_number,
+    duration,
+    filled,
+    number_of,
+    optional,
+    percent,
+    share,
+    upper_first,
+)
+from mpinspect.run.report.by_module import VERDICTS_EXPLAINED, ModuleRow, by_module, folded
 from mpinspect.run.report.module_notes import module_notes
 from mpinspect.run.report.report import ModelPart, RunReport
 from mpinspect.shapes.analysis.analysing import runs_in_fp32, suiting_in_16_bits
 from mpinspect.shapes.analysis.report import ShapeReport, ShapeRow
 
+#: The verdict on shapes that no reader can guess, with the others.
+_VERDICTS = (Term("degraded", r"\bdegraded\b|\bnative\b", f"a verdict on matrix products. {VERDICTS_EXPLAINED}"),)
 #: Most modules that are shown, sorted by FLOPs; JSON has all.
 MODULES = Limit(8, 25)
 #: Most notes in the lines that a run prints when it ends.
@@ -63,9 +79,9 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
         summary=(
             *section("In brief", Items(tuple(_brief(report)))),
             *section("Module by module", _modules(report), is_detail=report.is_shape_detail and report.kernels is None),
-            *section("What was seen, and what was not", bullets(report.saw[1:] and report.saw)),
+            *section("Seen and not seen", bullets(report.saw[1:] and report.saw)),
         ),
-        terms=TERMS,
+        terms=(*TERMS, *_VERDICTS),
         front=_front(report),
     )
 
@@ -77,11 +93,9 @@ def in_brief(report: RunReport) -> Document:
     """
     noted = [sentence for sentence in report.saw if not (report.parts and _ROUTINE.fullmatch(sentence))]
     about = [Item(words, label) for label, words in _on_speed(report)]
-    # An exception has a line of its own in the verdict.
-    ended = report.outcome not in ("", "ended") and not report.ended
     return Document(
-        f"mpinspect run {report.command}{f': {report.outcome}' if ended else ''}",
-        (Items(tuple(about)), bullets(noted, NOTES if report.parts else None)),
+        f"mpinspect run {report.command}{filled(': {}', report.outcome_beside)}",
+        (Items(tuple(about)), bullets(noted, NOTES.unless(not report.parts))),
         alarm=report.first_line,
         verdict=_verdict(report),
     )
@@ -92,18 +106,27 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
 
     Only the models with the most severe findings have a line.
     """
-    on_speed = in_counts(finding for finding in report.speed_findings if finding.severity != SEVERITIES[0])
-    speed = (Line(f"On speed: {on_speed}."),) if on_speed else ()
-    ended = (Line(report.ended, "error"),) if report.ended else ()
+    ended = lines(report.ended, tone="error")
+    speed = lines(filled("On speed: {}.", in_counts(found for found in report.speed_findings if found.is_alarm)))
     if len(report.parts) == 1:
         return (*ended, *verdict_blocks(_without_end(report.parts[0].ranges).verdict), *speed)
     gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
-    precisions = _by_model((part.name, part.ranges.verdict.precision) for part in gravest)
+    if not gravest:
+        return (*ended, *speed)
+    precisions = _precisions(gravest)
     if len(precisions) == 1:
         precisions = [gravest[0].ranges.verdict.precision]
-    lines = map(Line, _by_model((part.name, "".join(part.ranges.verdict.sentences[:1])) for part in gravest))
-    change = change_blocks(gravest[0].ranges.verdict, f" in {gravest[0].name}") if gravest else ()
-    return (*ended, *map(Line, precisions), *lines, *change, *speed)
+    change = change_blocks(gravest[0].ranges.verdict, f" in {gravest[0].name}")
+    return (*ended, *lines(*precisions, *_openings(gravest)), *change, *speed)
+
+
+def _precisions(parts: Iterable[ModelPart]) -> list[str]:
+    return _by_model((part.name, part.ranges.verdict.precision) for part in parts)
+
+
+def _openings(parts: Iterable[ModelPart]) -> list[str]:
+    """Return the first sentence of each model's verdict."""
+    return _by_model((part.name, "".join(part.ranges.verdict.sentences[:1])) for part in parts)
 
 
 def _by_model(said: Iterable[tuple[str, str]]) -> list[str]:
@@ -117,7 +140,7 @@ def _by_model(said: Iterable[tuple[str, str]]) -> list[str]:
 
 def _without_end(ranges: RangeReport) -> RangeReport:
     """Return a model's report without the exception that ended the run, which the run's verdict begins with."""
-    return replace(ranges, verdict=replace(ranges.verdict, ended="")) if ranges.verdict.ended else ranges
+    return replace(ranges, verdict=replace(ranges.verdict, ended=""))
 
 
 def _models(report: RunReport, everything: bool) -> Parts:
@@ -125,41 +148,39 @@ def _models(report: RunReport, everything: bool) -> Parts:
     parts = report.parts
     gravest = sorted(range(len(parts)), key=lambda place: _gravity(parts[place]), reverse=True)
     left = len(parts) - MAX_MODELS
-    rest = f"more {'model' if left == 1 else 'models'}: below in brief; in full in report.md"
-    is_only = len(parts) == 1
+    rest = f"more {by_number(left, 'model', 'models')}: below in brief; in full in report.md"
     return Parts(
         tuple(
             Part(
-                f"ranges: {title(part.ranges) if is_only else part.name}",
-                forms.document(_without_end(part.ranges), everything=everything, verdict=not is_only),
+                f"ranges: {label or title(part.ranges)}",
+                forms.document(_without_end(part.ranges), everything=everything, verdict=bool(label)),
             )
-            for part in parts
+            for label, part in zip(report.labels, parts, strict=True)
         ),
-        None if everything else Limit(MAX_MODELS, len(parts), rest),
+        Limit(MAX_MODELS, len(parts), rest).unless(everything),
         tuple(gravest.index(place) for place in range(len(parts))),
     )
 
 
 def _front(report: RunReport) -> Front:
     """Return the first screen of the run's page: one map with a switch between the models, and the findings of all of them."""
-    several = len(report.parts) > 1
-    gravest = max(report.parts, key=_gravity, default=None)
-    state, tone = _state(report, gravest)
-    found = [each for part in report.parts for each in listed(part.ranges, part.name if several else "")]
-    ended = report.outcome not in ("", "ended") and not report.ended
-    told = () if gravest is None else tuple(facts(gravest.ranges))
+    gravest = sorted(report.parts, key=_gravity)[-1:]
+    state, tone = _state(report)
+    labelled = zip(report.labels, report.parts, strict=True)
+    found = [each for label, part in labelled for each in listed(part.ranges, label)]
+    told = (fact for part in gravest for fact in facts(part.ranges))
     differing = (f"{part.name} {part.differs}" for part in report.ranks if part.differs)
     script, space, arguments = report.command.partition(" ")
     return Front(
         f"{PurePath(script).name}{space}{arguments}" or report.command,
         state,
         tone,
-        tuple(filter(None, (*told, *differing, report.outcome if ended else "", report.log_dir))),
+        tuple(filter(None, (*told, *differing, report.outcome_beside, report.log_dir))),
         tuple(_panel(report)),
         tuple(sorted(found, key=lambda each: -SEVERITIES.index(each.finding.severity))),
         tuple(f"{label}: {words}" for label, words in _on_speed(report)),
         _picture(report),
-        NO_MAP if report.parts else "No model was inspected, so there is no map.",
+        (report.parts and NO_MAP) or "No model was inspected, so there is no map.",
         tuple(_tabs(report)),
     )
 
@@ -167,12 +188,11 @@ def _front(report: RunReport) -> Front:
 def _picture(report: RunReport) -> Widget | None:
     """Return the map with a switch between the models and, of a job, between the sum of the ranks and some of the ranks."""
     notes = module_notes(report)
-    several = len(report.parts) > 1
-    names = [part.name if several else "" for part in report.parts]
+    names, of = report.labels, "Model"
     if report.ranks:
-        names = [", ".join(filter(None, (name, "all ranks"))) for name in names]
+        of = by_number(len(names), "Rank", of)
+        names = tuple(", ".join(filter(None, (name, "all ranks"))) for name in names)
     sums = (Mapped(name, part.ranges, notes[part.name]) for name, part in zip(names, report.parts, strict=True))
-    of = "Rank" if report.ranks and not several else "Model"
     ranks = (Mapped(", ".join(filter(None, (part.name, part.differs))), part.ranges) for part in report.ranks)
     return picture(*sums, *ranks, of=of)
 
@@ -182,62 +202,53 @@ def _tabs(report: RunReport) -> Iterator[Tab]:
     if report.kernels is not None:
         yield Tab("Kernels", forms.document(report.kernels), _to_do(report.kernels.findings))
     if report.shapes is not None:
-        shapes = () if report.is_shape_detail else report.shapes.listed
-        yield Tab("Shapes", forms.document(report.shapes), _to_do(shapes))
+        yield Tab("Shapes", forms.document(report.shapes), _to_do(report.shape_findings))
 
 
 def _to_do(findings: Iterable[Finding]) -> int:
-    return sum(finding.severity != SEVERITIES[0] for finding in findings)
+    return sum(finding.is_alarm for finding in findings)
 
 
 def _panel(report: RunReport) -> Iterator[Block]:
-    """Yield the verdict beside the picture."""
+    """Yield the verdict that stands next to the picture."""
+    yield from lines(report.ended, tone="error")
     if len(report.parts) > 1:
-        yield from _verdict_of_several(report)
+        yield from _verdict_of_several(sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS])
     elif report.parts:
-        yield from _only_verdict(report, report.parts[0].ranges)
+        yield from verdict_of(_without_end(report.parts[0].ranges))
     else:
         yield from _of_speed(report)
 
 
-def _verdict_of_several(report: RunReport) -> Iterator[Block]:
-    """Yield what ended the run, the models' verdicts, the change of the worst, and below them what they compute in."""
-    gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
-    yield from (Line(report.ended, "error"),) if report.ended else ()
+def _verdict_of_several(gravest: list[ModelPart]) -> Iterator[Block]:
+    """Yield the models' verdicts, the change of the worst, and below them the models' precisions."""
     tone: Tone = "good" if all(part.ranges.verdict.healthy for part in gravest) else "strong"
-    said = _by_model((part.name, "".join(part.ranges.verdict.sentences[:1])) for part in gravest)
-    yield from (Line(words, tone) for words in said)
+    yield from lines(*_openings(gravest), tone=tone)
     yield from change_blocks(gravest[0].ranges.verdict, f" in {gravest[0].name}")
-    yield from (
-        Line(words, "dim") for words in _by_model((part.name, part.ranges.verdict.precision) for part in gravest)
-    )
+    yield from lines(*_precisions(gravest), tone="dim")
 
 
 def _of_speed(report: RunReport) -> Iterator[Block]:
     """Yield the verdict of a run without models: the finding that costs most, and its change."""
-    kernels = () if report.kernels is None else report.kernels.findings
-    found = next((each for each in (*kernels, *report.speed_findings) if each.severity != SEVERITIES[0]), None)
-    yield from (Line(report.ended, "error"),) if report.ended else ()
-    if found is not None:
+    alarms = (each for each in (*report.kernel_findings, *report.speed_findings) if each.is_alarm)
+    for found in islice(alarms, 1):
         yield Line(found.message, "warning")
-        yield from (Line(f"Change: {found.fix}"),) if found.fix else ()
+        yield from lines(filled("Change: {}", found.fix))
 
 
-def _only_verdict(report: RunReport, ranges: RangeReport) -> Iterator[Block]:
-    yield from (Line(report.ended, "error"),) if report.ended else ()
-    yield from verdict_of(_without_end(ranges))
-
-
-def _state(report: RunReport, gravest: ModelPart | None) -> tuple[str, Tone]:
-    """Return the run's state in a word or two and its tone: that of the model with the gravest findings."""
-    if gravest is None:
-        if report.by_error:
-            return "Ended by an error", "error"
-        if report.shapes is None and report.kernels is None:
-            return "Nothing inspected", "unknown"
-        return ("Time is lost", "warning") if _to_do(report.speed_findings) else ("No loss of speed found", "good")
-    state, tone = state_of(gravest.ranges)
-    return ("Ended by an error", "error") if report.ended and tone != "error" else (state, tone)
+def _state(report: RunReport) -> tuple[str, Tone]:
+    """Return the run's state in a word or two and its tone, by the model with the gravest findings."""
+    if report.parts:
+        state, tone = state_of(max(report.parts, key=_gravity).ranges)
+        if tone == "error" or not report.ended:
+            return state, tone
+    if report.by_error or report.ended:
+        return "Ended by an error", "error"
+    if report.shapes is None and report.kernels is None:
+        return "Nothing inspected", "unknown"
+    if _to_do(report.speed_findings):
+        return "Time is lost", "warning"
+    return "No loss of speed found", "good"
 
 
 def _gravity(part: ModelPart) -> tuple[int, bool]:
@@ -259,18 +270,16 @@ def _wholes(report: RunReport) -> Iterator[Part]:
 
 def _brief(report: RunReport) -> Iterator[Item]:
     """Yield the summary of the run, one item per subject."""
-    seen = f"; {report.saw[0]}" if len(report.saw) == 1 else ""
-    yield Item(f"{report.command}: {report.outcome}{seen}", "script")
+    script = f"{report.command}: {report.outcome}"
+    # Several sentences have a section of their own.
+    if len(report.saw) == 1:
+        script += f"; {report.saw[0]}"
+    yield Item(script, "script")
     if report.first_line:
         # Repeated here, since the top of the report may have scrolled out of view.
         yield Item(report.first_line, "broke")
     for part in report.parts:
-        ranks = len(part.ranges.session.ranks)
-        counted = steps_and_samples(part.ranges.session.progress, f" on {number_of(ranks, 'rank')}" if ranks else "")
-        verdict = part.ranges.verdict
-        healthy = f"{verdict.opening}. " if verdict.healthy else ""
-        worst = () if verdict.healthy else verdict.sentences[:1]
-        yield Item(f"{healthy}{counted[0].upper()}{counted[1:]}. {scale_in_brief(part.ranges)}", part.name, worst)
+        yield _model_in_brief(part)
     yield from (Item(words, label) for label, words in _on_speed(report))
     of_shapes = in_counts(_grave_on_shapes(report))
     if report.findings or of_shapes:
@@ -278,6 +287,15 @@ def _brief(report: RunReport) -> Iterator[Item]:
         yield Item("; ".join(filter(None, words)), "findings")
     if report.log_dir:
         yield Item(report.log_dir, "files")
+
+
+def _model_in_brief(part: ModelPart) -> Item:
+    session, verdict = part.ranges.session, part.ranges.verdict
+    on_ranks = filled(" on {}", session.ranks and number_of(len(session.ranks), "rank"))
+    words = f"{upper_first(steps_and_samples(session.progress, on_ranks))}. {scale_in_brief(part.ranges)}"
+    if verdict.healthy:
+        return Item(f"{verdict.opening}. {words}", part.name)
+    return Item(words, part.name, verdict.sentences[:1])
 
 
 def _on_speed(report: RunReport) -> Iterator[tuple[str, str]]:
@@ -290,8 +308,9 @@ def _on_speed(report: RunReport) -> Iterator[tuple[str, str]]:
 
 def _grave_on_shapes(report: RunReport) -> list[Finding]:
     """Return the findings on shapes above "info" that ``report.findings`` and a terminal leave out."""
-    found = () if report.shapes_asked is None or not report.is_shape_detail else report.shapes_asked.findings
-    return [finding for finding in found if finding.severity != SEVERITIES[0]]
+    if report.shapes_asked is None or not report.is_shape_detail:
+        return []
+    return [finding for finding in report.shapes_asked.findings if finding.is_alarm]
 
 
 def _shapes(report: RunReport) -> str:
@@ -299,27 +318,41 @@ def _shapes(report: RunReport) -> str:
     assert shapes is not None
     if not shapes.flops:
         return "no matrix product was recorded"
+    clauses = [*_suiting(shapes), *_not_suiting(shapes)]
+    for worst in _grave_on_shapes(report)[:1]:
+        clauses.append(f"see {worst.id}{filled(' in {!r}', worst.layer)}")
+    words = "; ".join(clauses)
+    return f"{words} (--lint, report.md)" if report.is_shape_detail else words
+
+
+def _suiting(shapes: ShapeReport) -> Iterator[str]:
     suits = _share(shapes, lambda row: row.verdict == "native")
-    in_tf32 = _share(shapes, lambda row: row.verdict == "native" and row.kind in _OF_CUDNN and _is_in_tf32(row))
-    in_fp32 = _share(shapes, runs_in_fp32)
     words = f"{percent(suits)} of one step's FLOPs suit the Tensor Cores of {shapes.gpu.name}"
-    if in_tf32:
-        words += f" ({'' if in_tf32 == suits else f'{percent(in_tf32)} '}in TF32, cuDNN's default)"
-    if degraded := _share(shapes, lambda row: row.verdict == "degraded"):
-        degraded_tf32 = _share(shapes, lambda row: row.verdict == "degraded" and _is_in_tf32(row))
-        tf32 = " (in TF32)" if degraded_tf32 == degraded else ""
-        words += f"; {_how_many(degraded)} use them{tf32} with narrower loads or padded copies"
+    in_tf32 = _share(shapes, lambda row: row.verdict == "native" and row.kind in _OF_CUDNN and _is_in_tf32(row))
+    if not in_tf32:
+        yield words
+    elif in_tf32 == suits:
+        yield f"{words} (in TF32, cuDNN's default)"
+    else:
+        yield f"{words} ({percent(in_tf32)} in TF32, cuDNN's default)"
+    degraded = _share(shapes, lambda row: row.verdict == "degraded")
+    if degraded and degraded == _share(shapes, lambda row: row.verdict == "degraded" and _is_in_tf32(row)):
+        yield f"{_how_many(degraded)} use them (in TF32) with narrower loads or padded copies"
+    elif degraded:
+        yield f"{_how_many(degraded)} use them with narrower loads or padded copies"
+
+
+def _not_suiting(shapes: ShapeReport) -> Iterator[str]:
     # Not by the sum of the shares: it can end a rounding error below 1.
     if others := _share(shapes, lambda row: row.verdict not in ("native", "degraded") and not runs_in_fp32(row)):
-        words += f"; {_how_many(others)} do not, by shape or dtype"
-    if in_fp32:
+        yield f"{_how_many(others)} do not, by shape or dtype"
+    if in_fp32 := _share(shapes, runs_in_fp32):
+        yield f"{_how_many(in_fp32)} run in FP32"
         in_16_bits = suiting_in_16_bits(shapes)
-        then = "all" if in_16_bits == 1 else f"{percent(in_16_bits)} of all"
-        gain = f"; with those in 16 bits {then} would suit" if in_16_bits > suits else ""
-        words += f"; {_how_many(in_fp32)} run in FP32{gain}"
-    for worst in _grave_on_shapes(report)[:1]:
-        words += f"; see {worst.id}{f' in {worst.layer!r}' if worst.layer else ''}"
-    return words + (" (--lint, report.md)" if report.is_shape_detail else "")
+        if in_16_bits == 1:
+            yield "with those in 16 bits all would suit"
+        elif in_16_bits > _share(shapes, lambda row: row.verdict == "native"):
+            yield f"with those in 16 bits {percent(in_16_bits)} of all would suit"
 
 
 def _is_in_tf32(row: ShapeRow) -> bool:
@@ -341,7 +374,7 @@ def _kernels(report: RunReport) -> str:
     if used is None:
         return "no matrix product ran on a GPU in the profiled step"
     words = f"{percent(used)} of the matrix products' time ran on Tensor Cores"
-    return f"{words}; {kernels.phrase}" if kernels.phrase else words
+    return words + filled("; {}", kernels.phrase)
 
 
 # -- module by module -----------------------------------------------------------------------------------------------
@@ -367,10 +400,10 @@ def _modules(report: RunReport) -> Tables:
 def _figures(row: ModuleRow) -> list[str]:
     return [
         f"{row.module or '(outside of submodules)'} {row.module_type}".strip(),
-        NOT_APPLICABLE if row.flops_fraction is None else percent(row.flops_fraction),
+        optional(row.flops_fraction, percent),
         row.shape_verdict or NOT_APPLICABLE,
-        share(row.lost_l1_share, is_estimate=True) if row.lost_l1_share else UNKNOWN,
-        UNKNOWN if row.log2_scale_needed is None else f"2^{row.log2_scale_needed}",
-        NOT_APPLICABLE if row.kernel_time_us is None else duration(row.kernel_time_us),
-        NOT_APPLICABLE if row.tensor_core_fraction is None else percent(row.tensor_core_fraction),
+        share(row.lost_l1_share, is_estimate=True),
+        optional(row.log2_scale_needed, "2^{}".format, UNKNOWN),
+        optional(row.kernel_time_us, duration),
+        optional(row.tensor_core_fraction, percent),
     ]

@@ -7,7 +7,6 @@ from typing import Any
 
 from mpinspect.reporting import forms
 from mpinspect.reporting.json_text import Layout, fields, headed, plain
-from mpinspect.reporting.rendering import RendersItself
 from mpinspect.run.report import ModuleRow, RunReport, by_module
 
 #: Depth to which each member has its own line; at depth five each finding of each part has one.
@@ -23,20 +22,16 @@ def to_plain(report: RunReport) -> dict[str, Any]:
         "log_dir": report.log_dir,
         "saw": list(report.saw),
         "modules": [_module(row) for row in by_module(report)],
-        "models": [{"name": part.name, "ranges": _nested(part.ranges)} for part in report.parts],
-        "shapes": _nested(report.shapes),
-        "kernels": _nested(report.kernels),
+        "models": [{"name": part.name, "ranges": forms.plain(part.ranges)} for part in report.parts],
+        "shapes": report.shapes and forms.plain(report.shapes),
+        "kernels": report.kernels and forms.plain(report.kernels),
     }
     return headed("mpinspect.run", 1, body)
 
 
-def _nested(report: RendersItself | None) -> dict[str, Any] | None:
-    return None if report is None else forms.plain(report)
-
-
 def _module(row: ModuleRow) -> dict[str, Any]:
+    found: dict[str, Any] = plain(fields(row))
     share = row.lost_l1_share
-    bounds = None if share is None else (share.estimate, share.low, share.high)
-    is_known = bounds is not None and all(map(math.isfinite, bounds))
-    found: dict[str, Any] = plain(fields(row) | {"lost_l1_share": share if is_known else None})
+    if share is not None and not all(map(math.isfinite, (share.estimate, share.low, share.high))):
+        found["lost_l1_share"] = None
     return found

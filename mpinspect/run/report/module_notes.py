@@ -7,22 +7,24 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell
-from mpinspect.reporting.document import Tone
-from mpinspect.reporting.finding import SEVERITIES, Finding
-from mpinspect.reporting.words import NOT_APPLICABLE, duration, format_name, percent
-from mpinspect.run.report.by_module import VERDICTS, ModuleRow, by_module
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import NOT_APPLICABLE, and_more, duration, filled, format_name, percent
+from mpinspect.run.report.by_module import VERDICTS, VERDICTS_EXPLAINED, ModuleRow, by_module
 from mpinspect.run.report.report import RunReport
+from mpinspect.shapes.report.document import TONES
 
 if TYPE_CHECKING:
     from mpinspect.shapes.analysis import ShapeReport
     from mpinspect.shapes.analysis.report import ShapeRow
 
 _COLUMNS = (
-    ("shapes", "whether the shapes of its matrix products suit Tensor Cores, by the worst product"),
+    (
+        "shapes",
+        f"whether the shapes of its matrix products suit Tensor Cores, by the worst product: {VERDICTS_EXPLAINED}",
+    ),
     ("kernels", "share of the profiled step's kernel time"),
     ("on Tensor Cores", "share of its own kernel time"),
 )
-_TONES: dict[str, Tone] = {"off": "error", "degraded": "warning", "unknown": "unknown", "native": "good"}
 #: Most kernel names that are listed for a module, those with most time.
 _MOST_KERNELS = 4
 
@@ -44,10 +46,9 @@ def module_notes(report: RunReport) -> dict[str, ModuleNotes]:
     ]
     cells = {module: tuple(found[place] for place in kept) for module, found in all_cells.items()}
     found = {}
-    for part in report.parts:
-        lead = "" if len(report.parts) == 1 else f"{part.name}."
+    for label, part in zip(report.labels, report.parts, strict=True):
         # With several models each path begins with the model's name; that name alone means the model itself.
-        own = {f"{lead}{layer.module}".rstrip("."): layer.module for layer in part.ranges.layers}
+        own = {".".join(filter(None, (label, layer.module))): layer.module for layer in part.ranges.layers}
         found[part.name] = ModuleNotes(
             tuple(_COLUMNS[place] for place in kept),
             {own[module]: those for module, those in cells.items() if module in own},
@@ -57,28 +58,25 @@ def module_notes(report: RunReport) -> dict[str, ModuleNotes]:
 
 
 def _to_do(report: RunReport) -> set[str]:
-    """Return the modules with products whose shapes a finding asks to change; none for shapes that nobody asked for."""
+    """Return the modules with products whose shapes a finding asks to change; none if no shapes were asked for."""
     shapes = report.shapes_asked
     if shapes is None or report.is_shape_detail:
         return set()
-    grave = {finding.id for finding in shapes.listed if finding.severity != SEVERITIES[0]}
+    grave = {finding.id for finding in shapes.listed if finding.is_alarm}
     return {row.module for row in shapes.matmuls if row.finding in grave}
 
 
 def _cells(row: ModuleRow, *, is_to_do: bool) -> tuple[NoteCell, ...]:
     """Return a module's cells; a verdict on its shapes has a colour only if a finding asks for a change."""
-    tone = _TONES[row.shape_verdict] if is_to_do and row.shape_verdict else ""
-    return (
-        NoteCell(NOT_APPLICABLE)
-        if not row.shape_verdict
-        else NoteCell(row.shape_verdict, tone, len(VERDICTS) - VERDICTS.index(row.shape_verdict)),
-        NoteCell(NOT_APPLICABLE)
-        if row.kernel_time_fraction is None
-        else NoteCell(percent(row.kernel_time_fraction), "", row.kernel_time_fraction),
-        NoteCell(NOT_APPLICABLE)
-        if row.tensor_core_fraction is None
-        else NoteCell(percent(row.tensor_core_fraction), "", 1 + row.tensor_core_fraction),
-    )
+    cells = [NoteCell(NOT_APPLICABLE)] * len(_COLUMNS)
+    if row.shape_verdict:
+        tone = TONES[row.shape_verdict] if is_to_do else ""
+        cells[0] = NoteCell(row.shape_verdict, tone, len(VERDICTS) - VERDICTS.index(row.shape_verdict))
+    if row.kernel_time_fraction is not None:
+        cells[1] = NoteCell(percent(row.kernel_time_fraction), "", row.kernel_time_fraction)
+    if row.tensor_core_fraction is not None:
+        cells[2] = NoteCell(percent(row.tensor_core_fraction), "", 1 + row.tensor_core_fraction)
+    return tuple(cells)
 
 
 def _shapes(report: RunReport) -> Iterator[tuple[str, str]]:
@@ -87,22 +85,23 @@ def _shapes(report: RunReport) -> Iterator[tuple[str, str]]:
     if shapes is None:
         return
     for row in shapes.matmuls:
-        size = f"{row.m} x {row.n} x {row.k}"
-        why = f": {row.reason}" if row.reason and row.verdict != "native" else ""
-        yield (
-            row.module,
-            f"Product, {row.role}, {size} in {format_name(row.dtype)}: {row.verdict} on {shapes.gpu.name}{why}",
-        )
+        product = f"{row.role}, {row.m} x {row.n} x {row.k} in {format_name(row.dtype)}"
+        verdict = f"{row.verdict} on {shapes.gpu.name}"
+        if row.verdict != "native":
+            verdict += filled(": {}", row.reason)
+        yield row.module, f"Product, {product}: {verdict}"
     for row in shapes.matmuls:
         for finding in _findings_of(row, shapes):
-            fix = f" Fix: {finding.fix}" if finding.fix and finding.severity != SEVERITIES[0] else ""
-            yield row.module, f"Shapes, {finding.severity}, {finding.id}: {finding.message}.{fix}"
+            said = f"Shapes, {finding.severity}, {finding.id}: {finding.message}."
+            if finding.is_alarm:
+                said += filled(" Fix: {}", finding.fix)
+            yield row.module, said
 
 
 def _findings_of(row: ShapeRow, shapes: ShapeReport) -> list[Finding]:
     """Return the findings about a product; if several share its finding's id, only those that name its parameter."""
     found = [finding for finding in shapes.findings if finding.id == row.finding]
-    return found if len(found) < 2 else [each for each in found if row.parameter in _parameters(each)]
+    return [each for each in found if len(found) == 1 or row.parameter in _parameters(each)]
 
 
 def _parameters(finding: Finding) -> Sequence[str]:
@@ -123,5 +122,5 @@ def _kernels(report: RunReport) -> Iterator[tuple[str, str]]:
     for module, times in by_name.items():
         longest = sorted(times.items(), key=lambda pair: -pair[1])
         named = ", ".join(f"{name} ({verdict}, {duration(time)})" for (name, verdict), time in longest[:_MOST_KERNELS])
-        left = len(longest) - _MOST_KERNELS
-        yield module, f"Kernels, {duration(sum(times.values()))}: {named}{f' and {left} more' if left > 0 else ''}"
+        more = and_more(len(longest) - _MOST_KERNELS)
+        yield module, f"Kernels, {duration(sum(times.values()))}: {named}{more}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mpinspect.ranges.report import plots
+from mpinspect.reporting.words import filled
 from mpinspect.run.report import RunReport
 
 
@@ -17,6 +18,6 @@ def save(report: RunReport, path: str | Path) -> Path:
     """
     if len(report.parts) != 1:
         folders = ", ".join(str(Path(report.log_dir, part.name)) for part in report.parts)
-        hint = f" and this run has {len(report.parts)}: give one of {folders}" if folders else " and this run has none"
-        raise ValueError(f"a picture is of one model,{hint}")
+        hint = filled(f"{len(report.parts)}: give one of {{}}", folders) or "none"
+        raise ValueError(f"a picture is of one model, and this run has {hint}")
     return plots.save(report.parts[0].ranges, path)

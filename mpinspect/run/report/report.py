@@ -10,6 +10,7 @@ from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.faults.verdict import of_what_was_seen
 from mpinspect.reporting.finding import Finding, gravest_first
 from mpinspect.reporting.rendering import RendersItself
+from mpinspect.reporting.words import filled
 
 if TYPE_CHECKING:
     from mpinspect.kernels.analysis import KernelReport
@@ -33,7 +34,7 @@ class ModelPart:
 class RankPart(ModelPart):
     """A model of one rank; ``name`` is the rank's, and the model's before it if there are several.
 
-    ``differs`` says in which figures it is unlike most ranks: "differs in events"; "" if it is like them.
+    ``differs`` names the figures in which it differs from most ranks: "differs in events"; "" without a difference.
     """
 
     differs: str = ""
@@ -58,7 +59,7 @@ class RunReport(RendersItself):
             model was seen; "" without such a process.
         by_error: whether an uncaught exception ended the script.
         unreadable: a sentence on each model whose session can't be read; ``saw`` holds them too.
-        ranks: models of single ranks, which the page alone shows beside their sums in ``parts``.
+        ranks: models of single ranks, which only the page shows, in addition to their sums in ``parts``.
     """
 
     kind: ClassVar[str] = "run"
@@ -78,17 +79,20 @@ class RunReport(RendersItself):
 
     def __post_init__(self) -> None:
         """Withhold the verdict "healthy" if the script failed or was stopped within a few steps."""
+        object.__setattr__(self, "parts", tuple(map(self._judged, self.parts)))
+
+    def _judged(self, part: ModelPart) -> ModelPart:
+        ranges = part.ranges
         failed = self.by_error or self.outcome.startswith("exit status")
-        stopped = self.outcome.startswith("stopped")
-        judged = [
-            replace(
-                part, ranges=replace(part.ranges, verdict=of_what_was_seen(part.ranges.session, part.ranges.verdict))
-            )
-            if failed or (stopped and part.ranges.session.progress.steps < _FEW_STEPS)
-            else part
-            for part in self.parts
-        ]
-        object.__setattr__(self, "parts", tuple(judged))
+        stopped = self.outcome.startswith("stopped") and ranges.session.progress.steps < _FEW_STEPS
+        if not failed and not stopped:
+            return part
+        return replace(part, ranges=replace(ranges, verdict=of_what_was_seen(ranges.session, ranges.verdict)))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the parts, in their order; "" for the only one, which needs none."""
+        return ("",) if len(self.parts) == 1 else tuple(part.name for part in self.parts)
 
     @property
     def ended(self) -> str:
@@ -99,7 +103,14 @@ class RunReport(RendersItself):
         of_ranks = any(finding.id == "rank-ended-early" for finding in self.findings)
         if told:
             return told[0].verdict.ended
-        return f"Ended by an exception: {self.outcome}" if self.by_error and not of_ranks else ""
+        if of_ranks or not self.by_error:
+            return ""
+        return f"Ended by an exception: {self.outcome}"
+
+    @property
+    def outcome_beside(self) -> str:
+        """The outcome, unless the script simply ended or ``ended`` says the same; else ""."""
+        return "" if self.ended or self.outcome == "ended" else self.outcome
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -110,8 +121,17 @@ class RunReport(RendersItself):
     @property
     def speed_findings(self) -> tuple[Finding, ...]:
         """The findings on shapes (unless ``is_shape_detail``) and kernels, which the verdicts on ranges leave out."""
-        of_shapes = () if self.is_shape_detail or self.shapes is None else self.shapes.listed
-        return (*of_shapes, *(() if self.kernels is None else self.kernels.findings))
+        return (*self.shape_findings, *self.kernel_findings)
+
+    @property
+    def shape_findings(self) -> tuple[Finding, ...]:
+        """The findings on shapes; () without --lint."""
+        return () if self.is_shape_detail or self.shapes is None else self.shapes.listed
+
+    @property
+    def kernel_findings(self) -> tuple[Finding, ...]:
+        """The findings on kernels; () without --kernels."""
+        return () if self.kernels is None else self.kernels.findings
 
     @property
     def holds_more_than_its_verdict(self) -> bool:
@@ -121,17 +141,19 @@ class RunReport(RendersItself):
     @property
     def shapes_asked(self) -> ShapeReport | None:
         """The shapes; None if they were recorded without --lint and judged for an assumed GPU."""
-        is_asked = self.shapes is not None and not (self.is_shape_detail and self.shapes.is_gpu_assumed)
-        return self.shapes if is_asked else None
+        if self.shapes is None or (self.is_shape_detail and self.shapes.is_gpu_assumed):
+            return None
+        return self.shapes
 
     @property
     def first_line(self) -> str:
         """The first non-finite event that no loss scaler caught, in one line; "" without such an event."""
         if self.broke_elsewhere:
             return self.broke_elsewhere
-        broken = [(event, part.name) for part in self.parts if (event := what_broke(part.ranges)) is not None]
+        labelled = zip(self.labels, self.parts, strict=True)
+        broken = [(event, label) for label, part in labelled if (event := what_broke(part.ranges)) is not None]
         if not broken:
             return ""
         # Each model counts its own steps.
-        first, name = min(broken, key=lambda pair: pair[0].step)
-        return first_line(first) if len(self.parts) == 1 else f"{name}: {first_line(first)}"
+        first, label = min(broken, key=lambda pair: pair[0].step)
+        return filled("{}: ", label) + first_line(first)

@@ -107,7 +107,7 @@ def _as_they_come(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         return made
     if isinstance(made, torch.Tensor):
         return made.to(args[0].dtype)
-    return tuple(value.to(args[0].dtype) if _is_eligible(value) else value for value in made)
+    return tuple(_cast(value, args[0].dtype) for value in made)
 
 
 _float32 = float32(_cast)

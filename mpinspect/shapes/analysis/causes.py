@@ -84,15 +84,17 @@ def symptoms_of(row: ShapeRow, recording: MatmulRecording, is_unfused: bool) -> 
         is_unfused: whether the product is part of attention computed as separate products.
     """
     word = row.judged.cause
-    if row.matmul.math_path and word not in _EVEN_UNFUSED:
-        yield Symptom("float64" if row.dtype == "float64" else "math-path", row, recording)
-        return
+    is_math_path = row.matmul.math_path and word not in _EVEN_UNFUSED
     if row.dtype == "float64":
         yield Symptom("float64", row, recording)
+    elif is_math_path:
+        yield Symptom("math-path", row, recording)
     elif word == "channels":
         yield from _odd_channels(row, row.matmul, recording)
     else:
         yield Symptom(word, row, recording, _size_of(row))
+    if is_math_path:
+        return
     if is_unfused:
         yield Symptom("unfused", row, recording)
     if row.matmul.block and row.k % row.matmul.block and word not in _EVEN_UNFUSED:

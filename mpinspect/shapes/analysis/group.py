@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from mpinspect.reporting.words import filled, number_of, percent
+from mpinspect.reporting.words import by_number, filled, number_of, percent
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.alignment import up_to
 from mpinspect.shapes.analysis.causes import Cause, is_latent, once_mended
@@ -79,12 +79,12 @@ class Group:
     @property
     def are(self) -> str:
         """Return the verb after ``products``: "is" or "are"."""
-        return "is" if self.calls == 1 else "are"
+        return by_number(self.calls, "is", "are")
 
     @property
     def s(self) -> str:
         """Return the ending of any other verb after ``products``: "s" for one product, else ""."""
-        return "s" if self.calls == 1 else ""
+        return by_number(self.calls, "s", "")
 
     @property
     def is_worth_it(self) -> bool:
@@ -134,8 +134,9 @@ class Group:
         broken = sum(row.calls for row in self.rows if row.multiples_of_8 is False)
         if not broken:
             return "the rule of multiples of 8 does not flag them"
-        them = "them" if broken == self.calls else f"{broken:,} of them"
-        return f"the rule of multiples of 8 flags {them} too"
+        if broken == self.calls:
+            return "the rule of multiples of 8 flags them too"
+        return f"the rule of multiples of 8 flags {broken:,} of them too"
 
     @property
     def reasons(self) -> list[str]:
@@ -274,8 +275,8 @@ class Group:
             return f"; {least} would fix the layers but not the heads"
         if parts.number > 1 and not parts.heads:
             size, to = padding.size // parts.number, padding.advised // parts.number
-            doubt = "" if parts.is_shown else f"; if its output is not split, {least} will do"
-            return f", each of its {parts.number} parts {size} -> {to}{doubt}"
+            each = f", each of its {parts.number} parts {size} -> {to}"
+            return each if parts.is_shown else f"{each}; if its output is not split, {least} will do"
         if parts.may_be:
             return "; if the layer's output is split into equal parts, pad each part"
         return ""
@@ -284,11 +285,12 @@ class Group:
     def binds(self) -> str:
         """Return a sentence on misaligned rows by both rules, and the estimated gain of the fix."""
         latent = sum(row.calls for row in self.rows if is_latent(row))
-        when = ""
-        if latent:
-            them = "all" if latent == self.calls else f"{latent:,}"
-            when = f", {them} of them once they are on Tensor Cores"
-        return f"loads narrower than 16 bytes{when}; {self.talk_words}; {self.gain_words}"
+        loads = "loads narrower than 16 bytes"
+        if latent == self.calls:
+            loads += ", all of them once they are on Tensor Cores"
+        elif latent:
+            loads += f", {latent:,} of them once they are on Tensor Cores"
+        return f"{loads}; {self.talk_words}; {self.gain_words}"
 
     @property
     def inductor(self) -> str:

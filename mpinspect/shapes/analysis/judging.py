@@ -113,7 +113,9 @@ def _raising_reading(matmul: Matmul, gpu: Gpu) -> Reading | None:
     why = matmul.raises
     if faults := list(_faults(matmul, gpu)):
         why = f"{matmul.op.removeprefix('aten::')} needs {'; '.join(faults)}"
-    return Reading("off", f"torch raises: {why}", "raises") if why else None
+    if not why:
+        return None
+    return Reading("off", f"torch raises: {why}", "raises")
 
 
 def _faults(matmul: Matmul, gpu: Gpu) -> Iterator[str]:

@@ -199,7 +199,9 @@ def gain(times: Iterable[tuple[CallTime | None, int]], total_us: float | None) -
 
 def is_worth_it(gain: Gain | None, share: float) -> bool:
     """Return whether a fix may save time; if the gain is unknown, whether the products are at least 1% of the FLOPs."""
-    return share >= NEGLIGIBLE if gain is None else not promises_nothing(gain)
+    if gain is None:
+        return share >= NEGLIGIBLE
+    return not promises_nothing(gain)
 
 
 def promises_nothing(gain: Gain) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.finding import Finding, warning_if
 from mpinspect.reporting.words import and_more, number_of, percent
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.causes import Cause, Symptom, unfused_attention
@@ -62,7 +62,7 @@ class Rule:
 
     def finding(self, group: Group) -> Finding:
         """Return the finding about a group of products."""
-        severity = _said(self.severity, group) or ("warning" if group.is_worth_it else "info")
+        severity = _said(self.severity, group) or warning_if(group.is_worth_it)
         evidence = group.evidence() | self.evidence(group)
         changes_nothing = self.changes_nothing
         if changes_nothing is None:
@@ -400,7 +400,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         on=("float64",),
         message=_float64,
         fix="cast to float32 before them, unless FP64 is meant; often one float64 constant or NumPy array is enough to cause it",
-        severity=lambda group: "warning" if group.share >= 0.01 else "info",
+        severity=lambda group: warning_if(group.share >= 0.01),
     ),
     Rule(
         "dtype-not-multiplied",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.finding import Finding, warning_if
 from mpinspect.reporting.words import number_of, percent
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.causes import unfused_attention
@@ -88,7 +88,7 @@ def layout_copies(
     if not fix:
         message += "; they split and merge heads around fused attention, no change expected"
         evidence[CHANGES_NOTHING] = True
-    severity = "warning" if fix and fraction >= _WORTH_MENDING else "info"
+    severity = warning_if(fix and fraction >= _WORTH_MENDING)
     return Finding("layout-copies", severity, "", message, evidence, fix)
 
 
@@ -112,7 +112,9 @@ def _fix(recording: MatmulRecording, copies: list[LayoutCopy], moved: int) -> st
 
 
 def _size(moved: int) -> str:
-    return f"{moved / 1e6:,.0f} MB" if moved >= 1e6 else f"{-(-moved // 1000):,} kB"
+    if moved >= 1e6:
+        return f"{moved / 1e6:,.0f} MB"
+    return f"{-(-moved // 1000):,} kB"
 
 
 def _bytes_within(copies: list[LayoutCopy], modules: set[str]) -> int:

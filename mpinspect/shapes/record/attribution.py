@@ -235,7 +235,9 @@ def role_and_parameter(forward: Forward | None, record: Matmul, weight: str) -> 
     parameter, other = forward.a_parameter, forward.b_parameter
     if not of_a:
         parameter, other = other, parameter
-    return ("wgrad", parameter) if parameter else ("dgrad", other)
+    if parameter:
+        return "wgrad", parameter
+    return "dgrad", other
 
 
 def _is_gradient_of_a(forward: Forward, record: Matmul, weight: str) -> bool:

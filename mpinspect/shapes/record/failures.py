@@ -120,4 +120,6 @@ def result_of_refused(func: Any, records: Sequence[Matmul], error: Exception) ->
     dtype = getattr(torch, out.dtype, None)
     if name == "aten::_int_mm":
         dtype = torch.int32
-    return None if dtype is None else torch.empty(out.shape, dtype=dtype, device="meta")
+    if dtype is None:
+        return None
+    return torch.empty(out.shape, dtype=dtype, device="meta")

@@ -190,9 +190,10 @@ def _why_math(query: Operand, key: Operand, value: Operand, mask: Operand | None
     # With every switch on, operands with another head size, or with as many key heads as query heads, would be fused.
     alignment = 8 if query.dtype in _HALF_NAMES else 4
     heads_fit = query.shape[1] == key.shape[1]
-    if heads_fit and (query.shape[-1] % alignment or value.shape[-1] % alignment):
-        allowed: Any = torch.backends.cuda
-        return "head-size" if allowed.mem_efficient_sdp_enabled() else "disabled"
+    odd = query.shape[-1] % alignment or value.shape[-1] % alignment
+    allowed: Any = torch.backends.cuda
+    if heads_fit and odd and allowed.mem_efficient_sdp_enabled():
+        return "head-size"
     if not heads_fit and (query.dtype == "float32" or mask is not None):
         return "shapes"
     return "disabled"

@@ -279,7 +279,7 @@ def _autocast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         format = as_format(dtype)
         if format in _AUTOCAST:
             return _AUTOCAST[format]
-    raise RecordingError(f"dtype is {dtype}: autocast takes float16 or bfloat16; None or float32 is no autocast")
+    raise RecordingError(f"dtype is {dtype}: autocast takes float16 or bfloat16; None or float32 switches autocast off")
 
 
 def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -332,7 +332,9 @@ def _keep_results(
 def _filled(rule: _Rule, like: torch.Tensor, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """Return the result of an operator that depends on a shape alone, in a list; an empty list for any other operator."""
     fill = _FILLED.get(rule.name)
-    return [] if fill is None else [torch.full(like.shape, fill(args), dtype=like.dtype, device="cpu")]
+    if fill is None:
+        return []
+    return [torch.full(like.shape, fill(args), dtype=like.dtype, device="cpu")]
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -351,7 +353,9 @@ def _valued(value: Any) -> Any:
 
 def _in_each(change: Callable[[Any], Any], value: Any) -> Any:
     """Return a plain list or tuple with each of its entries changed; other values unchanged."""
-    return type(value)(map(change, value)) if type(value) in (list, tuple) else value
+    if type(value) not in (list, tuple):
+        return value
+    return type(value)(map(change, value))
 
 
 def _with_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Any:

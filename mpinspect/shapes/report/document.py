@@ -22,12 +22,12 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
-from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.words import (
     NOT_APPLICABLE,
     UNKNOWN,
     and_more,
     bracketed,
+    by_number,
     duration,
     filled,
     number_of,
@@ -44,7 +44,8 @@ NOTES = Limit(10, 30)
 
 #: Sort order of the verdicts, worst first.
 _RANK = {"off": 0, "degraded": 1, "unknown": 2, "native": 3}
-_TONES: dict[str, Tone] = {"off": "error", "degraded": "warning", "unknown": "unknown", "native": "good"}
+#: The colours of verdicts on products and kernels.
+TONES: dict[str, Tone] = {"off": "error", "degraded": "warning", "unknown": "unknown", "native": "good"}
 #: Share of the FLOPs that counts as nearly all: a ResNet's stem is 3%.
 _NEARLY_ALL = 0.95
 #: Share of the estimated time from which tiles and waves that are not full are mentioned.
@@ -62,7 +63,7 @@ def document(report: ShapeReport) -> Document:
     return Document(
         headline(report),
         (
-            *lines(totals(report)),
+            *lines(*totals(report)),
             *_clean(report),
             *section("Findings", Findings(report.listed), *_unchanging(report)),
             *section("Sizes to pad", _padding(report.padding)),
@@ -85,7 +86,7 @@ def padding_document(report: ShapeReport) -> Document:
     """Return the table of sizes that are worth padding on its own, or a sentence if it is empty."""
     table = _padding(report.padding)
     if is_empty(table):
-        return Document("", lines(["No size needs padding."]))
+        return Document("", lines("No size needs padding."))
     return Document("", (table,))
 
 
@@ -135,7 +136,7 @@ def _partial(report: ShapeReport, estimated_us: float) -> str:
 
 def _with_verb(kept: int, total: int) -> str:
     """Return the count with its verb: "3 of 5 products have", "1 of 1 product has"."""
-    return f"{kept:,} of {number_of(total, 'product')} {'has' if kept == 1 else 'have'}"
+    return f"{kept:,} of {number_of(total, 'product')} {by_number(kept, 'has', 'have')}"
 
 
 def _clean(report: ShapeReport) -> Iterator[Line]:
@@ -152,9 +153,10 @@ def clean_sentence(report: ShapeReport) -> str:
         return ""
     if is_clean(report):
         native = report.flops_by_verdict.get("native", 0) / report.flops
-        what = "the shapes suit" if native == 1 else f"{percent(native)} of the FLOPs suit"
-        words = upper_first(what) if report.listed else f"Nothing to fix: {what}"
-        return f"{words} the Tensor Cores of {report.gpu.name}."
+        words = "the shapes suit" if native == 1 else f"{percent(native)} of the FLOPs suit"
+        if not report.listed:
+            words = f"nothing to fix: {words}"
+        return f"{upper_first(words)} the Tensor Cores of {report.gpu.name}."
     shares = [
         f"{percent(report.flops_by_verdict[verdict] / report.flops)} of the FLOPs {words}"
         for verdict, words in _SHORT_OF_NATIVE.items()
@@ -222,7 +224,14 @@ def _products(rows: list[ProductRow]) -> Tables:
 
 def _rest(rows: list[ProductRow]) -> str:
     share = percent(min(sum(row.share for row in rows), 1.0))
-    return f"more {'kind' if len(rows) == 1 else 'kinds'} of products ({share} of the FLOPs); all are in JSON"
+    return f"more {by_number(len(rows), 'kind', 'kinds')} of products ({share} of the FLOPs); all are in JSON"
+
+
+def verdict_cell(verdict: str, *, is_to_do: bool) -> Cell:
+    """Return a verdict's cell; a loss has a colour only if a finding asks for a change."""
+    if verdict in ("off", "degraded") and not is_to_do:
+        return Cell(verdict)
+    return Cell(verdict, TONES.get(verdict, ""))
 
 
 def _product_cells(row: ProductRow) -> list[str | Cell]:
@@ -234,8 +243,7 @@ def _product_cells(row: ProductRow) -> list[str | Cell]:
         f"{row.calls:,}",
         percent(min(row.share, 1.0)),
         row.talk,
-        # A loss has a colour only if a finding asks for a change.
-        Cell(row.verdict, _TONES[row.verdict] if row.is_to_do or row.verdict not in ("off", "degraded") else ""),
+        verdict_cell(row.verdict, is_to_do=row.is_to_do),
         row.reason,
     ]
 
@@ -265,7 +273,7 @@ def product_rows(report: ShapeReport) -> list[ProductRow]:
     for row in report.matmuls:
         key = (row.role, sizes(row), row.dtype, row.verdict, row.multiples_of_8, row.reason)
         merged.setdefault(key, []).append(row)
-    grave = {finding.id for finding in report.listed if finding.severity != SEVERITIES[0]}
+    grave = {finding.id for finding in report.listed if finding.is_alarm}
     rows = [part for equal in merged.values() for part in _by_pattern(equal, grave)]
     return sorted(rows, key=lambda row: (_RANK[row.verdict], -row.share))
 

@@ -40,8 +40,8 @@ class OpenStep:
         self.parts.setdefault(sample.key, []).append(sample.window)
         if sample.key.kind in GRADIENT_KINDS:
             self.scales[sample.scale] = None
-            if sample.peak is not None:
-                self.peak = sample.peak if self.peak is None else max(self.peak, sample.peak)
+            if sample.peak is not None and (self.peak is None or sample.peak > self.peak):
+                self.peak = sample.peak
 
 
 def _window(steps: Sequence[OpenStep]) -> Window:

@@ -74,4 +74,4 @@ def owner(key: TensorKey) -> str:
     if key.kind in (ACTIVATION, ACTIVATION_GRADIENT):
         return key.name
     cut = max(key.name.rfind("."), key.name.rfind("/"))
-    return key.name[:cut] if cut > 0 else ""
+    return key.name[: max(cut, 0)]

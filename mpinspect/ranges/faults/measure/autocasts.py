@@ -35,7 +35,7 @@ class Autocasts(Observer):
         self._devices: set[str] | None = None
         #: Whether an optimizer has stepped in an autocast region whose cache was not cleared since.
         self._stepped_inside = False
-        self._first_stale: int | None = None
+        self._first_stale = 0
         self._stale = 0
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
@@ -60,8 +60,9 @@ class Autocasts(Observer):
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Record that the forward of this backward used outdated casts."""
         if self._stepped_inside and self._is_cast():
+            if not self._stale:
+                self._first_stale = self._clock.step
             self._stale += 1
-            self._first_stale = self._clock.step if self._first_stale is None else self._first_stale
 
     def _is_cast(self) -> bool:
         """Return whether autocast is on for a device with FP32 weights that it casts."""
@@ -75,7 +76,7 @@ class Autocasts(Observer):
 
     def run_ends(self) -> None:
         """Record the outdated casts, and the regions for another device type."""
-        if self._first_stale is not None:
+        if self._stale:
             self._recording.record(StaleCasts(step=self._first_stale, steps=self._stale))
         devices = {each.parameter.device.type for each in self._parameters}
         asked = [device for device, times in self._opened.items() if times]

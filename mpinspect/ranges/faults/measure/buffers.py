@@ -53,7 +53,8 @@ class Buffers(Observer):
         self._clock, self._recording = clock, recording
         self._norms = [layer for layer in layers if isinstance(layer.module, _NORMS)]
         self._events = self._records = 0
-        #: Buffers that were not finite before the first step, and buffers already recorded.
+        #: Buffers that were not finite before the first step; these and buffers already recorded.
+        self._broken_before: set[str] = set()
         self._known: set[str] = set()
         #: Running statistics before the first step; None before that.
         self._began: _Statistics | None = None
@@ -63,7 +64,7 @@ class Buffers(Observer):
         """Remember the buffers before the first step."""
         if self._began is None:
             self._began = self._statistics()
-            self._find_broken(self._known.update)
+            self._find_broken(self._broke_before)
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Read the buffers if the step is measured or has a new event; record broken ones whose values have arrived."""
@@ -81,9 +82,19 @@ class Buffers(Observer):
         began, ended = self._began.read(), self._statistics()
         for name, (writes, value) in ended.read().items():
             before, first = began.get(name, (writes, math.nan))
-            if writes - before >= _FEWEST_WRITES and value == first:
+            if writes - before < _FEWEST_WRITES:
+                continue
+            if not math.isfinite(value):
+                # It was written and stayed so: the forward that came before the first reading may have broken it.
+                self._known -= self._broken_before & {name}
+                self._tell_broken(0, {name: ended.dtypes[name]})
+            elif value == first:
                 text = f"{Statistics.STUCK}, {ended.dtypes[name]}"
                 self._record(Statistics(name=name, text=text, writes=writes - before))
+
+    def _broke_before(self, broken: dict[str, str]) -> None:
+        self._broken_before.update(broken)
+        self._known.update(broken)
 
     def _tell_broken(self, step: int, broken: dict[str, str]) -> None:
         for name, dtype in broken.items():
@@ -142,7 +153,7 @@ class Buffers(Observer):
 
 
 def _path(layer: Layer, name: str) -> str:
-    return f"{layer.path}.{name}" if layer.path else name
+    return f"{layer.path}.{name}".lstrip(".")
 
 
 @torch.no_grad()

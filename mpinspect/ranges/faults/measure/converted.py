@@ -39,12 +39,16 @@ from mpinspect.runtime.wrappers import class_of, registered, unwrapped
 
 #: The modules of TransformerEngine that compute products.
 _OF_TRANSFORMER_ENGINE = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-#: Classes of layers beside nn.Linear whose weight is stored transposed.
+#: Classes of layers other than nn.Linear whose weight is stored transposed.
 _TRANSPOSED = ("Conv1D",)
 _TORCHAO_CONFIGS = ("Float8LinearConfig", "Float8TrainingOpConfig", "MXFP8TrainingOpConfig")
 #: Where torchao 0.17 and later note that their converter has run.
 _CONVERTER, _HAS_RUN = "torchao.float8._inductor_patch", "_PATCHED"
 _E4M3, _E5M2, _E2M1 = FLOAT8_E4M3.name, FLOAT8_E5M2.name, FLOAT4_E2M1.name
+#: The scale and its rule, by whether the configuration asks for powers of two.
+_SCALES = {False: (FLOAT32_SCALE, AMAX), True: (POWER_OF_TWO, RCEIL)}
+#: The rule of TransformerEngine's recipes with one scale per tensor.
+_TENSORWISE = {"DelayedScaling": HISTORY, "Float8CurrentScaling": AMAX}
 _MX_RULES = {"floor": FLOOR, "rceil": RCEIL, "ceil": CEIL, "even": EVEN}
 
 
@@ -92,8 +96,10 @@ def _torchao_configs() -> Iterator[type]:
 
 
 def _embedding(module: torch.nn.Module) -> torch.Tensor | None:
+    if not isinstance(module, torch.nn.Embedding):
+        return None
     weight: torch.Tensor | None = registered(unwrapped(module), "_parameters").get("weight")
-    return weight if isinstance(module, torch.nn.Embedding) else None
+    return weight
 
 
 def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -104,8 +110,8 @@ def _weights(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside a DTensor."""
-    local: torch.Tensor | None = object.__getattribute__(weight, "__dict__").get("_local_tensor")
-    return weight if local is None else local
+    local: torch.Tensor = object.__getattribute__(weight, "__dict__").get("_local_tensor", weight)
+    return local
 
 
 def _shape(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -153,17 +159,15 @@ def _products(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> tuple
 
 def _of_float8(config: Any) -> Products:
     """Return the products of a Float8LinearConfig."""
-    by_powers = bool(getattr(config, "round_scales_to_power_of_2", False))
+    scale, rule = _SCALES[bool(getattr(config, "round_scales_to_power_of_2", False))]
 
     def operand(name: str, default: str) -> Quantization | None:
         cast = getattr(config, f"cast_config_{name}", None)
         if cast is None or _value(cast, "scaling_type") == "disabled":
             return None
         # A row's scale is one number for each row of the operand, along the dimension that is summed over.
-        block = (1, WHOLE) if _value(cast, "scaling_granularity") == "axiswise" else (WHOLE, WHOLE)
-        scale = POWER_OF_TWO if by_powers else FLOAT32_SCALE
-        element = _element(getattr(cast, "target_dtype", None)) or default
-        return Quantization(element, block, scale, RCEIL if by_powers else AMAX)
+        block = {"axiswise": (1, WHOLE)}.get(_value(cast, "scaling_granularity"), (WHOLE, WHOLE))
+        return Quantization(_element(getattr(cast, "target_dtype", None)) or default, block, scale, rule)
 
     return Products(
         Product(operand("input", _E4M3), operand("weight", _E4M3)),
@@ -173,7 +177,7 @@ def _of_float8(config: Any) -> Products:
 
 
 def _of_wrapper(weight: torch.Tensor) -> tuple[Products, str, bool] | None:
-    """Return what a weight's training wrapper of torchao asks for; None if it is in none."""
+    """Return the products that a weight's torchao training wrapper asks for; None without a wrapper."""
     for kind in type(weight).__mro__:
         if kind.__name__ == "Float8TrainingWeightWrapperTensor":
             config = getattr(weight, "config", None)
@@ -209,8 +213,8 @@ def _of_recipe(recipe: Any) -> Products:
     name = type(recipe).__name__
     is_hybrid = str(getattr(getattr(recipe, "fp8_format", None), "name", "")) == "HYBRID"
     backward = _E5M2 if is_hybrid else _E4M3
-    if name in ("DelayedScaling", "Float8CurrentScaling"):
-        rule = HISTORY if name == "DelayedScaling" else AMAX
+    if name in _TENSORWISE:
+        rule = _TENSORWISE[name]
         forward = Quantization(_E4M3, (WHOLE, WHOLE), FLOAT32_SCALE, rule)
         return uniform(forward, forward, Quantization(backward, forward.block, forward.scale, rule))
     if name == "MXFP8BlockScaling":
@@ -230,9 +234,9 @@ def _of_recipe(recipe: Any) -> Products:
 
 
 def _of_blocks(recipe: Any, backward: str) -> Products:
-    scale, rule = (FLOAT32_SCALE, AMAX) if getattr(recipe, "use_f32_scales", False) else (POWER_OF_TWO, RCEIL)
+    scale, rule = _SCALES[not getattr(recipe, "use_f32_scales", False)]
     x, weight, gradient = (
-        (128, 128) if getattr(recipe, f"{name}_block_scaling_dim", default) == 2 else (1, 128)
+        {2: (128, 128)}.get(getattr(recipe, f"{name}_block_scaling_dim", default), (1, 128))
         for name, default in (("x", 1), ("w", 2), ("grad", 1))
     )
     return uniform(
@@ -249,5 +253,4 @@ def _value(holder: Any, name: str) -> str:
 
 def _element(dtype: Any) -> str:
     """Return the name of an 8-bit format by torch's dtype; "" if it is none."""
-    name = str(dtype)
-    return _E4M3 if "e4m3" in name else _E5M2 if "e5m2" in name else ""
+    return next((name for name in (_E4M3, _E5M2) if name in str(dtype)), "")

@@ -48,11 +48,14 @@ _MOST_RECORDS = 10
 _MOST_BACKWARDS = 4
 #: Maximum number of names in one record.
 _MOST_NAMES = 200
+#: How a module was called, by whether its calls had a graph (None: no call): the name of a flag of ``MissingGradients``.
+_HOW_CALLED = {None: "not_called", True: "called", False: "without_graph"}
 #: Ratios that differ by at most this relative amount count as equal, because FP32 rounds each element separately.
 _SAME = 1e-3
 
 
-class Magnitudes(NamedTuple):
+@dataclass(frozen=True)
+class Magnitudes:
     """The largest magnitude of each gradient, being copied to the host.
 
     Args:
@@ -61,9 +64,9 @@ class Magnitudes(NamedTuple):
         squares: the 2-norms of the FP16 gradients, computed in FP32, one copy for each device.
     """
 
-    names: list[str]
-    values: list[HostCopy]
-    squares: list[HostCopy]
+    names: list[str] = field(default_factory=list)
+    values: list[HostCopy] = field(default_factory=list)
+    squares: list[HostCopy] = field(default_factory=list)
 
     def copies(self) -> list[HostCopy]:
         """Return the copies that the other methods read."""
@@ -90,7 +93,7 @@ def magnitudes(parameters: Iterable[WatchedParameter]) -> Magnitudes:
             names, tensors = groups.setdefault((gradient.device, gradient.dtype), ([], []))
             names.append(watched.name)
             tensors.append(gradient)
-    found = Magnitudes([], [], [])
+    found = Magnitudes()
     for (_, dtype), (names, tensors) in groups.items():
         found.names.extend(names)
         found.values.append(HostCopy(_largest(tensors)))
@@ -162,17 +165,20 @@ class _Step:
     never_scaled: set[str] = field(default_factory=set)
     unscaled: dict[str, int] = field(default_factory=dict)
     kept: Magnitudes | None = None
-    again: tuple[Magnitudes, dict[str, int]] | None = None
+    again: tuple[Magnitudes, Mapping[str, int]] = field(default_factory=lambda: (Magnitudes(), {}))
 
     def copies(self) -> list[HostCopy]:
         """Return the copies that judging the step reads."""
-        found = [*self.moments.values(), *self.left, *([self.again[0]] if self.again else [])]
+        found = [*self.moments.values(), *self.left, self.again[0]]
         return [copy for each in found for copy in each.copies()]
 
     def read(self, moment: str) -> dict[str, float]:
         """Return the magnitudes at a moment, by name."""
-        found = self.moments.get(moment)
-        return found.read() if found is not None else {}
+        return self.of(moment).read()
+
+    def of(self, moment: str) -> Magnitudes:
+        """Return the magnitudes at a moment, which may be none."""
+        return self.moments.get(moment, Magnitudes())
 
 
 class HandedOver(Observer):
@@ -233,7 +239,7 @@ class HandedOver(Observer):
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Record the constant factor that the loop applied to the loss."""
-        self._now.multiplied_by = _constant_factor(losses[0]) if len(losses) == 1 else None
+        self._now.multiplied_by = _constant_factor(losses)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Record that a scaler is in use."""
@@ -296,8 +302,7 @@ class HandedOver(Observer):
             self._add("masters", masters)
         # A fused optimizer receives the scale and divides by it within its step.
         if self._now.is_scaled and getattr(optimizer, "grad_scale", None) is None:
-            unscaled = self._now.moments.get("unscaled")
-            self._now.still_scaled |= (names & self._now.scaled).difference(unscaled.names if unscaled else ())
+            self._now.still_scaled |= (names & self._now.scaled).difference(self._now.of("unscaled").names)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped: gradients still present at the next backward are left over."""
@@ -356,12 +361,12 @@ class HandedOver(Observer):
         """Return how a module was called in the observed steps: the name of a flag of ``MissingGradients``."""
         if not self._called:
             return "unknown"
-        return "not_called" if module not in self._called else "called" if self._called[module] else "without_graph"
+        return _HOW_CALLED[self._called.get(module)]
 
     def _add(self, moment: str, parameters: Iterable[WatchedParameter]) -> None:
         """Add an optimizer's gradients to the record of a moment."""
         new = magnitudes(parameters)
-        old = self._now.moments.get(moment, Magnitudes([], [], []))
+        old = self._now.of(moment)
         self._now.moments[moment] = Magnitudes(
             old.names + new.names, old.values + new.values, old.squares + new.squares
         )
@@ -406,7 +411,7 @@ class HandedOver(Observer):
         never = [name for name in scaled if name in seen.never_scaled and scaled[name] > 0]
         if never:
             self._records.add(UnscaledNeverScaled(step=step, names=tuple(never), of=len(scaled)))
-        kept, counts = seen.again or (Magnitudes([], [], []), {})
+        kept, counts = seen.again
         again = [name for name, value in kept.read().items() if value > 0 and name in counts]
         if again:
             times = max(counts[name] for name in again)
@@ -431,15 +436,17 @@ class HandedOver(Observer):
     def _find_left_over(self, step: int, seen: _Step, number: int) -> None:
         """Record gradients left over at the step's first backward, unless a later backward began with zeros (zero_grad())."""
         left = [found.read() for found in seen.left]
-        old = [name for name, value in left[0].items() if value > 0 and name in seen.in_place] if left else []
+        old = [name for first in left[:1] for name, value in first.items() if value > 0 and name in seen.in_place]
         if old and all(any(value > 0 for value in values.values()) for values in left):
             largest = max(left[0].values())
             self._records.add(LeftOver(step=step, names=tuple(old), parameters=len(old), of=number, largest=largest))
 
 
-def _constant_factor(loss: torch.Tensor) -> float | None:
-    """Return the constant factor of the loss's last operation; None if it has none. Never waits for a device."""
-    node = loss.grad_fn
+def _constant_factor(losses: Sequence[torch.Tensor]) -> float | None:
+    """Return the constant factor of a single loss's last operation; None if it has none. Never waits for a device."""
+    if len(losses) != 1:
+        return None
+    node = losses[0].grad_fn
     if node is None or node.name() not in ("MulBackward0", "DivBackward0"):
         return None
     try:
@@ -450,13 +457,15 @@ def _constant_factor(loss: torch.Tensor) -> float | None:
     if not isinstance(other, torch.Tensor) or other.numel() != 1 or not other.is_cpu or other.requires_grad:
         return None
     factor = float(other)
-    return factor if node.name() == "MulBackward0" else 1 / factor if factor else None
+    if node.name() == "MulBackward0":
+        return factor
+    return 1 / factor if factor else None
 
 
 def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """Return each finite gradient's factor of change, by name; NaN if it is no longer finite."""
     return {
-        name: (1.0 if after[name] == value else after[name] / value) if math.isfinite(after[name]) else math.nan
+        name: after[name] / value if math.isfinite(after[name]) else math.nan
         for name, value in before.items()
         if name in after and math.isfinite(value) and value > 0
     }

@@ -134,12 +134,14 @@ class MasterGradients(Observer):
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the masters' gradients, which the optimizer is about to use."""
-        masters = list(self._masters.of(optimizer)) if self.at_work else []
+        if not self.at_work:
+            return
+        masters = list(self._masters.of(optimizer))
         if masters and self._began is None:
             self._began = samples((each.name, each.parameter) for each in self._masters.weights())
         if masters and id(optimizer) in self._after:
             self._compare_with_weights(self._after.pop(id(optimizer)), masters)
-        if self.at_work and self._now.given is not None:
+        if self._now.given is not None:
             self._now.stepping.update(master.name for master in masters)
             self._now.handed.append(magnitudes(masters))
             self._now.sums.append(samples(_gradients(masters)))
@@ -149,8 +151,7 @@ class MasterGradients(Observer):
         self._stepped = True
         self._steps += self._began is not None
         self._after.pop(id(optimizer), None)
-        masters = list(self._masters.of(optimizer)) if self.at_work else []
-        if masters:
+        if self.at_work and (masters := list(self._masters.of(optimizer))):
             self._after[id(optimizer)] = samples((each.name, each.parameter) for each in masters)
 
     def end_step(self, step: int, sampled: bool) -> None:
@@ -244,7 +245,7 @@ class MasterGradients(Observer):
                     without=sum(name not in handed for name in zeroed),
                 )
             )
-        replaced = [name for name in broken if 0 < handed.get(name, math.nan) < math.inf] if is_single else []
+        replaced = [name for name in broken if is_single and 0 < handed.get(name, math.nan) < math.inf]
         if replaced:
             self._records.add(ReplacedBeforeStep(step=step, names=tuple(replaced), of=len(given)))
 

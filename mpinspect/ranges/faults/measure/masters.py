@@ -158,8 +158,10 @@ class Masters:
     def of(self, optimizer: _Optimizer) -> Iterator[WatchedParameter]:
         """Yield an optimizer's masters, each under the name of its weight."""
         found = self._found.get(optimizer)
-        for each in self._foreign(optimizer) if found else ():
-            watched = found.get(id(each)) if found else None
+        if not found:
+            return
+        for each in self._foreign(optimizer):
+            watched = found.get(id(each))
             if watched is not None and each.shape == watched.parameter.shape:
                 yield WatchedParameter(watched.name, watched.owner, each, watched.counted)
 

@@ -46,7 +46,8 @@ class NewScalers(Observer):
         """Count the step; record the counts once enough steps had a new scaler."""
         if not self._is_scaled:
             return
-        self._first = self._first if self._steps else step
+        if not self._steps:
+            self._first = step
         self._steps += 1
         self._new += self._is_new
         if self._new == self._steps == _MANY:

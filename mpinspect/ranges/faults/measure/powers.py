@@ -26,7 +26,7 @@ from mpinspect.runtime.user_line import innermost_line
 Power = float | None
 ZERO = math.inf
 
-#: Positions of what sums add to their first argument; a pair of positions is a product, as in ``addmm``.
+#: Positions of the terms that sums add to their first argument; a pair of positions is a product, as in ``addmm``.
 _SUMS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("add", "sub", "rsub", "lerp"), (1,)),
     **dict.fromkeys(("index_add", "scatter_add"), (3,)),
@@ -112,11 +112,13 @@ class PowersOfScale:
         self._scale = 1.0
         #: Whether the loop has read the scale as a number, with which it may divide.
         self._is_read = False
-        #: Numbers by which the loop has multiplied after that.
+        #: Numbers that the loop has multiplied by since.
         self._numbers: set[float] = set()
         self._found: MixedPowers | None = None
         #: Sums in gradients, by storage: they do no harm until a scaler divides the gradient or an optimizer takes it.
         self._in_gradients: dict[int, MixedPowers | None] = {}
+        #: Storages whose values the step has divided by the scale.
+        self._divided: set[int] = set()
         self._is_ours = False
         for _, parameter in self._parameters:
             if _has_storage(parameter):
@@ -148,7 +150,7 @@ class PowersOfScale:
         frame: FrameType,
         in_optimizer: bool,
     ) -> None:
-        """Follow one operator; ``frame`` is that of its caller."""
+        """Follow one operator; ``frame`` is its caller's."""
         if self._is_ours or self._found is not None:
             # Later sums follow from the first.
             return
@@ -180,6 +182,8 @@ class PowersOfScale:
         results = _tensors(args[0] if is_in_place and result is None else result)
         terms = self._terms(name, args)
         power = _merged(*terms) if terms else self._result(name, args)
+        if is_in_place and power == 0.0 and name in ("mul", "div"):
+            self._divided.update(_key(each) for each in results if _has_storage(each) and self._power(each) == 1.0)
         for each in results:
             if not (each.is_floating_point() or each.is_complex()):
                 self._set(each, 0.0)
@@ -294,7 +298,8 @@ class PowersOfScale:
         if in_optimizer:
             self._found = mixed("optimizer", terms)
         elif node is not None and "AccumulateGrad" in node.name():
-            self._in_gradients[_key(results[0])] = mixed("accumulated", (getattr(node, "variable", None),))
+            kind = "divided" if _key(results[0]) in self._divided else "accumulated"
+            self._in_gradients[_key(results[0])] = mixed(kind, (getattr(node, "variable", None),))
         elif self._name(terms[0]):
             self._in_gradients[_key(results[0])] = mixed("gradient", terms)
         elif node is not None or any(isinstance(each, torch.Tensor) and each.requires_grad for each in terms):

@@ -1,9 +1,9 @@
 """A second computation of a step: every operator runs once more, on FP32 twins of the run's 16-bit values.
 
 The run's own tensors are neither read late nor written. A twin belongs to a storage, so that views and writes in place need no
-bookkeeping; a tensor without one equals its twin. Each operator is judged twice: its *local* error is that of its own arithmetic,
-on the inputs that it had, and its *inherited* error is that of all arithmetic so far. The first distinguishes an operator that
-loses values from one that passes losses on; the second shows whether more bits would have helped at all.
+bookkeeping; a tensor without one equals its twin. Each operator is judged twice: its *local* error is the error of its own
+arithmetic, on the inputs that it had, and its *inherited* error is the error of all arithmetic so far. The first distinguishes an
+operator that loses values from one that passes losses on; the second shows whether more bits would have helped at all.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_map
 
+from mpinspect.ranges.faults.measure.kept_sums import KeptSums
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
+from mpinspect.ranges.faults.measure.twins import Twins, distance, have_one_layout, is_equal, is_finite, storage_key
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
     BornInfinite,
     BrokenAlike,
     ChangedIntegers,
-    FrozenBuffer,
     LostSum,
     Positions,
     Record,
+    Ties,
 )
 from mpinspect.reporting.words import number_of
 from mpinspect.runtime.device import free_memory
@@ -40,6 +41,7 @@ from mpinspect.runtime.user_line import innermost_line
 aten = torch.ops.aten
 
 _NARROW = (torch.float16, torch.bfloat16)
+_WITH_TWINS = (*_NARROW, torch.float32, torch.bool)
 #: Sums of many terms, whose rounding errors add up.
 _SUMS = frozenset(
     {
@@ -49,8 +51,10 @@ _SUMS = frozenset(
     }
 )
 _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+#: The same, and the moving average in place.
+_ADDING = _ADDITIONS | {aten.lerp_}
 #: Operators that may make a large relative error of a small one.
-_AMPLIFYING = _ADDITIONS | {
+_AMPLIFYING = _ADDING | {
     aten.sin,
     aten.cos,
     aten.tan,
@@ -61,6 +65,9 @@ _AMPLIFYING = _ADDITIONS | {
     aten.fmod,
     aten.floor,
 }
+_PRODUCTS = frozenset({aten.mm, aten.addmm})
+#: Multiplications from which on a product takes longer than choosing its kernel.
+_LARGE_PRODUCT = 1 << 24
 #: Operators that change no value but by its dtype.
 _CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
 #: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
@@ -78,37 +85,22 @@ _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: Bytes of twins, and seconds, after which the rest of the step is left out.
 _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
-#: Bytes of twins from which on those of freed storages are dropped.
-_FIRST_SWEEP = 32 << 20
-#: Bytes of errors that are kept until the gradient at their operator's result is known.
+#: Bytes of errors that are held until the gradient at their operator's result is known.
 _MOST_ERRORS = 64 << 20
 #: The most operators that are named as left out.
 _MOST_NAMED = 5
 #: The least local error of a sum, relative to the norm of its exact result. Rounding a sum once makes at most 2^-9 in BF16.
 _LOST = 0.03
+#: The part of a sum from which on rounding can't take half of an operand, by 4.
+_LEAST_KEPT = 2.0**-6
 #: The least part of the smaller operand that an addition loses, of its norm.
 _ABSORBED = 0.5
 #: The least number of elements of an addition that is judged: a few may be absorbed by chance.
 _FEWEST = 64
+#: The fewest rows of scores of which a top k is judged, and the least share of them whose choice is arbitrary.
+_FEWEST_ROWS, _LEAST_TIED = 8, 0.01
 #: The inherited error after a difference, and before it.
 _CANCELLED, _UNCANCELLED = 0.3, 0.05
-
-
-class Twin(NamedTuple):
-    """The FP32 values, or the decisions, of a whole storage, and a reference that ends with the storage.
-
-    Args:
-        is_cast: whether the values were only cast, copied or selected, never computed with.
-    """
-
-    storage: StorageWeakRef
-    dtype: torch.dtype
-    values: torch.Tensor
-    is_cast: bool
-
-    def is_gone(self) -> bool:
-        """Return whether the storage has been freed."""
-        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
 
 class Pending(NamedTuple):
@@ -117,7 +109,7 @@ class Pending(NamedTuple):
     Args:
         arguments: its arguments, with twins.
         exact: its arguments as they are, in FP32 if it overwrites them; None if none of them has a twin of its own.
-        before: the largest relative error that its inputs had inherited.
+        before: the largest relative error that its inputs had inherited; None if they are not overwritten.
         given: its arguments as they are.
         dtype: of its first argument, if that is a tensor.
         is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
@@ -127,7 +119,7 @@ class Pending(NamedTuple):
     func: Any
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     exact: tuple[tuple[Any, ...], dict[str, Any]] | None
-    before: float
+    before: float | None
     given: tuple[tuple[Any, ...], dict[str, Any]]
     dtype: torch.dtype | None
     is_cast: bool
@@ -148,7 +140,7 @@ class SecondComputation:
     Args:
         module: returns the dotted path of the module that is running.
         parameters: the model's parameters by name, whose gradients are compared in the end.
-        buffers: the model's buffers by name, which keep what is added to them.
+        buffers: the model's buffers by name, whose values persist after a step.
     """
 
     def __init__(
@@ -158,27 +150,22 @@ class SecondComputation:
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> None:
         self._module = module
-        #: The names of 16-bit buffers by storage.
-        self._buffers = {
-            buffer.untyped_storage()._cdata: name
-            for name, buffer in buffers
-            if _is_plain(buffer) and buffer.dtype in _NARROW
-        }
-        #: Additions that left buffers as they are, by line.
-        self._frozen: defaultdict[str, list[FrozenBuffer]] = defaultdict(list)
         self._numbers = RoundedNumbers()
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
         self._parameters = list(parameters)
-        self._twins: dict[int, Twin] = {}
+        narrow = {
+            storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
+        }
+        self._kept = KeptSums((parameter for _, parameter in self._parameters), narrow)
+        self._twins = Twins()
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
-        self._bytes = 0
-        #: The bytes of twins at which those of freed storages are dropped.
-        self._sweep_at = min(_FIRST_SWEEP, _MOST_BYTES)
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
         self._began = time.perf_counter()
+        #: The 16-bit dtype of the last operator that had one.
+        self._narrow: torch.dtype = torch.bfloat16
         #: Operators whose twin could not run, by name.
         self.skipped: Counter[str] = Counter()
         self._is_over = False
@@ -187,7 +174,7 @@ class SecondComputation:
         self._errors: dict[int, torch.Tensor] = {}
         #: The bytes of errors that were kept.
         self._errors_bytes = 0
-        #: The norms of errors times the gradient of the loss at them, by sequence number, and the numbers by id of the record.
+        #: The norms of (error times gradient of the loss) by sequence number, and the sequence number by the record's id.
         self._effects: dict[int, float] = {}
         self._nodes: dict[int, int] = {}
         #: Additions of few elements, by line: each alone may be absorbed by chance.
@@ -196,7 +183,7 @@ class SecondComputation:
     # -- the operators ----------------------------------------------------------------------------------------------
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
-        """Prepare an operator's second run; None if more bits would change nothing of it, or if it can't be prepared."""
+        """Prepare an operator's second run; None if more bits would not change its result, or if it can't be prepared."""
         if not isinstance(func, torch._ops.OpOverload):
             return None
         try:
@@ -212,17 +199,19 @@ class SecondComputation:
         writes = schema.is_mutable
         if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
             return None
-        mutated = _mutated(schema, args, kwargs)
-        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
-        is_copied = all(_is_plain(each) or _is_decision(each) for each in mutated) and not any(
-            map(_is_strange, tensors)
+        given = [each for each in _leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
+        usable = {id(each): each for each in given if _may_have_twin(each)}
+        tensors = list(usable.values())
+        mutated = _mutated(func, args, kwargs)
+        self._twins.written(each for each in mutated if id(each) in usable)
+        is_copied = all(id(each) in usable for each in mutated) and not any(
+            _is_strange(each) for each in given if id(each) not in usable
         )
         if func.namespace != "aten" or _is_opaque(func, args) or not is_copied:
             # A collective that ran twice would wait for other ranks, the user's own operators may have effects, and a
             # tensor that is written but has no twin would be written twice.
             self._forget(mutated)
             return None
-        tensors = [each for each in tensors if _is_plain(each) or _is_decision(each)]
         has_twin = any(self.twin(each) is not None for each in tensors)
         if not has_twin and not any(each.dtype in _NARROW for each in tensors) and kwargs.get("dtype") not in _NARROW:
             return None
@@ -236,17 +225,19 @@ class SecondComputation:
             self._forget(mutated)
             return None
         written = {id(each) for each in mutated}
-        twins = tree_map(lambda each: self._twin_or_wide(each, id(each) in written), (args, kwargs))
-        exact = None
+        twins = _mapped(
+            lambda each: self._twin_or_wide(each, id(each) in written) if id(each) in usable else _wide(each, False),
+            args,
+            kwargs,
+        )
+        exact = (args, kwargs) if has_twin else None
+        before = 0.0 if writes else None
         if has_twin and writes:
-            exact = tree_map(lambda each: _wide(each, id(each) in written), (args, kwargs))
-        elif has_twin:
-            exact = (args, kwargs)
-        before = 0.0
-        if func.overloadpacket in _AMPLIFYING:
-            before = max((self._error(each) for each in tensors if _is_plain(each)), default=0.0)
+            exact = _mapped(lambda each: _wide(each, id(each) in written), args, kwargs)
+            before = self._errors_of(tensors) if func.overloadpacket in _AMPLIFYING else 0.0
         dtype = getattr(args[0], "dtype", None) if args else None
-        is_cast = func.overloadpacket in _CASTS and all(map(self._is_cast, tensors))
+        self._narrow = next((each.dtype for each in tensors if each.dtype in _NARROW), self._narrow)
+        is_cast = func.overloadpacket in _CASTS and all(map(self._twins.is_cast, tensors))
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors))
 
     def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
@@ -254,6 +245,7 @@ class SecondComputation:
         func = pending.func
         name = func.overloadpacket.__name__
         results = _plain(result)
+        self._kept.ran(func, pending.given[0], results)
         self._read_numbers(pending, result)
         if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_WITHOUT_RESULT):
             self._forget(results)
@@ -265,14 +257,20 @@ class SecondComputation:
             if _is_decision(result):
                 self._keep_decision(pending, result)
                 return
-            twins = _plain(func(*pending.arguments[0], **pending.arguments[1]))
+            if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0], frame):
+                return
+            if func.overloadpacket is aten.topk:
+                self._compare_choice(pending, frame)
+            args, kwargs = pending.arguments
+            twins = _plain(_run(func, args, kwargs))
+            given = {storage_key(each) for each in _leaves(args) if isinstance(each, torch.Tensor)}
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
-                    wide = value.float()
                     if not place:
-                        # Further results are for the backward alone, and may be written in part.
-                        self._compare(pending, value, wide, twin, frame)
-                    self._keep(value, wide, twin, pending.is_cast)
+                        # Further results serve the backward only, and may be written partially.
+                        self._compare(pending, value, twin, frame)
+                    self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
+                    given.add(storage_key(twin))
         except Exception:
             self.skipped[name] += 1
             self._forget(results)
@@ -289,50 +287,41 @@ class SecondComputation:
             self.skipped[f"the search for rounded numbers ({error!r})"] += 1
 
     def _is_used_up(self) -> bool:
-        """Return whether the time or the memory for twins is used up; drop the twins of storages that are gone."""
+        """Return whether the time or the memory for twins is used up."""
         if time.perf_counter() - self._began > _MOST_SECONDS:
             self._ended_by = f"after {_MOST_SECONDS:.0f} s"
-        elif self._bytes > self._sweep_at:
-            self._twins = {key: twin for key, twin in self._twins.items() if not twin.is_gone()}
-            self._bytes = sum(twin.values.nbytes for twin in self._twins.values())
-            self._sweep_at = min(max(self._bytes + self._bytes // 4, _FIRST_SWEEP), _MOST_BYTES)
-            if self._bytes > _MOST_BYTES / 2:
-                self._ended_by = f"once its copies took {_MOST_BYTES >> 30} GiB"
+        elif self._twins.bytes > _MOST_BYTES:
+            self._ended_by = f"once its copies took {_MOST_BYTES >> 30} GiB"
         return bool(self._ended_by)
 
     def left_out(self) -> str:
-        """Return a sentence on what was not computed a second time; "" if nothing was left out."""
+        """Return a sentence on the operators that were not computed a second time; "" without any."""
         parts = [f"all of it {self._ended_by}"] if self._ended_by else []
         parts += [f"{number_of(times, 'call')} of {name}" for name, times in self.skipped.most_common(_MOST_NAMED)]
         return f"Left out of the second computation of a step: {', '.join(parts)}" if parts else ""
 
     # -- comparing --------------------------------------------------------------------------------------------------
 
-    def _compare(
-        self, pending: Pending, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, frame: FrameType
-    ) -> None:
-        # A finite sum takes one reading, and has finite terms only.
-        is_finite = bool(wide.sum().isfinite()) or bool(wide.isfinite().all())
+    def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
         operator = pending.func.overloadpacket
-        if is_finite and operator not in _SUMS and operator not in _AMPLIFYING:
-            return
-        local = _local(pending, twin)
-        if not is_finite:
-            self._compare_broken(pending, value, wide, twin, local, frame)
-            return
-        size = float(local.norm())
-        if operator in _SUMS and value.dtype in _NARROW and size:
-            error = float((wide - local).norm()) / size
-            if error >= _LOST:
-                worst = int((wide - local).abs().argmax())
-                given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
-                figures = {"error": error, "value": given, "exact": exact}
-                self._add(LostSum, pending, value, frame, wide - local, **figures)
+        if not is_finite(value):
+            self._compare_broken(pending, value, value.float(), twin, _local(pending, twin), frame)
+        elif operator in _SUMS and value.dtype in _NARROW:
+            self._compare_sum(pending, value, _local(pending, twin), frame)
         elif operator in _AMPLIFYING:
-            if operator in _ADDITIONS:
-                self._compare_addition(pending, value, wide, local, frame)
+            if operator in _ADDING and value.dtype in _NARROW and torch._C._current_autograd_node() is None:
+                self._compare_addition(pending, value, twin, frame)
             if value.numel() >= _FEWEST:
-                self._compare_errors(pending, value, wide, twin, frame)
+                self._compare_errors(pending, value, twin, frame)
+
+    def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor, frame: FrameType) -> None:
+        """Record a sum that has lost terms."""
+        size, wide = float(local.norm()), value.float()
+        error = float((wide - local).norm()) / size if size else 0.0
+        if error >= _LOST:
+            worst = int((wide - local).abs().argmax())
+            given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
+            self._add(LostSum, pending, value, frame, wide - local, error=error, value=given, exact=exact)
 
     def _compare_broken(
         self,
@@ -358,58 +347,67 @@ class SecondComputation:
             broken &= wide != -torch.inf
             if bool(broken.any()):
                 figures = {"elements": float(broken.sum()), "of": float(value.numel())}
-                self._add(BrokenAlike, pending, value, frame, None, **figures)
+                # An operator that overwrote its input can't show it.
+                is_seen = not pending.func._schema.is_mutable
+                from_finite = is_seen and all(map(is_finite, _plain(pending.given[0])))
+                self._add(BrokenAlike, pending, value, frame, None, **figures, from_finite=from_finite)
 
-    def _compare_addition(
-        self,
-        pending: Pending,
-        value: torch.Tensor,
-        wide: torch.Tensor,
-        local: torch.Tensor,
-        frame: FrameType,
-    ) -> None:
+    def _compare_addition(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
-        if torch._C._current_autograd_node() is not None or value.dtype not in _NARROW:
-            return
-        is_by_number = not all(isinstance(each, torch.Tensor) for each in pending.arguments[0][:2])
-        if is_by_number and not pending.func._schema.is_mutable:
+        is_in_place = pending.func._schema.is_mutable
+        given = pending.given[0][:2]
+        # Of a result that is no tensor of the script's own yet, a few elements are worth a look.
+        is_old = is_in_place or value.numel() < _FEWEST
+        is_kept = pending.node is None and is_old and any(map(self._kept.keeps, given[: 1 if is_in_place else 2]))
+        if not (is_in_place or is_kept) and (not _are_alike(given, value) or _are_comparable(pending, value)):
             # A small number, as against a division by zero, may be lost; a running sum in place may not.
             return
+        local, wide = _local(pending, twin), value.float()
         operands = _operands(pending, local)
-        if pending.func._schema.is_mutable and (buffer := self._buffers.get(value.untyped_storage()._cdata)):
-            self._compare_buffer(pending, value, wide, operands, frame, buffer)
+        if is_kept and len(operands) == 2:
+            describe = partial(self._record, pending=pending, result=value, frame=frame)
+            if is_in_place:
+                self._kept.added_in_place(value, operands[0], operands[1], describe)
+                return
+            by_size = sorted(zip(operands, given, strict=True), key=lambda each: float(each[0].abs().max()))
+            if self._kept.keeps(by_size[1][1]):
+                self._kept.added(value, by_size[1][0], by_size[0][0], describe)
+        if pending.func.overloadpacket is aten.lerp_:
             return
-        if len(operands) != 2 or any(each.shape != value.shape for each in operands):
+        if not _are_alike(operands, value):
             return
         least = min(float(each.norm()) for each in operands)
         error = float((wide - local).norm())
+        if not least or (value.numel() >= _FEWEST and error < _ABSORBED * least):
+            return
         unchanged = float((local != 0).logical_and(_equals_one(wide, operands)).float().mean())
-        figures = (
-            {"error": error / least, "unchanged": unchanged, "size": least / value.numel() ** 0.5} if least else {}
-        )
-        if figures and value.numel() < _FEWEST:
+        figures = {"error": error / least, "unchanged": unchanged, "size": least / value.numel() ** 0.5}
+        if value.numel() >= _FEWEST:
+            self._add(AbsorbedOperand, pending, value, frame, wide - local, **figures)
+        else:
             self._repeated[innermost_line(frame)].append(
                 self._record(AbsorbedOperand, pending, value, frame, **figures)
             )
-        elif figures and error >= _ABSORBED * least:
-            self._add(AbsorbedOperand, pending, value, frame, wide - local, **figures)
 
-    def _compare_buffer(
-        self,
-        pending: Pending,
-        value: torch.Tensor,
-        wide: torch.Tensor,
-        operands: list[torch.Tensor],
-        frame: FrameType,
-        buffer: str,
-    ) -> None:
-        """Record a buffer that stays mostly as it was: it keeps its values, so that the terms are lost for good."""
-        before, added = operands
-        is_added = (added != 0).expand_as(before)
-        unchanged = float((wide == before)[is_added].float().mean()) if bool(is_added.any()) else 0.0
-        if unchanged >= _ABSORBED:
-            record = self._record(FrozenBuffer, pending, value, frame, unchanged=unchanged)
-            self._frozen[innermost_line(frame)].append(replace(record, names=(*record.names, buffer)))
+    def _compare_choice(self, pending: Pending, frame: FrameType) -> None:
+        """Record a top k whose last score ties, in enough rows, with one that is left out, where the exact scores differ."""
+        scores, k, dim, largest, _ = (*pending.given[0], -1, True, True)[:5]
+        twin = self.twin(scores)
+        if (
+            twin is None
+            or not largest
+            or not 0 < k < scores.shape[dim]
+            or scores.numel() < _FEWEST_ROWS * scores.shape[dim]
+        ):
+            return
+        best, exact = (each.topk(k + 1, dim).values.movedim(dim, -1)[..., -2:] for each in (scores, twin))
+        last = best[..., 0]
+        # Ties at zero (of a ReLU) or infinity (of a mask), and those that the exact scores have too, are not rounding's.
+        is_tied = (last == best[..., 1]) & (exact[..., 0] != exact[..., 1]) & (last != 0) & last.isfinite()
+        share = float(is_tied.float().mean())
+        if share >= _LEAST_TIED:
+            record = self._record(Ties, pending, scores, frame, fraction=share, k=k, scores=scores.shape[dim])
+            self._found[Ties].append(replace(record, text=str(self._narrow).removeprefix("torch.")))
 
     def _compare_integers(self, pending: Pending, value: Any, frame: FrameType) -> None:
         """Record whole numbers that were rounded before they are made integers."""
@@ -424,15 +422,16 @@ class SecondComputation:
             changed, of = float(differ.count_nonzero()), float(value.numel())
             self._add(ChangedIntegers, pending, value, frame, None, changed=changed, of=of, given=given, exact=wanted)
 
-    def _compare_errors(
-        self, pending: Pending, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, frame: FrameType
-    ) -> None:
+    def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
         """Record a result that is mostly the error of its inputs."""
         size = float(twin.norm())
-        inherited = float((wide - twin).norm()) / size if size else 0.0
-        if inherited >= _CANCELLED and pending.before <= _UNCANCELLED:
-            figures = {"before": pending.before, "after": inherited}
-            self._add(AmplifiedError, pending, value, frame, wide - twin, **figures)
+        inherited = distance(value, twin) / size if size else 0.0
+        if not inherited >= _CANCELLED:
+            return
+        before = self._errors_of(_leaves(pending.given[0])) if pending.before is None else pending.before
+        if before <= _UNCANCELLED:
+            off = value.float() - twin
+            self._add(AmplifiedError, pending, value, frame, off, before=before, after=inherited)
 
     def _add(
         self,
@@ -473,7 +472,7 @@ class SecondComputation:
         module = self._module() if node is None else self._modules.get(node._sequence_nr(), "")
         where = Place(module, innermost_line(frame), node is not None)
         names = (pending.func.overloadpacket.__name__, where.line, "backward" if where.is_backward else "forward")
-        # Of numbers that are made integers, the dtype in which they were rounded.
+        # The dtype in which numbers were rounded before they became integers.
         rounded = result.dtype if result.is_floating_point() else pending.dtype
         dtype = str(rounded).removeprefix("torch.")
         return kind(name=where.module, names=names, text=dtype, **figures)
@@ -486,9 +485,10 @@ class SecondComputation:
         self._found[AbsorbedOperand] += _running_sums(self._repeated.values())
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
-        # A buffer that several lines, or several modules at one line, add to is frozen at each.
-        found: list[Record] = [replace(additions[-1], times=len(additions)) for additions in self._frozen.values()]
-        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions)
+        found = self._kept.records()
+        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
+        # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
+        self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
         worsts: tuple[tuple[type[Record], str], ...] = (
@@ -498,7 +498,7 @@ class SecondComputation:
         )
         for kind, size in worsts:
             records = self._found.get(kind, [])
-            # A large error may do nothing, and a smaller one all the harm.
+            # A large error may be harmless, and a smaller one do all the harm.
             weighed = sorted((each for each in records if self._effect(each) is not None), key=self._effect)  # type: ignore[arg-type]
             others = sorted(
                 (each for each in records if self._effect(each) is None), key=lambda each: getattr(each, size)
@@ -515,7 +515,7 @@ class SecondComputation:
             if parameter.grad is not None and _is_plain(parameter.grad) and self.twin(parameter.grad) is not None
         }
         if not errors or not all(map(math.isfinite, errors.values())):
-            # A loss scale that is still too high makes infinities, beside which no error of rounding can be seen.
+            # A loss scale that is still too high makes infinities, which hide all rounding errors.
             return None, ""
         whose = max(errors, key=lambda name: errors[name])
         return errors[whose], whose
@@ -530,26 +530,20 @@ class SecondComputation:
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the twin of a tensor; None if it has none of its own."""
-        key = tensor.untyped_storage()._cdata
-        twin = self._twins.get(key)
-        if twin is None:
-            return None
-        if twin.is_gone() or twin.dtype != tensor.dtype:
-            del self._twins[key]
-            return None
-        return twin.values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return self._twins.of(tensor)
 
-    def _twin_or_wide(self, value: Any, is_mutated: bool) -> Any:
-        is_decision = _is_decision(value)
-        if not is_decision and not _is_plain(value):
-            return _wide(value, is_mutated)
-        twin = self.twin(value)
+    def _twin_or_wide(self, value: torch.Tensor, is_mutated: bool) -> torch.Tensor:
+        twin = self._twins.to_write(value) if is_mutated else self.twin(value)
         if twin is None and is_mutated:
-            self._remember(value, value, is_cast=False)
+            self._twins.add(value, value, is_cast=False)
             twin = self.twin(value)
         if twin is not None:
             return twin
-        return value if is_decision else value.float()
+        return value if value.dtype is torch.bool else value.float()
+
+    def _errors_of(self, tensors: Iterable[Any]) -> float:
+        """Return the largest inherited error of tensors, each relative to its norm."""
+        return max((self._error(each) for each in tensors if _is_plain(each)), default=0.0)
 
     def _error(self, tensor: torch.Tensor) -> float:
         """Return the inherited error of a tensor, relative to its norm."""
@@ -557,23 +551,26 @@ class SecondComputation:
         if twin is None:
             return 0.0
         size = float(twin.norm())
-        return float((tensor.float() - twin).norm()) / size if size else 0.0
+        return distance(tensor, twin) / size if size else 0.0
 
-    def _is_cast(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's values were never computed with in 16 bits; one without a twin is exact."""
-        return self.twin(tensor) is None or self._twins[tensor.untyped_storage()._cdata].is_cast
+    def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool) -> None:
+        """Remember a result's twin; ``is_ours`` if nothing else has its memory."""
+        if self.twin(value) is not None:
+            self._twins.update(value, twin, is_cast)
+        elif not is_equal(value, twin):
+            remember = self._twins.adopt if is_ours else self._twins.add
+            remember(value, twin, is_cast)
 
-    def _keep(self, value: torch.Tensor, wide: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
-        """Remember a result's twin. Of a storage that holds more than the result, the rest keeps its values."""
-        known = self.twin(value)
-        if known is not None:
-            key = value.untyped_storage()._cdata
-            self._twins[key] = self._twins[key]._replace(is_cast=self._twins[key].is_cast and is_cast)
-            if known.data_ptr() != twin.data_ptr():
-                known.copy_(twin)
-            return
-        if not torch.equal(wide, twin):
-            self._remember(value, twin, is_cast)
+    def _keep_cast(self, pending: Pending, value: torch.Tensor, frame: FrameType) -> bool:
+        """Let the result of a cast have the FP32 values of its argument. Return False if it needs a copy."""
+        source, twin = pending.given[0][0], pending.arguments[0][0]
+        is_exact = not _is_plain(source) or (source.dtype in _NARROW and self.twin(source) is None)
+        if is_exact or not value.numel() or not have_one_layout(value, twin):
+            return False
+        self._compare(pending, value, twin, frame)
+        if not is_equal(value, twin):
+            self._twins.share(value, source, twin, pending.is_cast)
+        return True
 
     def _keep_decision(self, pending: Pending, value: torch.Tensor) -> None:
         args, kwargs = pending.arguments
@@ -581,24 +578,29 @@ class SecondComputation:
         if torch.equal(value, decided):
             self._forget([value])
         else:
-            self._remember(value, decided, is_cast=False)
-
-    def _remember(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
-        storage = value.untyped_storage()
-        flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(
-            storage, 0, (storage.nbytes() // value.element_size(),), (1,)
-        )
-        values = flat.float() if value.dtype in _NARROW else flat.clone()
-        values.as_strided(value.size(), value.stride(), value.storage_offset()).copy_(twin)
-        self._bytes += values.nbytes
-        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._twins[storage._cdata] = Twin(reference, value.dtype, values, is_cast)
+            self._twins.add(value, decided, is_cast=False)
 
     def _forget(self, results: list[torch.Tensor]) -> None:
         """Take results as exact."""
-        for each in results:
-            if _is_plain(each) or _is_decision(each):
-                self._twins.pop(each.untyped_storage()._cdata, None)
+        self._twins.forget(each for each in results if _is_plain(each) or _is_decision(each))
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on twins; a large product on a CPU with oneDNN, which on some processors takes half the time."""
+    if func.overloadpacket not in _PRODUCTS or kwargs or not _suits_onednn(*args):
+        return func(*args, **kwargs)
+    *bias, left, right = args
+    return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias[0] if bias else None, "none", [], "")
+
+
+def _suits_onednn(*operands: torch.Tensor) -> bool:
+    """Return whether a product of two matrices, to which a row may be added, is worth choosing oneDNN's kernel."""
+    *bias, left, right = operands
+    is_large = left.numel() * right.shape[1] >= _LARGE_PRODUCT
+    is_linear = all(each.is_cpu and each.dtype is torch.float32 for each in operands) and (
+        not bias or bias[0].shape == right.shape[1:]
+    )
+    return is_large and is_linear and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
@@ -607,7 +609,7 @@ def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
         return twin
     args, kwargs = pending.exact
     if not pending.func._schema.is_mutable:
-        args, kwargs = tree_map(lambda each: _wide(each, False), (args, kwargs))
+        args, kwargs = _mapped(lambda each: _wide(each, False), args, kwargs)
     return _plain(pending.func(*args, **kwargs))[0]
 
 
@@ -620,7 +622,10 @@ def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
         else torch.full((), each, dtype=torch.float32, device=total.device)
         for each in args[:2]
     ]
-    if len(operands) == 2 and pending.func._schema.is_mutable:
+    if pending.func.overloadpacket is aten.lerp_:
+        before = (total - args[2] * operands[1]) / (1 - args[2])
+        operands = [before.to(pending.dtype or total.dtype).float(), total - before]
+    elif len(operands) == 2 and pending.func._schema.is_mutable:
         # The first was overwritten by the second computation.
         sign = -1 if pending.func.overloadpacket in (aten.sub, aten.sub_) else 1
         added = sign * kwargs.get("alpha", 1) * operands[1]
@@ -648,13 +653,12 @@ def _with_gradients(record: Any, error: float | None, whose: str) -> Record:
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a strided floating-point tensor of torch's own class, in 32 bits or fewer."""
-    return (
-        type(value) in (torch.Tensor, torch.nn.Parameter)
-        and value.layout is torch.strided
-        and value.dtype in (*_NARROW, torch.float32)
-        and not value.is_meta
-        and not _is_strange(value)
-    )
+    return isinstance(value, torch.Tensor) and value.dtype is not torch.bool and _may_have_twin(value)
+
+
+def _may_have_twin(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is strided, of torch's own class, and one of decisions, or of numbers in 32 bits or fewer."""
+    return tensor.dtype in _WITH_TWINS and not tensor.is_meta and not _is_strange(tensor)
 
 
 def _node_of(tensors: list[torch.Tensor]) -> int | None:
@@ -665,7 +669,7 @@ def _node_of(tensors: list[torch.Tensor]) -> int | None:
 
 def _is_decision(value: Any) -> bool:
     """Return whether a value is a strided tensor of decisions, of torch's own class."""
-    return type(value) is torch.Tensor and value.dtype is torch.bool and not value.is_meta and not _is_strange(value)
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool and _may_have_twin(value)
 
 
 def _is_strange(tensor: torch.Tensor) -> bool:
@@ -687,8 +691,28 @@ def _is_opaque(func: Any, args: tuple[Any, ...]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.dtype is torch.uint8 for each in args)
 
 
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield an operator's arguments or results, those of its lists too."""
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from _leaves(each)
+        else:
+            yield each
+
+
+def _mapped(
+    function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an operator's arguments, each replaced by what a function returns for it, those of its lists too."""
+
+    def replaced(value: Any) -> Any:
+        return [function(each) for each in value] if isinstance(value, (list, tuple)) else function(value)
+
+    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+
+
 def _plain(result: Any) -> list[torch.Tensor]:
-    return [each for each in tree_flatten(result)[0] if _is_plain(each)]
+    return [each for each in _leaves((result,)) if _is_plain(each)]
 
 
 def _fits(tensors: list[torch.Tensor]) -> bool:
@@ -707,15 +731,33 @@ def _wide(value: Any, is_mutated: bool) -> Any:
     return value.float().clone() if is_mutated and value.dtype == torch.float32 else value.float()
 
 
-def _mutated(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the tensors that an operator writes to; `native_batch_norm` writes running statistics without saying so."""
-    found = []
-    for place, argument in enumerate(schema.arguments):
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written or argument.name.startswith("running_"):
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [each for each in tree_flatten(given)[0] if isinstance(each, torch.Tensor)]
-    return found
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes to."""
+    given = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
+    return [each for each in _leaves(given) if isinstance(each, torch.Tensor)]
+
+
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Return places and names of arguments that an operator writes to; `native_batch_norm` does without saying so."""
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.name.startswith("running_") or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
+
+
+def _are_alike(operands: Sequence[Any], value: torch.Tensor) -> bool:
+    """Return whether two operands are tensors of the result's shape."""
+    return len(operands) == 2 and all(isinstance(each, torch.Tensor) and each.shape == value.shape for each in operands)
+
+
+def _are_comparable(pending: Pending, value: torch.Tensor) -> bool:
+    """Return whether no operand of an addition is so small that half of it may be lost: rounding takes 2^-9 of the result."""
+    operands, numbers = pending.given
+    if numbers or value.numel() < _FEWEST:
+        return False
+    return min(float(each.norm()) for each in operands[:2]) > _LEAST_KEPT * float(value.norm())
 
 
 def _equals_one(total: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:

@@ -73,7 +73,7 @@ class RunningModules:
 
 
 class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operator as it is, then lets it be computed a second time, and lets the loss scale be followed.
+    """Runs every operator unchanged, then has it computed a second time and its loss scale followed.
 
     Args:
         second: computes the operators of forwards and backwards.
@@ -222,11 +222,8 @@ class SecondSteps(Guarded):
             return
         begun, self._step = self._step, self._clock.step
         self._end(begun)
-        if self._mode is None and self._choice.is_due(self._step, self._forward_broke):
+        if self._mode is None and self._choice.is_due(self._step, self._recording.broken_phase):
             self._begin()
-
-    def _forward_broke(self) -> bool:
-        return any(event.forward_finite is False for event in self._recording.events)
 
     def _begin(self) -> None:
         self._choice.begins(self._step)
@@ -249,7 +246,7 @@ class SecondSteps(Guarded):
         if second is None or powers is None:
             return
         records = [*second.records(), *powers.records()]
-        self._choice.ends(records)
+        self._choice.ends(records, self._recording.broken_phase())
         for record in records:
             self._recording.record(replace(record, step=step))
         if left_out := second.left_out():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
@@ -11,8 +10,8 @@ from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import LossTerm, OverflowedNorm, Positions, Statistics, Ties, WholeLoss
 from mpinspect.ranges.session import MOST_ROWS, Event, module_named
-from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import bracketed, by_number, filled
 
 # -- statistics ---------------------------------------------------------------------------------------------------------
 
@@ -20,15 +19,15 @@ from mpinspect.reporting.sentences import Sentences
 class _Running(Sentences):
     MEAN_IS_NAN = (
         "running_mean of {module} ({dtype:format}) has not been finite since step {step}: training uses the batch's own "
-        "statistics and goes on, but evaluation uses the running statistics and gives NaN."
+        "statistics and continues, but evaluation uses the running statistics and gives NaN."
     )
     BOTH_ARE_NAN = (
         "{buffers} of {module} ({dtype:format}) have not been finite since step {step}: training uses the batch's own "
-        "statistics and goes on, but evaluation uses the running statistics and gives NaN."
+        "statistics and continues, but evaluation uses the running statistics and gives NaN."
     )
     VARIANCE_IS_INFINITE = (
         "{buffers} of {module} ({dtype:format}) has not been finite since step {step}: training uses the batch's own statistics "
-        "and goes on, but evaluation uses the running statistics: a channel whose variance is infinite gives the same output "
+        "and continues, but evaluation uses the running statistics: a channel whose variance is infinite gives the same output "
         "for every input, one with NaN gives NaN."
     )
     WRITTEN_ONE = "A forward that was not finite wrote it; skipping its step does not undo that."
@@ -44,19 +43,24 @@ class _Running(Sentences):
 
     KEEP_IN_FP32 = (
         "Keep normalisations and their statistics in FP32, and reset the running statistics; before the model is evaluated, run "
-        "training batches through it in train(), which makes them anew."
+        "training batches through it in train(), which computes them again."
     )
     KEEP_IN_FP32_NOT_FP16 = (
         "Keep normalisations and their statistics in FP32 (a variance exceeds 65504 long before the values do), and reset the "
-        "running statistics; before the model is evaluated, run training batches through it in train(), which makes them anew."
+        "running statistics; before the model is evaluated, run training batches through it in train(), which computes them "
+        "again."
     )
     FIND_LARGE_VALUES = (
-        "Look at what makes the values too large, infinite or NaN, and reset the running statistics; before the model is "
-        "evaluated, run training batches through it in train(), which makes them anew."
+        "Find the cause of the values that are too large, infinite or NaN, and reset the running statistics; before the model is "
+        "evaluated, run training batches through it in train(), which computes them again."
+    )
+    REPAIR_BATCH = (
+        "Repair the batch, which was not finite in step {origin_step}{why}, and reset the running statistics; before the model "
+        "is evaluated, run training batches through it in train(), which computes them again."
     )
     REPAIR_FORWARD = (
-        "Repair {origin}, which was not finite in step {origin_step}{why}, and reset the running statistics; before the model is "
-        "evaluated, run training batches through it in train(), which makes them anew."
+        "Repair the forward of {origin}, which was not finite in step {origin_step}{why}, and reset the running statistics; "
+        "before the model is evaluated, run training batches through it in train(), which computes them again."
     )
     KEEP_ALL_IN_FP32 = "Keep the statistics of all normalisations in FP32, or take a larger momentum."
     TO_FP32 = "model.get_submodule({path}).float()"
@@ -85,54 +89,44 @@ def _not_finite(broken: Sequence[Statistics], case: Case) -> Found:
     places = [each.name.rpartition(".") for each in broken if each.step == first.step]
     buffers = [buffer for path, _, buffer in places if path == module]
     origin = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
-    is_one, is_wide = len(buffers) == 1, dtype == "float32"
     # Division by an infinite variance gives zero, and leaves the layer's bias.
     says = _Running.VARIANCE_IS_INFINITE
     if "running_mean" in buffers:
-        says = _Running.MEAN_IS_NAN if is_one else _Running.BOTH_ARE_NAN
-    written = None
-    if origin is not None:
-        written = _Running.WRITTEN_ONE if is_one else _Running.WRITTEN_BOTH
+        says = by_number(len(buffers), _Running.MEAN_IS_NAN, _Running.BOTH_ARE_NAN)
+    written = by_number(len(buffers), _Running.WRITTEN_ONE, _Running.WRITTEN_BOTH)
     return Found(
-        (says, written),
+        (says, written.when(origin)),
         {"buffers": [each.name for each in broken]},
         {
             "module": module_named(module),
             "dtype": dtype,
             "path": quoted(module),
-            **_origin(origin),
+            "origin": origin and module_named(origin.module),
+            "origin_step": origin and origin.step,
+            "why": origin and bracketed(origin.explanation),
             "buffers": " and ".join(buffers),
         },
         _repair(dtype, origin),
-        (None if is_wide else _Running.TO_FP32, _Running.RESET),
+        (_Running.TO_FP32.when(dtype != "float32"), _Running.RESET),
         layer=module,
-        severity="error",
+        is_grave=True,
         step=first.step,
     )
 
 
-def _origin(event: Event | None) -> dict[str, object]:
-    """Return in words the forward that wrote infinities or NaNs."""
-    if event is None:
-        return {}
-    return {
-        "origin": "the batch" if event.given else f"the forward of {module_named(event.module)}",
-        "origin_step": event.step,
-        "why": f" ({event.explanation})" if event.explanation else "",
-    }
-
-
 def _repair(dtype: str, origin: Event | None) -> _Running:
-    if dtype == "float32":
-        return _Running.FIND_LARGE_VALUES if origin is None else _Running.REPAIR_FORWARD
-    return _Running.KEEP_IN_FP32_NOT_FP16 if dtype == FLOAT16.name else _Running.KEEP_IN_FP32
+    if dtype != "float32":
+        return _Running.KEEP_IN_FP32_NOT_FP16.when(dtype == FLOAT16.name) or _Running.KEEP_IN_FP32
+    if origin is None:
+        return _Running.FIND_LARGE_VALUES
+    return _Running.REPAIR_BATCH.when(origin.given) or _Running.REPAIR_FORWARD
 
 
 def _stuck(stuck: Sequence[Statistics]) -> Found:
     names = list(dict.fromkeys(each.name for each in stuck))
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     return Found(
-        _Running.STUCK_ONE if len(names) == 1 else _Running.STUCK_MANY,
+        by_number(len(names), _Running.STUCK_ONE, _Running.STUCK_MANY),
         {"buffers": names},
         {
             "names": names,
@@ -156,7 +150,7 @@ class _Loss(Sentences):
     )
     OVERFLOWED_ALONE = (
         "The loss is computed in {dtype:format}, and in step {step}, which was examined, it is {value:g}: a square or a sum "
-        "inside it exceeds {largest:g}; the gradients are finite all the same."
+        "inside it exceeds {largest:g}; the gradients are still finite."
     )
     CANCELS = (
         "The loss is computed in {dtype:format} (autograd's {made_by}): each of its terms is rounded to {bits} bits (a relative "
@@ -213,14 +207,14 @@ def _loss_in_16_bits(case: Case) -> Iterator[Found]:
 
 
 def _whole_loss(loss: WholeLoss, case: Case) -> Found:
-    overflowed, value = _overflowed(loss), loss.value
+    overflowed, value = loss.overflowed, loss.value
     with_target = any(operator in ("Mul", "KlDiv") for operator in loss.names)
     is_harmless = not overflowed and _is_rounded_once(loss)
     # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
     says, severity = _Loss.CANCELS, "warning"
     if overflowed:
         broke = any(event.step == loss.step and event.gradients_finite is False for event in case.events)
-        says, severity = (_Loss.OVERFLOWED if broke else _Loss.OVERFLOWED_ALONE), "error"
+        says, severity = _Loss.OVERFLOWED.when(broke) or _Loss.OVERFLOWED_ALONE, "error"
     elif is_harmless:
         says, severity = _Loss.ROUNDED_ONCE, "info"
     fix, code = _Loss.IN_FP32, _Loss.CAST
@@ -230,22 +224,21 @@ def _whole_loss(loss: WholeLoss, case: Case) -> Found:
         (says, _on_a_cpu_only(loss, case)),
         {"value": value if loss.is_known else None, "dtype": loss.text, "operators": list(loss.names)},
         {**_rounding(loss), "value": value, "largest": FORMATS[loss.text].max_finite},
-        () if is_harmless else fix,
-        () if is_harmless else code,
+        fix.when(not is_harmless),
+        code.when(not is_harmless),
         severity=severity,
         step=loss.step,
     )
 
 
 def _term(term: LossTerm, case: Case) -> Found:
-    cancels = bool(term.cancels)
     return Found(
-        (_Loss.TERM_CANCELS if cancels else _Loss.TERM_ROUNDED_ONCE, _on_a_cpu_only(term, case)),
+        (_Loss.TERM_CANCELS.when(term.cancels) or _Loss.TERM_ROUNDED_ONCE, _on_a_cpu_only(term, case)),
         {"dtype": term.text, "operators": list(term.names)},
         _rounding(term),
-        _Loss.TERMS_IN_FP32 if cancels else (),
-        _Loss.CAST_TERMS if cancels else (),
-        severity="warning" if cancels else "info",
+        _Loss.TERMS_IN_FP32.when(term.cancels),
+        _Loss.CAST_TERMS.when(term.cancels),
+        is_mild=not term.cancels,
         step=term.step,
     )
 
@@ -254,20 +247,15 @@ def _rounding(loss: WholeLoss | LossTerm) -> dict[str, object]:
     return {"bits": SIGNIFICAND_BITS[loss.text], "made_by": " of ".join(loss.names[:4]).lower()}
 
 
-def _overflowed(loss: WholeLoss) -> bool:
-    return bool(loss.is_known) and not math.isfinite(loss.value)
-
-
 def _is_rounded_once(loss: WholeLoss) -> bool:
     """Return whether a loss did not overflow, and no operators of it may cancel: a cross-entropy, say."""
-    if _overflowed(loss):
+    if loss.overflowed:
         return False
     return "NllLoss" in loss.names or not any(operator in _CANCELLING for operator in loss.names)
 
 
 def _on_a_cpu_only(loss: WholeLoss | LossTerm, case: Case) -> _Loss | None:
-    is_wide_on_cuda = any(case.precision.autocast) and loss.is_wide_on_cuda
-    return _Loss.ON_A_CPU_ONLY if is_wide_on_cuda else None
+    return _Loss.ON_A_CPU_ONLY.when(any(case.precision.autocast) and loss.is_wide_on_cuda)
 
 
 # -- normalisations by hand ---------------------------------------------------------------------------------------------
@@ -276,16 +264,16 @@ def _on_a_cpu_only(loss: WholeLoss | LossTerm, case: Case) -> _Loss | None:
 class _Norm(Sentences):
     ALL_ZERO = (
         "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: "
-        "everything that is divided by that root became zero, and stays finite, so that no infinity or NaN shows it."
+        "everything that is divided by that root became zero. It is finite, so no infinity or NaN shows it."
     )
     ROWS_ZERO = (
         "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: in "
-        "{elements} of {of} rows what is divided by that root became zero, and stays finite, so that no infinity or NaN shows "
+        "{elements} of {of} rows the values divided by that root became zero. They are finite, so no infinity or NaN shows "
         "it."
     )
     ELEMENTS_ZERO = (
-        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: what is "
-        "divided by {elements} of that root's {of} elements became zero, and stays finite, so that no infinity or NaN shows it."
+        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: the "
+        "values divided by {elements} of that root's {of} elements became zero. They are finite, so no infinity or NaN shows it."
     )
     ELSEWHERE = "The same was found in {others}."
     IN_FP32 = (
@@ -299,10 +287,10 @@ class _Norm(Sentences):
 
 
 def _norm_overflows(case: Case) -> Iterator[Found]:
-    """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that what it normalises becomes zero.
+    """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that the normalised values become zero.
 
-    Checked in the code of the model's own modules, in the first four steps and ever fewer later ones. What needs no
-    gradient, an activation checkpoint and a compiled region leave no graph to look in.
+    Checked in the code of the model's own modules, in the first four steps and ever fewer later ones. Code that needs
+    no gradient, activation checkpoints and compiled regions leave no graph to search.
 
     False alarms: It is measured: the root's argument is infinite, and the loss is finite. Rows that nothing uses, such as
     padding, count as well.
@@ -318,7 +306,7 @@ def _norm_overflows(case: Case) -> Iterator[Found]:
     elif first.is_by_row:
         says = _Norm.ROWS_ZERO
     yield Found(
-        (says, _Norm.ELSEWHERE if others else None),
+        (says, _Norm.ELSEWHERE.when(others)),
         {
             "elements": elements,
             "of": of,
@@ -359,13 +347,12 @@ class _Whole(Sentences):
 def _positions_collapse(case: Case) -> Iterator[Found]:
     """Positions, or other whole numbers, that become equal to their neighbours in 16 bits.
 
-    False alarms: It is measured if a table has equal neighbours where consecutive whole numbers in the format have them: in
-    groups one less and one more than a power of two. Indices that a script rounds on purpose, half to even, look alike. It is
-    measured, too, if a table holds the sines or cosines of the rounded whole numbers that a module was given, and, in one step
-    under ``mpinspect run``, if a cast, an arange or a cumsum makes distinct whole numbers equal that are then subtracted from
-    each other, compared, made integers again or given a sine: whole targets that a loss ranks look like that. Counts that
-    something is divided by, and targets of a regression, are not reported. It is inferred if a module's input holds one whole
-    number per row and the largest exceeds 264 (BF16; 2056 in FP16): it may be a count that is meant to be rounded.
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000, if the
+    rounding is in the step too: a table that is made before the training is not searched.
+
+    False alarms: It is measured: a cast, an arange or a cumsum makes distinct whole numbers equal that are then subtracted from
+    each other, compared, made integers again or given a sine. Whole targets that a loss ranks look like that. Counts that
+    something is divided by, and targets of a regression, are not reported.
     """
     found = sorted(case.recorded(Positions), key=lambda each: not each.is_table)
     for measured in found[:1]:
@@ -376,20 +363,20 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
         elif used in ("", "get a sine or cosine"):
             fix, code = _Whole.ANGLES, _Whole.WIDE_ANGLES
         yield Found(
-            _Whole.COLLAPSED_BEFORE_USE if used else _Whole.COLLAPSED,
+            _Whole.COLLAPSED_BEFORE_USE.when(used) or _Whole.COLLAPSED,
             {**measured.figures, "dtype": measured.text},
             {"module": module_named(measured.name), "which": _whole_numbers(measured, operator), "used": used},
             fix,
             code,
             layer=measured.name,
-            certainty=MEASURED if measured.is_table else INFERRED,
+            is_inferred=not measured.is_table,
             step=measured.step,
         )
 
 
 def _whole_numbers(measured: Positions, operator: str) -> str:
     """Return in words the whole numbers that were rounded; of a table only the least possible value is known."""
-    up_to = "" if measured.largest is None else f"whole numbers up to {measured.largest:.0f}"
+    up_to = filled("whole numbers up to {:.0f}", measured.largest)
     if operator == "cumsum":
         return f"the sums of a cumsum, {up_to},"
     return up_to or f"{measured.before:.0f} consecutive whole numbers, {measured.least:.0f} or larger,"
@@ -408,13 +395,12 @@ class _Tied(Sentences):
 
 
 def _router_ties(case: Case) -> Iterator[Found]:
-    """Scores in 16 bits of which several are equal at the edge of the top k.
+    """Scores in 16 bits of which several are equal at the edge of the top k, where the exact ones differ.
 
-    The scores are those of a top k, of a gathering of the k largest, or of a mask that leaves the k largest. If a constant
-    was added to choose them, they are told only where every row chose the k largest without it.
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: Ties are reported from one row in a hundred on, even if a random choice among equal experts is intended.
-    Ties at zero and rows of one value only do not count.
+    False alarms: It is measured, from one row in a hundred on. Ties that the exact scores have too, and ties at zero, do not
+    count.
     """
     for measured in case.recorded(Ties):
         yield Found(

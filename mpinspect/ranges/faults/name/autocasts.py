@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import AutocastElsewhere, StaleCasts
-from mpinspect.reporting.finding import MEASURED
 from mpinspect.reporting.sentences import Sentences
 
 
@@ -39,7 +38,6 @@ def _stale_casts(case: Case) -> Iterator[Found]:
             {"measured_steps": stale.steps},
             fix=_Stale.EACH_FORWARD,
             code=_Stale.REGION,
-            certainty=MEASURED,
             step=stale.step,
         )
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FloatFormat
-from mpinspect.ranges.analysis.report import Coverage, LayerReport
+from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.report import Coverage
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.records import AnyRecord, Record, recorded
 from mpinspect.ranges.session import (

@@ -9,6 +9,8 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
+    BornInfinite,
+    BrokenAlike,
     Examined,
     ExaminedArgument,
     ExaminedBatch,
@@ -20,9 +22,8 @@ from mpinspect.ranges.records import (
     WeightGrowth,
 )
 from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event
-from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import bracketed, number_of
+from mpinspect.reporting.words import bracketed, filled, number_of
 
 #: Ids of the findings that follow from a forward or a loss that was not finite.
 OF_FORWARD = ("non-finite-event", "scale-falls-for-forward")
@@ -59,7 +60,7 @@ def _module(case: Case, measured: Examined) -> str:
 
 def _when(step: int, module: str) -> str:
     """Return the step and, if it is known, the module, to begin a sentence."""
-    return f"In step {step}, in {module!r}," if module else f"In step {step}"
+    return f"In step {step}{filled(', in {!r},', module)}"
 
 
 def _rows(measured: Examined, one: str = "row", several: str = "rows", of: str = "the batch") -> str:
@@ -114,7 +115,7 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
             _Batch.LOOK,
             _Batch.CHECK_TARGETS.when(of_targets) or _Batch.CHECK_BATCH,
             is_mild=event is None,
-            certainty=INFERRED if isinstance(measured, ExaminedDifference) else MEASURED,
+            is_inferred=isinstance(measured, ExaminedDifference),
             step=measured.step,
         )
         return
@@ -139,7 +140,7 @@ class _Mask(Sentences):
     )
     KEEP_A_KEY_IN_16_BITS = (
         "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
-        "torch.finfo(scores.dtype).min (that of float32 becomes -inf in 16 bits)."
+        "torch.finfo(scores.dtype).min (float32's becomes -inf in 16 bits)."
     )
     CAUSES = "Possible causes: an empty sample, padding on the wrong side, a mask that is applied twice."
     UNMASK = "# True: visible. A row without keys gets them all; ignore it in the loss\nmask[~mask.any(-1)] = True"
@@ -193,7 +194,7 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
             _ZeroRow.ADD_EPSILON,
             _ZeroRow.CLAMP,
             layer=module,
-            certainty=INFERRED if measured.name else MEASURED,
+            is_inferred=bool(measured.name),
             step=measured.step,
         )
         return
@@ -204,17 +205,23 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
 
 class _Argument(Sentences):
     NO_HARM = (
-        "In step {step} {place} computes {operator}{places}: the loss is not finite, but its gradients are: the step did no "
-        "harm."
+        "In step {step} {place} computes {operator}{line}{places}: the loss is not finite, but its gradients are: the step did "
+        "no harm."
     )
-    GRADIENT_BROKEN = "In step {step} {place} computes {operator}{places}: the loss is finite, but its gradient is not."
-    ALL_BROKEN = "In step {step} {place} computes {operator}{places}: what follows is not finite."
+    GRADIENT_BROKEN = (
+        "In step {step} {place} computes {operator}{line}{places}: the loss is finite, but its gradient is not."
+    )
+    ALL_BROKEN = "In step {step} {place} computes {operator}{line}{places}: the values computed from it are not finite."
 
     AT_AN_EDGE = (
         "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the "
         "gradient of the discarded value is computed too."
     )
     IN_FP32 = "Do it in FP32: in 16 bits the constant may be rounded away."
+    ROUNDED_DIFFERENCE = (
+        "Compute the terms of this difference in FP32, from inputs in FP32: rounding to 16 bits makes an error of up to 0.4% of "
+        "the largest term, which may exceed the difference."
+    )
     COUNT_TARGETS = "Divide by the number of targets that count, at least 1, or leave such a batch out."
     CTC = (
         "Leave out the samples whose target, with a blank between equal labels, is longer than its input, or lengthen the "
@@ -224,7 +231,10 @@ class _Argument(Sentences):
         "Apply the mask after this operation, or mask by a large finite number: the gradient of a masked score is zero, and "
         "zero times infinity is NaN."
     )
-    CONSTANT = "Look at where the constant comes from: a mean over nothing, the deviation of one sample, a division of targets."
+    CONSTANT = (
+        "Look at the code that makes the constant: the mean of an empty tensor, the deviation of one sample, a division of "
+        "targets."
+    )
     CLASS_WEIGHTS = (
         "Look at how the weights are made: dividing by the count of a class that never occurs gives infinity."
     )
@@ -246,6 +256,10 @@ class _ArgumentCode(Sentences):
     MASK_LAST = 'scores = (scores / temperature).masked_fill(mask, float("-inf"))  # divided first, then masked'
     CONSTANT = "assert torch.isfinite(constant).all()"
     CLASS_WEIGHTS = "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out"
+    ROUNDED_DIFFERENCE = (
+        "with torch.autocast(device_type, enabled=False):\n"
+        "    distances = torch.cdist(a.float(), b.float())  # for |a|^2 + |b|^2 - 2 ab"
+    )
     LOG_SOFTMAX = "log_probabilities = torch.log_softmax(logits, -1)"
     LOG = "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"
     SQRT = "(x + 1e-12).sqrt()"
@@ -261,6 +275,7 @@ class _ArgumentCode(Sentences):
 
 #: The remedy for each word that the operation's description may contain; the first one that it contains counts.
 _REMEDIES = {
+    "rounded to 16 bits": (_Argument.ROUNDED_DIFFERENCE, _ArgumentCode.ROUNDED_DIFFERENCE),
     "ignored": (_Argument.COUNT_TARGETS, _ArgumentCode.COUNT_TARGETS),
     "CTC": (_Argument.CTC, _ArgumentCode.CTC),
     "of an infinity": (_Argument.MASK_LAST, _ArgumentCode.MASK_LAST),
@@ -298,6 +313,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             {"operator": measured.text, "elements": measured.elements, "rows": list(measured.names)},
             {
                 "place": _place(module, event),
+                "line": filled(" in {}", _line(case, measured)),
                 "places": bracketed(_elements(measured), _rows(measured)),
                 "expression": code and code.value,
             },
@@ -310,6 +326,29 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         return
 
 
+#: Words of an operation's description, by the name of the operator that a second computation records.
+_DESCRIBED = {
+    "div": "division",
+    "exp": "exp",
+    "log": "logarithm",
+    "mul": "product",
+    "pow": "power",
+    "reciprocal": "1 / x",
+    "rsqrt": "1 / sqrt",
+    "sqrt": "square root",
+}
+
+
+def _line(case: Case, measured: Examined) -> str:
+    """Return the line of the operation in the user's code, if the step was computed twice and is not finite there."""
+    for record in (*case.recorded(BornInfinite), *case.recorded(BrokenAlike)):
+        operator, line, phase = record.names[:3]
+        words = _DESCRIBED.get(operator.rstrip("_"))
+        if phase == "forward" and words and words in measured.text:
+            return line
+    return ""
+
+
 def _effect(measured: Examined, event: Event | None) -> _Argument:
     if event is None:
         return _Argument.NO_HARM
@@ -319,7 +358,7 @@ def _effect(measured: Examined, event: Event | None) -> _Argument:
 def _place(module: str, event: Event | None) -> str:
     """Return in words the code that computed."""
     if module:
-        return f"the code in or before {module!r}, or beside it on the same input,"
+        return f"the code in or before {module!r}, or next to it on the same input,"
     if event is None or event.after or event.what in LOSSES:
         return "the loss, or the code that leads to it,"
     if event.of_input:
@@ -337,20 +376,20 @@ def _is_narrow(measured: Examined, case: Case) -> bool:
 
 class _Weights(Sentences):
     BROKE_THE_FORWARD = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
-        "at the start, and in step {before} the forward was no longer finite."
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
+        "the start, and in step {before} the forward was no longer finite."
     )
     BROKE_THE_BACKWARD = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
-        "at the start, and in step {before} the backward was no longer finite."
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
+        "the start, and in step {before} the backward was no longer finite."
     )
     RAISED_THE_LOSS = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
-        "at the start, and the loss to {loss_ratio:.2g} times the first one."
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
+        "the start, and the loss to {loss_ratio:.2g} times the first one."
     )
     GREW = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times what it was "
-        "at the start."
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
+        "the start."
     )
     LOWER_RATE = (
         "Lower the learning rate (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different "
@@ -406,7 +445,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
         _Weights.LOWER_SCHEDULED_RATE.when(is_scheduled) or _Weights.LOWER_RATE,
         (_new_rate(first, is_scheduled), _Weights.CLIP),
         layer=first.name.rpartition(".")[0] or first.name,
-        certainty=INFERRED,
+        is_inferred=True,
         step=first.step,
     )
 
@@ -437,7 +476,7 @@ def _at_rate(rate: float | None, initial: float | None, group: float | None) -> 
     if group is not None:
         words += f" (of group {group:.0f} of the optimizer, which has several)"
     if initial is not None and initial != rate:
-        words += f", to which a scheduler had brought it from {initial:g}"
+        words += f", which a scheduler had changed from {initial:g}"
     return words
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, SHORTEST_GROWTH_INTERVAL
@@ -11,10 +12,11 @@ from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, loss_made_by, period, where_to_inspect
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import DROPPED, END, LOSSES, TAKEN, Event, Session, module_named
-from mpinspect.reporting.sentences import Sentences, by_number
-from mpinspect.reporting.words import bracketed, filled
+from mpinspect.ranges.session import DROPPED, END, LOSSES, LOWEST_USEFUL_SCALE, TAKEN, Event, Session, module_named
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import bracketed, by_number, filled
 
+_VALUES = {"inf": "an inf", "nan": "a NaN"}
 #: Share of skipped steps above which a dynamic scaler is no longer just probing (its growth interval is hundreds of steps).
 SKIPPED_TOLERANCE = 0.1
 #: Consecutive skips that a dynamic scaler may need at the start to find its scale by halving: from 2^24 down to 1.
@@ -37,7 +39,9 @@ def _non_finite(case: Case) -> Iterator[Found]:
     ]
     backward = _of_backward(case)
     yield from (_left_broken(event, case.session, harmless) for event in events if event.phase == END)
-    found = [_harmless(harmless)] if harmless else []
+    found = []
+    if harmless:
+        found.append(_harmless(harmless))
     aside = [event for event in case.session.events if event.aside]
     if aside and not backward:
         found.append(_aside(aside))
@@ -71,16 +75,12 @@ def _evidence(event: Event) -> dict[str, object]:
     }
 
 
-def _value(event: Event) -> str:
-    return "an inf" if event.value == "inf" else "a NaN"
-
-
 def _place(event: Event) -> str:
     """Return in words where the value was."""
-    value = _value(event)
+    value = _VALUES[event.value]
     rank = filled(" on rank {}", event.rank)
     if event.given:
-        return f"what the model was given was not finite{rank}"
+        return f"the model's input was not finite{rank}"
     if event.of_input:
         return f"the {event.what.replace('_', ' ')} of an input of {module_named(event.tensor)} held {value}{rank}"
     if event.after:
@@ -118,7 +118,7 @@ def _left_broken(event: Event, session: Session, harmless: Sequence[Event]) -> F
     """Return the finding for weights that were non-finite when the run ended; ``harmless``: events with finite gradients."""
     watched = session.progress.watched_steps
     words = {
-        "a_value": _value(event),
+        "a_value": _VALUES[event.value],
         "explanation": event.explanation,
         "watched": watched,
         "steps": session.progress.steps,
@@ -141,6 +141,11 @@ class _Harmless(Sentences):
         "did not use these gradients."
     )
     LOSS = "In step {step} {place} and every gradient was finite nevertheless: they do not depend on its value."
+    LOOK = (
+        "The training does not depend on this value, but a mean, a scheduler or a best checkpoint that reads it does. Search for "
+        "a logarithm or a division that is multiplied by zero or masked afterwards: 0 * log(0) is NaN, and "
+        "torch.special.xlogy(p, p) is 0."
+    )
     INTENDED = "In step {step} {place} and every gradient was finite nevertheless: it may be intended (a mask)."
 
 
@@ -158,12 +163,15 @@ def _aside(events: Sequence[Event]) -> Found:
 
 def _harmless(events: Sequence[Event]) -> Found:
     first = _earliest(events)
+    # A mask may hold infinities, but no NaN.
+    is_loss = first.what in LOSSES or (first.value == "nan" and not first.module)
     return Found(
-        _Harmless.LOSS.when(first.what in LOSSES) or _Harmless.INTENDED,
+        _Harmless.LOSS.when(is_loss) or _Harmless.INTENDED,
         _evidence(first),
         {"place": _place(first)},
+        _Harmless.LOOK.when(is_loss),
         layer=first.module,
-        severity="info",
+        severity="warning" if is_loss else "info",
         step=first.step,
     )
 
@@ -214,11 +222,12 @@ def _forward(events: Sequence[Event], session: Session) -> Found:
 class _Backward(Sentences):
     BROKE = "The backward was not finite in {when}, where {place}."
     SCALE_TOO_HIGH = "The forward was finite, so a loss scale of {loss_scale:.15g} is too high."
-    FACTOR_TOO_HIGH = "The forward was finite, so whatever the loss is multiplied by is too high."
+    FACTOR_TOO_HIGH = "The forward was finite, so the factor that multiplies the loss is too high."
     FACTOR_TOO_HIGH_NOW = (
-        "The forward was finite, so whatever the loss is multiplied by is too high (its largest finite magnitude in the steps "
-        "before was {largest:.3g})."
+        "The forward was finite, so the factor that multiplies the loss is too high (the loss's largest finite magnitude in the "
+        "steps before was {largest:.3g})."
     )
+    SCALE_IS_INNOCENT = "It was not finite at a loss scale of {lowest:.3g} either: the loss scale is not the cause."
     NEVER_UPDATED = "None of {backwards} backwards led to an update."
 
     DROPPED_BY_HAND = (
@@ -244,6 +253,7 @@ class _Backward(Sentences):
     SKIPS_TOO_OFTEN = (
         "{skipped_steps} of {all_steps} steps were skipped, more than a dynamic scaler's probing explains."
     )
+    SKIPPED = "{skipped_steps} of {all_steps} steps were skipped."
     GROWS_OFTEN = (
         "The scaler doubles its scale after {interval:g} steps without an overflow (growth_interval={interval:g}; torch's "
         "default is {default_interval}), and so overflows again and again."
@@ -260,17 +270,17 @@ class _Backward(Sentences):
     TAKE_SCALE = "Take a loss scale of {recommended:.17g}, or begin with it in a scaler that skips such steps."
     SEARCH_COMPILED = (
         "Inside compiled code no module is seen: run again with eager_samples=True and every=1 (mpinspect run --eager-samples "
-        "--every 1), and the event names where it arises. If it does not come then, the compiled code makes it: compile with "
-        "torch._inductor.config.emulate_precision_casts = True, which rounds where eager code rounds, and leave out of "
-        "torch.compile what still differs."
+        "--every 1), and the event names where it arises. If no event occurs then, the compiled code makes it: compile with "
+        "torch._inductor.config.emulate_precision_casts = True, which rounds where eager code rounds, and do not "
+        "compile modules that still differ."
     )
     LOOK_AFTER = (
-        "Look at what comes after {module}, the loss first of all: a division by zero, a square root or logarithm at zero, an "
-        "overflow. torch.amp.GradScaler would skip such steps, and mend nothing."
+        "Look at the code after {module}, first at the loss: a division by zero, a square root or logarithm at zero, an "
+        "overflow. torch.amp.GradScaler would skip such steps, but not remove their cause."
     )
     LOOK_IN = (
         "Look at the backward of {module}: a division by zero, a square root or logarithm at zero, an overflow. "
-        "torch.amp.GradScaler would skip such steps, and mend nothing."
+        "torch.amp.GradScaler would skip such steps, but not remove their cause."
     )
     RESTART = "Start again from a checkpoint before that step."
 
@@ -287,11 +297,13 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
     stepped = next((event for event in events if event.story == TAKEN), None)
     severity, outcome, fix = _outcome(events, case, skipped, count)
     interval = _short_interval(session)
+    lowest = _lowest_scale(events)
     is_never = session.progress.weights_moved is False and session.progress.backwards
     return Found(
         (
             _Backward.BROKE,
-            None if case.is_explained else _scale_too_high(first),
+            None if case.is_explained else _scale_too_high(first, events),
+            _Backward.SCALE_IS_INNOCENT.when(lowest <= LOWEST_USEFUL_SCALE),
             _Backward.NEVER_UPDATED.when(is_never),
             outcome,
             _Backward.GROWS_OFTEN.when(outcome is _Backward.SKIPS_TOO_OFTEN and interval),
@@ -301,6 +313,7 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
             "when": _steps(count, first.step),
             "place": _place(first),
             "largest": max(first.last_maxima, default=0.0),
+            "lowest": lowest,
             "backwards": session.progress.backwards,
             "stepped": stepped and stepped.step,
             "all_steps": session.progress.steps,
@@ -325,11 +338,13 @@ def _outcome(
     if stepped is not None and survived(stepped, session):
         if _drops_by_itself(session):
             return "info", _Backward.DROPPED_BY_HAND, ()
-        return "warning", _survived(stepped, case), (_remedy(first, case),)
+        return "warning", _survived(stepped, case), (_remedy(events, case),)
     if stepped is not None:
-        return "error", _Backward.DAMAGED, (_remedy(first, case), _Backward.RESTART)
+        return "error", _Backward.DAMAGED, (_remedy(events, case), _Backward.RESTART)
     if not all(event.skipped for event in events):
-        return "warning", None, (_remedy(first, case),)
+        return "warning", None, (_remedy(events, case),)
+    if _lowest_scale(events) <= LOWEST_USEFUL_SCALE:
+        return "warning", _Backward.SKIPPED, (_look(first),)
     if _keeps_skipping(sorted({event.step for event in events}), skipped, session):
         return "warning", _Backward.SKIPS_TOO_OFTEN, (_take(case.advised.advice),)
     return "info", _discarded(events, count), ()
@@ -366,18 +381,29 @@ def _drops_by_itself(session: Session) -> bool:
     return divides and session.progress.backwards > session.progress.steps
 
 
-def _remedy(first: Event, case: Case) -> _Backward:
+def _remedy(events: Sequence[Event], case: Case) -> _Backward:
     """Return advice for non-finite gradients; names the loss scale only if the scale caused them."""
-    if _scale_too_high(first):
+    first = _earliest(events)
+    if _scale_too_high(first, events):
         return _take(case.advised.advice)
     if first.what == WEIGHT_GRADIENT and case.progress.hides(first.module):
         return _Backward.SEARCH_COMPILED
+    return _look(first)
+
+
+def _look(first: Event) -> _Backward:
     return _Backward.LOOK_AFTER.when(first.after) or _Backward.LOOK_IN
 
 
-def _scale_too_high(first: Event) -> _Backward | None:
+def _lowest_scale(events: Sequence[Event]) -> float:
+    """Return the lowest loss scale at which a backward was not finite; inf if none is known."""
+    return min((event.loss_scale for event in events if event.loss_scale is not None), default=math.inf)
+
+
+def _scale_too_high(first: Event, events: Sequence[Event]) -> _Backward | None:
     """Return a sentence that the loss scale was too high for a finite forward; None if the scale was not the cause."""
-    if first.value != "inf" or not first.forward_finite or (first.loss_scale is not None and first.loss_scale <= 1):
+    is_low = (first.loss_scale is not None and first.loss_scale <= 1) or _lowest_scale(events) <= LOWEST_USEFUL_SCALE
+    if first.value != "inf" or not first.forward_finite or is_low:
         return None
     if first.loss_scale is not None:
         return _Backward.SCALE_TOO_HIGH

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpinspect.ranges.faults.name.case import Case
-from mpinspect.reporting.finding import MEASURED, SEVERITIES, Finding
+from mpinspect.reporting.finding import INFERRED, MEASURED, SEVERITIES, Finding
 from mpinspect.reporting.sentences import Said, Sentences, text
 
 
@@ -24,8 +24,9 @@ class Found:
         code: the fix as code, a member for each block of lines.
         layer: name of the tensor or module; "" for the whole run.
         severity: one of SEVERITIES; "" for the fault's own.
+        is_grave: whether it did more harm than usual: its severity is one above the fault's own, which must not be "error".
         is_mild: whether it did less harm than usual: its severity is one below the fault's own, which must not be "info".
-        certainty: "measured" or "inferred".
+        is_inferred: whether the cause was concluded from measurements, and not measured itself.
         step: the step in which the problem began, from 0; None if it belongs to no step.
     """
 
@@ -36,8 +37,9 @@ class Found:
     code: Said = ()
     layer: str = ""
     severity: str = ""
+    is_grave: bool = False
     is_mild: bool = False
-    certainty: str = MEASURED
+    is_inferred: bool = False
     step: int | None = None
 
 
@@ -87,13 +89,13 @@ class Fault:
         figures = {"step": found.step, **found.evidence, **found.words}
         return Finding(
             self.id,
-            found.severity or SEVERITIES[SEVERITIES.index(self.severity) - found.is_mild],
+            found.severity or SEVERITIES[SEVERITIES.index(self.severity) + found.is_grave - found.is_mild],
             found.layer,
             text(found.says, figures),
             dict(found.evidence),
             text(found.fix, figures),
             text(found.code, figures, between="\n"),
-            found.certainty,
+            (MEASURED, INFERRED)[found.is_inferred],
             found.step,
         )
 

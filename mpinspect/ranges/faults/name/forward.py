@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from mpinspect.numeric.formats import FLOAT16, FORMATS
+from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.records import BrokenLoss, recorded
 from mpinspect.ranges.session import LOSSES, Event, Session, is_below, module_named
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import format_name
+from mpinspect.reporting.words import bracketed, filled, format_name
 
 #: Fewer steps are not called periodic.
 _FEWEST_STEPS = 3
@@ -18,7 +18,7 @@ _FEWEST_STEPS = 3
 class Inspect(Sentences):
     """The code or data in which to search for the origin of an infinity or NaN of the forward."""
 
-    DATA = "Look at the data of step {step}, and at what is done to it before it reaches the model."
+    DATA = "Look at the data of step {step} and at its preprocessing."
     LOSS = "Look at the loss function{made_by}, and at the targets of step {step}."
     LOSS_IN_FP16 = (
         "Look at the loss function{made_by}, and at the targets of step {step}; where a sum or product in it exceeds 65504, "
@@ -69,8 +69,7 @@ def loss_made_by(first: Event, session: Session) -> str:
     found = _broken_loss(first, session)
     if found is None or not found.names:
         return ""
-    dtype = f", in {format_name(found.text)}" if found.text in FORMATS else ""
-    return f" (autograd's {' of '.join(found.names)}{dtype})"
+    return bracketed(f"autograd's {' of '.join(found.names)}", filled("in {}", format_name(found.text)))
 
 
 def period(steps: Sequence[int]) -> str:

@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from mpinspect.numeric.exponents import Interval
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, FloatFormat, floor_log2
 from mpinspect.ranges.analysis.drift import moved
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import damped_by_epsilon, holds_without_scale
-from mpinspect.ranges.analysis.report import LayerReport
 from mpinspect.ranges.analysis.scale_advice import Decision, Loss
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.analysis.scale_words import in_steps
@@ -21,8 +21,8 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.records import WeightGrowth
 from mpinspect.ranges.session import Session
-from mpinspect.reporting.sentences import Sentences, by_number
-from mpinspect.reporting.words import scale_of, some, steps_named, with_power
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import by_number, scale_of, some, steps_named, with_power
 
 
 class _Spared(Sentences):
@@ -44,7 +44,7 @@ def _gradients(case: Case) -> list[LayerReport]:
 
 class _Unknown(Sentences):
     AS_THEY_ARRIVED = (
-        "The loss scale of a backward is not known: the gradients' ranges are those of the gradients as they arrived."
+        "The loss scale of a backward is not known: the gradients' ranges are of the values as they arrived."
     )
     GIVE = "Give the inspector the scaler (scalers=...) or, where the loop scales by hand, the scale (loss_scale=...)."
 
@@ -272,12 +272,12 @@ def _were_flushed(
 
 class _Overflow(Sentences):
     LARGEST = (
-        "Without loss scaling {tensor} would overflow {format:format}: the largest is {largest:.3g}, the format ends at "
-        "{end:g}."
+        "Without loss scaling {tensor} would overflow {format:format}: the largest is {largest:.3g}, the format's maximum "
+        "is {end:g}."
     )
     LARGEST_FINITE = (
-        "Without loss scaling {tensor} would overflow {format:format}: the largest finite one seen is {largest:.3g}, the format "
-        "ends at {end:g}."
+        "Without loss scaling {tensor} would overflow {format:format}: the largest finite value seen is {largest:.3g}, the "
+        "format's maximum is {end:g}."
     )
     MORE = "So would {more} more."
     SMALLER_LOSS = (
@@ -378,7 +378,7 @@ def _scale_window_empty(case: Case) -> Iterator[Found]:
     needing, overflowing = _modules(decision.needing_more), _modules(decision.overflowing_first)
     in_fp32 = _Window.EITHER_IN_FP32.when(overflowing and overflowing != needing) or _Window.IN_FP32
     yield Found(
-        (_Window.TWO_LAYERS.when(small) or _Window.ONE_LAYER, spared or _Window.AT_LAST_SCALE.when(scale)),
+        (_Window.TWO_LAYERS.when(small != large) or _Window.ONE_LAYER, spared or _Window.AT_LAST_SCALE.when(scale)),
         {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
         {
             **words,
@@ -407,13 +407,12 @@ def _modules(losses: Sequence[Loss]) -> str:
 
 
 def _at_odds(decision: Decision) -> tuple[str, str, int, int]:
-    """Return the layer that needs a large scale, the one that overflows at it ("": same or unknown), and their two limits."""
+    """Return the layer that needs a large scale, the one that overflows at it (the same if unknown), and their two limits."""
     if decision.conflicts:
         pair = decision.conflicts[0]
-        small = "" if pair.needs_large == pair.needs_small else pair.needs_small
-        return pair.needs_large, small, pair.log2_lowest, pair.log2_highest
+        return pair.needs_large, pair.needs_small, pair.log2_lowest, pair.log2_highest
     needs = decision.neediest
-    return needs.key.name, "", needs.log2_lowest, decision.window.log2_highest
+    return needs.key.name, needs.key.name, needs.log2_lowest, decision.window.log2_highest
 
 
 class _Moves(Sentences):

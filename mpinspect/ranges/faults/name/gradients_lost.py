@@ -10,7 +10,6 @@ from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, Case, FP32Weights,
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
 from mpinspect.ranges.records import ChangedBeforeStep, LeftOver, MastersAddedUp, MastersNotCopied, NeverUpdated, Stale
-from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
 
 #: Fewest backwards without an update that count as a training that never updates.
@@ -24,24 +23,24 @@ _NOTHING = 1e-6
 
 class _Never(Sentences):
     NO_STEP = (
-        "None of {backwards:.0f} backwards led to an update: no step was seen, and the weights are what they "
-        "were at the start."
+        "None of {backwards:.0f} backwards led to an update: no step was seen, and the weights have not changed "
+        "since the start."
     )
     NO_STEP_OF = (
-        "None of {backwards:.0f} backwards led to an update: no step of its optimizer ({whose}) was seen, and the weights are "
-        "what they were at the start."
+        "None of {backwards:.0f} backwards led to an update: no step of its optimizer ({whose}) was seen, and the weights have "
+        "not changed since the start."
     )
     MAY_SKIP_ALL = "Gradients were infinite or NaN: a loop that skips such steps by itself may skip all."
     NOT_COPIED = (
-        "The optimizer stepped masters, copies of the weights, in {steps:.0f} steps, and the model's weights are what they were "
-        "at the start: the updates never reach the model."
+        "The optimizer stepped masters, copies of the weights, in {steps:.0f} steps, and the model's weights have not changed "
+        "since the start: the updates never reach the model."
     )
     SMALLER_SCALE = "Take a smaller loss scale, or let torch.amp.GradScaler find one."
     LET_SCALER_STEP = "Let the scaler step the optimizer of these weights after their backward."
     STEP = "Call the optimizer's step after the backward; see that it holds these weights."
     COPY = (
-        "Copy the masters into the weights after each step, and into the weights themselves: what .float(), .half() or .to() "
-        "returns is a copy, which holds what is written to it and is dropped."
+        "Copy the masters into the weights after each step, and into the weights themselves: .float(), .half() and .to() return "
+        "a copy, and a value written to the copy never reaches the weight."
     )
     SCALER_STEP = "scaler.step(optimizer)  # before the scaler's one update()"
     OPTIMIZER_STEP = "optimizer.step()"
@@ -184,7 +183,7 @@ def _clipped_to_zero(case: Case) -> Iterator[Found]:
         {"again": again(gone), "whose": whose, "cause": _why_not_finite(first)},
         fix,
         code,
-        certainty=INFERRED,
+        is_inferred=True,
         step=first.step,
     )
 
@@ -231,26 +230,26 @@ def _zeroed(case: Case) -> Iterator[Found]:
 
 class _Sum(Sentences):
     HELD = (
-        "In step {step}{again} .grad still held the gradients of the step before when the backward began: each step is taken "
-        "with the sum of all gradients so far."
+        "In step {step}{again} .grad still held the previous step's gradients when the backward began: each step "
+        "uses the sum of all gradients so far."
     )
     HELD_AND_GROWN = (
-        "In step {step}{again} .grad still held the gradients of the step before when the backward began: each step is taken "
-        "with the sum of all gradients so far (the largest element of .grad rose from {largest_first:.3g} to "
+        "In step {step}{again} .grad still held the previous step's gradients when the backward began: each step "
+        "uses the sum of all gradients so far (the largest element of .grad rose from {largest_first:.3g} to "
         "{largest_last:.3g})."
     )
     MASTERS = (
-        "In step {step}{again} the optimizer stepped with the sum of this step's gradients and of what the masters' .grad held "
-        "before: each step is taken with the sum of all gradients so far."
+        "In step {step}{again} the optimizer stepped with the sum of this step's gradients and of the masters' earlier .grad: "
+        "each step uses the sum of all gradients so far."
     )
     MASTERS_AND_GROWN = (
-        "In step {step}{again} the optimizer stepped with the sum of this step's gradients and of what the masters' .grad held "
-        "before: each step is taken with the sum of all gradients so far (the largest element of the masters' .grad, in the "
+        "In step {step}{again} the optimizer stepped with the sum of this step's gradients and of the masters' earlier .grad: "
+        "each step uses the sum of all gradients so far (the largest element of the masters' .grad, in the "
         "tensors that were compared, rose from {largest_first:.3g} to {largest_last:.3g})."
     )
     ZERO = "Zero the gradients once a step."
-    ZERO_BOTH = "Zero the gradients once a step, those of the copies that the optimizer steps and the model's."
-    ZERO_MASTERS = "Zero the gradients of the masters once a step, as those of the model."
+    ZERO_BOTH = "Zero the gradients once a step: the model's, and those of the copies that the optimizer steps."
+    ZERO_MASTERS = "Zero the masters' gradients once a step, like the model's."
     ZERO_GRAD = "optimizer.zero_grad()"
     ZERO_GRAD_OF_BOTH = "optimizer.zero_grad()\nmodel.zero_grad()"
     ZERO_GRAD_OF_MASTERS = "optimizer.zero_grad()  # the masters'\nmodel.zero_grad()"
@@ -267,7 +266,7 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
 
     False alarms: It is reported only if at least nine in ten parameters still hold gradients when the next step's backward
     begins. A loop that accumulates over several optimizer steps on purpose is reported too. Masters' gradients are reported
-    only if they are the sum of what they held before and of this step's gradients, all multiplied by one factor at most.
+    only if they are the sum of their earlier values and of this step's gradients, all multiplied by one factor at most.
     """
     masters = [
         each for each in case.recorded(MastersAddedUp) if _is_kept_whole(each, case.progress.scale_at(each.step))
@@ -323,7 +322,7 @@ class _Stale(Sentences):
         "In step {step}{again} the optimizer stepped {first}, later also {later}, with gradients left over from an earlier "
         "step: no backward had reached these parameters since."
     )
-    ZERO_ALL = "Zero all gradients once a step, also those of branches that this batch does not use."
+    ZERO_ALL = "Zero all gradients once a step, including branches that this batch does not use."
     SET_TO_NONE = "optimizer.zero_grad(set_to_none=True)"
 
 

@@ -1,4 +1,4 @@
-"""Faults of a conversion to FP8 or FP4: what it left out, and what it took although it should stay wide."""
+"""Faults of a conversion to FP8 or FP4: layers that it left out, and layers that it converted although they should stay wide."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from mpinspect.ranges.analysis.products import (
 from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case, quoted
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.session import CONVERTER_CALLED
-from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
 
 #: The layers of one block that compute from one input; a conversion that takes some of them has missed the others.
@@ -30,7 +29,7 @@ _TOGETHER = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
-#: What kernels ask the sizes to be multiples of, where the products are of no known recipe.
+#: The divisor that kernels ask of sizes, for products of an unknown recipe.
 _MULTIPLE = 16
 
 
@@ -63,14 +62,14 @@ def _nothing_converted(case: Case) -> Iterator[Found]:
     others = [layer for layer in layers if layer.record.type == "Conv1D"]
     yield Found(
         (
-            _Nothing.CALLED if CONVERTER_CALLED in case.precision.asked else _Nothing.CONFIGURED,
-            _Nothing.NOT_LINEAR if others else None,
+            _Nothing.CALLED.when(CONVERTER_CALLED in case.precision.asked) or _Nothing.CONFIGURED,
+            _Nothing.NOT_LINEAR.when(others),
         ),
         {"layers": len(layers), "asked": list(case.precision.asked)},
         {"others": len(others), "kind": "Conv1D"},
         _Nothing.CHECK_FILTER,
         _Nothing.CODE,
-        certainty=INFERRED,
+        is_inferred=True,
     )
 
 
@@ -130,15 +129,15 @@ def _keep_wide(says: _Wide, layers: Sequence[ConvertedLayer]) -> Found:
 
 class _Unlike(Sentences):
     SIBLINGS = (
-        "Of layers that take one input, only some are converted: {narrow} in {recipe}, {wide} not. A filter by names has "
+        "Only some of the layers that take one input are converted: {narrow} in {recipe}, {wide} not. A filter by names has "
         "probably missed the others."
     )
     BLOCKS = "{which} are not converted, and the same layers of other blocks are."
-    CONVERT_ALIKE = "Let the filter treat them alike, or leave it if the difference is meant."
+    CONVERT_ALIKE = "Let the filter treat them in one way, or change nothing if the difference is intended."
 
 
 def _converted_in_part(case: Case) -> Iterator[Found]:
-    """Layers of one kind of which some are converted: q and k but not v, or scattered blocks.
+    """Layers of one kind, only some of them converted: q and k but not v, or scattered blocks.
 
     The first blocks or the last ones, left wide, are a common recipe and not reported.
 

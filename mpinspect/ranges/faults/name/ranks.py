@@ -15,7 +15,6 @@ from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import phrase
 from mpinspect.ranges.session import UNEVEN_INPUTS, Measurement, Progress, RankRecord, RunInfo, Session
-from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled, steps_named, upper_first, with_power
 
@@ -62,20 +61,18 @@ class _Ended(Sentences):
     THEN = "Then {then}."
     ALL_KILLED = "Either the job was stopped, or one of them died and the launcher stopped the others."
     READ_LAUNCHER = (
-        "Read what the launcher says of {ranks}: signal 9 is mostly a lack of memory, 11 a crash in native code. The launcher "
-        "stops the other ranks once one has ended."
+        "Read the launcher's messages on {ranks}: signal 9 mostly means a lack of memory, 11 a crash in native code. The "
+        "launcher stops the other ranks once one has ended."
     )
     READ_SCHEDULER = (
-        "Read what the launcher, or the scheduler, says of the job: it stopped {ranks}. The launcher stops the other ranks once "
-        "one has ended."
+        "Read the messages of the launcher or the scheduler on the job: it stopped {ranks}. The launcher stops the other ranks "
+        "once one has ended."
     )
-    READ_EXCEPTION = (
-        "Read what is printed of the exception on {ranks}. The launcher stops the other ranks once one has ended."
-    )
+    READ_EXCEPTION = "Read the exception that {ranks} printed. The launcher stops the other ranks once one has ended."
 
 
 def _ended_early(case: Case) -> Iterator[Found]:
-    """The ranks whose processes ended first, in which step and how, and what became of the others.
+    """The ranks whose processes ended first, with their steps and causes, and how the others ended.
 
     False alarms: A job that its scheduler stops is reported as a warning.
     """
@@ -112,7 +109,7 @@ def _ranks_in(left: Iterable[Measurement]) -> list[int]:
 
 
 def _endings(left: Sequence[Measurement], session: Session, later: Sequence[Measurement] = ()) -> Iterator[str]:
-    """Yield which ranks ended how, and in which step by what is in the session; ``later`` are the ranks that ended after them."""
+    """Yield how ranks ended, and the step, as the session shows it; ``later`` are the ranks that ended after them."""
     ranks: dict[str, list[int]] = {}
     for each in left:
         ranks.setdefault(each.text, []).append(each.rank or 0)
@@ -122,19 +119,20 @@ def _endings(left: Sequence[Measurement], session: Session, later: Sequence[Meas
 
 
 def _when(numbers: Sequence[int], session: Session, waited: Sequence[int]) -> str:
-    """Return the step, by what the ranks wrote and by those that waited for them; "" if they recorded another model."""
+    """Return the step, from the records of the ranks and of the ranks that waited for them; "" if they recorded another model."""
     first = _first_end(numbers, session)
     if first is None:
-        is_missing = bool(set(_known_of(session, MISSING)) & set(numbers))
-        return " before a step was recorded," if is_missing else ""
-    if first.ended:
-        return f" in step {first.steps:,}"
+        return " before a step was recorded," if set(_known_of(session, MISSING)) & set(numbers) else ""
     # A process that was killed did more than it wrote, but no more than those that waited for it.
     last = _first_end(waited, session)
-    if last is None or not last.ended or last.steps < first.steps:
-        return f" after step {first.steps - 1:,}" if first.steps else " in step 0 or later"
-    steps = steps_named(first.steps, last.steps)
-    return f" in {steps}" if first.steps == last.steps else f" in one of {steps}"
+    most = last.steps if last is not None and last.ended else -1
+    if first.ended or most == first.steps:
+        return f" in step {first.steps:,}"
+    if most > first.steps:
+        return f" in one of {steps_named(first.steps, most)}"
+    if not first.steps:
+        return " in step 0 or later"
+    return f" after step {first.steps - 1:,}"
 
 
 def _first_end(numbers: Sequence[int], session: Session) -> Progress | None:
@@ -147,11 +145,11 @@ def _first_end(numbers: Sequence[int], session: Session) -> Progress | None:
 
 
 class _Missing(Sentences):
-    LEFT_NOTHING = "{left} What is said here is of the others."
+    LEFT_NOTHING = "{left} The report covers the others only."
 
 
 def _rank_missing(case: Case) -> Iterator[Found]:
-    """Ranks that left nothing that can be added.
+    """Ranks without a record that can be added.
 
     False alarms: A rank whose process ended early has a finding of its own.
     """
@@ -162,7 +160,7 @@ def _rank_missing(case: Case) -> Iterator[Found]:
         return
     world = session.info.world_size
     left = (
-        f"{upper_first(ranks_named(ranks))} of {world:,} left nothing that can be added{filled(': {}', why)}."
+        f"{upper_first(ranks_named(ranks))} of {world:,} left no record that can be added{filled(': {}', why)}."
         for why, ranks in _by_value(gone).items()
     )
     yield Found(
@@ -216,7 +214,7 @@ class _Unequal(Sentences):
 
 
 def _rank_replicas_unequal(case: Case) -> Iterator[Found]:
-    """Ranks that do not hold the weights that the first rank holds.
+    """Ranks whose weights differ from the first rank's.
 
     False alarms: The weights are compared bit by bit at the same step.
     """
@@ -264,7 +262,7 @@ def _rank_ranges_differ(case: Case) -> Iterator[Found]:
         },
         _Elsewhere.LOOK,
         layer=worst.name,
-        certainty=INFERRED,
+        is_inferred=True,
     )
 
 
@@ -312,7 +310,7 @@ def _scale(scale: float | None) -> str:
 
 class _Steps(Sentences):
     DIFFER = "{ends}; the others' at {others:,}."
-    AGREE = "What every rank wrote ends at step {others:,}."
+    AGREE = "The records of all ranks end at step {others:,}."
     STILL = "{still}"
     ATTACH = (
         "Each rank counts its steps from where it was attached, and steps of one number are added up: attach on all ranks "
@@ -341,7 +339,9 @@ def _rank_steps_differ(case: Case) -> Iterator[Found]:
     is_meant = any(each.what == UNEVEN_INPUTS for each in session.measurements)
     if (not odd and (early or are_alike)) or (is_meant and not running and not early):
         return
-    ends = "; ".join(f"what {_ranks_of(group)} wrote ends at step {steps:,}" for steps, group in list(odd.items())[:4])
+    ends = "; ".join(
+        f"the record of {_ranks_of(group)} ends at step {steps:,}" for steps, group in list(odd.items())[:4]
+    )
     still = (f"{upper_first(ranks_named(ranks))} {why}." for why, ranks in _by_value(unfinished).items())
     yield Found(
         (_Steps.DIFFER.when(odd) or _Steps.AGREE, _Steps.STILL.when(unfinished)),
@@ -361,10 +361,8 @@ def _rank_steps_differ(case: Case) -> Iterator[Found]:
 
 
 class _Settings(Sentences):
-    DIFFER = "The ranks are not alike: {sentences}."
-    TWO_RUNS = (
-        "Ranks that began so far apart are of two runs, or one was started again: keep only one run's folders together."
-    )
+    DIFFER = "The ranks differ: {sentences}."
+    TWO_RUNS = "Ranks that began so far apart belong to two runs, or one was started again: leave only one run's folders there."
     ALIKE = "Start all ranks in the same environment and with the same options; counts are added up as they are."
 
 
@@ -426,8 +424,8 @@ def _seconds(first: str, second: str) -> float:
 
 class _Summed(Sentences):
     ROUNDED_AWAY = (
-        "The gradients of {world_size:,} ranks are summed in {dtype:format}: one rank's share is rounded away beside the sum of "
-        "the others ({dtype:format} has {bits} significant bits)."
+        "The gradients of {world_size:,} ranks are summed in {dtype:format}: one rank's share is rounded away when it is added "
+        "to the sum of the others ({dtype:format} has {bits} significant bits)."
     )
     ROUNDED = (
         "The gradients of {world_size:,} ranks are summed in {dtype:format}: each addition rounds to it ({dtype:format} has "

@@ -9,7 +9,6 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.records import ReplacedBeforeStep
 from mpinspect.ranges.session import Event, TensorKey, TensorWindow
-from mpinspect.reporting.finding import INFERRED
 from mpinspect.reporting.sentences import Sentences
 
 #: Modules whose weights' gradients are sums of products with every element of the gradient at their output.
@@ -33,7 +32,7 @@ class _Replaced(Sentences):
     )
     TAKE_OUT = "Remove the replacement: the scaler then skips such steps, and lowers its scale until they end."
     REPAIR = (
-        "Remove the cause of the infinities and NaNs: they come in {broken} of {all_steps} steps, so skipping such steps would "
+        "Remove the cause of the infinities and NaNs: they occur in {broken} of {all_steps} steps, so skipping such steps would "
         "leave few or none."
     )
     REPAIR_OR_SKIP = (
@@ -53,14 +52,14 @@ class _Replaced(Sentences):
 def _gradients_replaced(case: Case) -> Iterator[Found]:
     """Infinities and NaNs in gradients that were replaced by finite values before the optimizer's step.
 
-    False alarms: torch.nan_to_num on gradients is reported even if it is intended; a step that a scaler skips is not. What a
-    hook replaces within the backward is inferred, in runs with a scaler: where the gradient at the output of a linear layer or
-    convolution is not finite, those of its weights can't be.
+    False alarms: torch.nan_to_num on gradients is reported even if it is intended; a step that a scaler skips is not. A
+    replacement by a hook within the backward is inferred, in runs with a scaler: if the gradient at the output of a linear layer
+    or convolution is not finite, its weights' gradients can't be finite.
     """
     fix, code, words = _remedy(case)
     measured = list(case.recorded(ReplacedBeforeStep))
-    names = list(measured[0].names) if measured else _replaced_in_backward(case)
     if measured:
+        names = list(measured[0].names)
         yield Found(
             _Replaced.BEFORE_STEP,
             {"parameters": len(names), "of": measured[0].of, "names": names[:20]},
@@ -70,7 +69,7 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
             layer=measured[0].name,
             step=measured[0].step,
         )
-    elif names:
+    elif names := _replaced_in_backward(case):
         first = _taken(case)[0]
         yield Found(
             _Replaced.IN_BACKWARD_AT_SCALE.when(first.loss_scale) or _Replaced.IN_BACKWARD,
@@ -79,7 +78,7 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
             fix,
             code,
             layer=names[0],
-            certainty=INFERRED,
+            is_inferred=True,
             step=first.step,
         )
 
@@ -93,7 +92,7 @@ def replaced(case: Case) -> list[str]:
 def _replaced_in_backward(case: Case) -> list[str]:
     """Return the weights whose gradients must have been replaced within the backward, as the counts and the steps taken show.
 
-    A scaler would have skipped these steps, and of what it does not check the weights would have broken the next forward.
+    A scaler would have skipped these steps, and weights that it does not check would have broken the next forward.
     """
     taken = _taken(case)
     unchecked = any(each.what in ("not-optimized", "stepped-while-scaled") for each in case.session.measurements)

@@ -17,9 +17,8 @@ from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
 from mpinspect.ranges.records import ChangedBeforeStep, MastersGivenSmaller, NewScalers
 from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, module_named
-from mpinspect.reporting.finding import INFERRED, MEASURED
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import filled, number_or_power
+from mpinspect.reporting.words import and_more, filled, number_or_power
 
 #: A scaler's initial search is worth a warning if it takes more than this share of the run, and at least three steps.
 _SEARCH_TOLERANCE = 0.1
@@ -91,8 +90,7 @@ def _restarts(case: Case) -> list[int]:
 
 def _numbered(steps: Sequence[int]) -> str:
     """Return the numbers of the first steps of a list, in words."""
-    numbers = ", ".join(map(str, steps[:_NAMED]))
-    return f"{numbers}, ..." if len(steps) > _NAMED else numbers
+    return ", ".join(map(str, steps[:_NAMED])) + and_more(len(steps) - _NAMED, ", ...")
 
 
 # -- the first search ---------------------------------------------------------------------------------------------------
@@ -101,11 +99,11 @@ def _numbered(steps: Sequence[int]) -> str:
 class _Initial(Sentences):
     TOO_LARGE = (
         "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
-        "{opened} skipped until the scaler had come down to {at_most:scale}."
+        "{opened} skipped until the scaler had lowered the scale to {at_most:scale}."
     )
     TOO_LARGE_AND_AGAIN = (
         "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
-        "{opened} skipped until the scaler had come down to {at_most:scale}; step {again} overflowed at that too."
+        "{opened} skipped until the scaler had lowered the scale to {at_most:scale}; step {again} overflowed at that too."
     )
     NOT_SETTLED = (
         "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
@@ -208,12 +206,13 @@ def _opened(skipped: int, steps: int) -> str:
 
 class _Anew(Sentences):
     EACH_STEP = (
-        "A new GradScaler is made for each step ({counted}): its reaction to an overflow is lost, and the loss scale "
-        "stays at {loss_scale:scale}."
+        "A new GradScaler is made for each step ({new:.0f} in the first {steps:.0f} steps): its reaction to an overflow is "
+        "lost, and the loss scale stays at {loss_scale:scale}."
     )
     EACH_STEP_OVERFLOWS = (
-        "A new GradScaler is made for each step ({counted}): its reaction to an overflow is lost, and the loss scale "
-        "stays at {loss_scale:scale}, at which the gradients overflow: {skipped_steps} of {all_steps} steps were skipped."
+        "A new GradScaler is made for each step ({new:.0f} in the first {steps:.0f} steps): its reaction to an overflow is "
+        "lost, and the loss scale stays at {loss_scale:scale}, at which the gradients overflow: {skipped_steps} of {all_steps} "
+        "steps were skipped."
     )
     EACH_PERIOD = (
         "The loss scale began again at {loss_scale:scale} every {period} steps (steps {numbers}), as with a new GradScaler, and "
@@ -260,14 +259,13 @@ def _scaler_made_anew(case: Case) -> Iterator[Found]:
         yield from _search_repeated(case)
         return
     steps, lost = case.progress.steps, len([event for event in _skips(case) if event.skipped])
-    count, of = int(made.new), int(made.steps)
     yield Found(
         _Anew.EACH_STEP_OVERFLOWS.when(lost) or _Anew.EACH_STEP,
         {**made.figures, "loss_scale": case.session.scale_history()[0].scale, "skipped_steps": lost},
-        {"counted": f"{count} in the first {of} steps" if of < steps else f"{count} in {of} steps", "all_steps": steps},
+        {"all_steps": steps},
         _Anew.ONCE_BEFORE_LOOP,
         _Anew.BEFORE_LOOP,
-        severity="error" if lost >= max(_MOST * steps, _FEWEST_STEPS) else "warning",
+        is_grave=lost >= max(_MOST * steps, _FEWEST_STEPS),
         step=made.step,
     )
 
@@ -286,8 +284,8 @@ def _search_repeated(case: Case) -> Iterator[Found]:
         {"numbers": _numbered(restarts)},
         _Anew.ONE_FOR_RUN,
         _Anew.SAVE_AND_LOAD,
-        severity="error" if lost >= _MOST * steps else "warning",
-        certainty=INFERRED,
+        is_grave=lost >= _MOST * steps,
+        is_inferred=True,
         step=restarts[0],
     )
 
@@ -303,7 +301,7 @@ def _only(gaps: Sequence[int]) -> int | None:
 class _High(Sentences):
     SKIPPED = (
         "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
-        "finite: {skipped} of {steps} steps were skipped and nothing was learned in them."
+        "finite: {skipped} of {steps} steps were skipped, without any update."
     )
     STEPPED = (
         "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
@@ -311,12 +309,12 @@ class _High(Sentences):
     )
     STEPPED_ON_REPLACED = (
         "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
-        "finite: the optimizer stepped all the same ({stepped} of {steps} steps), on gradients that had been made finite."
+        "finite: the optimizer still stepped ({stepped} of {steps} steps), on gradients that had been made finite."
     )
     TAKE_REPLACEMENT_OUT = "Remove the replacement: the scaler then lowers the scale by itself."
     DYNAMIC = "Let a dynamic scaler find the scale."
     BEGIN = "Begin at {recommended:scale}, and let the scaler lower it by itself."
-    SCALE_BY = "Scale by {recommended:scale}, and let a scaler skip what overflows."
+    SCALE_BY = "Scale by {recommended:scale}, and let a scaler skip steps that overflow."
     UPDATE = "Call scaler.update() without an argument after each scaler.step(): it lowers the scale after an overflow."
     STEP_AND_UPDATE = "scaler.step(optimizer)\nscaler.update()"
     BACKOFF = (
@@ -389,15 +387,15 @@ class _Low(Sentences):
     )
     PROBABLY_TOO_SMALL = (
         "The loss scale, {loss_scale:scale}, is probably too small: FP16 flushes too much of {tensor}, judging by the many "
-        "values just above the smallest that it keeps; {lowest:scale} would keep all but 1% of the sum of magnitudes, whatever "
-        "was flushed."
+        "values just above the smallest that it holds; {lowest:scale} would preserve all but 1% of the sum of magnitudes, "
+        "however much was flushed."
     )
     SCALE_BY = "Scale by {wanted:scale}, or begin with it in a dynamic scaler."
     ZEROS = "The gradients of {zeros:some 3} were all zero: a large scale serves them best."
 
 
 def _scale_too_low(case: Case) -> Iterator[Found]:
-    """An FP16 run whose loss scale is below what its gradients need in at least nine of ten steps.
+    """An FP16 run whose loss scale is below its gradients' need in at least nine of ten steps.
 
     False alarms: The need is judged by the lost share of the sum of magnitudes. If small gradients were flushed before they
     could be counted, it is inferred.
@@ -410,11 +408,11 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
     if _serves_none(case) or not case.precision.weights or (not case.scalers and set(known) == {1.0}):
         return
     needs, lowest = decision.neediest, decision.window.log2_lowest
-    says, certainty = _Low.TOO_SMALL, MEASURED
+    says, is_inferred = _Low.TOO_SMALL, False
     if lowest <= _powers(known[-1]) and decision.likely_needed:
         # Values flushed before counting show by a crowd of values just above the flush edge.
         needs, lowest = decision.likely, decision.likely.log2_certain
-        says, certainty = _Low.PROBABLY_TOO_SMALL, INFERRED
+        says, is_inferred = _Low.PROBABLY_TOO_SMALL, True
     spans = list(case.progress.scale_spans())
     below = [(scale, end - start) for scale, start, end in spans if scale and _powers(scale) < lowest]
     if sum(steps for _, steps in below) < 0.9 * (spans[-1][2] - spans[0][1]):
@@ -436,7 +434,7 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
         (_Low.SCALE_BY, _Low.ZEROS.when(decision.zeros)),
         _Scaler.BEGINNING_AT,
         layer=needs.key.name,
-        certainty=certainty,
+        is_inferred=is_inferred,
         step=scales[0].step,
     )
 
@@ -447,11 +445,11 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
 class _Shared(Sentences):
     NONE_OVERFLOWED = (
         "The loss scale fell by {powers_of_two:.0f} powers of two, and none of this model's steps overflowed: another loss or "
-        "optimizer that uses the same GradScaler overflows and drags the scale of this one down."
+        "optimizer that uses the same GradScaler overflows and lowers the scale for this one."
     )
     FEW_OVERFLOWED = (
         "The loss scale fell by {powers_of_two:.0f} powers of two, and only {own_overflows} of this model's steps overflowed: "
-        "another loss or optimizer that uses the same GradScaler overflows and drags the scale of this one down."
+        "another loss or optimizer that uses the same GradScaler overflows and lowers the scale for this one."
     )
     NOTHING_LOST = "This did no harm: {lowest:scale}, the lowest, still serves it."
     NOTHING_LOST_YET = "This did no harm so far: {lowest:scale}, the lowest, still serves it."
@@ -489,7 +487,7 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
         _Shared.ONE_EACH.when(not is_harmless),
         _Shared.OF_ITS_OWN.when(not is_harmless),
         is_mild=is_harmless,
-        certainty=INFERRED,
+        is_inferred=True,
         step=moves[0],
     )
 
@@ -497,11 +495,11 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
 class _Recurs(Sentences):
     AT_INTERVALS = (
         "Every {period} steps ({numbers}) the gradients overflow{where}, although {despite}: it was {scale_first:scale} at the "
-        "first and {scale_last:scale} at the last. The gradients of these steps are larger than those of the steps between."
+        "first and {scale_last:scale} at the last. The gradients of these steps are larger than in the steps between."
     )
     AGAIN_AND_AGAIN = (
         "In steps {numbers} the gradients overflow{where}, although {despite}: it was {scale_first:scale} at the first and "
-        "{scale_last:scale} at the last. The gradients of these steps are larger than those of the steps between."
+        "{scale_last:scale} at the last. The gradients of these steps are larger than in the steps between."
     )
     NEVER_ACTS = (
         "The scaler skips each of these steps, so whatever the loop does in them alone (a regulariser, another loss) never "
@@ -540,7 +538,7 @@ def _overflow_recurs(case: Case) -> Iterator[Found]:
         _Recurs.LOOK,
         layer=recurring[0].module,
         is_mild=period is not None and not goes_on,
-        certainty=INFERRED,
+        is_inferred=True,
         step=steps[0],
     )
 
@@ -706,13 +704,13 @@ def _scaler_of_no_use(case: Case) -> Iterator[Found]:
 
 class _Missing(Sentences):
     BY_HAND = (
-        "The run computes in FP16 and no GradScaler was seen; the gradients that {whose} are {times} times smaller than the "
-        "backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the scale is not known, nor whether the "
-        "loop skips steps that overflow."
+        "The run computes in FP16 and no GradScaler was seen; the gradients that its optimizer gets are {times} times smaller "
+        "than the backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the scale is not known, nor "
+        "whether the loop skips steps that overflow."
     )
     BY_HAND_SKIPS = (
-        "The run computes in FP16 and no GradScaler was seen; the gradients that {whose} are {times} times smaller than the "
-        "backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the scale is not known."
+        "The run computes in FP16 and no GradScaler was seen; the gradients that its optimizer gets are {times} times smaller "
+        "than the backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the scale is not known."
     )
     STEPPED_ON_OVERFLOW = (
         "The run computes in FP16 and no GradScaler was seen: nothing skips a step that overflows, as step "
@@ -724,7 +722,7 @@ class _Missing(Sentences):
     )
     FLUSHES_AND_DROPS = (
         "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and the loop itself "
-        "drops gradients that overflow, as those of step {broken_step}."
+        "drops gradients that overflow, as in step {broken_step}."
     )
     FLUSHES = (
         "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and no scaler skips a "
@@ -755,8 +753,8 @@ class _Missing(Sentences):
 def _scaler_missing(case: Case) -> Iterator[Found]:
     """An FP16 run in which no scaled loss was seen.
 
-    False alarms: A loop that scales by hand looks the same until the inspector is given the scale. Where gradients reach the
-    optimizer or its masters made smaller, all alike, the finding is information.
+    False alarms: A loop that scales by hand looks the same until the inspector is given the scale. If all gradients reach the
+    optimizer or its masters divided by one factor, the finding is information.
     """
     if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
         return
@@ -787,11 +785,7 @@ def _scaled_by_hand(divisors: tuple[float, float], dropped: Event | None, case: 
     return Found(
         _Missing.BY_HAND_SKIPS.when(dropped) or _Missing.BY_HAND,
         {"backwards": case.progress.backwards, "least": divisors[0], "most": divisors[1]},
-        {
-            "whose": "its masters get" if case.precision.has_masters else "its optimizer gets",
-            "times": times,
-            "clips": clips,
-        },
+        {"times": times, "clips": clips},
         _Missing.GIVE_SCALE,
         is_mild=True,
     )

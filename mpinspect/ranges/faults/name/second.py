@@ -6,25 +6,27 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from mpinspect.numeric.formats import FORMATS
+from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
+    Average,
     BornInfinite,
     BrokenAlike,
     ChangedIntegers,
     ExaminedArgument,
     FrozenBuffer,
+    GrowingSum,
     LostSum,
     OverflowedNorm,
     Record,
     WholeLoss,
 )
 from mpinspect.ranges.session import Event, module_named
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Said, Sentences
 
 #: An error of the gradients from which on rounding matters: BF16 alone makes some 1%.
 _MATTERS = 0.1
@@ -107,20 +109,26 @@ class _Born(Sentences):
         "FP32: an earlier operator had rounded away the value that keeps it finite."
     )
     FIRST = "The forward was first not finite in step {step}, in {first_module}; the search for the operator began after it."
+    FIRST_OF_BACKWARD = (
+        "The backward was first not finite in step {step}, in {first_module}, and again at far lower loss scales."
+    )
+    EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
     PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
     BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
     MASK_OF_THE_DTYPE = (
-        "The value is FP32's largest, as of a mask: take it from the dtype of the scores, so that a row that is masked whole "
-        "stays finite."
+        "The value is FP32's largest, as masks often use it: take the largest of the scores' own dtype, so that a fully masked "
+        "row stays finite."
     )
     FINFO = "mask = torch.zeros(shape, dtype=scores.dtype).masked_fill(~allowed, torch.finfo(scores.dtype).min)"
 
 
 _SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "linalg_vector_norm", "norm")
 _PRODUCTS = ("mul", "pow")
+#: Operators that are infinite at zero.
+_AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
 
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
@@ -131,49 +139,62 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
-    if case.has(ExaminedArgument, OverflowedNorm, WholeLoss):
+    born = next((each for each in case.recorded(BornInfinite) if _is_of_precision(each, case)), None)
+    if born is None or case.has(OverflowedNorm) or any(loss.overflowed for loss in case.recorded(WholeLoss)):
         # Another fault names this operation already.
         return
-    for born in case.recorded(BornInfinite):
-        if born.names[2] == "backward":
-            # There a loss scale may be too high.
-            continue
-        operator = born.names[0]
-        fix, code = _Born.OPERATOR_IN_FP32, _Born.CAST
-        if operator.rstrip("_") in _SUMS:
-            fix = _Born.SUM_IN_FP32
-        elif operator.rstrip("_") in _PRODUCTS:
-            fix = _Born.PRODUCT_IN_FP32
-        elif operator.startswith("exp"):
-            fix = _Born.BOUND_EXP
-        elif born.largest >= _LARGEST_OF_FP32:
-            fix, code = _Born.MASK_OF_THE_DTYPE, _Born.FINFO
-        first = _first_event(case)
-        is_later = first is not None and first.step < born.step
-        yield Found(
-            (
-                _Born.FIRST if is_later else None,
-                _Born.BEYOND if born.largest else _Born.FROM_ROUNDED_INPUTS,
-            ),
-            _evidence(born),
-            {
-                **_place(born),
-                "count": int(born.elements),
-                "measured": born.step,
-                "first_module": module_named(first.module) if first else "",
-            },
-            fix,
-            code,
-            layer=first.module if first is not None and is_later else born.name,
-            severity="warning" if first is None else "error",
-            step=first.step if first is not None and is_later else born.step,
-        )
+    if born.largest and case.has(ExaminedArgument):
+        # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
+    fix, code = _remedy(born)
+    phase = born.names[2]
+    first = _first_event(case, phase)
+    is_later = first is not None and first.step < born.step
+    began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
+    yield Found(
+        (began.when(is_later), _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS),
+        _evidence(born),
+        {
+            **_place(born),
+            "count": int(born.elements),
+            "measured": born.step,
+            "first_module": module_named(first.module) if first else "",
+        },
+        fix,
+        code,
+        layer=first.module if first is not None and is_later else born.name,
+        severity="warning" if first is None else "error",
+        step=first.step if first is not None and is_later else born.step,
+    )
 
 
-def _first_event(case: Case) -> Event | None:
-    """Return the first event of a forward that was not finite."""
-    return next((event for event in case.events if event.forward_finite is False), None)
+def _is_of_precision(born: BornInfinite, case: Case) -> bool:
+    """Return whether a step's infinities are of the precision, and not of a loss scale that was too high for its backward."""
+    events = [event for event in case.events if event.step == born.step]
+    return born.names[2] == "forward" or any(event.broken_phase == "backward" for event in events)
+
+
+def _remedy(born: BornInfinite) -> tuple[Said, Said]:
+    operator = born.names[0]
+    if operator.rstrip("_") in _SUMS:
+        return _Born.SUM_IN_FP32, _Born.CAST
+    if operator.rstrip("_") in _PRODUCTS:
+        return _Born.PRODUCT_IN_FP32, _Born.CAST
+    if operator.startswith("exp"):
+        return _Born.BOUND_EXP, _Born.CAST
+    if born.largest >= _LARGEST_OF_FP32:
+        return _Born.MASK_OF_THE_DTYPE, _Born.FINFO
+    is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
+    return (_Born.OPERATOR_IN_FP32, _Born.EPSILON.when(is_epsilon)), _Born.CAST
+
+
+def _first_event(case: Case, phase: str = "forward") -> Event | None:
+    """Return the first event of a forward, or else of the backward of a finite one."""
+    return next((event for event in case.events if (event.forward_finite is False) == (phase == "forward")), None)
+
+
+#: Words of an examined argument whose origin is not known.
+_CONSTANT = "with a constant"
 
 
 class _Alike(Sentences):
@@ -195,15 +216,17 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
 
     False alarms: It is measured. It is information if no forward of the run was infinite or NaN.
     """
-    if case.has(ExaminedArgument, OverflowedNorm):
+    examined = case.recorded(ExaminedArgument)
+    if case.has(OverflowedNorm) or any(_CONSTANT not in each.text for each in examined):
         # Another fault names these inputs already.
         return
     broken = [event for event in case.events if event.forward_finite is False]
-    # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
-    if any(event.skipped is False for event in broken):
-        return
     first = _first_event(case)
+    # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
+    is_stepped_on = any(event.skipped is False for event in broken)
     for alike in case.recorded(BrokenAlike):
+        if is_stepped_on and not alike.from_finite:
+            continue
         # A step of a second opinion has no events.
         if not case.progress.steps or (first is not None and first.step <= alike.step):
             is_later = first is not None and first.step < alike.step
@@ -303,32 +326,63 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
         )
 
 
-class _Frozen(Sentences):
-    STOPS = (
+class _Kept(Sentences):
+    BUFFER_STOPS = (
         "In step {step}, in {place}, additions in {dtype:format} leave {unchanged:percent} of the buffer {buffer!r} as it was: "
         "the terms are below half a unit in the last place of its values."
     )
-    IN_FP32 = "Keep this buffer in FP32, and add FP32 terms to it."
+    STOPS = (
+        "In step {step}, in {place}, additions leave {unchanged:percent} of a tensor unchanged that persists from step to step "
+        "in {dtype:format}, such as a moving average: the terms are below half a unit in the last place of its values."
+    )
+    WILL_STOP = (
+        "In step {step}, in {place}, {term:.3g} is added to a sum of {total:.4g} that persists from step to step in "
+        "{dtype:format}, whose numbers lie {unit:g} apart there: it will not grow beyond about {stops_at:.3g}."
+    )
+    BUFFER_IN_FP32 = "Keep this buffer in FP32, and add FP32 terms to it."
+    IN_FP32 = "Keep this tensor in FP32, and add FP32 terms to it."
+    NUMBER = "Keep this sum in FP32 or as a Python number; a counter is best an integer."
     REGISTER = 'self.register_buffer("{name}", torch.zeros(shape, dtype=torch.float32))'
+    CAST = (
+        "average = weight.detach().float().clone()\naverage.mul_(decay).add_(weight.detach().float(), alpha=1 - decay)"
+    )
+    ITEM = "total += loss.item()"
 
 
-def _buffer_stops(case: Case) -> Iterator[Found]:
-    """A running sum, mean or count in 16 bits that no longer changes.
+def _sum_stops(case: Case) -> Iterator[Found]:
+    """A moving average, running sum or counter in 16 bits that no longer changes, or will not for long.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: A buffer that is added to in place and set anew in each step loses only that step's terms.
+    False alarms: A sum that is set to zero again in time only rounds its terms. That it will stop is inferred from its growth
+    so far, and information if it would not within the run.
     """
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
+        if not buffer and case.has(Average):
+            # Another fault names this average already.
+            continue
         yield Found(
-            _Frozen.STOPS,
+            _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS,
             _evidence(frozen),
             {**_place(frozen), "buffer": buffer, "name": buffer.rpartition(".")[2]},
-            _Frozen.IN_FP32,
-            _Frozen.REGISTER,
+            _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.IN_FP32,
+            _Kept.REGISTER.when(buffer) or _Kept.CAST,
             layer=frozen.name,
             step=frozen.step,
+        )
+    for growing in _by_place(case.recorded(GrowingSum), "total"):
+        growth = growing.total / max(growing.step or 0, 1)
+        yield Found(
+            _Kept.WILL_STOP,
+            _evidence(growing),
+            _place(growing),
+            _Kept.NUMBER,
+            _Kept.ITEM,
+            layer=growing.name,
+            is_mild=growth * case.progress.steps < growing.stops_at,
+            is_inferred=True,
+            step=growing.step,
         )
 
 
@@ -402,7 +456,7 @@ class _Integers(Sentences):
         "In step {step}, in {place}, whole numbers pass through {dtype:format} before they become integers, which "
         "changed {changed:.0f} of the {of:.0f}: {exact:.0f} became {given:.0f}."
     )
-    APART = "Keep ids, indices and counts in a tensor of integers of their own, apart from what is cast to 16 bits."
+    APART = "Keep ids, indices and counts in an integer tensor of their own, apart from the values that are cast to 16 bits."
     CAST_THE_REST = "ids, features = batch[:, 0].long(), batch[:, 1:].to(torch.bfloat16)  # from the FP32 batch"
 
 
@@ -432,13 +486,19 @@ FAULTS = (
         "error",
         _breaks_in_fp32_too,
         (_Alike, _Born),
-        ("scale-falls-for-forward", "non-finite-event"),
+        ("scale-falls-for-forward", "non-finite-event", "argument-out-of-range"),
     ),
-    Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born,), ("non-finite-event",)),
+    Fault(
+        "overflow-in-operator",
+        "warning",
+        _overflow_in_operator,
+        (_Born,),
+        ("non-finite-event", "argument-out-of-range"),
+    ),
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),
-    Fault("buffer-stops-changing", "warning", _buffer_stops, (_Frozen,)),
+    Fault("buffer-stops-changing", "warning", _sum_stops, (_Kept,)),
     Fault(
         "result-is-rounding-error",
         "warning",

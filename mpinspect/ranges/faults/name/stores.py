@@ -12,9 +12,8 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
-from mpinspect.reporting.finding import INFERRED, MEASURED
-from mpinspect.reporting.sentences import Sentences, by_number
-from mpinspect.reporting.words import number_of
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import by_number, number_of
 
 #: The optimizer's setting that is the share of a state that each step keeps, by the state's name.
 _KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}
@@ -45,20 +44,20 @@ def never_decays(dtype: str, kept: float) -> bool:
 class _Updates(Sentences):
     WOULD_LOSE = (
         "If the weights were stored in {format:format}, rounding would lose {lost_fraction:percent} of the updates{sampled}; "
-        "{worst_lost_fraction:percent} of those of {worst:some 3}."
+        "{worst_lost_fraction:percent} in {worst:some 3}."
     )
     ALL_LOSE = (
         "The weights are stored in {format:format}, and rounding loses {lost_fraction:percent} of the updates{sampled}; "
-        "{worst_lost_fraction:percent} of those of {worst:some 3}."
+        "{worst_lost_fraction:percent} in {worst:some 3}."
     )
     ONE_LOSES = (
         "{worst:some} is stored in {format:format}, and rounding loses {lost_fraction:percent} of its updates{sampled}."
     )
     MANY_LOSE = (
         "{layers} of the weights are stored in {format:format}, and rounding loses {lost_fraction:percent} of the "
-        "updates{sampled}; {worst_lost_fraction:percent} of those of {worst:some 3}."
+        "updates{sampled}; {worst_lost_fraction:percent} in {worst:some 3}."
     )
-    FP32_WEIGHTS = "Keep all weights in FP32: autocast casts what a product needs."
+    FP32_WEIGHTS = "Keep all weights in FP32: autocast casts the operands of each product."
     FP32_WEIGHTS_OR_MASTERS = (
         "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights."
     )
@@ -175,13 +174,13 @@ def _kept_wide(lost: _LostInFormat, case: Case) -> tuple[_Updates | tuple[()], _
 class _Moments(Sentences):
     ONLY_GROW = (
         "{optimizer} keeps {state} in {dtype:format} and multiplies it by {kept:g} a step, which {dtype:format} rounds back to "
-        "what it was (a decay below 2^-{bits} = {least_decay:.2g} does nothing): it never decreases, so the steps stay as small "
-        "as after the largest gradients."
+        "the old value (a decay below 2^-{bits} = {least_decay:.2g} does nothing): it never decreases, so the steps stay as "
+        "small as after the largest gradients."
     )
     MAY_ONLY_GROW = (
-        "{optimizer} keeps {state} in {dtype:format}. If it is a moving average of which each step keeps more than 1 - "
-        "2^-{bits} ({most_kept:.3g}), as Adam's second moment with a beta2 of 0.999, rounding lets it only grow; its decay is "
-        "not known."
+        "{optimizer} keeps {state} in {dtype:format}. If it is a moving average with a decay factor above 1 - 2^-{bits} "
+        "({most_kept:.3g}), as Adam's second moment with a beta2 of 0.999, rounding lets it only grow; its decay "
+        "factor is not known."
     )
     FP32_WEIGHTS = "Keep the weights that {optimizer} steps in FP32 and compute in 16 bits by autocast."
     FP32_STATES = (
@@ -215,7 +214,7 @@ def _moment(optimizer: OptimizerRecord, state: str, dtype: str) -> Iterator[Foun
     evidence = {"optimizer": optimizer.type, "state": state, "dtype": dtype}
     if kept is None:
         words = {"bits": bits, "most_kept": 1 - 2.0**-bits}
-        yield Found(_Moments.MAY_ONLY_GROW, evidence, words, severity="info", certainty=INFERRED)
+        yield Found(_Moments.MAY_ONLY_GROW, evidence, words, severity="info", is_inferred=True)
     elif never_decays(dtype, kept):
         is_its_own = set(optimizer.steps) == {"float32"}
         yield Found(
@@ -260,7 +259,7 @@ def _weight_decay_lost(case: Case) -> Iterator[Found]:
             _Decay.FP32_WEIGHTS,
             FP32Weights.of(dtype),
             is_mild=decay <= _DEFAULT_DECAY,
-            certainty=INFERRED if is_kept else MEASURED,
+            is_inferred=is_kept,
         )
 
 
@@ -277,7 +276,7 @@ class _Epsilon(Sentences):
     )
     FP32_STATES = (
         "Keep the weights and states in FP32. A larger eps (2^-14, say) avoids the division by zero too, but where the average "
-        "is flushed it is all that the step is divided by."
+        "is flushed, the step is divided by eps alone."
     )
 
 
@@ -306,8 +305,8 @@ def _epsilon_zero(case: Case) -> Iterator[Found]:
                 {"step_before": broke and broke.step - 1},
                 _Epsilon.FP32_STATES,
                 FP32Weights.of(dtype),
-                severity="error" if broke else "warning",
-                certainty=MEASURED if broke and is_known else INFERRED,
+                is_grave=broke is not None,
+                is_inferred=not (broke and is_known),
                 step=None if broke is None else broke.step,
             )
 
@@ -329,7 +328,7 @@ class _Masters(Sentences):
         "rounded to the weights' dtype, which loses the updates that are smaller."
     )
     ONE_WAY = (
-        "Copy from the masters to the weights alone, and save and load the masters with a checkpoint: they are the weights of "
+        "Copy only from the masters to the weights, and save and load the masters with a checkpoint: they are the weights of "
         "the training."
     )
     SAVE = 'checkpoint["masters"] = [master.detach() for master in masters]'

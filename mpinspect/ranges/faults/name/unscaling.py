@@ -28,21 +28,21 @@ _MOST_MICRO_BATCHES = 1024
 class _Unscale(Sentences):
     CLIPPED = (
         "In step {step}{again} the gradients were clipped while they were still multiplied by the loss scale of "
-        "{loss_scale:scale}: what was left was {factor:.2g} times as large. The limit was meant for the true gradients, "
+        "{loss_scale:scale}: the result was {factor:.2g} times as large. The limit was meant for the true gradients, "
         "{loss_scale:factor} times smaller."
     )
     CHANGED = (
         "In step {step}{again} the gradients were changed, or clipped value by value, while they were still multiplied by the "
-        "loss scale of {loss_scale:scale}: what was left was {factor:.2g} times as large. The limit was meant for the true "
+        "loss scale of {loss_scale:scale}: the result was {factor:.2g} times as large. The limit was meant for the true "
         "gradients, {loss_scale:factor} times smaller."
     )
     CLIPPED_AT_UNKNOWN_SCALE = (
-        "In step {step}{again} the gradients were clipped while they were still multiplied by the loss scale: what was left was "
+        "In step {step}{again} the gradients were clipped while they were still multiplied by the loss scale: the result was "
         "{factor:.2g} times as large. The limit was meant for the true gradients, smaller by the loss scale."
     )
     CHANGED_AT_UNKNOWN_SCALE = (
         "In step {step}{again} the gradients were changed, or clipped value by value, while they were still multiplied by the "
-        "loss scale: what was left was {factor:.2g} times as large. The limit was meant for the true gradients, smaller by the "
+        "loss scale: the result was {factor:.2g} times as large. The limit was meant for the true gradients, smaller by the "
         "loss scale."
     )
     STEPPED = (
@@ -86,7 +86,7 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
                 {"loss_scale": scale, "factor": factor, "parameters": len(measured.names)},
                 fix=_Unscale.LET_SCALER_STEP,
                 code=_Unscale.SCALER_STEP,
-                severity="error",
+                is_grave=True,
                 step=measured.step,
             )
             return
@@ -119,14 +119,14 @@ class _TooOften(Sentences):
         "more: they are too small by that factor."
     )
     AGAIN = (
-        "In step {step}{again} the scaler unscaled the same gradients {times:count time} while they were accumulated, which "
-        "divides those of the earlier micro-batches by the loss scale{of} again: only the last one counts."
+        "In step {step}{again} the scaler unscaled the same gradients {times:.0f} times while they were accumulated, which "
+        "divides the earlier micro-batches' gradients by the loss scale{of} again: only the last one counts."
     )
     NEVER_SCALED = (
         "In step {step}{again} the gradients of {modules} came from a loss that no scaler had multiplied, and the scaler "
         "divided them by the loss scale{of}: they are too small by that factor."
     )
-    DIVIDE_NOTHING = "Let the scaler divide, and divide nothing by hand."
+    DIVIDE_NOTHING = "Let the scaler divide, and do not divide by hand."
     ONCE = "Unscale, clip, step and update once, after the last micro-batch."
     SCALE_EACH = "Scale each loss."
     CLIP = "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(parameters, max_norm)\nscaler.step(optimizer)"
@@ -139,7 +139,7 @@ class _TooOften(Sentences):
 def _unscaled_too_often(case: Case) -> Iterator[Found]:
     """Gradients that were divided by a scaler's loss scale more often than they were multiplied by it.
 
-    False alarms: A loss that the loop multiplies by the scaler's scale by hand, beside others that the scaler multiplies, is
+    False alarms: A loss that the loop multiplies by the scaler's scale by hand, while the scaler multiplies others, is
     reported.
     """
     by_hand = _changed(case)
@@ -169,9 +169,9 @@ def _too_often(
         message,
         {"loss_scale": scale, "names": list(names[:20]), "measured_steps": len(found)},
         {
+            **first.figures,
             "again": again(found),
             "of": filled(" of {}", scale and with_power(scale)),
-            "times": round(first.times) if isinstance(first, UnscaledAgain) else 0,
             "modules": grouped(names),
         },
         fix,

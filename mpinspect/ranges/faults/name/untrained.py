@@ -16,9 +16,8 @@ from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import MissingGradients, NotOptimized
 from mpinspect.ranges.session import FROZEN
-from mpinspect.reporting.finding import INFERRED
-from mpinspect.reporting.sentences import Sentences, by_number
-from mpinspect.reporting.words import as_power, with_power
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import as_power, by_number, with_power
 
 #: A loss scale that may be raised by this factor is to be raised before anything else is tried.
 _MUCH_ROOM = 256.0
@@ -32,19 +31,19 @@ _MOST_NAMES = 20
 class _Missing(Sentences):
     ONE_NOT_CALLED = (
         "{names[0]!r} is in the optimizer but never got a gradient: the module did not run in the steps that "
-        "were looked at."
+        "were checked."
     )
     MANY_NOT_CALLED = (
         "The {parameters} parameters of {modules} are in the optimizer but never got a gradient: their modules did not run in "
-        "the steps that were looked at."
+        "the steps that were checked."
     )
     ONE_WITHOUT_GRAPH = (
         "{names[0]!r} is in the optimizer but never got a gradient: the forward that uses it built no graph. It ran under "
-        "torch.no_grad(), or in a reentrant checkpoint none of whose inputs needs a gradient."
+        "torch.no_grad(), or in a reentrant checkpoint whose inputs need no gradient."
     )
     MANY_WITHOUT_GRAPH = (
         "The {parameters} parameters of {modules} are in the optimizer but never got a gradient: the forward that uses them "
-        "built no graph. It ran under torch.no_grad(), or in a reentrant checkpoint none of whose inputs needs a gradient."
+        "built no graph. It ran under torch.no_grad(), or in a reentrant checkpoint whose inputs need no gradient."
     )
     ONE_NOT_REACHED = (
         "{names[0]!r} is in the optimizer but never got a gradient: the loss does not reach it. A result is detached, converted "
@@ -110,7 +109,7 @@ def _without_gradient(measured: MissingGradients, names: Sequence[str]) -> Found
         code,
         layer=names[0],
         is_mild=bool(measured.not_called),
-        certainty=INFERRED,
+        is_inferred=True,
     )
 
 
@@ -154,7 +153,7 @@ def _frozen_by_prefix(case: Case) -> Iterator[Found]:
         _Missing.COMPARE_WITH_DOT,
         _Missing.STARTS_WITH,
         layer=groups[prefix][0],
-        certainty=INFERRED,
+        is_inferred=True,
     )
 
 
@@ -274,7 +273,7 @@ def _all_zero(names: Sequence[str], case: Case) -> Found:
         (_Zero.RAISE.when(has_room) or _Zero.TAKE_ONE_BATCH, _Zero.OWN_FACTOR_ONLY.when(damped) or _Zero.OWN_FACTOR),
         _Zero.BEGIN_AT.when(has_room) or _Zero.AUTOCAST_OFF,
         layer=names[0],
-        certainty=INFERRED,
+        is_inferred=True,
     )
 
 
@@ -293,8 +292,8 @@ class _NotOptimized(Sentences):
         "were replaced."
     )
     MAKE_LAST = (
-        "Make the optimizer after the last module was added, or add that module's parameters to it; freeze what is not meant to "
-        "learn."
+        "Make the optimizer after the last module was added, or add that module's parameters to it; freeze parameters that "
+        "should not learn."
     )
     ADD_MODULE = 'optimizer.add_param_group({{"params": model.get_submodule({module}).parameters()}})'
     ADD_ALL = (

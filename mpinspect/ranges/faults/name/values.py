@@ -13,13 +13,13 @@ from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
 from mpinspect.ranges.session import TensorKey, TensorWindow, module_named
-from mpinspect.reporting.sentences import Sentences, by_number
-from mpinspect.reporting.words import format_name, number_of
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import by_number, format_name, number_of
 
 
 class _Values(Sentences):
     WOULD_OVERFLOW = (
-        "In {format:format} {tensor} would overflow: the largest is {max_abs:.3g}, the format ends at {end:g}."
+        "In {format:format} {tensor} would overflow: the largest is {max_abs:.3g}, the format's maximum is {end:g}."
     )
     WIDER = "Compute {module} in FP32 or BF16; a loss scale does not change it."
 
@@ -158,7 +158,7 @@ def reduction_report(key: TensorKey, window: TensorWindow, format: FloatFormat) 
 
 
 def _within_extremes(total: Interval, histogram: ExponentHistogram, power: int) -> Interval:
-    """Return the sum of ``|x|`` to the power, bounded by that of as many smallest and as many largest values as well."""
+    """Return the sum of ``|x|`` to the power, bounded also by the sums of as many smallest and as many largest values."""
     least, most = (
         histogram.nonzero * math.prod([extreme] * power) for extreme in (histogram.min_abs, histogram.max_abs)
     )

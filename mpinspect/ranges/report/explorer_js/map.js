@@ -56,6 +56,7 @@ export class LayerMap {
     this.head = element("div", { className: "controls" }, label("Tensors", this.kind), label("Format", this.format), this.shares.controls, label("Search", this.search), happened, help, this.back);
     this.root.replaceChildren(this.head, this.opening, this.said, this.shares.element, this.table.element, this.timeline.element, this.own.element);
     this.root.classList.add("explorer");
+    this.root.classList.toggle("mild", !this.view.data.opening.grave);
   }
 
   listen() {
@@ -114,10 +115,10 @@ export class LayerMap {
     const rows = table.choose();
     this.measure();
     const given = widths(this.wide, table.visible, view.longest);
-    const { row, curve } = heights(this.isPrinted ? 0 : this.free, rows);
+    const { row, curve, more } = heights(this.isPrinted ? 0 : this.free, rows, this.shares.foldedHeight);
     painter.begin(given.names + 1, given.strip, row);
     this.shares.draw(this.wide, curve);
-    this.timeline.draw(this.wide);
+    this.timeline.draw(this.wide, more);
     table.draw(given);
     this.own.draw();
   }
@@ -128,7 +129,7 @@ export class LayerMap {
     this.wide = Math.max(this.timeline.element.clientWidth, 240);
     this.free = 0;
     if (!this.root.matches(FILLS) || this.isPrinted) return;
-    this.shares.draw(this.wide, 0);
+    this.shares.drawControls();
     this.timeline.draw(this.wide);
     const others = [this.head, this.opening, this.said, this.timeline.element].reduce((sum, each) => sum + each.getBoundingClientRect().height + 4, 8);
     this.free = Math.max(this.root.clientHeight - others, 200);

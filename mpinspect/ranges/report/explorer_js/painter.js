@@ -9,6 +9,8 @@ import { power } from "./words.js";
 const AXIS = 22;
 /** Shares from 10^-5 on differ in lightness. */
 const DECADES = 5;
+/** Pixels of a row from which on a larger share is also higher. */
+const TALL = 32;
 const COLOURS = ["fill", "soft", "ink", "info", "flushed", "subnormal", "overflow", "error"];
 
 export class Painter {
@@ -98,14 +100,16 @@ export class Painter {
         const name = exponent < f.flush - k ? "flushed" : exponent > f.top - k ? "overflow" : "fill";
         if (name !== before) context.fillStyle = this.colour(name);
         before = name;
-        context.globalAlpha = 0.15 + 0.85 * clamp(1 + Math.log10(count / all) / DECADES, 0, 1);
+        const strength = clamp(1 + Math.log10(count / all) / DECADES, 0, 1);
+        context.globalAlpha = 0.15 + 0.85 * strength;
         const left = Math.round(this.place(h.min + index));
-        context.fillRect(left, 1, Math.max(Math.round(this.place(h.min + index + 1)) - left, 1), height - 2);
+        const tall = height < TALL ? height - 2 : Math.max(strength * (height - 4), 3);
+        context.fillRect(left, height - 1 - tall, Math.max(Math.round(this.place(h.min + index + 1)) - left, 1), tall);
       });
       context.globalAlpha = 1;
     }
     this.limits(context, height);
-    if (h && h.infs + h.nans) this.marks(context, h, height);
+    if (h && h.infs + h.nans) this.marks(context, h, height, this.view.isAftermath(layer) ? "soft" : "error");
   }
 
   /** Differences of shares as bars from the middle: up where there are more in B. @param {HTMLCanvasElement} canvas @param {Map<number, number>} shares by exponent @param {number} most the largest in any strip */
@@ -123,10 +127,10 @@ export class Painter {
     context.fillRect(0, middle, this.width, 1);
   }
 
-  /** A cross for infinities and a ring for NaNs, at the right end. @param {CanvasRenderingContext2D} context @param {any} h @param {number} height */
-  marks(context, h, height) {
+  /** A cross for infinities and a ring for NaNs, at the right end. @param {CanvasRenderingContext2D} context @param {any} h @param {number} height @param {string} colour its name */
+  marks(context, h, height, colour) {
     const [middle, size] = [height / 2, 4];
-    Object.assign(context, { strokeStyle: this.colour("error"), lineWidth: 2 });
+    Object.assign(context, { strokeStyle: this.colour(colour), lineWidth: 2 });
     context.beginPath();
     if (h.infs) {
       for (const slope of [-1, 1]) {

@@ -1,18 +1,20 @@
 // The curve of what is lost against the loss scale, above the strips and on their axis: a scale stands where its flush edge lies in
-// the map. Its handle moves the format along the axis.
+// the map. Its handle moves the format along the axis. Where no loss scale matters the curve is folded: the map gets its room.
 // @ts-check
 
 import { dragged } from "./chart.js";
-import { curvesOf, sharesBelow } from "./curves.js";
+import { curvesOf } from "./curves.js";
 import { element, entry, key, svg } from "./dom.js";
 import { clamp } from "./histogram.js";
 import { SCALES } from "./view.js";
-import { percent, power } from "./words.js";
+import { percent, power, scaleInWords } from "./words.js";
 
 /** Exponent of FP32's largest value. */
 const FLOAT32_TOP = 127;
 /** Pixels above and below the field, and between two scales that are labelled. */
 const [ABOVE, BELOW, APART] = [20, 18, 44];
+/** Pixels of the scales and the handle of a folded curve, and of a line of words. */
+const [HANDLE, SENTENCE] = [20, 26];
 
 export class Shares {
   /** @param {import("./view.js").View} view @param {import("./painter.js").Painter} painter @param {(changed: any, isFinal?: boolean) => void} change @param {() => void} keep */
@@ -22,95 +24,133 @@ export class Shares {
     this.scale = element("input", { type: "range", className: "unseen", min: SCALES[0], max: SCALES[1], step: 1, "aria-label": "Loss scale, a power of two" });
     const { format, scale } = view.suggested;
     this.words = element("output", {});
-    this.recommended = element("button", { type: "button", title: "the scale that suits these gradients best" }, format ? `suggested: ${format.label} at ${power(scale)}` : "");
+    this.recommended = element("button", { type: "button", title: "the scale that suits these gradients best" });
     this.controls = element("span", { className: "scale" }, element("span", {}, "Loss scale "), this.words, ...(format ? [this.recommended] : []));
+    this.fold = element("button", { type: "button", title: "the share lost at each loss scale" });
+    this.fold.addEventListener("click", () => change({ hasCurve: !view.state.hasCurve }));
     this.picture = element("div", { className: "drag" });
     this.legend = element("figcaption", { className: "legend" });
     this.readout = element("p", { className: "readout" });
     this.otherwise = element("button", { type: "button" }, "what would FP16 do?");
-    this.isMoved = false;
     this.element = element("figure", { className: "losses" }, this.scale, this.picture, this.legend, this.readout);
     this.otherwise.addEventListener("click", () => change({ format: view.formatNamed("float16") }));
     this.scale.addEventListener("input", () => change({ scale: Number(this.scale.value) }, false));
     this.scale.addEventListener("change", keep);
     this.recommended.addEventListener("click", () => change({ format, scale }));
     dragged(this.picture, (event) => {
-      if (!this.isMoved) return;
+      if (!view.isMoved) return;
       const left = this.picture.getBoundingClientRect().left + painter.left;
       const to = clamp(Math.round(view.state.format.flush - painter.exponentAt(event.clientX - left)), ...SCALES);
       if (to !== view.state.scale) change({ scale: to }, false);
     }, keep);
   }
 
-  /** @param {number} wide @param {number} height in pixels */
-  draw(wide, height) {
+  /** Pixels of the figure if its curve is folded; null where it is shown. */
+  get foldedHeight() {
+    const { isMoved, state } = this.view;
+    if (isMoved) return state.hasCurve ? null : ABOVE + HANDLE + BELOW;
+    return this.heightOfZones + (this.view.isScaled() ? SENTENCE : 0);
+  }
+
+  /** Pixels of the names of the format's regions where no scale moves them; 0 if the map shows one region only. */
+  get heightOfZones() {
+    const { format } = this.view.state;
+    const [low, high] = this.view.span();
+    return [format.flush, format.normal, format.top + 1].some((edge) => low < edge && edge < high) && !this.view.isScaled() ? BELOW : 0;
+  }
+
+  drawControls() {
     const { view } = this;
     const { scale, format } = view.state;
-    const isScaled = view.isScaled();
-    this.controls.hidden = this.scale.disabled = !isScaled;
+    this.scale.disabled = !view.isScaled();
+    this.controls.hidden = this.scale.disabled || !(view.isMoved || view.hasScale);
     this.scale.value = String(scale);
     this.scale.setAttribute("aria-valuetext", power(scale));
-    this.words.textContent = scale ? power(scale) : "1 (2⁰)";
-    this.recommended.hidden = view.suggested.format === format && view.suggested.scale === scale;
-    if (!height) return;
-    /** Whether the flush edge lies on the map, where it can be moved. */
-    this.isMoved = isScaled && this.painter.place(format.flush - scale) >= 0;
-    this.picture.classList.toggle("drag", this.isMoved);
-    const curves = this.isMoved ? curvesOf(view) : sharesBelow(view, this.painter.ends);
+    this.words.textContent = scaleInWords(scale);
+    const { suggested } = view;
+    if (!suggested.format) return;
+    this.recommended.hidden = suggested.format === format && suggested.scale === scale;
+    this.recommended.textContent = `suggested${suggested.format === format ? "" : ` for ${suggested.format.label}`}: ${scaleInWords(suggested.scale)}`;
+  }
+
+  /** @param {number} wide @param {number} height in pixels */
+  draw(wide, height) {
+    const { view, painter } = this;
+    const { isMoved } = view;
+    this.drawControls();
+    this.picture.classList.toggle("drag", isMoved);
+    this.element.classList.toggle("line", !isMoved);
+    const curves = curvesOf(view);
     const of = view.chosen ? "of the chosen layer" : "of the worst layer";
-    this.picture.replaceChildren(this.chart(wide, height, of, curves));
-    this.legend.replaceChildren(...this.legendOf(of, curves));
+    const tall = isMoved ? height : this.heightOfZones;
+    this.picture.replaceChildren(...(tall ? [this.chart(wide, tall, of, curves)] : []));
+    this.fold.textContent = view.state.hasCurve ? "hide the curve" : "show the curve";
+    this.legend.replaceChildren(...(isMoved && view.state.hasCurve ? this.legendOf(of, curves) : []), ...(isMoved ? [this.fold] : []));
     // Below it lies the table.
     this.legend.style.maxHeight = `${height - BELOW}px`;
-    this.legend.style.width = `${Math.max(this.painter.left - 40, 60)}px`;
+    this.legend.style.width = `${Math.max(painter.left - 40, 60)}px`;
     this.readout.replaceChildren(...this.readoutOf(curves));
-    this.readout.style.width = `${Math.max(wide - this.painter.left - this.painter.width - 24, 60)}px`;
+    this.readout.style.width = `${Math.max(wide - painter.left - painter.width - 24, 60)}px`;
   }
 
   /** What is lost where the handle stands, or why there is none. @param {import("./curves.js").Curves} curves @returns {(Node | string)[]} */
   readoutOf({ low, mass, high, hasValues }) {
-    const { format, scale } = this.view.state;
-    if (!hasValues) return [];
-    if (this.isMoved) {
-      const [lost, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
-      return [element("b", {}, `at ${power(scale)}`), `${lost} flushed (${weight} of the magnitudes), ${over} overflow`];
+    const { isMoved, state } = this.view;
+    const { format, scale } = state;
+    if (!this.view.isScaled()) return [];
+    if (!isMoved) {
+      return [`${format.label} flushes only below ${power(format.flush - scale)}, left of all that is shown: nothing is lost${this.view.hasScale ? " near this loss scale" : ""}. `,
+        ...(format.name === "float16" ? [] : [this.otherwise])];
     }
-    if (!this.view.isScaled()) return ["no loss scale multiplies these"];
-    return [`${format.label} flushes only below ${power(format.flush - scale)}, left of all that is shown: nothing is lost near this loss scale. `,
-      ...(format.name === "float16" ? [] : [this.otherwise])];
+    if (!hasValues) return state.hasCurve ? [] : [this.unknown];
+    const [lost, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
+    return [element("b", {}, `at ${power(scale)}`), `${lost} flushed${state.hasCurve ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow`];
   }
 
   /** @param {number} wide @param {number} height @param {string} of @param {import("./curves.js").Curves} curves */
-  chart(wide, height, of, { places, low, mass, high, hasValues }) {
-    const { view, painter, isMoved } = this;
-    const { scale, format } = view.state;
+  chart(wide, height, of, curves) {
+    const { view, painter } = this;
+    const { scale, format, hasCurve } = view.state;
     const { left, width } = painter;
-    const [top, bottom] = [ABOVE, height - BELOW];
-    const words = !hasValues ? `Unknown: ${this.unknown}` : isMoved ? `At ${power(scale)} ${percent(low[scale - SCALES[0]])} of the elements are flushed, and ${percent(mass[scale - SCALES[0]])} of the sum of magnitudes`
-      : "Nothing is flushed at a loss scale that the map has room for";
-    const picture = svg("svg", { width: wide, height, viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": `Shares ${isMoved ? "flushed and overflowed" : "below each power of two"}, ${of}${isMoved ? ", against the loss scale" : ""}. ${words}.` });
+    const at = scale - SCALES[0];
+    const words = curves.hasValues ? `At ${power(scale)} ${percent(curves.low[at])} of the elements are flushed, and ${percent(curves.mass[at])} of the sum of magnitudes` : `Unknown: ${this.unknown}`;
+    const told = view.isMoved ? `Shares flushed and overflowed, ${of}, against the loss scale. ${words}.` : `The regions of ${format.label}.`;
+    const picture = svg("svg", { width: wide, height, viewBox: `0 0 ${wide} ${height}`, role: "img", "aria-label": told });
     // What lies beyond the strips is clipped.
     const field = svg("svg", { x: left, y: 0, width, height, overflow: "hidden" });
-    const x = (/** @type {number} */ place) => painter.place(isMoved ? format.flush - place : place);
+    picture.append(field);
+    const x = (/** @type {number} */ place) => painter.place(format.flush - place);
+    if (view.isMoved && hasCurve) this.drawCurves(picture, field, x, height, curves);
+    field.append(...(view.isMoved ? this.uprights(x, ABOVE, height) : []), ...this.zones(height));
+    if (view.isMoved) picture.append(...this.scaleTicks(x), ...this.handle(x(scale), ABOVE));
+    return picture;
+  }
+
+  /** @param {SVGElement} picture @param {SVGElement} field @param {(k: number) => number} x @param {number} height @param {import("./curves.js").Curves} curves */
+  drawCurves(picture, field, x, height, { places, low, mass, high, hasValues }) {
+    const { view } = this;
+    const { left, width } = this.painter;
+    const [top, bottom] = [ABOVE, height - BELOW];
     const y = (/** @type {number} */ share) => bottom - share * (bottom - top);
     const path = (/** @type {number[]} */ values) => values.map((value, index) => `${index ? "L" : "M"}${x(places[index]).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-    const safe = isMoved && view.data.windows[format.name]?.map((/** @type {number} */ end) => clamp(end, ...SCALES));
+    const safe = view.data.windows[view.state.format.name]?.map((/** @type {number} */ end) => clamp(end, ...SCALES));
     if (safe) field.append(svg("rect", { x: x(safe[1]), width: Math.max(x(safe[0]) - x(safe[1]), 2), y: top, height: bottom - top, class: "window" }));
     field.append(...[0, 0.5, 1].map((share) => svg("line", { x1: 0, x2: width, y1: y(share), y2: y(share), class: "grid" })));
-    if (hasValues) field.append(svg("path", { d: path(low), class: `curve ${isMoved ? "flushes" : "under"}` }), svg("path", { d: path(mass), class: "curve weighs" }));
-    if (hasValues && isMoved) field.append(svg("path", { d: path(high), class: "curve overflows" }));
-    if (!hasValues) field.append(svg("text", { x: width / 2, y: (top + bottom) / 2 - 6, "text-anchor": "middle", class: "none" }, this.unknown));
-    field.append(...(isMoved ? this.uprights(x, top, height) : []), ...this.zones(height));
-    picture.append(field, ...[0, 0.5, 1].map((share) => svg("text", { x: left - 5, y: y(share) + 4, "text-anchor": "end" }, `${100 * share}%`)));
-    if (isMoved) picture.append(...this.scaleTicks(x), ...this.handle(x(scale), top));
-    return picture;
+    if (hasValues) field.append(...[[low, "flushes"], [mass, "weighs"], [high, "overflows"]].map(([values, name]) => svg("path", { d: path(/** @type {number[]} */ (values)), class: `curve ${name}` })));
+    else field.append(svg("text", { x: width / 2, y: (top + bottom) / 2 - 6, "text-anchor": "middle", class: "none" }, this.unknown));
+    picture.append(...[0, 0.5, 1].map((share) => svg("text", { x: left - 5, y: y(share) + 4, "text-anchor": "end" }, `${100 * share}%`)));
+  }
+
+  /** Whether the run's own scale is another than the one that is shown. */
+  get isOwnApart() {
+    return this.view.hasScale && this.view.data.own !== this.view.state.scale;
   }
 
   /** Lines at the run's own scale and at the one that is shown. @param {(k: number) => number} x @param {number} top @param {number} height */
   uprights(x, top, height) {
     const { data, state } = this.view;
     /** @type {[number, string][]} */
-    const lines = [[clamp(data.own, ...SCALES), "own"], [state.scale, "now"]];
+    const lines = [...(this.isOwnApart ? [/** @type {[number, string]} */ ([clamp(data.own, ...SCALES), "own"])] : []), [state.scale, "now"]];
     return lines.map(([k, name]) => svg("line", { x1: x(k), x2: x(k), y1: top, y2: height, class: name }));
   }
 
@@ -156,10 +196,6 @@ export class Shares {
     const { data, state } = this.view;
     const { format } = state;
     if (!hasValues) return [];
-    if (!this.isMoved) {
-      return [key("under", `elements below, ${of}`, "share of the non-zero elements below a power of two: what a format would flush that ended there"),
-        key("weighs", "magnitudes below", "share of the sum of their magnitudes, estimated")];
-    }
     const safe = data.windows[format.name];
     // Of FP32's exponents all are there.
     const none = format.top >= FLOAT32_TOP ? `${format.label} needs no loss scale` : `no safe window is known for ${format.label}`;
@@ -167,6 +203,7 @@ export class Shares {
       key("weighs", "flushed, by magnitude", "share of the sum of their magnitudes, estimated: small elements are many and weigh little"),
       key("overflows", "overflowed", "share of the non-zero elements beyond the format's largest value")];
     const window = safe && key("window", `safe window ${power(safe[0])} .. ${power(safe[1])}`, "loss scales at which nothing overflows, and at most 1% of the sum of magnitudes is flushed in every layer");
-    return [...curves, window ?? entry(none), key("own", `the run's last scale${data.collapsed ? " before it collapsed" : ""}, ${power(data.own)}`)];
+    const own = this.isOwnApart ? [key("own", `the run's last scale${data.collapsed ? " before it collapsed" : ""}, ${power(data.own)}`)] : [];
+    return [...curves, window ?? entry(none), ...own];
   }
 }

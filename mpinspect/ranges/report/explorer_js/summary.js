@@ -3,21 +3,30 @@
 
 import { element } from "./dom.js";
 import { share } from "./histogram.js";
-import { number, numberOf, power, spanInWords } from "./words.js";
+import { number, numberOf, scaleInWords, spanInWords } from "./words.js";
 
 /** @param {number} count @param {string} one @param {string} several */
 const verb = (count, one, several) => (count === 1 ? one : several);
 
 /** @param {import("./view.js").View} view */
 export function summary(view) {
-  const { format, scale } = view.state;
   const own = view.ofKind;
   const found = own.map((/** @type {any} */ layer) => view.figures(layer)).filter(Boolean);
   const valued = found.filter((/** @type {any} */ each) => each.all > 0);
   const broken = found.filter((/** @type {any} */ each) => each.h.infs + each.h.nans > 0).length;
   const without = valued.length && valued.length < own.length ? `, ${own.length - valued.length} without a finite non-zero element` : "";
   const nonFinite = broken ? `, ${broken} ${verb(broken, "holds", "hold")} infinities or NaNs` : "";
-  return `${format.label}${view.isScaled() ? ` at ${power(scale)}` : ""}, ${view.stepsInWords}: ${losses(own, valued)}${without}${nonFinite}.${eventInWords(view)}`;
+  return `${view.state.format.label}${scaleOf(view)}: ${losses(own, valued)}${without}${nonFinite}.${eventInWords(view)}`;
+}
+
+/** The steps, and which of the run's loss scales is shown. @param {import("./view.js").View} view */
+function scaleOf(view) {
+  const { data, state, stepsInWords } = view;
+  const { own, collapsed, opening } = data;
+  if (!view.isScaled() || !(view.isMoved || view.hasScale)) return `, ${stepsInWords}`;
+  const isTheirs = opening.block >= 0 && state.block === opening.block && state.scale === opening.scale;
+  const last = `the run's last${collapsed ? " before it collapsed" : ""}${state.scale === own ? "" : `: ${scaleInWords(own)}`}`;
+  return ` at loss scale ${scaleInWords(state.scale)}${isTheirs ? `, that of ${stepsInWords}` : ""}${view.hasScale ? ` (${last})` : ""}${isTheirs ? "" : `, ${stepsInWords}`}`;
 }
 
 /** @param {any[]} own @param {any[]} valued */

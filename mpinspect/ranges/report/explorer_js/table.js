@@ -1,39 +1,15 @@
 // The table of layers: their names, strips and figures. Only the rows near those that are seen exist.
 // @ts-check
 
+import { columnsOf, figureCells } from "./columns.js";
 import { element } from "./dom.js";
-import { clamp, share } from "./histogram.js";
+import { clamp } from "./histogram.js";
 import { BESIDE, LETTER } from "./layout.js";
-import { percent, power } from "./words.js";
-
-/**
- * @typedef {object} ColumnOf
- * @property {string} name        by what a click sorts
- * @property {string} words       the heading
- * @property {string} meaning
- * @property {number} width       in pixels; 0 for those that share what is left
- * @property {boolean} [isWide]   whether a wide page alone has room for it
- */
+import { rowsOf } from "./rows.js";
+import { percent } from "./words.js";
 
 /** Most rows of a printed table, rows that are made beyond those that are seen, and pixels of a table that has no height yet. */
 const [PRINTED, SPARE, UNSEEN] = [400, 8, 420];
-/** Columns of every model. @type {ColumnOf[]} */
-const COLUMNS = [
-  { name: "model", words: "layer", meaning: "", width: 0 },
-  { name: "", words: "map", meaning: "", width: 0 },
-  { name: "flushed", words: "flushed", meaning: "share of the non-zero elements that round to zero in this format", width: 68 },
-  { name: "subnormal", words: "subnormal", meaning: "survives with fewer bits", width: 90, isWide: true },
-  { name: "overflow", words: "overflow", meaning: "beyond the format's largest value", width: 74 },
-  { name: "broken", words: "inf, NaN", meaning: "infinities and NaNs counted", width: 92 },
-  { name: "largest", words: "largest", meaning: "magnitude, rounded down to a power of two", width: 66, isWide: true },
-];
-
-/** @param {import("./view.js").View} view @returns {ColumnOf[]} */
-function columnsOf({ storages, data }) {
-  const lost = storages.slice(0, 1).map((each) => ({ name: "lost", words: `lost in ${each.label}`, meaning: "share of the updates that rounding undoes where the weights are stored so", width: 106 }));
-  const notes = data.notes.columns.map((/** @type {string[]} */ [words, meaning], /** @type {number} */ place) => ({ name: `note${place}`, words, meaning, width: clamp(words.length * 7 + 16, 84, 108) }));
-  return [...COLUMNS, ...lost, ...notes];
-}
 
 export class Table {
   /**
@@ -73,9 +49,9 @@ export class Table {
   /** How to read the map, as a list. */
   get legend() {
     const meanings = this.columns.filter(({ meaning }) => meaning).map(({ words, meaning }) => `${words}: ${meaning}.`);
-    const said = ["A row is a tensor, a column a power of two; the darker, the larger the share of the non-zero elements.",
+    const said = ["A row is a tensor, a column a power of two; the darker (in tall rows also the higher), the larger the share of the non-zero elements.",
       "Hatched on the left: flushed to zero. From there to the dotted line: subnormal. Hatched on the right: overflow.",
-      "✕ holds infinities, ○ holds NaNs, ▶ belongs to the culprit.", ...meanings, "Shares are of what was counted in the sampled steps.",
+      "▶ and its colour: the culprit. ▷: part of a culprit without a tensor of its own, or the nearest to it. ✕ holds infinities, ○ holds NaNs.", ...meanings, "Shares are of what was counted in the sampled steps.",
       "Drag the handle of the curve, or the steps below. In the table arrow keys choose a layer; a click opens its own view, Escape closes it."];
     return element("ul", { tabIndex: 0 }, ...said.map((line) => element("li", {}, line)));
   }
@@ -86,7 +62,7 @@ export class Table {
     return this.columns.filter(({ name }) => name !== "lost" || !isOutput);
   }
 
-  /** @param {ColumnOf} column */
+  /** @param {import("./columns.js").ColumnOf} column */
   head({ name, words, meaning, isWide }) {
     if (!name) return element("th", { scope: "col", className: "map" }, this.axis, element("span", { className: "unseen" }, words));
     const button = element("button", { type: "button", title: meaning }, words);
@@ -96,7 +72,7 @@ export class Table {
 
   /** Takes the rows to show; they are drawn once their size is known. */
   choose() {
-    this.shown = this.view.rows();
+    this.shown = rowsOf(this.view);
     return this.shown.length;
   }
 
@@ -147,7 +123,7 @@ export class Table {
       this.known.set(this.nameOf(row), kept);
       // Rows above and below what is seen are there to be scrolled to, and are drawn then.
       const isSeen = isPrinted || Math.abs(first + offset - top - seen / 2) <= seen / 2 + 1;
-      if (isSeen && kept.look !== look) this.painter.strip(kept.canvas, row.layer);
+      if (isSeen && row.layer && kept.look !== look) this.painter.strip(kept.canvas, row.layer);
       if (isSeen) kept.look = look;
       this.fill(kept, row, first + offset);
       return kept.row;
@@ -170,11 +146,13 @@ export class Table {
 
   /** @param {any} row */
   nameOf(row) {
+    if (row.culprit) return `culprit ${this.painter.left}`;
     return [row.layer.place, row.inside ?? "", row.members ? this.view.state.open.has(row.group) : "", this.painter.left].join();
   }
 
   /** A row with its name and empty cells. @param {any} row */
   rowOf(row) {
+    if (row.culprit) return this.culpritRow(row.culprit);
     const { layer } = row;
     const canvas = element("canvas", { width: 1, height: 1, "aria-hidden": "true", style: `width:${this.painter.width}px;height:${this.painter.row - 2}px` });
     const name = row.members ? row.name : layer.name || "(the model itself)";
@@ -185,6 +163,13 @@ export class Table {
     const made = element("tr", {}, head, element("td", { className: "map" }, canvas), ...cells);
     made.addEventListener("click", () => this.actions.choose(layer));
     return { row: made, canvas, cells, look: "" };
+  }
+
+  /** The row of a culprit without a tensor of its own. @param {[string, string]} culprit its name, and what happened there */
+  culpritRow([name, words]) {
+    const head = element("th", { scope: "row", className: "left", title: name }, element("bdi", {}, this.shortened(name, 2)));
+    const cells = this.columns.slice(2).map((column) => element("td", { className: column.isWide ? "wide" : column.name }));
+    return { row: element("tr", { className: "marked culprit" }, head, element("td", { className: "map" }, words), ...cells), cells: [], look: "" };
   }
 
   /** The end of a long name, which distinguishes layers; the whole name is the title. @param {string} name @param {number} beside letters that stand before it */
@@ -211,13 +196,15 @@ export class Table {
   fill(kept, of, index) {
     const { view } = this;
     const { layer } = of;
-    const found = view.figures(layer);
-    const cells = [...figureCells(layer, found), ...this.lostCells(layer), ...this.noteCells(layer)];
     const { row } = kept;
     row.setAttribute("aria-rowindex", index + 1);
+    if (!layer) return;
+    const found = view.figures(layer);
+    const cells = [...figureCells(layer, found, view.isAftermath(layer) ? "dim" : "error"), ...this.lostCells(layer), ...this.noteCells(layer)];
     row.classList.toggle("chosen", layer.name === view.state.layer);
     // Below a group its marked members stand by themselves.
     row.classList.toggle("marked", !of.members && view.isMarked(layer));
+    row.classList.toggle("near", !of.members && view.isNear(layer));
     cells.forEach(([text, tone], column) => {
       const cell = kept.cells[column];
       if (cell.textContent !== text) cell.textContent = text;
@@ -250,7 +237,7 @@ export class Table {
     if (!move || event.target !== this.element || !this.shown.length) return;
     event.preventDefault();
     const { state } = this.view;
-    const stops = this.shown.filter((row) => !row.members || !state.open.has(row.group));
+    const stops = this.shown.filter((row) => row.layer && (!row.members || !state.open.has(row.group)));
     const now = stops.findIndex((row) => row.layer.name === state.layer);
     const next = stops[clamp(now + move, 0, stops.length - 1)];
     this.actions.change({ layer: next.layer.name, isOwn: true });
@@ -271,23 +258,4 @@ export class Table {
     if (index >= 0 && !isSeen) rows.scrollTop = index * row - rows.clientHeight / 2;
     this.top = rows.scrollTop;
   }
-}
-
-/** The cells of what the format does to a layer, each with its tone. @param {any} layer @param {any} found @returns {[string, string][]} */
-function figureCells(layer, found) {
-  const unknown = /** @type {[string, string]} */ (["-", ""]);
-  if (!found) return Array(5).fill(unknown);
-  const { h, all, low, high } = found;
-  const broken = /** @type {[string, string]} */ ([[h.infs && "✕ inf", h.nans && "○ NaN"].filter(Boolean).join(" ") || "none", h.infs || h.nans ? "error" : ""]);
-  if (!all) return [unknown, unknown, unknown, broken, unknown];
-  // Zeros of values that had passed through a narrow format may have been values: the share is that of the visible ones.
-  const isPartial = layer.floor !== null && h.zeros > 0;
-  const lost = share(found.flushed, all);
-  return [
-    [`${isPartial ? "~" : ""}${percent(lost)}`, lost > 0.01 ? "warning" : ""],
-    [percent(share(found.subnormal, all)), ""],
-    [low === high ? percent(share(high, all)) : `${percent(share(low, all))}..${percent(share(high, all))}`, high ? "error" : ""],
-    broken,
-    [power(h.min + h.counts.length - 1), ""],
-  ];
 }

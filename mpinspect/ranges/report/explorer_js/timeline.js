@@ -51,38 +51,46 @@ export class Timeline {
     this.change({ block: clamp(to, -1, last) });
   }
 
-  /** @param {number} wide in pixels */
-  draw(wide) {
+  /** @param {number} wide in pixels @param {number} more pixels of its height besides the usual ones */
+  draw(wide, more = 0) {
     const { view } = this;
     const { block, step, kind, layer, format, scale } = view.state;
     const [slider, isWhole] = [this.block, block < 0];
     if (isWhole) slider.value = String(view.lastStep);
     else if (step !== null) slider.value = String(step);
-    else if (view.blockAt(Number(slider.value)) !== block || slider.classList.contains("whole")) slider.value = String(view.data.blocks[block].first);
+    else if (!this.isInside(Number(slider.value)) || slider.classList.contains("whole")) slider.value = String(view.data.blocks[block].first);
     slider.classList.toggle("whole", isWhole);
     slider.setAttribute("aria-valuetext", view.stepsInWords);
     this.whole.hidden = isWhole;
     this.words.textContent = view.stepsInWords;
-    const of = JSON.stringify([wide, block, kind, layer, format.name, scale]);
-    if (this.pictures.dataset.of !== of) this.drawPictures(wide);
+    const of = JSON.stringify([wide, more, block, kind, layer, format.name, scale]);
+    if (this.pictures.dataset.of !== of) this.drawPictures(wide, HEIGHT + more);
     this.pictures.dataset.of = of;
     align(slider, wide);
   }
 
-  /** @param {number} wide */
-  drawPictures(wide) {
+  /** Whether a step belongs to those that are shown, or to none that was counted. @param {number} step */
+  isInside(step) {
+    const { data, state } = this.view;
+    const { first, last } = data.blocks[state.block];
+    return first <= step && step <= last;
+  }
+
+  /** @param {number} wide @param {number} high in pixels */
+  drawPictures(wide, high) {
     const { view } = this;
     const end = Math.max(view.lastStep, 1);
     const across = { ends: /** @type {[number, number]} */ ([0, end]), ticks: ticks(0, end, wide / 90), words: number };
-    const drawn = this.scales(wide, across);
+    const drawn = this.scales(wide, high, across);
     this.pictures.replaceChildren(drawn.picture);
     this.legend.replaceChildren(...this.legendOf());
     if (view.storages.length) this.drawLost(wide, across);
     this.under = drawn.under;
   }
 
-  /** The known loss scales, as powers of two. @returns {number[]} */
+  /** The known loss scales, as powers of two; none of a run that never had one. @returns {number[]} */
   get known() {
+    if (!this.view.hasScale) return [];
     return this.view.data.scales.map((/** @type {[number, number | null]} */ [, value]) => value).filter((/** @type {number | null} */ value) => value !== null);
   }
 
@@ -92,13 +100,13 @@ export class Timeline {
     return scales.filter((/** @type {any} */ [, value], /** @type {number} */ place) => place && value !== null && value < (scales[place - 1][1] ?? -Infinity));
   }
 
-  /** @param {number} wide @param {import("./chart.js").Axis} across */
-  scales(wide, across) {
+  /** @param {number} wide @param {number} high @param {import("./chart.js").Axis} across */
+  scales(wide, high, across) {
     const { data } = this.view;
     const { known } = this;
     const ends = /** @type {[number, number]} */ (known.length ? [Math.floor(Math.min(...known)) - 1, Math.ceil(Math.max(...known)) + 1] : [0, 1]);
-    const drawn = chart(wide, HEIGHT, `The loss scale over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps.`,
-      across, { ends, ticks: known.length ? ticks(ends[0], ends[1], 2) : [], words: power });
+    const drawn = chart(wide, high, `The loss scale over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps.`,
+      across, { ends, ticks: known.length ? ticks(ends[0], ends[1], 2) : ends, words: known.length ? power : (share) => `${100 * share}%` });
     const { picture, x, y, bottom } = drawn;
     this.shade(drawn, bottom);
     const cross = (/** @type {number} */ at) => `M${at - 4} ${TOP - 2}l8 8m0 -8l-8 8`;
@@ -125,6 +133,7 @@ export class Timeline {
   /** The steps of the loss scale; a gap where it is not known. @param {any} drawn @param {number} end */
   path({ x, y }, end) {
     const { scales } = this.view.data;
+    if (!this.known.length) return "";
     return scales.map((/** @type {[number, number | null]} */ [step, value], /** @type {number} */ place) => {
       if (value === null) return "";
       const isNew = !place || scales[place - 1][1] === null;
@@ -144,7 +153,7 @@ export class Timeline {
     const { data, state, hasScrubber, stepsInWords } = this.view;
     const has = (/** @type {string} */ value) => data.events.some((/** @type {any} */ event) => event.value === value);
     return [
-      this.known.length ? key("scales", "loss scale") : entry("the loss scale is not known"),
+      this.known.length ? key("scales", "loss scale") : entry(this.view.hasScale ? "the loss scale is not known" : "no loss scale"),
       key("lost-share", `flushed, ${this.view.chosen ? "of the chosen layer" : "of the worst layer"} (0 to 100%)`),
       ...(this.falls.length ? [key("fall", "scale fell")] : []),
       ...(data.skipped ? [entry(`${numberOf(data.skipped, "skipped step")}`)] : []),

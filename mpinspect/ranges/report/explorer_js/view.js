@@ -8,8 +8,6 @@ import { spanInWords } from "./words.js";
 /** The least and the largest loss scale, as powers of two. */
 export const SCALES = /** @type {[number, number]} */ ([-24, 40]);
 
-/** Layers that are not grouped, since all have room on a screen. */
-const FITTING = 24;
 /** Of larger loss scales the map shows no edge: its columns would become narrow. */
 const MOST_REACH = 24;
 
@@ -38,8 +36,9 @@ export class View {
     this.lastStep = Math.max(data.steps - 1, ...data.blocks.map((/** @type {any} */ each) => each.last), ...data.events.map((/** @type {any} */ each) => each.step));
     this.hasScrubber = data.blocks.length > 1;
     /** Letters of the longest name. @type {number} */
-    this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, each.name.length), 0);
+    this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, each.name.length), (data.opening.row?.[0].length ?? 0) + 1);
     this.marked = new Set(data.opening.marked);
+    this.near = new Set(data.opening.near);
     const [suggestedFormat, suggestedScale] = data.suggested ?? ["", 0];
     this.suggested = { format: this.formatNamed(suggestedFormat), scale: suggestedScale };
     /** @type {any} */
@@ -65,6 +64,8 @@ export class View {
       block: clamp(Number(asked("block") ?? (isAsked ? -1 : first.block)), -1, data.blocks.length - 1),
       /** The step of the chosen event. @type {number | null} */
       step: null,
+      /** Whether the curve of what is lost at each loss scale is shown. */
+      hasCurve: first.curve,
       /** Whether the chosen layer's own view is open. */
       isOwn: asked("layer") !== null && asked("beside") === null,
       search: "",
@@ -84,9 +85,9 @@ export class View {
     return this.formatNamed(other.name) ?? this.data.formats[0];
   }
 
-  /** The first of the culprit's layers. */
+  /** The first of the layers that are the culprit, or near it. */
   get firstMarked() {
-    return this.layers.find((/** @type {any} */ layer) => layer.kind === this.state.kind && this.isMarked(layer));
+    return this.layers.find((/** @type {any} */ layer) => layer.kind === this.state.kind && (this.isMarked(layer) || this.isNear(layer)));
   }
 
   /** Whether what is shown is what the page opened with. */
@@ -96,9 +97,19 @@ export class View {
     return (!kind || state.kind === kind) && state.format.name === data.format && state.scale === scale && state.block === block;
   }
 
-  /** Whether a layer belongs to the culprit. @param {any} layer */
+  /** Whether a layer is the culprit. @param {any} layer */
   isMarked(layer) {
     return layer.kind === this.data.opening.kind && this.marked.has(layer.name);
+  }
+
+  /** Whether a layer is part of a culprit without a tensor of its own, or the nearest to it. @param {any} layer */
+  isNear(layer) {
+    return layer.kind === this.data.opening.kind && this.near.has(layer.name);
+  }
+
+  /** Whether infinities and NaNs in a layer follow from those of a culprit elsewhere. @param {any} layer */
+  isAftermath(layer) {
+    return Boolean(this.data.opening.kind) && !this.isMarked(layer);
   }
 
   /** @param {any} layer */
@@ -109,6 +120,16 @@ export class View {
   /** Whether a loss scale multiplies a kind of tensor. */
   isScaled(name = this.state.kind) {
     return Boolean(this.kinds.find((/** @type {any} */ each) => each.name === name)?.is_scaled);
+  }
+
+  /** Whether the flush edge lies on the map, where the loss scale moves it. */
+  get isMoved() {
+    return this.isScaled() && this.state.format.flush - this.state.scale >= this.span()[0];
+  }
+
+  /** Whether the run multiplied its loss at all, as far as is known. */
+  get hasScale() {
+    return this.data.scales.some((/** @type {[number, number | null]} */ [, value]) => value !== 0);
   }
 
   get log2Scale() {
@@ -170,51 +191,6 @@ export class View {
       }
       return most < 0 ? null : most;
     });
-  }
-
-  /** By what the rows are sorted; the largest is first. @param {any} layer @returns {number} */
-  rank(layer) {
-    const { sort } = this.state;
-    const found = this.figures(layer);
-    if (!found) return -1;
-    if (sort === "flushed") return share(found.flushed, found.all);
-    if (sort === "subnormal") return share(found.subnormal, found.all);
-    if (sort === "overflow") return share(found.high, found.all);
-    if (sort === "broken") return found.h.infs + found.h.nans;
-    if (sort === "lost") return this.lostOf(this.storages[0], layer) ?? -1;
-    if (sort.startsWith("note")) return this.data.notes.cells[layer.module]?.[Number(sort.slice(4))]?.[2] ?? -1;
-    return found.all ? found.h.min + found.h.counts.length + 400 : 0;
-  }
-
-  /** One entry a row: a layer, or a group of repeated ones with the member that is worst. */
-  rows() {
-    const words = this.state.search.toLowerCase();
-    const found = this.ofKind.filter((/** @type {any} */ layer) => !words || layer.name.toLowerCase().includes(words));
-    if (this.state.sort === "model") return words || found.length <= FITTING ? found.map((/** @type {any} */ layer) => ({ layer })) : this.grouped(found);
-    return found.map((/** @type {any} */ layer) => ({ layer, rank: this.rank(layer) }))
-      .sort((/** @type {any} */ one, /** @type {any} */ other) => other.rank - one.rank || one.layer.place - other.layer.place);
-  }
-
-  /** @param {any[]} layers in the model's order */
-  grouped(layers) {
-    const made = [];
-    const groups = new Map();
-    for (const layer of layers) {
-      const group = this.data.groups[layer.group];
-      if (group.size < 2) {
-        made.push({ layer });
-      } else if (groups.has(layer.group)) {
-        groups.get(layer.group).members.push(layer);
-      } else {
-        const row = { group: layer.group, name: group.name, members: [layer], layer };
-        groups.set(layer.group, row);
-        made.push(row);
-      }
-    }
-    for (const row of groups.values()) row.layer = this.worst(row.members);
-    // Of a closed group the culprit's members stand below it all the same.
-    return made.flatMap((/** @type {any} */ row) => [row, ...(row.members ?? []).filter((/** @type {any} */ layer) => this.state.open.has(row.group) || this.isMarked(layer))
-      .map((/** @type {any} */ layer) => ({ layer, inside: true }))]);
   }
 
   /** @param {any} layer */

@@ -16,6 +16,9 @@ const RAISED = /** @type {Record<string, string>} */ ({ "-": "⁻", ".": "·", 0
 /** A power of two. @param {number} exponent */
 export const power = (exponent) => `2${[...String(Number(exponent.toFixed(1)))].map((digit) => RAISED[digit]).join("")}`;
 
+/** A loss scale as a number too, where that is short: "1024 (2¹⁰)". @param {number} exponent */
+export const scaleInWords = (exponent) => (Number.isInteger(exponent) && exponent >= 0 && exponent <= 24 ? `${2 ** exponent} (${power(exponent)})` : power(exponent));
+
 /** A text of Python's with its powers of two as this page writes them. @param {string} text */
 export const raised = (text) => text.replace(/\b2\^(-?\d+(?:\.\d+)?)/g, (_, exponent) => power(Number(exponent)));
 

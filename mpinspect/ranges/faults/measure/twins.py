@@ -1,0 +1,190 @@
+"""The FP32 twins of a step's tensors, by storage: views and writes in place need no bookkeeping."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+_NARROW = (torch.float16, torch.bfloat16)
+#: Elements that are compared in FP32 at once, so that the copies stay in the processor's cache.
+_PIECE = 1 << 17
+
+
+class Twin(NamedTuple):
+    """The FP32 values, or the decisions, of a whole storage.
+
+    Args:
+        storage: the storage, whose end removes the twin.
+        is_cast: whether the values were only cast, copied or selected, never computed with.
+        is_shared: whether another twin, or a tensor of the run, has the same memory, which must not be written then.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    dtype: torch.dtype
+    values: torch.Tensor
+    is_cast: bool
+    is_shared: bool
+
+
+class Twins:
+    """Holds twins as long as the storages that they belong to."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Twin] = {}
+        #: The storages whose twins have shared memory, by that memory's storage, which may be a tensor's of the run.
+        self._borrowers: defaultdict[int, list[int]] = defaultdict(list)
+        #: The bytes of all twins.
+        self.bytes = 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the twin of a tensor; None if it has none of its own."""
+        key = storage_key(tensor)
+        twin = self._of.get(key)
+        if twin is None:
+            return None
+        if twin.dtype != tensor.dtype:
+            self._drop(key)
+            return None
+        return twin.values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def is_cast(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's values were never computed with in 16 bits; one without a twin is exact."""
+        twin = self._of.get(storage_key(tensor))
+        return twin is None or twin.is_cast
+
+    def to_write(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the twin of a tensor, in memory of its own."""
+        self._part(storage_key(tensor))
+        return self.of(tensor)
+
+    def written(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Handle that tensors of the run are about to be written: twins that have their memory get a copy."""
+        for each in tensors:
+            for key in self._borrowers.pop(storage_key(each), ()):
+                self._part(key)
+
+    def update(self, tensor: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
+        """Write new values into the twin that a tensor has."""
+        key = storage_key(tensor)
+        known = self._of[key]
+        self._of[key] = known._replace(is_cast=known.is_cast and is_cast)
+        own = self.to_write(tensor)
+        if own is not None and own.data_ptr() != twin.data_ptr():
+            own.copy_(twin)
+
+    def add(self, tensor: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
+        """Remember a tensor's twin in a copy. Other elements of its storage retain their values."""
+        storage = tensor.untyped_storage()
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+            storage, 0, (storage.nbytes() // tensor.element_size(),), (1,)
+        )
+        values = flat.float() if tensor.dtype in _NARROW else flat.clone()
+        values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(twin)
+        self._set(tensor, values, is_cast, is_shared=False)
+
+    def adopt(self, tensor: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
+        """Remember a tensor's twin, which nothing else holds, without a copy where their layouts are the same."""
+        if have_one_layout(tensor, twin):
+            self._set(tensor, flat(twin), is_cast, is_shared=False)
+        else:
+            self.add(tensor, twin, is_cast)
+
+    def share(self, tensor: torch.Tensor, source: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> bool:
+        """Let a cast have the twin, or else the FP32 values, of its source. Return False if their layouts differ."""
+        if not have_one_layout(tensor, twin):
+            return False
+        self._borrowers[storage_key(twin)].append(storage_key(tensor))
+        lender = self._of.get(storage_key(source))
+        if lender is not None:
+            self._of[storage_key(source)] = lender._replace(is_shared=True)
+        self._set(tensor, flat(twin.detach()), is_cast, is_shared=True)
+        return True
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take tensors as exact."""
+        for each in tensors:
+            self._drop(storage_key(each))
+
+    def clear(self) -> None:
+        """Forget all twins."""
+        self._of.clear()
+        self._borrowers.clear()
+        self.bytes = 0
+
+    def _set(self, tensor: torch.Tensor, values: torch.Tensor, is_cast: bool, is_shared: bool) -> None:
+        key = storage_key(tensor)
+        self._drop(key)
+        # torch keeps a storage's object as long as its memory, so that the key is free again only after this callback.
+        storage = weakref.ref(tensor.untyped_storage(), partial(_died, weakref.ref(self), key))
+        self._of[key] = Twin(storage, tensor.dtype, values, is_cast, is_shared)
+        self.bytes += values.nbytes
+
+    def _part(self, key: int) -> None:
+        """Give a twin memory of its own."""
+        twin = self._of.get(key)
+        if twin is not None and twin.is_shared:
+            self._of[key] = twin._replace(values=twin.values.clone(), is_shared=False)
+
+    def _drop(self, key: int) -> None:
+        twin = self._of.pop(key, None)
+        if twin is not None:
+            self.bytes -= twin.values.nbytes
+
+
+def _died(twins: weakref.ref[Twins], key: int, storage: Any) -> None:
+    """Remove the twin of a storage that has been freed; runs wherever its last tensor ends."""
+    those = twins()
+    if those is not None:
+        those._drop(key)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return the key of a tensor's storage, unique while the storage lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that covers its storage as one dimension."""
+    return tensor.as_strided((tensor.numel(),), (1,), 0)
+
+
+def _covers(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has each element of its storage once."""
+    is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return is_whole and 0 not in tensor.stride()
+
+
+def have_one_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors cover their storages, on one device, in the same order."""
+    are_alike = one.shape == other.shape and one.stride() == other.stride() and one.device == other.device
+    return are_alike and _covers(one) and _covers(other)
+
+
+def _pieces(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield two tensors of one shape in pieces, so that copies of them stay in a processor's cache; whole on a GPU."""
+    if one.is_cpu and one.numel() > _PIECE and have_one_layout(one, other):
+        yield from zip(torch.split(flat(one), _PIECE), torch.split(flat(other), _PIECE), strict=True)
+    else:
+        yield one, other
+
+
+def distance(one: torch.Tensor, twin: torch.Tensor) -> float:
+    """Return the norm of the difference of two tensors of one shape, in FP32."""
+    return math.hypot(*(float((left.float() - right).norm()) for left, right in _pieces(one, twin)))
+
+
+def is_equal(one: torch.Tensor, twin: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape have the same values."""
+    return all(torch.equal(left.float(), right) for left, right in _pieces(one, twin))
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no element of a floating-point tensor is infinite or NaN."""
+    # A finite sum has finite terms only, and an infinite one may have too.
+    return math.isfinite(tensor.sum()) or all(map(math.isfinite, torch.aminmax(tensor)))

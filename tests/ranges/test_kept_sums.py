@@ -1,0 +1,132 @@
+"""Moving averages, running sums and counters that a script keeps in 16 bits from step to step, outside of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import mpinspect
+
+BF16 = torch.bfloat16
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+class Kept:
+    """State of a loop; ``after`` changes it after each step of the optimizer."""
+
+    def __init__(self, model, dtype):
+        self.model, self.dtype = model, dtype
+        self.average = copy.deepcopy(model).to(dtype).requires_grad_(False)
+        self.total = torch.zeros((), dtype=dtype)
+        self.step = 0
+
+    @torch.no_grad()
+    def multiplied(self, loss, decay=0.998):
+        for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            mine.mul_(decay).add_(its.to(mine.dtype), alpha=1 - decay)
+
+    @torch.no_grad()
+    def interpolated(self, loss):
+        for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            mine.lerp_(its.to(mine.dtype), 0.002)
+
+    def fast(self, loss):
+        self.multiplied(loss, decay=0.5)
+
+    def summed(self, loss):
+        self.total = self.total + loss.detach().to(self.dtype)
+
+    def summed_in_place(self, loss):
+        self.total += loss.detach().to(self.dtype)
+
+    def summed_for_20_steps(self, loss):
+        if self.step % 20 == 0:
+            self.total = torch.zeros((), dtype=self.dtype)
+        self.summed(loss)
+
+    def averaged(self, loss):
+        self.total.mul_(0.99).add_(loss.detach().to(self.dtype), alpha=0.01)
+
+    def counted(self, loss):
+        self.total += 1
+
+    def summed_within_the_step(self, loss):
+        total = torch.full((), 100.0, dtype=self.dtype)
+        total += 1
+        self.seen = total * 2
+
+    def weights_by_hand(self, loss):
+        with torch.no_grad():
+            self.hand = getattr(self, "hand", None) or nn.Linear(64, 1).to(self.dtype)
+            self.hand.weight.add_(1.0)
+
+
+def findings(after, dtype=BF16, steps=160, second=(1, 100)):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    kept = Kept(model, dtype)
+    with mpinspect.Inspector(model, optimizers=optimizer, second=list(second), every=1000) as inspector:
+        for kept.step in range(steps):
+            loss = 2 + model(torch.randn(8, 16)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            getattr(kept, after)(loss)
+    return {finding.id: finding for finding in inspector.report().findings}
+
+
+@pytest.mark.parametrize("after", ["multiplied", "interpolated"])
+def test_an_average_that_its_updates_do_not_change_is_named_with_its_line(after):
+    # In a run of 20 steps only the step that is computed twice shows it.
+    finding = findings(after, steps=7)["buffer-stops-changing"]
+    assert (finding.severity, finding.step) == ("warning", 1)
+    assert "test_kept_sums.py:" in finding.message
+    assert finding.evidence["unchanged"] > 0.9
+    assert finding.evidence["times"] == 4
+    assert ".float()" in finding.code
+
+
+@pytest.mark.parametrize("after", ["summed", "summed_in_place", "counted"])
+@pytest.mark.parametrize("steps", [160, 1200])
+def test_a_sum_that_will_stop_within_the_run_is_a_warning(after, steps):
+    finding = findings(after, steps=steps)["buffer-stops-changing"]
+    assert finding.certainty == "inferred"
+    # Some 2.3 a step: 100 steps make 230, and the sum stops at 256 terms.
+    assert finding.severity == ("warning" if steps == 1200 else "info")
+    assert finding.evidence["stops_at"] == pytest.approx(256 * finding.evidence["term"])
+    total = torch.tensor(finding.evidence["total"], dtype=BF16)
+    assert total + finding.evidence["unit"] > total
+    assert total + finding.evidence["unit"] / 4 == total
+
+
+def test_a_sum_stops_where_it_is_said_to():
+    finding = findings("counted", steps=400)["buffer-stops-changing"]
+    counter = torch.zeros((), dtype=BF16)
+    for _ in range(400):
+        counter += 1
+    assert counter == finding.evidence["stops_at"] == 256
+
+
+@pytest.mark.parametrize(
+    ("after", "dtype"),
+    [
+        ("multiplied", torch.float32),
+        ("summed", torch.float32),
+        # A count of 100 is exact in FP16, which counts to 2,048.
+        ("counted", torch.float16),
+        ("fast", BF16),
+        ("averaged", BF16),
+        ("summed_for_20_steps", BF16),
+        ("summed_within_the_step", BF16),
+        ("weights_by_hand", BF16),
+    ],
+)
+def test_sums_that_lose_nothing_that_matters_are_not_reported(after, dtype):
+    assert "buffer-stops-changing" not in findings(after, dtype, second=(1, 2, 50, 100))
