@@ -118,7 +118,7 @@ def test_a_culprit_without_a_tensor_of_its_own_has_a_row_and_marks_no_other(
     shown = opened(broken(**fields))
     assert shown["marked"] == []
     assert shown["near"] == near
-    assert shown["row"] == [row[0], "the first NaN of the run: step 5, forward"]
+    assert shown["row"] == [row[0], "first NaN: step 5, forward"]
     assert shown["after"] is row[1]
     assert words in shown["words"]
     assert shown["block"] == 4

@@ -174,7 +174,7 @@ def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[Lay
     name = event.place
     if name == repr(event.module):
         name = event.module
-    row = (name, f"the first {first} of the run: step {event.step:,}, {event.phase}")
+    row = (name, f"first {first}: step {event.step:,}, {event.phase}")
     return Culprit(kind, (), near, row, event.after or is_loss, f"{words}{_beside(event.module, near, layers)}")
 
 
