@@ -16,7 +16,7 @@ from mpinspect.ranges.faults.registry import depends_on_scale, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen, module_named
 from mpinspect.reporting.finding import SEVERITIES, Finding
-from mpinspect.reporting.words import format_name, steps_named
+from mpinspect.reporting.words import filled, format_name, steps_named
 
 #: The whole run, in place of one of its blocks.
 WHOLE = -1
@@ -28,7 +28,7 @@ class Culprit(NamedTuple):
     """The place that is to blame, and the rows that show it.
 
     Args:
-        kind: the kind of tensor.
+        kind: the kind of tensor; "" if no tensor is to blame, which leaves the choice to the map.
         marked: names of the tensors of that kind that are the culprit's own.
         near: if there are none, names of those that are part of it, or of the nearest one.
         row: its name and what happened there, for a row of its own; None if ``marked`` has rows.
@@ -50,7 +50,7 @@ class Opening(NamedTuple):
     Args:
         format: name of the format.
         scale: the loss scale, a power of two.
-        culprit: the place that is to blame; one of kind "", which leaves the choice to the map, if there is none.
+        culprit: the place that is to blame; empty without one.
         block: index of the block of steps, or WHOLE.
         has_curve: whether the losses at other loss scales matter, so that their curve is shown.
         words: sentences on the marked and shown tensors; "" without any.
@@ -89,13 +89,12 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     scale = 0 if is_other else _own(report.session)
     found = _culprit(event, finding, layers, report.layers)
     has_curve = finding is None or depends_on_scale(finding, event)
-    if found is None:
-        words = _what_if(report) if is_other and format == FLOAT16.name else ""
-        return Opening(format, scale, has_curve=has_curve, words=words)
     block, words = WHOLE, found.words
+    if not found.kind and is_other and format == FLOAT16.name:
+        words = f"{words} {_what_if(report)}".lstrip()
     if event is not None:
         block = _healthy(event, found.kind, found.marked or found.near, blocks)
-        words = f"{words} {_shown(block, blocks)}"
+        words = f"{words} {_shown(event, block, blocks)}"
         if block != WHOLE and not is_other:
             scale = _scale_at(report.session, blocks[block].last_step, scale)
     return Opening(format, scale, found, block, has_curve, words)
@@ -139,15 +138,17 @@ def _scale_at(session: Session, step: int, otherwise: int) -> int:
 
 def _culprit(
     event: Event | None, finding: Finding | None, layers: Sequence[LayerReport], watched: Sequence[LayerReport]
-) -> Culprit | None:
-    """Return the culprit; None if nothing is to blame."""
+) -> Culprit:
+    """Return the culprit; empty if nothing is to blame."""
     place = finding.layer if finding is not None and finding.layer else ""
     if event is not None and (not place or place in (event.module, event.tensor)):
         return _of_event(event, layers, watched)
+    if finding is None:
+        return Culprit("", ())
+    step = filled(", from step {:,} on", finding.step)
     if not place:
-        return None
-    assert finding is not None
-    step = "" if finding.step is None else f", from step {finding.step:,} on"
+        row = ("no single layer", f"{finding.id}{step}")
+        return Culprit("", (), row=row, words=f"No single layer is to blame ({finding.id}{step}).")
     kind, near, is_own = _nearest(place, "", place, layers, watched)
     if is_own:
         return Culprit(kind, near, words=f"Marked: {module_named(place)} ({finding.id}{step}).")
@@ -248,8 +249,9 @@ def _healthy(event: Event, kind: str, names: Sequence[str], blocks: Sequence[Win
     return WHOLE
 
 
-def _shown(block: int, blocks: Sequence[Window]) -> str:
+def _shown(event: Event, block: int, blocks: Sequence[Window]) -> str:
     if block == WHOLE:
-        return "No healthy step was counted before it, so the map shows the whole run."
+        return f"No healthy step was counted before step {event.step:,}, so the map shows the whole run."
     window = blocks[block]
-    return f"The map shows {steps_named(window.first_step, window.last_step)}, the last healthy sample before it."
+    named = steps_named(window.first_step, window.last_step)
+    return f"The map shows {named}, the last healthy sample before step {event.step:,}."
