@@ -164,7 +164,7 @@ def test_a_finding_without_a_layer_says_that_no_single_layer_is_to_blame():
     assert given["words"] == "No single layer is to blame (clip-before-unscale, from step 3 on)."
 
 
-def test_a_healthy_run_opens_as_it_is_and_an_fp32_run_at_fp16_without_a_scale():
+def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():
     healthy = replace(broken(nan_from=99), events=())
     assert opened(healthy) == {
         "format": "float16",
