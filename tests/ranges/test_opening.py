@@ -153,7 +153,7 @@ def test_a_finding_without_an_event_marks_its_layer_over_the_whole_run():
     assert given["words"] == "Marked: 'blocks.0.fc2' (scale-too-low, from step 0 on)."
 
 
-def test_a_healthy_run_opens_as_it_is_and_an_fp32_run_at_fp16_without_a_scale():
+def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():
     healthy = replace(broken(nan_from=99), events=())
     assert opened(healthy) == {
         "format": "float16",

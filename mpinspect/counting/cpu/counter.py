@@ -27,7 +27,7 @@ _CHUNKS_OF_A_THREAD = 4
 
 @dataclass(frozen=True)
 class _Way:
-    """How one dtype is counted: by the work of a thread, into a row of the encoding."""
+    """The name of the function that counts one dtype, and the encoding of its row."""
 
     work: str
     encoding: Encoding

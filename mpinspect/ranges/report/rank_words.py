@@ -12,7 +12,7 @@ from mpinspect.ranges.kinds import OUTPUT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.words import format_name, steps_named, with_power
 
-#: Of the figures of averaged gradients those that count elements.
+#: The figures of averaged gradients that count elements.
 _EXPONENT = re.compile(r"-?[0-9]{1,4}")
 
 

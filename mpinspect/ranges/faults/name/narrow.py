@@ -129,7 +129,7 @@ def _keep_wide(says: _Wide, layers: Sequence[ConvertedLayer]) -> Found:
 
 class _Unlike(Sentences):
     SIBLINGS = (
-        "Of layers that take one input, only some are converted: {narrow} in {recipe}, {wide} not. A filter by names has "
+        "Only some of the layers that take one input are converted: {narrow} in {recipe}, {wide} not. A filter by names has "
         "probably missed the others."
     )
     BLOCKS = "{which} are not converted, and the same layers of other blocks are."

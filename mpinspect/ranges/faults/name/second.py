@@ -139,11 +139,11 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
-    if case.has(OverflowedNorm) or any(loss.overflowed for loss in case.recorded(WholeLoss)):
+    born = next((each for each in case.recorded(BornInfinite) if _is_of_precision(each, case)), None)
+    if born is None or case.has(OverflowedNorm) or any(loss.overflowed for loss in case.recorded(WholeLoss)):
         # Another fault names this operation already.
         return
-    born = next((each for each in case.recorded(BornInfinite) if _is_of_precision(each, case)), None)
-    if born is None or (born.largest and case.has(ExaminedArgument)):
+    if born.largest and case.has(ExaminedArgument):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
     fix, code = _remedy(born)
