@@ -7,7 +7,7 @@ print(inspector.report())
 
 from mpinspect.runtime.version import __version__
 
-# Without typing, whose import takes longer than all of this: type checkers take the name alone for true.
+# ``typing`` is not imported, since that takes longer than the rest; type checkers treat a variable of this name as True.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mpinspect.counting import count_exponents

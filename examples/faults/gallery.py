@@ -142,8 +142,8 @@ def _inferred(finding: dict[str, object]) -> str:
 
 _PAGE_HEAD = """# Diagnoses
 
-Findings of the ranges that name a cause. Each is made by one function over the record of a run, and says nothing where the record
-does not show the cause. Below: what it looks for, what it says of a script in `examples/faults/`, and when it may be wrong.
+Findings of the ranges that name a cause. One function makes each, from the record of a run; if the record does not show the
+cause, there is no finding. Below: its condition, its finding on a script in `examples/faults/`, and when it may be wrong.
 `make gallery` runs the scripts and writes this page.
 """
 

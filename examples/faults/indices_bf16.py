@@ -1,4 +1,4 @@
-"""Sparse attention finds its neighbours' indices in the BF16 of the distances: beyond 256, indices become other ones."""
+"""Sparse attention finds its neighbours' indices in the BF16 of the distances: beyond 256, most indices change."""
 
 # Thread: https://github.com/RosettaCommons/foundry/pull/236
 # Finding: positions-collapse in attention, from step 1

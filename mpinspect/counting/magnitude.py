@@ -25,11 +25,11 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
     """Return the largest |x| of a CPU tensor: NaN if any element is NaN, else infinity if any is infinite.
 
     Args:
-        tensor: a non-empty tensor of float64, float32, float16 or bfloat16, of any shape, dense in any order of dimensions.
+        tensor: a tensor of float64, float32, float16 or bfloat16, of any shape, dense in any order of dimensions.
 
     Returns:
-        None for another device, dtype or layout, a subclass of Tensor, or without compiled loops (yet); callers then use
-        ``torch.aminmax``.
+        None for an empty tensor, another device, dtype or layout, a subclass of Tensor, or without compiled loops (yet);
+        callers then use ``torch.aminmax``.
     """
     if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not torch.strided:
         return None
@@ -40,8 +40,8 @@ def largest_magnitude(tensor: torch.Tensor) -> float | None:
     if largest is None or not (tensor.is_contiguous() or fills_its_memory(tensor)):
         return None
     address, length = tensor.data_ptr(), tensor.numel()
-    if not address:
-        # The tensor's memory has been freed, as in sharded training between uses.
+    if not address or not length:
+        # The tensor's memory has been freed, as in sharded training between uses, or the tensor is empty.
         return None
     threads = threads_for(length, _TEAM_FROM)
     if threads > 1:

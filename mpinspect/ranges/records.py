@@ -497,10 +497,15 @@ class BornInfinite(Record, kind="second-born"):
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenAlike(Record, kind="second-broken-alike"):
-    """The first operator with a result that is not finite in the exact computation either: ``elements`` of ``of``."""
+    """The first operator with a result that is not finite in the exact computation either: ``elements`` of ``of``.
+
+    Args:
+        from_finite: whether all of its inputs were finite; False in sessions of earlier versions.
+    """
 
     elements: float
     of: float
+    from_finite: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

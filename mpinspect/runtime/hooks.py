@@ -114,7 +114,8 @@ def hook_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) ->
     if node is None or tensor._backward_hooks is not None or type(tensor) is not torch.Tensor:
         handle: RemovableHandle = torch.Tensor.register_hook(tensor, hook)  # type: ignore[no-untyped-call]
         return handle if tensor.is_leaf else None
-    hooks: Any = OrderedDict([(_OURS, hook)])
+    hooks: Any = OrderedDict()
+    hooks[_OURS] = hook
     # torch.Tensor.register_hook takes the same two steps for a tensor's first hook.
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)

@@ -19,7 +19,7 @@ from mpinspect.counting.cpu import available, planes
 from mpinspect.numeric.blocks import BlockCounts
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Of recipes; odd ones; larger than a tile of the loops; and two that torch counts.
+#: Blocks of recipes, odd ones, ones larger than a tile of the loops, and two that torch counts.
 BLOCKS = ((1, 16), (1, 32), (1, 128), (16, 16), (128, 128), (3, 7), (1, 5), (2, 4096), (1, 0), (0, 0))
 
 

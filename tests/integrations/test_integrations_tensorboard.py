@@ -242,7 +242,7 @@ def test_files_outside_of_the_log_directory_are_not_read(tmp_path: Path) -> None
     for wanted in ("../outside", str(outside), f"../outside/{FILE_NAME}", "inside", "", "\0"):
         response = board.get(f"{HERE}/run", query_string={"id": wanted})
         assert response.status_code == 404
-        assert "gone" in response.json["error"]
+        assert "no longer" in response.json["error"]
     # A file that is replaced by a link between the listing and the request.
     (id,) = runs(board).values()
     inside.unlink()

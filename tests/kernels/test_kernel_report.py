@@ -180,7 +180,7 @@ def test_a_product_is_derived_from_its_operator():
         TraceOp("aten::relu", ((2, 3),), ((3, 1),), ("float",)),
     ],
 )
-def test_an_odd_operator_costs_its_flops_and_not_the_report(op):
+def test_an_odd_operator_loses_its_flops_but_not_the_report(op):
     report = analyse_kernels([trace(kernel(made.NATIVE, 10, op))])
     assert report.kernels[0].flops is None
     assert report.kernels[0].verdict == "native"

@@ -88,7 +88,7 @@ def test_the_switch_transformer_used_no_tensor_core(reports):
     assert {saving.way for saving in largest.savings} == {"TF32", "FP16 or BF16"}
 
 
-def test_no_verdict_of_a_real_trace_hangs_on_its_rate(reports):
+def test_no_verdict_of_a_real_trace_depends_on_its_rate(reports):
     """All verdicts follow from names, and no rate contradicts them: wrong thresholds would flag healthy kernels."""
     assert {row.basis for report in reports.values() for row in report.kernels} == {"name"}
 

@@ -390,7 +390,7 @@ def test_the_curves_and_what_happened(browser: Any, tmp_path: Path) -> None:
     page = opened(browser, report.save(tmp_path / "a.html"), "#kind=activation_gradient")
     low, high = (int(math.log2(end)) for end in (report.loss_scale.lowest, report.loss_scale.highest))
     assert page.locator(".explorer .losses .curve").count() == 0
-    page.click("text=losses at other scales")
+    page.click("text=show the curve")
     words = page.text_content(".explorer figure.losses figcaption")
     assert f"safe window {power(low)} .. {power(high)}" in words
     assert "(the run's last: 16384 (2¹⁴))" in page.text_content(".explorer .said")
@@ -470,7 +470,7 @@ def test_where_nothing_finite_was_counted_losses_are_unknown(browser: Any, tmp_p
     assert "so its losses are unknown" in page.text_content(".explorer .detail")
     assert page.locator(".explorer svg .curve.flushes").count() == 0
     assert "no finite non-zero element was counted" in page.text_content(".explorer figure.losses .readout")
-    page.click("text=losses at other scales")
+    page.click("text=show the curve")
     assert "no finite non-zero element was counted" in page.text_content(".explorer figure.losses svg text.none")
     assert page.troubles == []
 

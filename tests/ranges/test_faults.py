@@ -283,7 +283,8 @@ OUTPUTS = {("1", "activation"), ("1", "activation_gradient")}
 GRADIENT, WEIGHT, UPDATE = (("1.weight", kind) for kind in ("weight_gradient", "weight", "update"))
 #: Where an error is planted, and the tensors that it loses.
 PLACES = {
-    "hooks": (_in_hooks, OUTPUTS | {WEIGHT}),
+    # Small output gradients are counted with those that waited.
+    "hooks": (_in_hooks, {("1", "activation"), WEIGHT}),
     "without numba": (_without_numba, OUTPUTS | {WEIGHT, GRADIENT, UPDATE}),
     "waiting": (_of_those_that_waited, OUTPUTS | {WEIGHT, GRADIENT}),
     "updates": (_in_updates, {UPDATE}),

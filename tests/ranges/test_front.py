@@ -17,12 +17,14 @@ from test_opening import broken
 
 from mpinspect.kernels.profile import read_trace
 from mpinspect.ranges import analyse as analysing
+from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.session import TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
 from mpinspect.reporting.forms import document, render
 from mpinspect.run.diff import DiffReport, diff
+from mpinspect.run.diff.report import ModelDiff, Side
 from mpinspect.run.report import ModelPart, RunReport, by_module
 from mpinspect.run.report.module_notes import _cells, _to_do
 from mpinspect.runtime import gpus
@@ -462,6 +464,14 @@ def test_both_maps_and_their_difference_share_an_axis(width: int, axe: str, brow
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     page.evaluate(axe)
     assert [(each["id"], each["nodes"][0]["html"]) for each in page.evaluate("axe.run()")["violations"]] == []
+    # Before step 5 the runs are equal.
+    whole = rows.first.locator("canvas").nth(2).evaluate("canvas => canvas.toDataURL()")
+    steps = page.locator(".explorer input[type=range]")
+    steps.fill("2")
+    assert page.text_content(".explorer output") == "step 2"
+    assert rows.first.locator("canvas").nth(2).evaluate("canvas => canvas.toDataURL()") != whole
+    steps.fill("-1")
+    assert page.text_content(".explorer output") == "the whole run"
     page.check(".explorer input[type=checkbox]")
     assert rows.count() == 6
     # A layer leads to its own view in B.
@@ -469,6 +479,85 @@ def test_both_maps_and_their_difference_share_an_axis(width: int, axe: str, brow
     page.wait_for_selector(".detail h3")
     assert page.input_value("[data-widget] select >> nth=0") == "1"
     assert troubles == []
+
+
+def several_models() -> DiffReport:
+    """Two runs of two models, of which the second alone differs."""
+    made = two_runs().models[0].ranges
+    same = compare_ranges(made.first, made.first)
+    side = Side("runs/a", "two models")
+    return DiffReport(side, replace(side, path="runs/b"), (ModelDiff("Critic", same), ModelDiff("Generator", made)))
+
+
+def test_a_page_on_several_models_of_two_runs_begins_with_what_changed():
+    page = render(several_models(), ".html")
+    assert "They part at step 5" in part(page, "header", "bar")
+    panel = part(page, "section", "panel")
+    assert panel.index("Generator: They part at step 5") < panel.index("Critic: The ranges do not differ")
+    assert 'data-names="[&quot;Generator: A&quot;, &quot;Generator: B&quot;, &quot;Critic: A&quot;' in page
+    assert page.index("data-widget") < page.index("<table")
+
+
+def test_a_switch_leads_to_the_maps_of_each_model_of_two_runs(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    path = several_models().save(tmp_path / "a.html")
+    page = browser.new_context(offline=True, viewport=SCREEN).new_page()
+    page.goto(f"file://{path}")
+    page.wait_for_selector(".compared tbody tr")
+    assert page.locator(".compared tbody tr").count() == 2
+    switch = page.locator("[data-widget] select").first
+    assert switch.locator("option").all_text_contents()[:2] == [
+        "Generator: A, B and their difference",
+        "Critic: A, B and their difference",
+    ]
+    switch.select_option(index=1)
+    page.wait_for_selector(".explorer .said:text('6 tensors that did not move are hidden')")
+    # A finding leads to its model.
+    page.click(".panel .finding summary >> nth=0")
+    page.wait_for_selector(".explorer tr[data-name]")
+    assert switch.evaluate("select => select.selectedOptions[0].textContent") == "Generator: B"
+
+
+def test_a_culprit_that_was_not_counted_has_the_only_coloured_row(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    session = broken(module="blocks.1", tensor="blocks.1")
+    page = opened(browser, of_run(session).save(tmp_path / "a.html"), viewport=SCREEN)
+    rows = page.locator(".explorer tbody tr:not([aria-hidden])")
+    names = [row.locator("th").text_content() for row in rows.all()]
+    assert names == ["embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1", "blocks.1.fc1", "blocks.1.fc2", "head"]
+    assert page.locator(".explorer tr.marked").all_text_contents() == ["blocks.1first NaN: step 5, forward"]
+    assert [row.get_attribute("data-name") for row in page.locator(".explorer tr.near").all()] == names[4:6]
+    # Keys pass over it, and after the event its consequences have no colour.
+    page.focus(".explorer .rows")
+    for _ in range(4):
+        page.keyboard.press("ArrowDown")
+    assert page.get_attribute(".explorer tr.chosen", "data-name") == "blocks.1.fc1"
+    page.click("text=show the whole run")
+    assert page.locator(".explorer td.error").count() == 0
+    assert page.locator(".explorer td.dim:text('NaN')").count() == 6
+    assert page.troubles == []
+
+
+def test_the_curve_is_folded_where_no_scale_would_help(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
+    assert page.locator(".explorer .losses .curve").count() == 0
+    assert page.locator(".explorer .losses .grip").count() == 1
+    assert "at loss scale 2048 (2¹¹), that of step 4 (the run's last)" in page.text_content(".explorer .said")
+    folded = page.locator(".explorer .rows").bounding_box()["height"]
+    page.click("text=show the curve")
+    assert page.locator(".explorer .losses .curve.flushes").count() == 1
+    assert page.locator(".explorer .rows").bounding_box()["height"] < folded
+    assert covered(page) >= 0.6
+    page.click("text=hide the curve")
+    assert page.locator(".explorer .rows").bounding_box()["height"] == folded
+    assert page.troubles == []
+
+
+def test_in_one_column_the_picture_follows_the_verdicts_sentence(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    path = of_run(broken()).save(tmp_path / "a.html")
+    page = opened(browser, path, viewport={"width": 390, "height": 844})
+    parts = [".panel .alarm", ".panel p.error", ".picture", ".panel p:text('Change: ')", ".panel .finding"]
+    tops = [page.locator(each).first.bounding_box()["y"] for each in parts]
+    assert tops == sorted(tops)
+    assert tops[2] < 400
 
 
 def test_documents_without_a_front_have_none():

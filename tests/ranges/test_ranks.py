@@ -276,7 +276,7 @@ def test_uneven_steps_and_missing_ranks_are_named():
     said = finding(report, "rank-steps-differ").message
     still = "Rank 3 had not ended: still running, killed, or the file is cut off."
     assert said == f"The record of rank 3 ends at step 412; the others' at 600. {still}"
-    assert finding(report, "rank-missing").message.startswith("Rank 2 of 4 left nothing")
+    assert finding(report, "rank-missing").message.startswith("Rank 2 of 4 left no record")
     later = finding(analyse(merge_ranks([ending_at(0, 600), ending_at(1, 412)])), "rank-steps-differ")
     assert (later.severity, later.message) == ("warning", "The record of rank 1 ends at step 412; the others' at 600.")
     assert later.fix.startswith("Each rank counts its steps from where it was attached")

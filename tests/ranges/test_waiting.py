@@ -447,17 +447,26 @@ def test_waiting_changes_neither_the_readings_nor_their_order(monkeypatch: pytes
         return inspector.session().totals(), rings, seen
 
     waited: list[bool] = []
-    hold = WaitingGradients.hold
+    outputs: list[bool] = []
+    hold, hold_output = WaitingGradients.hold, WaitingGradients.hold_output
+
+    def held_output(self: Any, *given: Any) -> bool:
+        outputs.append(hold_output(self, *given))
+        return outputs[-1]
 
     def held(self: Any, watched: Any, gradient: Any) -> bool:
         waited.append(hold(self, watched, gradient))
         return waited[-1]
 
     monkeypatch.setattr(WaitingGradients, "hold", held)
+    monkeypatch.setattr(WaitingGradients, "hold_output", held_output)
     together = run()
     assert waited.count(True) == 18
     assert False in waited
+    # The first gradient of each backward begins the holding.
+    assert [outputs.count(is_held) for is_held in (True, False)] == [12, 0]
     monkeypatch.setattr(WaitingGradients, "hold", lambda self, watched, gradient: False)
+    monkeypatch.setattr(WaitingGradients, "hold_output", lambda self, *given: False)
     assert run() == together
     assert ("backward", "weight_gradient", "0.weight") in together[2]
 
@@ -614,7 +623,8 @@ def test_the_next_forward_releases_the_gradients_of_an_interrupted_backward() ->
             model[2](hidden).square().mean().backward()
         handle.remove()
         held = inspector._capture.waiting
-        assert len(held) == 2
+        # Those of the parameters, and of the output where the interruption came.
+        assert len(held) == 3
         loss = loss_of(model)
         assert len(held) == 0
         loss.backward()
@@ -637,6 +647,28 @@ def test_changes_by_full_backward_hooks_do_not_reach_the_counts() -> None:
 
     model = network()
     assert largest(with_hook=True) == largest(with_hook=False) > -9
+
+
+def test_an_output_gradient_changed_in_place_is_counted_at_its_arrival_from_then_on() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    counts = []
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(3):
+            optimizer.zero_grad()
+            hidden = model[0](torch.linspace(-1, 1, 24).view(4, 6))
+            hidden.register_hook(lambda gradient: counts.append(mpinspect.count_exponents(gradient)))
+            hidden.register_hook(lambda gradient: gradient.mul_(2).storage_offset() or None)
+            loss = model[2](model[1](hidden)).square().mean()
+            if step:
+                loss.backward()
+            else:
+                with pytest.warns(mpinspect.MpinspectWarning, match="the gradient of '0' was changed in place"):
+                    loss.backward()
+            optimizer.step()
+    totals = inspector.session().totals()
+    assert totals[TensorKey("0", "activation_gradient")].histogram == merge(counts[1:])
+    assert [totals[TensorKey(name, "activation_gradient")].samples for name in ("0", "1", "2")] == [2, 3, 3]
 
 
 def test_a_gradient_whose_memory_was_freed_does_not_lose_the_others() -> None:

@@ -19,7 +19,7 @@ _TRAINS = """
 import os, sys, warnings, torch, mpinspect
 from torch import nn
 
-# Of the folder that torch 2.6 makes when it makes an optimizer, and leaves to the interpreter's end.
+# torch 2.6 makes a temporary folder with an optimizer, and removes it only at the interpreter's end.
 warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
 
 def train(steps=7):

@@ -154,7 +154,7 @@ def test_one_shared_grad_scaler_halves_both_scales():
     for optimizer in optimizers:
         scaler.step(optimizer)
     scaler.update()
-    assert scaler.get_scale() == 4.0  # for the one that did not overflow too
+    assert scaler.get_scale() == 4.0  # also for the network that did not overflow
     assert torch.equal(networks[0].weight, before[0])
     assert not torch.equal(networks[1].weight, before[1])
 

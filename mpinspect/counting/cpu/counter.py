@@ -27,7 +27,7 @@ _CHUNKS_OF_A_THREAD = 4
 
 @dataclass(frozen=True)
 class _Way:
-    """How one dtype is counted: by the work of a thread, into a row of the encoding."""
+    """The name of the function that counts one dtype, and the encoding of its row."""
 
     work: str
     encoding: Encoding
@@ -56,6 +56,7 @@ _WAYS = {
 
 #: The address of a thread's work, by dtype. 8-bit dtypes have no loop: torch counts their few codes as fast.
 WORK = {dtype: shares.address_of(way.work) for dtype, way in _WAYS.items()}
+_NARROW_FLOATS = {getattr(torch, name): place for place, name in enumerate(shares.NARROW_FLOATS)}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -80,7 +81,10 @@ def fill(tensor: torch.Tensor, row: int) -> None:
 
 def fill_many(pairs: Iterable[tuple[torch.Tensor, int]]) -> None:
     """Count many tensors that ``takes`` accepts into the rows at their addresses, in one compiled call."""
-    entries = [(WORK[tensor.dtype], address(tensor), tensor.numel(), row) for tensor, row in pairs]
+    entries = [
+        (WORK[tensor.dtype], address(tensor), tensor.numel(), row, _NARROW_FLOATS[tensor.dtype])
+        for tensor, row in pairs
+    ]
     shares.fill_rows(np.array(entries, np.int64), NARROW.length, *threads_for(_TEAM_FROM), _TEAM_FROM)
 
 

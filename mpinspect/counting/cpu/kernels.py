@@ -33,6 +33,8 @@ carray: Any = numba.carray  # type: ignore[attr-defined]
 _BLOCK, _GROUPS = planes.BLOCK, planes.COLUMNS
 #: Exponents of one block that are counted by comparison; values of lower exponents are added one by one.
 _MOST_COMPARED = 64
+#: Most values that are counted one by one: more cost as much as a block.
+_FEW = 512
 #: Most groups of one block that are examined value by value; beyond this, comparing the whole block costs less.
 _MOST_GROUPS = 32
 
@@ -324,14 +326,18 @@ def _add_fitting_blocks(bits: Any, counting: Any) -> Any:
     """Add whole blocks of float32 words to the planes, up to one that fits no window; return the number of values added."""
     f, window, state = _FORMAT32, counting.window, counting.window.state
     all_planes, lower, masks = without_owner(window.planes), without_owner(window.lower), without_owner(window.masks)
-    row, size = without_owner(counting.row), 4 * (planes.LOWER + 1) * planes.COLUMNS
+    row, lower_at, size = (
+        without_owner(counting.row),
+        np.int64(lower.ctypes.data),
+        (planes.LOWER + 1) * planes.ROW_BYTES,
+    )
     lowest, highest, blocks, side = state[_LOWEST], state[_HIGHEST], state[_BLOCKS], state[_SIDE]
     least, largest = np.uint32(2**32 - 1), f.zero
     start = 0
     while start + _BLOCK <= len(bits):
         block = bits[start : start + _BLOCK]
         low, high = planes.add_block(
-            block.ctypes.data, lower.ctypes.data + side * size, lower.ctypes.data + (1 - side) * size, masks.ctypes.data
+            block.ctypes.data, lower_at + side * size, lower_at + (1 - side) * size, masks.ctypes.data
         )
         if high == f.zero:
             row[ZEROS] += _BLOCK
@@ -350,7 +356,8 @@ def _add_fitting_blocks(bits: Any, counting: Any) -> Any:
             # Add the same block again, now to empty planes.
             continue
         side = 1 - side
-        planes.add_carries(all_planes, lower[side, planes.LOWER], blocks)
+        carries = lower_at + side * size + planes.LOWER * planes.ROW_BYTES
+        planes.add_carries(np.int64(all_planes.ctypes.data), carries, blocks)
         lowest, highest, blocks = min(first, lowest), max(last, highest), blocks + 1
         _find_edges_in_planes(block, masks, first, last, counting.scratch, row)
         least, largest = min(least, low), max(largest, high)
@@ -383,8 +390,35 @@ def _add_words(bits: Any, counting: Any) -> None:
 
 
 @compiled
+def _add_few(bits: Any, counting: Any) -> None:
+    """Count a few float32 words one by one."""
+    f, row, ends = _FORMAT32, counting.row, counting.ends
+    for j in range(len(bits)):
+        magnitude = np.uint32(bits[j] & f.mask)
+        if magnitude == f.zero:
+            row[ZEROS] += 1
+            continue
+        ends[0] = min(ends[0], np.uint32(magnitude - f.one))
+        if magnitude >= f.infinity:
+            row[INFS if magnitude == f.infinity else NANS] += 1
+            continue
+        ends[1] = max(ends[1], magnitude)
+        field, rest, first = np.int64(magnitude >> f.mantissa_bits), np.uint32(magnitude & f.mantissa), f.first
+        if field == 0:
+            # A subnormal is an integer times a power of two: move its highest one to the place of a normal value's.
+            first, field = f.first_of_integers, np.int64(127 + 23)
+            while rest <= f.mantissa:
+                rest, field = np.uint32(rest << f.one), field - 1
+            rest = np.uint32(rest & f.mantissa)
+        row[first + 3 * field + (0 if rest == f.zero else 2 if rest >= f.near_top else 1)] += 1
+
+
+@compiled
 def _add_part_of_a_block(bits: Any, counting: Any) -> None:
-    """Count less than a block of float32 words, padded with zeros to a block."""
+    """Count less than a block of float32 words: one by one if they are few, else padded with zeros to a block."""
+    if len(bits) <= _FEW:
+        _add_few(bits, counting)
+        return
     padded = counting.window.padded
     padded[: len(bits)] = bits
     padded[len(bits) :] = np.uint32(0)
@@ -435,6 +469,13 @@ def counting32(row: Any) -> Any:
     ends = np.zeros(2, np.uint32)
     ends[0] = np.uint32(2**32 - 1)
     return _Counting(row, ends, _new_scratch(), _new_window(), np.empty(_BLOCK, np.uint32))
+
+
+@compiled
+def continued(counting: Any, row: Any) -> Any:
+    """Return the state of ``counting32`` after ``finish32``, for counting into another row with the same scratch memory."""
+    counting.ends[0], counting.ends[1] = np.uint32(2**32 - 1), np.uint32(0)
+    return _Counting(row, counting.ends, counting.scratch, counting.window, counting.wide)
 
 
 @compiled

@@ -35,6 +35,9 @@ from mpinspect.counting.cpu.vectors import largest_doubled
 VALUES, _LENGTH, _RESULTS, _WIDTH, _THREADS, _PART, _THREAD_NUMBER, _GIVEN, _TAKEN = range(9)
 #: Values taken at a time; parts are multiples of _WHOLE, so of whole blocks. Both are a few microseconds of work.
 _CHUNK, _WHOLE = 1 << 15, 1 << 12
+#: The dtypes of rows of the layout NARROW.
+NARROW_FLOATS = ("float32", "float16", "bfloat16")
+_FLOAT32, _, _BFLOAT16 = range(3)
 #: Bytes that ``largest_doubled`` reads per turn.
 _VECTORS = 256
 
@@ -186,15 +189,26 @@ def fill_row(work: Any, values: Any, length: Any, row: Any, row_length: Any, thr
 
 @compiled_for("void(int64[:, ::1], int64, int64, UniTuple(int64, 2), int64)")
 def fill_rows(table: Any, row_length: Any, threads: Any, team: Any, shared_from: Any) -> None:
-    """Count many tensors, one after the other, each into its row.
+    """Count many tensors, one after the other, each into its row. Small ones share scratch memory, which stays in the cache.
 
     Args:
-        table: shape (tensors, 4): work, values, length and row of each.
+        table: shape (tensors, 5): work, values, length, row and place in NARROW_FLOATS of each.
         shared_from: the least length that is shared among threads.
     """
+    counting = kernels.counting32(np.zeros(row_length, np.int64))
     for k in range(len(table)):
-        work, values, length, row = table[k]
-        fill_row(work, values, length, row, row_length, threads if length >= shared_from else 1, team)
+        work, values, length, address, dtype = table[k]
+        if length >= shared_from:
+            fill_row(work, values, length, address, row_length, threads, team)
+            continue
+        row = carray(pointer(address, np.int64(0)), (row_length,))
+        row[:] = 0
+        counting = kernels.continued(counting, row)
+        if dtype == _FLOAT32:
+            kernels.add_float32(counting, values, length)
+        else:
+            kernels.add_narrow(counting, values, length, dtype == _BFLOAT16)
+        kernels.finish32(counting)
 
 
 @compiled_for("float64(int64, int64, int64, int64, int64, int64, UniTuple(int64, 2))")

@@ -236,7 +236,7 @@ def _attribution(report: KernelReport) -> Iterator[Finding]:
 _ATTRIBUTION_FIXES = {
     "before the window": "Start the window with torch.cuda.synchronize(): its first kernels were launched before it.",
     "CUDA graph": "Profile once without CUDA graphs (torch.compile without mode='reduce-overhead', vLLM's enforce_eager=True).",
-    "no launch": "Other launches are in the trace. Of a merged trace, read each rank's own; else record a longer window.",
+    "no launch": "Other launches are in the trace. If the trace was merged, read each rank's; else record a longer window.",
     "no op": "Code outside operators launched these kernels: wrap it in torch.library.triton_op or custom_op.",
 }
 

@@ -232,7 +232,7 @@ def _to_do(report: KernelReport) -> Collection[str]:
     """Return the names of the kernels for which a finding asks for a change."""
     grave = [finding for finding in report.findings if finding.is_alarm]
     causes = {finding.evidence.get("cause") for finding in grave} - {None}
-    # Of this finding every product is a loss.
+    # All products of this finding are losses.
     is_all = any(finding.id == "tensor-cores-unused" for finding in grave)
     found = {row.name for row in report.by_name if is_all and row.verdict == "off"}
     return found | {loss.kernel for loss in report.losses if loss.cause_id in causes}

@@ -64,7 +64,7 @@ def find_launches(recording: Recording) -> Launches:
 
 
 def _sharing(recording: Recording, of_kernel: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return, for each kernel, whether other kernels share its launch although the call starts only one; at most one is right.
+    """Return whether each kernel shares its launch with others although the call starts one kernel only: at most one is right.
 
     Launches of graphs and on several devices (cudaLaunchCooperativeKernelMultiDevice) can start many kernels.
     """

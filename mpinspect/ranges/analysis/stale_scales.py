@@ -52,7 +52,7 @@ def stale_scales(session: Session, history: int) -> tuple[StaleScale, ...]:
 
 
 def unserved_at_scale_one(session: Session) -> tuple[str, ...]:
-    """Return the layers of whose output gradients E5M2 flushes over 1% of the L1 mass, or clips any value, at the scale 1.
+    """Return the layers whose output gradients lose over 1% of the L1 mass to E5M2's flushing, or are clipped, at scale 1.
 
     An empty history has this scale: in the first step, and after a resume without the scales' state.
     """

@@ -88,7 +88,7 @@ class Visibility:
         every = self._hidden_mass_ratio(self.floor_exponent)
         if ratio is None or every is None:
             return Interval(0.0, 0.0, 1.0)
-        # Hidden values above the flush edge are not lost, but belong to the whole.
+        # Hidden values above the flush edge are not lost, but count in the denominator.
         low = share.low if self.hidden_flush(format, log2_scale) else share.low / (1 + every)
         # (lost + hidden) / (whole + hidden) falls as the whole grows, so the whole's lower bound gives the upper one.
         return Interval(share.estimate, low, (share.high + ratio) / (1 + ratio))

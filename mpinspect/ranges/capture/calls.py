@@ -23,22 +23,21 @@ class StepCalls:
     def __init__(self) -> None:
         self._count = 0
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        #: Calls; and pairs of a module with a full backward hook and the number of the input tensor wrapped for it.
-        self._log: list[CallRecord | tuple[str, int]] = []
+        #: The fields of calls; and pairs of a module with a full backward hook and the number of the input wrapped for it.
+        self._log: list[tuple[str, list[int], list[int], bool] | tuple[str, int]] = []
         #: Numbers of the tensors that already had another hook before ours; numbers of the tensors where a backward began.
         self._altered: set[int] = set()
         self._roots: set[int] = set()
 
     def called(self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Fresh]:
         """Record a module's forward; return the tensors that are new in this step, inputs first."""
-        fresh, given, returned = [], [], []
+        fresh: list[Fresh] = []
+        given, returned, overwritten = [], [], False
         changed: list[int] = []
-        overwritten = False
-        made = [id(tensor) for tensor in outputs]
         for tensor in inputs:
             if not tensor.numel():
                 continue
-            if id(tensor) in made and version_of(tensor):
+            if version_of(tensor) and any(tensor is output for output in outputs):
                 # The module changed this input in place and returned it: the tensor is the output by now.
                 before = self._before_change(tensor)
                 if before is None:
@@ -54,15 +53,17 @@ class StepCalls:
         for tensor in outputs:
             if not tensor.numel():
                 continue
-            number = self.number_of(tensor)
+            # Most outputs are new: looking up their id spares the call.
+            number = self.number_of(tensor) if id(tensor) in self._known else None
             if number is None:
                 number = self._tell_apart(tensor)
+                hooks = tensor._backward_hooks
                 # The tensor already has another hook, whose return value replaces the gradient before our hook receives it.
-                if any(map(_may_alter, (getattr(tensor, "_backward_hooks", None) or {}).values())):
+                if hooks and any(map(_may_alter, hooks.values())):
                     self._altered.add(number)
                 fresh.append((tensor, number, False))
             returned.append(number)
-        self._log.append(CallRecord(module, given + changed, returned, overwritten))
+        self._log.append((module, given + changed, returned, overwritten))
         return fresh
 
     def _before_change(self, tensor: torch.Tensor) -> int | None:
@@ -108,17 +109,18 @@ class StepCalls:
         calls = []
         for entry in self._log:
             module = entry[0]
-            if not isinstance(entry, CallRecord):
+            if len(entry) == 2:
                 consumers = stories[entry[1]].consumers
                 consumers[:] = [other for other in consumers if module and not other.startswith(module + ".")]
                 consumers.append(module)
                 continue
-            calls.append(entry)
-            for number in entry.given:
+            call = CallRecord(*entry)
+            calls.append(call)
+            for number in call.given:
                 # A module that returns its input unchanged does not consume it.
-                if number not in entry.returned:
+                if number not in call.returned:
                     stories[number].consumers.append(module)
-            for number in entry.returned:
+            for number in call.returned:
                 stories[number].producers.append(module)
         return stories, calls
 

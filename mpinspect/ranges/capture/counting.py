@@ -8,7 +8,7 @@ import torch
 
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.loss_scale import BackwardScale, ScaleOfBackward
-from mpinspect.ranges.capture.observations import Backward, Call, Observer, OutputGradient, ParameterGradient
+from mpinspect.ranges.capture.observations import Backward, Call, Held, Observer, OutputGradient, ParameterGradient
 from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import TensorKey, narrowest
@@ -102,6 +102,7 @@ class Counting(Observer):
         self._counts_outputs = ACTIVATION in kinds
         self._counts_output_gradients = ACTIVATION_GRADIENT in kinds
         self.lets_gradients_wait = WEIGHT_GRADIENT in kinds
+        self.lets_outputs_wait = self._counts_output_gradients
         #: The gradients of layers with a call that needed gradients, and of layers without such a call so far.
         self._needed: set[TensorKey] = set()
         self.not_needed: set[TensorKey] = set()
@@ -205,12 +206,19 @@ class Counting(Observer):
             # With a divisor the row counts divided values, not the gradient's values.
             gradient.found = row
 
-    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
-        """Count the gradients of several parameters together."""
-        self._tally.count_together(gradients)
-        for each in gradients:
-            if each.found is not None:
-                self._add_gradient(each.watched.gradient_key, each.values, each.found, backward.scale)
+    def held_gradients(self, gradients: list[Held], backward: Backward) -> None:
+        """Count several gradients together."""
+        chosen = [each for each in gradients if self._is_counted(each)]
+        self._tally.count_together(chosen)
+        for each in chosen:
+            if isinstance(each.found, torch.Tensor):
+                self._add_gradient(each.key, each.values, each.found, backward.scale)
+        self._last_path = ""
+
+    def _is_counted(self, gradient: Held) -> bool:
+        if isinstance(gradient, ParameterGradient):
+            return self.lets_gradients_wait and gradient.watched.counted
+        return gradient.counted
 
     def _add_gradient(self, key: TensorKey, gradient: torch.Tensor, row: torch.Tensor, scale: BackwardScale) -> None:
         dtype = gradient.dtype

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +28,7 @@ from mpinspect.counting.pieces import plain_values
 from mpinspect.ranges.capture.device_magnitudes import held_bytes
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import version_of
-from mpinspect.ranges.capture.observations import ParameterGradient
+from mpinspect.ranges.capture.observations import Held
 from mpinspect.runtime.device import current_stream, new_stream, on_stream
 
 #: Initial number of rows of a buffer: 3.4 MB. A buffer that was too small is replaced by one with twice the rows needed.
@@ -148,16 +148,16 @@ class DeviceRows:
 
     @_one_at_a_time
     @torch.no_grad()
-    def count_together(self, waiting: list[ParameterGradient]) -> None:
+    def count_together(self, waiting: Sequence[Held]) -> None:
         """Count gradients at the end of their backward, each on the stream of its arrival."""
-        by_stream: dict[Any, list[ParameterGradient]] = {}
+        by_stream: dict[Any, list[Held]] = {}
         for each in waiting:
             by_stream.setdefault(each.stream, []).append(each)
         for stream, group in by_stream.items():
             with on_stream(stream):
                 self._count_on_stream(group)
 
-    def _count_on_stream(self, group: list[ParameterGradient]) -> None:
+    def _count_on_stream(self, group: list[Held]) -> None:
         counter: Any = available.counter()
         slots = []
         for each in group:

@@ -75,10 +75,8 @@ class Dispatcher(Guarded):
         self._compiled = CompiledCode(layers, ask, clock, self._hooks, recording)
         #: Paths of the modules whose calls were seen.
         self._called = self._compiled.called
-        #: Weight gradients held until the end of their backward.
-        self.waiting = WaitingGradients(
-            Backward.parameter_gradients, recording.note, functools.partial(backward_ended, me)
-        )
+        #: Gradients held until the end of their backward.
+        self.waiting = WaitingGradients(Backward.held_gradients, recording.note, functools.partial(backward_ended, me))
         trained = (watched.parameter for watched in parameters if watched.parameter.requires_grad)
         fp16_weights = any(parameter.dtype == torch.float16 for parameter in trained)
         self.scale = ScaleOfBackward(loss_scale, scalers, fp16_weights, recording, self.waiting.stop)
@@ -284,7 +282,8 @@ class Dispatcher(Guarded):
         self.untaken = NO_BACKWARD if taken else task
         may_wait = taken and any(observer.lets_gradients_wait for observer in backward.observers)
         if may_wait and backward.divisor is None and not self._hooks.others_change_gradients:
-            self.waiting.begin(backward, () if self._watch is None or not self._watch.at_work else self._watch.readings)
+            readings = () if self._watch is None or not self._watch.at_work else self._watch.readings
+            self.waiting.begin(backward, readings, any(observer.lets_outputs_wait for observer in backward.observers))
         else:
             self.waiting.stop()
         return backward

@@ -22,8 +22,10 @@ def walk(starts: Iterable[Any], most: int, follows: Callable[[Any], bool] | None
     found = set(queue)
     for node in queue:
         yield node
-        for each in receivers(node):
-            if each not in found and len(found) < most and (follows is None or follows(each)):
+        if len(found) >= most:
+            continue
+        for each, _ in node.next_functions:
+            if each is not None and each not in found and len(found) < most and (follows is None or follows(each)):
                 found.add(each)
                 queue.append(each)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import torch
 
 from mpinspect.counting import fastest
 from mpinspect.counting.layout import NARROW
-from mpinspect.ranges.capture.observations import ParameterGradient
+from mpinspect.ranges.capture.observations import Held
 from mpinspect.runtime import device
 
 
@@ -108,7 +108,7 @@ class HostRows:
         counter.fill(tensor, self._addresses[slot])
         return self._slots[slot]
 
-    def count_together(self, waiting: list[ParameterGradient]) -> None:
+    def count_together(self, waiting: Sequence[Held]) -> None:
         """Count the gradients that numba's loops support in one call. The others get no row; after an error, all get no row."""
         counter: Any = fastest.cpu_counter()
         if counter is None:

@@ -245,7 +245,7 @@ class Judge:
         return has_inside and not any(is_below(call.module, module) for call in calls)
 
     def _event(self, found: culprit.Culprit, seen: list[Seen], calls: list[culprit.CallRecord], log: StepLog) -> Event:
-        if (found.first.name if found.first.what == WEIGHT_GRADIENT else found.first.tensor) in log.of_all_ranks:
+        if log.of_all_ranks & {found.first.name, found.first.tensor}:
             doubt = "the tensor combines values of all ranks, so it may have arisen on another one"
             found = replace(found, explanation=f"{found.explanation}; {doubt}", elsewhere=True)
         elif found.given and log.is_later_stage:
@@ -301,7 +301,8 @@ def _seen(readings: Iterable[Reading], largest: Iterable[float]) -> list[Seen]:
 
 def _largest(log: StepLog, copies: list[tuple[list[int], HostCopy]]) -> list[float]:
     """Return the largest magnitude of each reading, which may be inf, NaN or NOT_READ; leave lost readings out of the log."""
-    largest = [_known(reading.value) for reading in log.readings]
+    values = [reading.value for reading in log.readings]
+    largest = [value if type(value) is float else _known(value) for value in values]
     for indices, copy in copies:
         for index, value in zip(indices, from_stacked(copy.values()), strict=True):
             largest[index] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any, Protocol, TypeGuard
 
@@ -31,26 +32,21 @@ Value = float | Slot | tuple[torch.Tensor, ...]
 Found = torch.Tensor | Value
 
 
-def largest_of(tensor: torch.Tensor, found: Found | None, at_once: bool) -> Value | None:
+def largest_of(tensor: torch.Tensor, found: Found | None) -> Value | None:
     """Return a tensor's largest magnitude, never waiting for a GPU; None for tensors without values.
 
     Args:
         found: an observer's earlier result for the tensor, if any.
-        at_once: whether a row of counts on a CPU is already filled; if not, the row is read when the step ends.
     """
+    if found is None:
+        tensor = local_part(tensor)
+        largest = largest_magnitude(tensor)
+        if largest is not None:
+            return largest
+        return extremes(tensor) if tensor.numel() else None
     if isinstance(found, torch.Tensor):
-        if at_once and found.is_cpu:
-            return from_row(found.numpy())
-        return (found,)
-    if found is not None:
-        return found
-    if not tensor.numel():
-        return None
-    tensor = local_part(tensor)
-    largest = largest_magnitude(tensor)
-    if largest is None:
-        return extremes(tensor)
-    return largest
+        return from_row(found) if found.is_cpu else (found,)
+    return found
 
 
 def extremes(tensor: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
@@ -101,17 +97,12 @@ def on_host(value: Value) -> float | None:
         return value
     if not isinstance(value, tuple) or value[0].device.type != "cpu":
         return None
-    if len(value) == 1:
-        return from_row(value[0].numpy())
     return from_extremes(*(each.double().numpy().item() for each in value))
 
 
 def is_broken(value: Value) -> bool | None:
     """Return whether a tensor is not finite; None if its largest magnitude is still on a device."""
-    if isinstance(value, tuple) and len(value) == 1 and value[0].device.type == "cpu":
-        heads = value[0].numpy()
-        return bool(heads[layout.INFS] or heads[layout.NANS])
-    largest = on_host(value)
+    largest = value if type(value) is float else on_host(value)
     return None if largest is None else not math.isfinite(largest)
 
 
@@ -156,9 +147,20 @@ def from_extremes(low: float, high: float) -> float:
     return max(abs(low), abs(high))
 
 
-def from_row(row: Any) -> float:
-    """Return the largest magnitude recorded in a row of counts."""
-    return _from_heads(row[None, : layout.HEADER])[0]
+class _Head(ctypes.Structure):
+    """The header of a row of counts, with its extremes as numbers."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("zeros", "infs", "nans")),
+        *((name, ctypes.c_double) for name in ("least", "largest")),
+    )
+
+
+def from_row(row: torch.Tensor) -> float:
+    """Return the largest magnitude recorded in a row of counts in the host's memory."""
+    head = _Head.from_address(row.data_ptr())
+    largest: float = math.nan if head.nans else math.inf if head.infs else head.largest
+    return largest
 
 
 def _from_heads(heads: npt.NDArray[np.int64]) -> list[float]:

@@ -126,14 +126,15 @@ class ModelHooks:
 
     def _tend(self, hooked: Iterable[tuple[torch.nn.Module, int]]) -> None:
         """Find full backward hooks on these modules, and move our forward hooks behind all other hooks."""
-        hooked = list(hooked)
-        self.wrapped_inputs = any(module._backward_hooks for module, _ in hooked)
-        self.others_change_gradients = self.wrapped_inputs or bool(global_hooks._global_backward_hooks)
+        self.wrapped_inputs = False
         for module, number in hooked:
-            # A hook added later may change the output; running last, ours sees the input of the next module.
+            if module._backward_hooks:
+                self.wrapped_inputs = True
             hooks: Any = module._forward_hooks
-            if number in hooks and next(reversed(hooks)) != number:
+            # A hook added later may change the output; running last, ours sees the input of the next module.
+            if len(hooks) > 1 and number in hooks and next(reversed(hooks)) != number:
                 hooks.move_to_end(number)
+        self.others_change_gradients = self.wrapped_inputs or bool(global_hooks._global_backward_hooks)
 
     def unhook(self, modules: Collection[int]) -> bool:
         """Remove the hooks of these modules (given by id) permanently; return whether there were any."""
@@ -201,13 +202,17 @@ class ModelHooks:
 
     def await_gradients(self, call: Call) -> None:
         """Hook the call's tensors whose gradients are traced, and the outputs whose gradients are counted or asked for."""
-        counted, followed = call.counts_gradients, set()
-        for tensor, number, is_input in call.fresh:
-            if tensor.requires_grad and not (is_input and tensor.is_leaf):
+        counted, fresh = call.counts_gradients, call.fresh
+        hooked = 0
+        for tensor, number, is_input in fresh:
+            if not is_input:
+                hooked += 1
+            elif tensor.is_leaf:
+                continue
+            if tensor.requires_grad:
                 self._await_gradient(call.layer, tensor, counted and not is_input, number, is_input)
-                if not is_input:
-                    followed.add(id(tensor))
-        if counted or call.wants_gradients:
+        if (counted or call.wants_gradients) and hooked < len(call.outputs):
+            followed = {id(tensor) for tensor, _, is_input in fresh if not is_input}
             for tensor in call.outputs:
                 if tensor.requires_grad and id(tensor) not in followed:
                     self._await_gradient(call.layer, tensor, counted, -1, False)

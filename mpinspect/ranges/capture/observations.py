@@ -17,6 +17,7 @@ from mpinspect.ranges.capture.calls import Fresh
 from mpinspect.ranges.capture.largest import Found
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.loss_scale import NO_BACKWARD, UNSCALED, BackwardScale
+from mpinspect.ranges.session import TensorKey
 from mpinspect.runtime.outputs import tensor_list
 
 #: Elements below which reading a tensor again costs no more than checking whether it was read already.
@@ -86,10 +87,10 @@ class Backward(NamedTuple):
     observers: tuple[Observer, ...]
     checked_by_scaler: bool
 
-    def parameter_gradients(self, gradients: list[ParameterGradient]) -> None:
-        """Pass parameter gradients that were held until the end of this backward to the observers."""
+    def held_gradients(self, gradients: list[Held]) -> None:
+        """Pass gradients that were held until the end of this backward to the observers."""
         for observer in self.observers:
-            observer.parameter_gradients(gradients, self)
+            observer.held_gradients(gradients, self)
 
 
 #: Outside of any backward.
@@ -107,6 +108,7 @@ class OutputGradient:
         number: the tensor's number within the step; -1 if another hook already traces the tensor.
         is_input: whether the tensor is the module's input.
         found: the first observer's result of reading the values, if any.
+        version, place, stream: of a held gradient, as for ``ParameterGradient``.
     """
 
     layer: Layer
@@ -115,6 +117,14 @@ class OutputGradient:
     number: int
     is_input: bool
     found: Found | None
+    version: int = -1
+    place: int = -1
+    stream: Any = None
+
+    @property
+    def key(self) -> TensorKey:
+        """The key of the gradients at the layer's outputs."""
+        return self.layer.gradient_key
 
 
 @dataclass(slots=True)
@@ -137,6 +147,15 @@ class ParameterGradient:
     stream: Any = None
     found: torch.Tensor | None = None
 
+    @property
+    def key(self) -> TensorKey:
+        """The key of the parameter's gradients."""
+        return self.watched.gradient_key
+
+
+#: A gradient that is held until the end of its backward.
+Held = OutputGradient | ParameterGradient
+
 
 class Observer:
     """Consumes observations. Subclasses override the methods they need and are independent of each other.
@@ -146,8 +165,10 @@ class Observer:
 
     #: Whether the observer is at work in this step.
     at_work = False
-    #: Whether the observer accepts parameter gradients together, at the end of their backward (``parameter_gradients``).
+    #: Whether the observer accepts gradients together, at the end of their backward (``held_gradients``).
     lets_gradients_wait = False
+    #: Whether small output gradients are among these.
+    lets_outputs_wait = False
     #: Whether the calls of the modules that outline the model suffice (``layers.outline``) in this step.
     outline_suffices = False
     #: Whether ``backward_ends`` is called at the end of each backward.
@@ -177,6 +198,13 @@ class Observer:
 
     def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Handle parameter gradients at the end of their backward; their values are unchanged since they arrived."""
+
+    def held_gradients(self, gradients: list[Held], backward: Backward) -> None:
+        """Handle small output gradients and parameter gradients, in the order of arrival, at the end of their backward."""
+        for each in gradients:
+            if isinstance(each, OutputGradient):
+                self.output_gradient(each, backward)
+        self.parameter_gradients([each for each in gradients if isinstance(each, ParameterGradient)], backward)
 
     def scaler_used(self, scaler: Any) -> None:
         """Handle the use of a scaler to multiply losses."""

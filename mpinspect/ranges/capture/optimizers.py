@@ -23,6 +23,12 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
 
 
+def states_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """Return an optimizer's states of a parameter, by name; {} if it has none, or stores them in another form."""
+    state = optimizer.state.get(parameter)
+    return state if isinstance(state, dict) else {}
+
+
 class ModelOptimizers:
     """Tracks the optimizers of the model: the ones that the user passed, and others that step the model's parameters.
 

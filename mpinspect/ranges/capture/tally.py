@@ -7,7 +7,7 @@ to the host; from a GPU this copy is asynchronous, and its rows are usually adde
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from mpinspect.ranges.capture.arrangement import Arrangement, IntArray, RowSet, 
 from mpinspect.ranges.capture.device_rows import DeviceRows
 from mpinspect.ranges.capture.host_rows import HostCopy, HostRows, copy_groups
 from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
-from mpinspect.ranges.capture.observations import ParameterGradient
+from mpinspect.ranges.capture.observations import Held
 from mpinspect.ranges.capture.window_rows import WindowRows, never_in_float16
 from mpinspect.ranges.kinds import GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import NO_LOST_UPDATES, LostUpdates, TensorKey, Window
@@ -143,9 +143,9 @@ class Tally:
             return self._rows_on(tensor.device).count(tensor, later)
         return fastest.count(tensor, divisor)
 
-    def count_together(self, waiting: list[ParameterGradient]) -> None:
+    def count_together(self, waiting: Sequence[Held]) -> None:
         """Count gradients held until the end of their backward and set each one's ``found``; None if it can't be counted."""
-        by_device: dict[torch.device, list[ParameterGradient]] = {}
+        by_device: dict[torch.device, list[Held]] = {}
         for each in waiting:
             by_device.setdefault(each.values.device, []).append(each)
         for device, group in by_device.items():
@@ -161,7 +161,7 @@ class Tally:
             for each in group:
                 if each.found is None:
                     with on_stream(each.stream):
-                        each.found = self.count(each.watched.gradient_key, each.values)
+                        each.found = self.count(each.key, each.values)
 
     def _buffers(self) -> list[HostRows | DeviceRows]:
         return [self._host_rows, *self._device_rows.values()]

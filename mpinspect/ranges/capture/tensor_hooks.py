@@ -60,8 +60,11 @@ class OutputGradientHook:
 
     def __call__(self, gradient: torch.Tensor) -> None:
         dispatcher = self._dispatcher()
-        if dispatcher is not None and dispatcher.attached and gradient is not None:
-            dispatcher.activation_gradient(self._layer, gradient, self._counted, self._number, self._is_input)
+        if dispatcher is None or not dispatcher.attached or gradient is None:
+            return
+        hold, layer = dispatcher.waiting.hold_output, self._layer
+        if not _is_held(dispatcher, hold, layer, gradient, self._counted, self._number, self._is_input):
+            dispatcher.activation_gradient(layer, gradient, self._counted, self._number, self._is_input)
 
 
 @dataclass(eq=False, slots=True)
@@ -76,21 +79,28 @@ class ParameterHook:
         dispatcher = self._dispatcher
         if dispatcher.quiet or gradient is None or dispatcher.untaken == torch._C._current_graph_task_id():
             return
-        # A fast path for the usual case: this hook runs dozens of times per backward, each time with cold caches.
-        waiting, meter, is_held = dispatcher.waiting, dispatcher.meter, False
-        if waiting.task == torch._C._current_graph_task_id() and not dispatcher.met_modes:
-            if meter is not None:
-                meter.begin()
-            try:
-                is_held = waiting.hold(self._watched, gradient)
-            except Exception:
-                # The guarded call below raises the same error and reports it.
-                is_held = False
-            if meter is not None:
-                meter.end()
-        if is_held:
-            return
-        dispatcher.weight_gradient(self._watched, gradient)
+        if not _is_held(dispatcher, dispatcher.waiting.hold, self._watched, gradient):
+            dispatcher.weight_gradient(self._watched, gradient)
+
+
+def _is_held(dispatcher: Dispatcher, hold: Callable[..., bool], *args: Any) -> bool:
+    """Return whether ``hold`` holds a gradient until the end of its backward.
+
+    A fast path for the usual case: the hooks run dozens of times per backward, each time with cold caches.
+    """
+    if dispatcher.waiting.task != torch._C._current_graph_task_id() or dispatcher.met_modes:
+        return False
+    meter = dispatcher.meter
+    if meter is not None:
+        meter.begin()
+    try:
+        return hold(*args)
+    except Exception:
+        # The guarded call that follows raises the same error and reports it.
+        return False
+    finally:
+        if meter is not None:
+            meter.end()
 
 
 @dataclass(eq=False, slots=True)

@@ -19,7 +19,7 @@ from mpinspect.counting.fastest import count
 from mpinspect.counting.pieces import detached_values
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Observer
-from mpinspect.ranges.capture.optimizers import ModelOptimizers
+from mpinspect.ranges.capture.optimizers import ModelOptimizers, states_of
 from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.ranges.kinds import UPDATE
 from mpinspect.ranges.session import TensorKey
@@ -76,8 +76,7 @@ class Updates(Observer):
             if gradient is not None and weight.is_floating_point():
                 key = TensorKey(watched.name, UPDATE)
                 with self._tally.unread.left_out(key):
-                    state = optimizer.state.get(watched.parameter)
-                    states = state if isinstance(state, dict) else {}
+                    states = states_of(optimizer, watched.parameter)
                     self._count(key, watched.parameter, weight, gradient, may_have_skipped, states)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""Holds parameter gradients until the end of their backward, to count them together.
+"""Holds parameter gradients, and on a CPU small output gradients, until the end of their backward, to count them together.
 
 These gradients are many and mostly small: counting each one alone would cost a kernel launch on a GPU, or Python code with
 cold caches on a CPU. A gradient is held only if no known code could change it before the backward ends. In-place
@@ -14,9 +14,9 @@ from typing import Generic, TypeVar
 
 import torch
 
-from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
-from mpinspect.ranges.capture.observations import ParameterGradient
+from mpinspect.ranges.capture.observations import Held, OutputGradient, ParameterGradient
 from mpinspect.runtime.device import current_stream
 from mpinspect.runtime.distributed import has_process_group
 
@@ -26,6 +26,8 @@ _REDUCERS = ("horovod.torch", "byteps.torch")
 _LARGEST_TO_WAIT = 16 << 20
 #: Maximum number of bytes of gradients held at a time.
 _MOST_WAITING = 64 << 20
+#: Bytes above which an output gradient is counted immediately: holding many would raise the peak of a backward's memory.
+_LARGEST_OUTPUT = 64 << 10
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Enter = Callable[[Callable[[], None]], object]
@@ -41,32 +43,34 @@ class WaitingGradients(Generic[Context]):
         enter: calls a function as a guarded entry into the capture; used at the end of the backward.
     """
 
-    def __init__(
-        self, show: Callable[[Context, list[ParameterGradient]], None], note: Callable[[str], None], enter: Enter
-    ) -> None:
+    def __init__(self, show: Callable[[Context, list[Held]], None], note: Callable[[str], None], enter: Enter) -> None:
         self._enter = enter
         self._show = show
         self._note = note
         #: Protects the fields below: backwards may run in several threads.
         self._lock = threading.Lock()
-        self._waiting: list[ParameterGradient] = []
+        self._waiting: list[Held] = []
         self._bytes = 0
+        #: The paths of the modules whose held output gradients were changed in place: theirs are not held again.
+        self._changed: set[str] = set()
         #: The graph task whose gradients may be held, or NO_BACKWARD.
         self.task = NO_BACKWARD
         #: The thread where this backward began, and the context of its gradients.
         self._thread = 0
         self._context: Context | None = None
         self._readings: Sized = ()
+        self._holds_outputs = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def begin(self, context: Context, readings: Sized) -> None:
+    def begin(self, context: Context, readings: Sized, outputs: bool = False) -> None:
         """Start holding the gradients of the running backward, unless gradients of another thread's backward are held.
 
         Args:
             context: the context to pass to ``show``.
             readings: the tensors that the watch has read in this step.
+            outputs: whether small output gradients are held too.
         """
         if self._waiting:
             if self._thread != threading.get_ident():
@@ -79,6 +83,7 @@ class WaitingGradients(Generic[Context]):
                 task = torch._C._current_graph_task_id()
                 self.task = NO_BACKWARD if task == -1 or _may_be_reduced() else task
                 self._thread, self._context, self._readings = threading.get_ident(), context, readings
+                self._holds_outputs = outputs
 
     def stop(self) -> None:
         """Hold no further gradients until the next ``begin``."""
@@ -92,28 +97,39 @@ class WaitingGradients(Generic[Context]):
         parameter = watched.parameter
         if (
             not watched.counted
-            or type(gradient) is not torch.Tensor
-            or gradient.dtype not in _DTYPES
-            or gradient.layout is not torch.strided
-            or not gradient.is_contiguous()
+            or not _is_plain(gradient)
+            or gradient.nbytes > _LARGEST_TO_WAIT
             # A hook besides our own may change the gradient, or step an optimizer in the backward.
             or len(parameter._backward_hooks or ()) != 1
             or getattr(parameter, "_post_accumulate_grad_hooks", None)
         ):
             return False
-        size = gradient.nbytes
-        if size > _LARGEST_TO_WAIT or self._bytes + size > _MOST_WAITING:
-            return False
         # A detached alias: autograd can still move the gradient itself to .grad, but would copy it if it had another reference.
         values = gradient.detach()
-        stream = current_stream(gradient.device)
-        waiting = ParameterGradient(watched, values, values._version, len(self._readings), stream)
+        stream = None if gradient.is_cpu else current_stream(gradient.device)
+        return self._keep(ParameterGradient(watched, values, values._version, len(self._readings), stream))
+
+    def hold_output(self, layer: Layer, gradient: torch.Tensor, counted: bool, number: int, is_input: bool) -> bool:
+        """Hold a small gradient of an output on a CPU in the same way; return whether it is held."""
+        if not self._holds_outputs or not gradient.is_cpu or not _is_plain(gradient):
+            return False
+        if gradient.nbytes > _LARGEST_OUTPUT or layer.path in self._changed:
+            return False
+        values = gradient.detach()
+        place = len(self._readings)
+        held = OutputGradient(layer, values, counted, number, is_input, None, values._version, place)
+        return self._keep(held)
+
+    def _keep(self, held: Held) -> bool:
+        size = held.values.nbytes
+        if self._bytes + size > _MOST_WAITING:
+            return False
         with self._lock:
             if self.task != torch._C._current_graph_task_id():
                 # Another thread's backward has begun meanwhile.
                 return False
             first = not self._waiting
-            self._waiting.append(waiting)
+            self._waiting.append(held)
             self._bytes += size
         if first:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
@@ -139,12 +155,24 @@ class WaitingGradients(Generic[Context]):
             return
         intact = [each for each in waiting if each.values._version == each.version]
         if len(intact) < len(waiting):
+            self._forget_changed(waiting)
+        assert context is not None
+        self._show(context, intact)
+
+    def _forget_changed(self, waiting: list[Held]) -> None:
+        changed = [each for each in waiting if each.values._version != each.version]
+        outputs = [each.layer.path for each in changed if isinstance(each, OutputGradient)]
+        self._changed.update(outputs)
+        if outputs:
+            self._note(
+                f"the gradient of {', '.join(map(repr, outputs[:3]))} was changed in place during its backward before it could "
+                "be counted; from now on it is counted when it arrives"
+            )
+        if len(outputs) < len(changed):
             self._note(
                 "weight gradients were changed in place before they could be counted: during their backward, or after a backward "
                 "that an error ended"
             )
-        assert context is not None
-        self._show(context, intact)
 
     def end(self) -> None:
         """Pass on the held gradients and drop the backward's context, which is part of a reference cycle."""
@@ -155,6 +183,15 @@ class WaitingGradients(Generic[Context]):
 
     def _backward_ends(self) -> None:
         self._enter(self.end)
+
+
+def _is_plain(gradient: torch.Tensor) -> bool:
+    return (
+        type(gradient) is torch.Tensor
+        and gradient.dtype in _DTYPES
+        and gradient.layout is torch.strided
+        and gradient.is_contiguous()
+    )
 
 
 def _may_be_reduced() -> bool:

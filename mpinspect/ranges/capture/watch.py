@@ -25,11 +25,12 @@ from mpinspect.ranges.capture.compiled_regions import compiled_graphs
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS
 from mpinspect.ranges.capture.device_magnitudes import LEARNING_STEPS, DeviceMagnitudes, StepSlot
 from mpinspect.ranges.capture.judge import Judge, Reading, StepLog
-from mpinspect.ranges.capture.largest import Found, Value, extremes, largest_of
+from mpinspect.ranges.capture.largest import Found, Value, extremes, is_broken, largest_of
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import (
     Backward,
     Call,
+    Held,
     LastValues,
     Observer,
     OutputGradient,
@@ -130,47 +131,48 @@ class Watch(Observer):
 
     def called(self, call: Call) -> None:
         """Read the new outputs and, if an output may be non-finite, the inputs that no observed module produced."""
-        path, inputs, finite = call.layer.path, call.inputs(), True
-        call.fresh = fresh = self._log.calls.called(path, inputs, call.outputs)
+        log, path, inputs, rows, finite = self._log, call.layer.path, call.inputs(), call.rows, True
+        call.fresh = fresh = log.calls.called(path, inputs, call.outputs)
         if fresh and fresh[0][2]:
-            self._log.unseen_inputs.update(number for _, number, is_input in fresh if is_input)
-            self._log.is_later_stage |= is_from_stage_before(fresh[0][0])
+            log.unseen_inputs.update(number for _, number, is_input in fresh if is_input)
+            log.is_later_stage |= is_from_stage_before(fresh[0][0])
         if not call.recomputed:
-            rows = call.rows
             for tensor, number, is_input in fresh:
                 if not is_input:
                     row = None if rows is None else rows.get(id(tensor))
                     finite = self._output(path, tensor, number, call.micro_batch, row) and finite
-        if self._log.unseen_inputs and (not finite or self._log.may_be_broken):
+        if log.unseen_inputs and (not finite or log.may_be_broken):
             self._read_inputs(path, inputs, call.micro_batch)
 
     def _output(
         self, module: str, tensor: torch.Tensor, number: int, micro_batch: int, row: torch.Tensor | None
     ) -> bool:
         """Read an output (``row``: its row of counts, if any); return False if it is non-finite or its value not yet known."""
+        log, last = self._log, self._last_output
         found: Found | None = row
         local = local_part(tensor)
         if local is not tensor:
             if not tensor.is_nested:
-                self._log.of_all_ranks.add(number)
+                log.of_all_ranks.add(number)
             tensor = local
-        before = self._last_output.found_in(tensor) if row is None and self._last_output.remembers else None
-        if before is not None:
-            found = before
-            self._handed_on.add(self._last_module)
+        if last.remembers and row is None:
+            found = last.found_in(tensor)
+            if found is not None:
+                self._handed_on.add(self._last_module)
         reading = self._log_reading(FORWARD, ACTIVATION, module, module, number, micro_batch, tensor, found)
-        self._log.last_output = reading
+        log.last_output = reading
         if reading is None:
             return True
-        broken = reading.is_broken
-        self._log.may_be_broken |= broken is not False
+        broken = is_broken(reading.value)
+        if broken is not False:
+            log.may_be_broken = True
         if not isinstance(reading.value, tuple):
             if self._steps < LEARNING_STEPS or module in self._handed_on:
                 # A container may return this output. After the first steps the watch knows such outputs.
-                self._last_output.keep(tensor, reading.value)
+                last.keep(tensor, reading.value)
                 self._last_module = module
-            else:
-                self._last_output.forget()
+            elif last.remembers:
+                last.forget()
         return broken is False
 
     def _read_inputs(self, module: str, inputs: Iterable[torch.Tensor], micro_batch: int) -> None:
@@ -236,21 +238,22 @@ class Watch(Observer):
                 self._log.of_all_ranks.add(name)
             self._log_reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, batch, gradient.values, gradient.found)
 
-    def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
+    def held_gradients(self, gradients: list[Held], backward: Backward) -> None:
         """Read gradients held until the end of their backward, and log each one at the position of its arrival."""
-        readings, merged, done = self._log.readings, [], 0
-        for each in gradients:
-            if each.found is None and backward.checked_by_scaler:
-                continue
-            name, owner = each.watched.name, each.watched.owner
-            value = self._read(name, WEIGHT_GRADIENT, each.values, each.found, False)
-            if value is None:
-                continue
-            merged += readings[done : each.place]
-            done = max(done, each.place)
-            dtype = each.values.dtype
-            merged.append(Reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, backward.micro_batch, value, dtype=dtype))
-        readings[:] = merged + readings[done:]
+        arrived, merged, done = self._log.readings, list[Reading](), 0
+        self._log.readings = merged
+        try:
+            for each in gradients:
+                if each.place > done:
+                    merged += arrived[done : each.place]
+                    done = each.place
+                if isinstance(each, OutputGradient):
+                    self.output_gradient(each, backward)
+                else:
+                    self.parameter_gradient(each, backward)
+        finally:
+            arrived[:] = merged + arrived[done:]
+            self._log.readings = arrived
         self._read_held()
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
@@ -426,9 +429,7 @@ class Watch(Observer):
         is_input: bool = False,
         is_spared: bool = False,
     ) -> Reading | None:
-        value = self._read(
-            name, what, tensor, found, phase == FORWARD, is_input=is_input and phase == FORWARD, is_spared=is_spared
-        )
+        value = self._read(name, what, tensor, found, is_input=is_input and phase == FORWARD, is_spared=is_spared)
         if value is None:
             return None
         self._has_float16 |= tensor.dtype is torch.float16
@@ -442,7 +443,6 @@ class Watch(Observer):
         what: str,
         tensor: torch.Tensor,
         found: Found | None,
-        at_once: bool,
         *,
         is_input: bool = False,
         is_spared: bool = False,
@@ -457,7 +457,7 @@ class Watch(Observer):
                 value = self._on_device(name, what, local_part(tensor), is_input, is_spared)
                 if value is not None:
                     return value
-            return extremes(local_part(tensor)) if is_input else largest_of(tensor, found, at_once)
+            return extremes(local_part(tensor)) if is_input else largest_of(tensor, found)
         except Exception as error:
             self.unread.failed(TensorKey(name, what), error)
             return None

@@ -268,6 +268,11 @@ def _lost_updates(report: RangeReport, windows: Sequence[Window]) -> dict[str, A
     return found
 
 
+def has_map(report: RangeReport) -> bool:
+    """Return whether a tensor was counted that the map shows."""
+    return bool(_shown(report))
+
+
 def _shown(report: RangeReport) -> list[LayerReport]:
     """Return the counted layers of the map, which has no updates."""
     return [layer for layer in seen_layers(report) if layer.kind != UPDATE]

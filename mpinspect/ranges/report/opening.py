@@ -15,8 +15,8 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import depends_on_scale, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen, module_named
-from mpinspect.reporting.finding import SEVERITIES, Finding
-from mpinspect.reporting.words import format_name, steps_named
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import filled, format_name, steps_named
 
 #: The whole run, in place of one of its blocks.
 WHOLE = -1
@@ -28,7 +28,7 @@ class Culprit(NamedTuple):
     """The place that is to blame, and the rows that show it.
 
     Args:
-        kind: the kind of tensor.
+        kind: the kind of tensor; "" if no tensor is to blame, which leaves the choice to the map.
         marked: names of the tensors of that kind that are the culprit's own.
         near: if there are none, names of those that are part of it, or of the nearest one.
         row: its name and what happened there, for a row of its own; None if ``marked`` has rows.
@@ -50,7 +50,7 @@ class Opening(NamedTuple):
     Args:
         format: name of the format.
         scale: the loss scale, a power of two.
-        culprit: the place that is to blame; one of kind "", which leaves the choice to the map, if there is none.
+        culprit: the place that is to blame; empty without one.
         block: index of the block of steps, or WHOLE.
         has_curve: whether the losses at other loss scales matter, so that their curve is shown.
         words: sentences on the marked and shown tensors; "" without any.
@@ -83,19 +83,18 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
         blocks: the blocks of steps that the map can show.
     """
     event = what_broke(report)
-    finding = next((each for each in report.findings if each.severity != SEVERITIES[0]), None)
+    finding = next((each for each in report.findings if each.is_alarm), None)
     format, is_other = _format(report, event)
     # A format in which the run does not compute is judged without a loss scale.
     scale = 0 if is_other else _own(report.session)
     found = _culprit(event, finding, layers, report.layers)
     has_curve = finding is None or depends_on_scale(finding, event)
-    if found is None:
-        words = _what_if(report) if is_other and format == FLOAT16.name else ""
-        return Opening(format, scale, has_curve=has_curve, words=words)
     block, words = WHOLE, found.words
+    if not found.kind and is_other and format == FLOAT16.name:
+        words = f"{words} {_what_if(report)}".lstrip()
     if event is not None:
         block = _healthy(event, found.kind, found.marked or found.near, blocks)
-        words = f"{words} {_shown(block, blocks)}"
+        words = f"{words} {_shown(event, block, blocks)}"
         if block != WHOLE and not is_other:
             scale = _scale_at(report.session, blocks[block].last_step, scale)
     return Opening(format, scale, found, block, has_curve, words)
@@ -129,8 +128,7 @@ def _own(session: Session) -> int:
 
 def _scale_at(session: Session, step: int, otherwise: int) -> int:
     """Return the loss scale of a step as a power of two, rounded down."""
-    known = [change.scale for change in session.scale_history() if change.step <= step]
-    scale = known[-1] if known else None
+    *_, scale = (None, *(change.scale for change in session.scale_history() if change.step <= step))
     return floor_log2(scale) if scale and math.isfinite(scale) and scale > 0 else otherwise
 
 
@@ -139,15 +137,16 @@ def _scale_at(session: Session, step: int, otherwise: int) -> int:
 
 def _culprit(
     event: Event | None, finding: Finding | None, layers: Sequence[LayerReport], watched: Sequence[LayerReport]
-) -> Culprit | None:
-    """Return the culprit; None if nothing is to blame."""
-    place = finding.layer if finding is not None and finding.layer else ""
-    if event is not None and (not place or place in (event.module, event.tensor)):
+) -> Culprit:
+    """Return the culprit; empty if nothing is to blame."""
+    if event is not None and (finding is None or finding.layer in ("", event.module, event.tensor)):
         return _of_event(event, layers, watched)
+    if finding is None:
+        return Culprit("", ())
+    place, step = finding.layer, filled(", from step {:,} on", finding.step)
     if not place:
-        return None
-    assert finding is not None
-    step = "" if finding.step is None else f", from step {finding.step:,} on"
+        row = ("no single layer", f"{finding.id}{step}")
+        return Culprit("", (), row=row, words=f"No single layer is to blame ({finding.id}{step}).")
     kind, near, is_own = _nearest(place, "", place, layers, watched)
     if is_own:
         return Culprit(kind, near, words=f"Marked: {module_named(place)} ({finding.id}{step}).")
@@ -161,8 +160,8 @@ def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[Lay
     kind, near, is_own = _nearest(event.module, event.what, event.tensor, layers, watched, given=event.given)
     words = f"Marked: {event.place}, the first {first} of the run (step {event.step:,}, {event.phase})."
     is_counted = kind == event.what or event.what in LOSSES or event.given
-    counted, missing = (kind_named(each).title.lower() for each in (kind, kind if is_counted else event.what))
     if not is_counted:
+        counted, missing = (kind_named(each).title.lower() for each in (kind, event.what))
         words += f" Its {missing} were not counted; shown are its {counted}."
     # The code after a module is no part of it.
     if is_own and not event.after:
@@ -174,14 +173,16 @@ def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[Lay
     name = event.place
     if name == repr(event.module):
         name = event.module
-    row = (name, f"the first {first} of the run: step {event.step:,}, {event.phase}")
+    row = (name, f"first {first}: step {event.step:,}, {event.phase}")
     return Culprit(kind, (), near, row, event.after or is_loss, f"{words}{_beside(event.module, near, layers)}")
 
 
 def _beside(path: str, near: Sequence[str], layers: Sequence[LayerReport]) -> str:
     """Return a sentence on the row that stands for a place of which nothing was counted; "" if its parts have rows."""
     parts = {layer.name for layer in layers if path and _is_inside(layer, path)}
-    return f" The nearest row is {near[0]!r}." if near and near[0] not in parts else ""
+    if not near or near[0] in parts:
+        return ""
+    return f" The nearest row is {near[0]!r}."
 
 
 def _nearest(
@@ -248,8 +249,9 @@ def _healthy(event: Event, kind: str, names: Sequence[str], blocks: Sequence[Win
     return WHOLE
 
 
-def _shown(block: int, blocks: Sequence[Window]) -> str:
+def _shown(event: Event, block: int, blocks: Sequence[Window]) -> str:
     if block == WHOLE:
-        return "No healthy step was counted before it, so the map shows the whole run."
+        return f"No healthy step was counted before step {event.step:,}, so the map shows the whole run."
     window = blocks[block]
-    return f"The map shows {steps_named(window.first_step, window.last_step)}, the last healthy sample before it."
+    named = steps_named(window.first_step, window.last_step)
+    return f"The map shows {named}, the last healthy sample before step {event.step:,}."

@@ -72,7 +72,7 @@ class ScalarSink(ABC):
             del self._waiting[0]
 
     def _of(self, window: Window, progress: Progress) -> dict[str, float]:
-        # Of several ranks a step may have an event on each. Windows are written in batches, with the last one's progress.
+        # With several ranks a step may have an event on each. Windows are written in batches, with the last one's progress.
         broken = {event.step for event in self._events if event.step <= window.last_step}
         later = {event.step for event in self._events if event.step > window.last_step and event.skipped}
         skipped = max(progress.skipped_steps - len(later), 0)

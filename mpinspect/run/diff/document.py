@@ -45,7 +45,7 @@ def document(report: DiffReport, *, everything: bool = False) -> Document:
         verdict(report),
         tuple(_blocks(report, everything)),
         verdict=(_sides(report),),
-        front=_front(report) if len(report.models) == 1 else None,
+        front=_front(report) if report.models else None,
     )
 
 
@@ -67,25 +67,31 @@ def _sides(report: DiffReport) -> Items:
 
 
 def _front(report: DiffReport) -> Front:
-    """Return the first screen of the page on one model: what changed first, and the maps of both runs with their difference."""
-    diff = report.models[0].ranges
-    state, tone = _state(diff)
+    """Return the first screen of the page: what changed first, and the maps of both runs of each model with their difference."""
+    models = sorted(report.models, key=_urgency)
+    several = len(models) > 1
+    state, tone = _state(models[0].ranges)
     paths = [PurePath(side.path).name for side in (report.first, report.second)]
-    settings = (Item(f"{change.name}: {change.first} -> {change.second}") for change in diff.settings)
+    changes = dict.fromkeys(change for model in models for change in model.ranges.settings)
+    settings = (Item(f"{change.name}: {change.first} -> {change.second}") for change in changes)
     beside: tuple[Block, ...] = (
         Line(verdict(report), "strong" if tone == "good" else tone),
+        *(Line(f"{model.name}: {headline(model.ranges)}") for model in models[1 : _MODELS.terminal]),
         *section("Settings that differ", Items(tuple(settings), BESIDE)),
         _sides(report),
     )
+    # Findings have evidence, which no set can hold.
+    things = {id(finding): f"{model.name}: B" for model in models if several for finding in model.ranges.findings}
+    named = [(model.name if several else "", model.ranges) for model in models]
     return Front(
-        " -> ".join(filter(None, paths)) or diff.second.session.info.model,
+        " -> ".join(filter(None, paths)) or models[0].ranges.second.session.info.model,
         state,
         tone,
         (),
         beside,
         # The verdict, the settings and the picture have the content of infos.
-        tuple(Listed(finding) for finding in report.findings if finding.is_alarm),
-        picture=next((replace(found, title="", of="Runs") for found in maps(diff)), None),
+        tuple(Listed(finding, things.get(id(finding), "")) for finding in report.findings if finding.is_alarm),
+        picture=next((replace(found, title="", of="Runs") for found in maps(named)), None),
         without=NO_MAP,
     )
 
@@ -133,7 +139,7 @@ def _models(report: DiffReport, everything: bool) -> Parts:
     parts = [
         Part(
             f"{model.name}: {headline(model.ranges)}",
-            Document("", (*blocks(model.ranges, everything=everything), *maps(model.ranges))),
+            Document("", blocks(model.ranges, everything=everything)),
         )
         for model in report.models
     ]

@@ -1,7 +1,7 @@
 """Finds the modules that hold an optimizer's parameters, and which of them is the user's model.
 
 A script passes tensors, not the model, to its optimizer, so the search reads all objects that the garbage collector
-tracks. It reads only their types, since reading an attribute could load a lazy proxy. Of modules it reads only the entries
+tracks. It reads only their types, since reading an attribute could load a lazy proxy. In a module it reads only the entries
 that torch.nn.Module itself stores in ``__dict__``.
 """
 

@@ -36,7 +36,7 @@ _BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 #: Operators that are not cast: CUDA's autocast raises an error for this one, and a recording must not.
 _NOT_CAST = ("aten::binary_cross_entropy",)
 
-#: torch's own functions, which distinguish devices even while contexts for another device count as CUDA's.
+#: torch's own functions, saved before other devices' contexts are made to count as CUDA's.
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 
 #: Functions that libraries call to query a device's autocast; checkpointing does so to repeat it in the recomputation.

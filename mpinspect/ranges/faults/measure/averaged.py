@@ -17,7 +17,7 @@ from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.session import Measurement
-from mpinspect.runtime.distributed import copy_held
+from mpinspect.runtime.distributed import copy_held, has_process_group
 
 #: The name of the measurement.
 AVERAGED = "gradients-averaged"
@@ -55,7 +55,9 @@ class Averaged(Observer):
     @torch.no_grad()
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the gradients that the optimizer receives, unless they are still scaled, as a fused optimizer's may be."""
-        if not self.at_work or not self._has_gradients or getattr(optimizer, "grad_scale", None) is not None:
+        if not (self.at_work and self._has_gradients and has_process_group()):
+            return
+        if getattr(optimizer, "grad_scale", None) is not None:
             return
         for watched in self._optimizers.parameters(optimizer):
             gradient = watched.parameter.grad

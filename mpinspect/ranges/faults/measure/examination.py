@@ -30,6 +30,7 @@ from mpinspect.ranges.faults.measure.singularities import (
     Singular,
     applies_mask,
     infinite_operand,
+    may_be_singular,
     singular,
 )
 from mpinspect.ranges.kinds import ACTIVATION
@@ -101,7 +102,11 @@ class Examination(Observer):
         self._clock, self._recording = clock, recording
         self._parameters = parameters
         self._events = self._examined = 0
-        #: Whether all parameters are on the CPU now, so that reading does not wait; and the number of steps read on a device.
+        #: The first parameter's device when all parameters were last found on the CPU, or not.
+        self._device: torch.device | None = None
+        self._all_on_cpu = True
+        #: Whether all parameters and losses are on the CPU now, so that reading does not wait; the number of steps read on a
+        #: device.
         self._on_cpu = True
         self._waited = 0
         #: Whether the last step had an event of the forward, and whether this step may therefore be read on a device.
@@ -141,7 +146,12 @@ class Examination(Observer):
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in watched steps (on a device: measured ones, or after an event) until enough were examined."""
-        self._on_cpu = all(watched.parameter.is_cpu for watched in self._parameters)
+        device = self._parameters[0].parameter.device if self._parameters else None
+        if device != self._device or self._clock.measured:
+            # Most steps compare one parameter, since a model is moved as a whole.
+            self._device = device
+            self._all_on_cpu = all(watched.parameter.is_cpu for watched in self._parameters)
+        self._on_cpu = self._all_on_cpu
         self._may_wait = self._forward_broke and self._waited < _MOST_EXAMINED
         self._forward_broke = False
         is_wanted = self._on_cpu or self._may_wait or self._clock.measured
@@ -163,21 +173,22 @@ class Examination(Observer):
         """Remember the inputs that no module made, the calls without a graph, and the nodes of the outputs."""
         if call.recomputed or not call.outputs:
             return
-        inputs = call.inputs()
+        path, inputs = call.layer.path, call.inputs()
         if len(inputs) == 1:
             self._alone.add(id(inputs[0]))
         for tensor in inputs:
-            if tensor.is_floating_point() and tensor.grad_fn is None and id(tensor) not in self._made:
+            if id(tensor) not in self._made and tensor.grad_fn is None and tensor.is_floating_point():
                 if not is_from_stage_before(tensor):
-                    self._inputs.append((call.layer.path, weakref.ref(tensor)))
+                    self._inputs.append((path, weakref.ref(tensor)))
                 if call.outputs[0].grad_fn is None:
-                    self._graphless.append((call.layer.path, weakref.ref(tensor), weakref.ref(call.outputs[0])))
-        self._called.add(call.layer.path)
-        self._made.update(map(id, call.outputs))
-        made = [output.grad_fn for output in call.outputs if output.grad_fn is not None]
-        self._ends.update(node._sequence_nr() for node in made)
-        if made:
-            self._output_of[call.layer.path] = made[0]._sequence_nr()
+                    self._graphless.append((path, weakref.ref(tensor), weakref.ref(call.outputs[0])))
+        self._called.add(path)
+        for output in reversed(call.outputs):
+            self._made.add(id(output))
+            node = output.grad_fn
+            if node is not None:
+                self._output_of[path] = number = node._sequence_nr()
+                self._ends.add(number)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Record the losses' dtype (their products with a scale are FP32), and the sequence numbers of the products' nodes."""
@@ -203,8 +214,8 @@ class Examination(Observer):
             self._waited += 1
             self._may_wait = False
         starts = [loss.grad_fn for loss in losses]
-        if all(bool(loss.isfinite().all()) for loss in losses):
-            near = [node for node in graph(starts, _NEAREST_NODES) if _is_small(node)]
+        if all(map(_is_finite, losses)):
+            near = [node for node in graph(starts, _NEAREST_NODES) if may_be_singular(node) and _is_small(node)]
             self._candidate = self._earliest(near)
             if any(map(applies_mask, near)):
                 self._infinite = min(
@@ -418,7 +429,7 @@ class Examination(Observer):
 
     def _compare_if_grown(self, losses: list[torch.Tensor]) -> None:
         """Compare the norms of the weights, in a few steps, when the loss has grown far beyond the first one."""
-        loss = max((abs(float(loss)) for loss in losses if loss.numel() == 1), default=0.0)
+        loss = max((abs(loss.item()) for loss in losses if loss.numel() == 1), default=0.0)
         if self._first_loss is None:
             self._first_loss = loss
         elif loss > _LOSS_GROWN * max(self._first_loss, 1.0) and self._compared < _MOST_EXAMINED:
@@ -463,6 +474,10 @@ def _ratios(norms: Mapping[str, float], began: Mapping[str, float]) -> dict[str,
 def _spread_rows(weight: torch.Tensor, most: int) -> torch.Tensor:
     """Return at most this many rows of a weight, evenly spread, without a copy."""
     return weight[:: max(1, math.ceil(weight.shape[0] / most))]
+
+
+def _is_finite(loss: torch.Tensor) -> bool:
+    return math.isfinite(loss.item()) if loss.numel() == 1 and not loss.is_complex() else bool(loss.isfinite().all())
 
 
 def _is_small(node: object) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Call, Observer
-from mpinspect.ranges.capture.optimizers import ModelOptimizers
+from mpinspect.ranges.capture.optimizers import ModelOptimizers, states_of
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
@@ -226,8 +226,7 @@ def _states(optimizer: torch.optim.Optimizer, stepped: Sequence[torch.Tensor]) -
     """Return, by name, the dtypes of the states with the same shape as their parameter."""
     found: dict[str, dict[str, None]] = {}
     for parameter in stepped:
-        state = optimizer.state.get(parameter)
-        for name, value in state.items() if isinstance(state, dict) else ():
+        for name, value in states_of(optimizer, parameter).items():
             # The step count is a state too, and has the same shape as a scalar parameter.
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and name != "step":
                 found.setdefault(name, {})[dtype_name(value.dtype)] = None
@@ -236,13 +235,14 @@ def _states(optimizer: torch.optim.Optimizer, stepped: Sequence[torch.Tensor]) -
 
 def _scaler(scaler: Any) -> ScalerRecord:
     is_enabled = getattr(scaler, "is_enabled", None)
-    settings = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
+    names = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
+    settings = ((name, getattr(scaler, f"_{name}", None)) for name in names)
     return ScalerRecord(
         type(scaler).__name__,
         bool(is_enabled()) if callable(is_enabled) else True,
-        **{name: _number(getattr(scaler, f"_{name}", None)) for name in settings},
+        **{
+            name: float(each)
+            for name, each in settings
+            if isinstance(each, (int, float)) and not isinstance(each, bool)
+        },
     )
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -150,14 +150,14 @@ class SecondComputation:
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> None:
         self._module = module
-        self._numbers = RoundedNumbers()
-        #: Functions that read whole numbers, by operator.
-        self._readers = self._numbers.watchers()
         self._parameters = list(parameters)
         narrow = {
             storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
         }
         self._kept = KeptSums((parameter for _, parameter in self._parameters), narrow)
+        self._numbers = RoundedNumbers(self._kept.is_old)
+        #: Functions that read whole numbers, by operator.
+        self._readers = self._numbers.watchers()
         self._twins = Twins()
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
@@ -267,7 +267,7 @@ class SecondComputation:
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
                     if not place:
-                        # Further results are for the backward alone, and may be written in part.
+                        # Further results serve the backward only, and may be written partially.
                         self._compare(pending, value, twin, frame)
                     self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
                     given.add(storage_key(twin))
@@ -347,7 +347,10 @@ class SecondComputation:
             broken &= wide != -torch.inf
             if bool(broken.any()):
                 figures = {"elements": float(broken.sum()), "of": float(value.numel())}
-                self._add(BrokenAlike, pending, value, frame, None, **figures)
+                # An operator that overwrote its input can't show it.
+                is_seen = not pending.func._schema.is_mutable
+                from_finite = is_seen and all(map(is_finite, _plain(pending.given[0])))
+                self._add(BrokenAlike, pending, value, frame, None, **figures, from_finite=from_finite)
 
     def _compare_addition(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
@@ -484,6 +487,8 @@ class SecondComputation:
             self._found[Positions].append(self._numbers.found)
         found = self._kept.records()
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
+        # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
+        self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
         worsts: tuple[tuple[type[Record], str], ...] = (

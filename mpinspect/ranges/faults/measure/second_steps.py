@@ -73,7 +73,7 @@ class RunningModules:
 
 
 class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operator as it is, then lets it be computed a second time, and lets the loss scale be followed.
+    """Runs every operator unchanged, then has it computed a second time and its loss scale followed.
 
     Args:
         second: computes the operators of forwards and backwards.

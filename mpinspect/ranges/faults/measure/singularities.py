@@ -6,7 +6,7 @@ division of a row by its own zero norm, or a softmax of a row of -inf, also in c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -68,7 +68,13 @@ class Singular:
 
 def singular(node: Any) -> Singular | None:
     """Return the singularity in a node's arguments; None if there is none or the node saved nothing. Waits for the GPU."""
-    return None if node.name() in _OTHERS else _found(node, _FINDERS)
+    return _found(node, _FINDERS)
+
+
+def may_be_singular(node: Any) -> bool:
+    """Return whether ``singular``, ``infinite_operand`` or ``applies_mask`` may find anything in a node, by its name."""
+    name = node.name()
+    return _FINDERS[name] is not None or _INFINITE[name] is not None or _plain(name) in _MAY_MASK
 
 
 def infinite_operand(node: Any) -> Singular | None:
@@ -76,12 +82,12 @@ def infinite_operand(node: Any) -> Singular | None:
 
     Behind a mask's -inf the gradient is zero, and the other operand's gradient is 0 * inf.
     """
-    found = _found(node, (("Mul", _infinite_factor), ("Div", _infinite_numerator)))
+    found = _found(node, _INFINITE)
     return found and replace(found, by=_parameter(node))
 
 
-def _found(node: Any, finders: Iterable[tuple[str, Callable[[Any, str], _Found]]]) -> Singular | None:
-    find = next((find for prefix, find in finders if node.name().startswith(prefix)), None)
+def _found(node: Any, finders: _Finders) -> Singular | None:
+    find = finders[node.name()]
     if find is None:
         return None
     try:
@@ -311,9 +317,14 @@ def _softmax(node: Any, name: str) -> _Found:
 
 def applies_mask(node: Any) -> bool:
     """Return whether a node replaces scores by a constant, or adds a constant to them, as a mask does."""
-    name = node.name().partition("Backward")[0]
-    takes_none = any(following is None for following, _ in node.next_functions)
-    return name in _MASKING or (name in ("Add", "Sub") and takes_none)
+    name = _plain(node.name())
+    if name not in _MAY_MASK:
+        return False
+    return name in _MASKING or any(following is None for following, _ in node.next_functions)
+
+
+def _plain(name: str) -> str:
+    return name.partition("Backward")[0]
 
 
 def _is_finite(node: Any) -> bool:
@@ -352,12 +363,35 @@ _NEARBY = 12
 _SOME_VALUES = ("Index", "Gather", "Select", "Slice", "Clamp")
 #: torch's number for reduction="mean".
 _MEAN = 1
-#: Nodes that apply a mask to scores.
+#: Nodes that apply a mask to scores, and these with the nodes that may add one.
 _MASKING = ("MaskedFill", "Where", "MaskedScatter", "CopySlices", "IndexPut")
-#: Other operations whose names begin with a prefix in ``_FINDERS``.
-_OTHERS = ("LogsumexpBackward0", "LogSigmoidBackward0", "LogicalAndBackward0")
-#: The finder for each prefix of a node's name; the first match counts.
-_FINDERS: tuple[tuple[str, Callable[[Any, str], _Found]], ...] = (
+_MAY_MASK = frozenset((*_MASKING, "Add", "Sub"))
+
+
+_Finder = Callable[[Any, str], _Found]
+
+
+class _Finders(dict[str, _Finder | None]):
+    """The finder for each name of a node, or None.
+
+    Args:
+        by_prefix: pairs of a prefix and its finder; the first prefix that a name begins with counts.
+    """
+
+    def __init__(self, *by_prefix: tuple[str, _Finder | None]) -> None:
+        self._by_prefix = by_prefix
+
+    def __missing__(self, name: str) -> _Finder | None:
+        found = self[name] = next((find for prefix, find in self._by_prefix if name.startswith(prefix)), None)
+        return found
+
+
+_INFINITE = _Finders(("Mul", _infinite_factor), ("Div", _infinite_numerator))
+_FINDERS = _Finders(
+    # Other operations, whose names begin like a logarithm's.
+    ("LogsumexpBackward0", None),
+    ("LogSigmoidBackward0", None),
+    ("LogicalAndBackward0", None),
     ("LogSoftmax", _softmax),
     ("Softmax", _softmax),
     ("SafeSoftmax", _softmax),

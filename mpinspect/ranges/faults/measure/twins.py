@@ -79,7 +79,7 @@ class Twins:
             own.copy_(twin)
 
     def add(self, tensor: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
-        """Remember a tensor's twin in a copy. Of a storage that holds more than the tensor, the rest keeps its values."""
+        """Remember a tensor's twin in a copy. Other elements of its storage retain their values."""
         storage = tensor.untyped_storage()
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             storage, 0, (storage.nbytes() // tensor.element_size(),), (1,)

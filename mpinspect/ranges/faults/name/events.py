@@ -141,6 +141,11 @@ class _Harmless(Sentences):
         "did not use these gradients."
     )
     LOSS = "In step {step} {place} and every gradient was finite nevertheless: they do not depend on its value."
+    LOOK = (
+        "The training does not depend on this value, but a mean, a scheduler or a best checkpoint that reads it does. Search for "
+        "a logarithm or a division that is multiplied by zero or masked afterwards: 0 * log(0) is NaN, and "
+        "torch.special.xlogy(p, p) is 0."
+    )
     INTENDED = "In step {step} {place} and every gradient was finite nevertheless: it may be intended (a mask)."
 
 
@@ -158,12 +163,15 @@ def _aside(events: Sequence[Event]) -> Found:
 
 def _harmless(events: Sequence[Event]) -> Found:
     first = _earliest(events)
+    # A mask may hold infinities, but no NaN.
+    is_loss = first.what in LOSSES or (first.value == "nan" and not first.module)
     return Found(
-        _Harmless.LOSS.when(first.what in LOSSES) or _Harmless.INTENDED,
+        _Harmless.LOSS.when(is_loss) or _Harmless.INTENDED,
         _evidence(first),
         {"place": _place(first)},
+        _Harmless.LOOK.when(is_loss),
         layer=first.module,
-        severity="info",
+        severity="warning" if is_loss else "info",
         step=first.step,
     )
 

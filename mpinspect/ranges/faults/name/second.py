@@ -139,11 +139,11 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
-    if case.has(OverflowedNorm) or any(loss.overflowed for loss in case.recorded(WholeLoss)):
+    born = next((each for each in case.recorded(BornInfinite) if _is_of_precision(each, case)), None)
+    if born is None or case.has(OverflowedNorm) or any(loss.overflowed for loss in case.recorded(WholeLoss)):
         # Another fault names this operation already.
         return
-    born = next((each for each in case.recorded(BornInfinite) if _is_of_precision(each, case)), None)
-    if born is None or (born.largest and case.has(ExaminedArgument)):
+    if born.largest and case.has(ExaminedArgument):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
     fix, code = _remedy(born)
@@ -193,6 +193,10 @@ def _first_event(case: Case, phase: str = "forward") -> Event | None:
     return next((event for event in case.events if (event.forward_finite is False) == (phase == "forward")), None)
 
 
+#: Words of an examined argument whose origin is not known.
+_CONSTANT = "with a constant"
+
+
 class _Alike(Sentences):
     IN_FP32_TOO = (
         "In step {measured}, {operator} in {place} is infinite or NaN in {count:count element}, in FP32 as well: more bits do "
@@ -212,15 +216,17 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
 
     False alarms: It is measured. It is information if no forward of the run was infinite or NaN.
     """
-    if case.has(ExaminedArgument, OverflowedNorm):
+    examined = case.recorded(ExaminedArgument)
+    if case.has(OverflowedNorm) or any(_CONSTANT not in each.text for each in examined):
         # Another fault names these inputs already.
         return
     broken = [event for event in case.events if event.forward_finite is False]
-    # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
-    if any(event.skipped is False for event in broken):
-        return
     first = _first_event(case)
+    # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
+    is_stepped_on = any(event.skipped is False for event in broken)
     for alike in case.recorded(BrokenAlike):
+        if is_stepped_on and not alike.from_finite:
+            continue
         # A step of a second opinion has no events.
         if not case.progress.steps or (first is not None and first.step <= alike.step):
             is_later = first is not None and first.step < alike.step
@@ -480,7 +486,7 @@ FAULTS = (
         "error",
         _breaks_in_fp32_too,
         (_Alike, _Born),
-        ("scale-falls-for-forward", "non-finite-event"),
+        ("scale-falls-for-forward", "non-finite-event", "argument-out-of-range"),
     ),
     Fault(
         "overflow-in-operator",

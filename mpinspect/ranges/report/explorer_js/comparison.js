@@ -11,7 +11,7 @@ import { View } from "./view.js";
 import { numberOf, percent } from "./words.js";
 
 /** Most rows, pixels of a row at least and at most, and of the columns of figures with the table's borders. */
-const [MOST, LEAST, TALLEST, FIGURES] = [200, 24, 84, 176];
+const [MOST, LEAST, TALLEST, FIGURES] = [200, 24, 200, 176];
 
 /** A tensor of both runs. @typedef {{first: any, second: any, elsewhere: number, from: number | null}} Pair */
 
@@ -34,6 +34,8 @@ export class Comparison {
     this.kind = element("select", {}, ...kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, `${each.title} (${this.movedOf(each.name)} moved)`)));
     this.format = element("select", { className: "narrow" }, ...second.data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
     this.all = element("input", { type: "checkbox" });
+    this.block = element("input", { type: "range", min: -1, max: data[1].blocks.length - 1, step: 1, value: -1 });
+    this.steps = element("output", {});
     this.said = element("p", { className: "said", role: "status", "aria-live": "polite" });
     this.axes = ["A", "B", "difference"].map((words) => element("canvas", { "aria-hidden": "true", className: words }));
     this.body = element("tbody", {});
@@ -54,12 +56,13 @@ export class Comparison {
     const heads = ["A", "B", "B minus A"].map((words, place) => element("th", { scope: "col", className: "map" }, element("b", {}, words), this.axes[place]));
     this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
       element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "elsewhere"), element("th", { scope: "col", title: "the first step in which it moved, by more than it does by itself" }, "from step"))), this.body));
-    this.root.replaceChildren(element("div", { className: "controls" }, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all)), this.said, this.rows,
+    this.root.replaceChildren(element("div", { className: "controls" }, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [label("Steps", this.block), this.steps] : [])), this.said, this.rows,
       element("p", { className: "legend" }, entry("A and B: the darker, the larger the share; the format's edges at each run's own loss scale."), entry("B minus A: up where B has more, down where A has."), entry("A click shows the layer in B.")));
     this.root.classList.add("explorer");
     this.kind.addEventListener("change", () => this.change({ kind: this.kind.value }));
     this.format.addEventListener("change", () => this.change({ format: this.views[1].formatNamed(this.format.value) }));
     this.all.addEventListener("change", () => this.draw());
+    this.block.addEventListener("input", () => this.draw());
   }
 
   /** @param {any} changed part of the state of both */
@@ -68,6 +71,28 @@ export class Comparison {
     for (const view of this.views) Object.assign(view.state, changed, format && { format: view.sameFormat(format) });
     this.draw();
     keep(this.views[1]);
+  }
+
+  /** Shows a block of steps of B, and A at the same step; -1 for both runs as a whole. @param {number} block */
+  take(block) {
+    const [first, second] = this.views;
+    second.state.block = block;
+    first.state.block = block < 0 ? -1 : first.blockAt(second.data.blocks[block].first);
+    const [one, other] = this.views.map((view) => view.stepsInWords);
+    this.steps.textContent = one === other ? one : `${one} in A, ${other} in B`;
+    this.block.setAttribute("aria-valuetext", this.steps.textContent);
+  }
+
+  /** By exponent, the share of the non-zero elements in B less that in A. @param {Pair} pair @returns {Difference} */
+  differenceOf({ first, second }) {
+    /** @type {Map<number, number>} */
+    const shares = new Map();
+    [first, second].forEach((layer, place) => {
+      const h = this.views[place].counted(layer);
+      const all = h ? nonzero(h) : 0;
+      if (all) h.counts.forEach((/** @type {number} */ count, /** @type {number} */ index) => shares.set(h.min + index, (shares.get(h.min + index) ?? 0) + (2 * place - 1) * (count / all)));
+    });
+    return { shares, largest: Math.max(0, ...[...shares.values()].map(Math.abs)) };
   }
 
   /** The number of tensors of a kind that moved. @param {string} kind */
@@ -91,12 +116,13 @@ export class Comparison {
     const { kind, format } = this.views[1].state;
     this.kind.value = kind ?? "";
     this.format.value = format.name;
+    this.take(Number(this.block.value));
     const all = this.pairs();
     const shown = this.all.checked ? all : all.filter((pair) => pair.from !== null);
     this.said.textContent = `${all.length - shown.length ? `${numberOf(all.length - shown.length, "tensor")} that did not move ${all.length - shown.length === 1 ? "is" : "are"} hidden. ` : ""}`
       + (shown.length > MOST ? `The ${MOST} that moved most of ${shown.length} are shown.` : shown.length ? "" : "None moved by more than it does by itself.");
     this.lay(wide, shown.slice(0, MOST));
-    const differences = shown.slice(0, MOST).map(differenceOf);
+    const differences = shown.slice(0, MOST).map((pair) => this.differenceOf(pair));
     const most = Math.max(...differences.map(({ largest }) => largest), 1e-9);
     this.axes.forEach((axis, place) => this.painters[Math.min(place, 1)].axis(axis));
     this.body.replaceChildren(...shown.slice(0, MOST).map((pair, place) => this.row(pair, differences[place], most)));
@@ -134,16 +160,4 @@ export class Comparison {
   }
 }
 
-/** By exponent, the share of the non-zero elements in B less that in A. @typedef {{shares: Map<number, number>, largest: number}} Difference */
-
-/** @param {Pair} pair @returns {Difference} */
-function differenceOf({ first, second }) {
-  /** @type {Map<number, number>} */
-  const shares = new Map();
-  for (const [layer, sign] of [[first, -1], [second, 1]]) {
-    const h = layer.whole;
-    const all = nonzero(h);
-    h.counts.forEach((/** @type {number} */ count, /** @type {number} */ index) => shares.set(h.min + index, (shares.get(h.min + index) ?? 0) + sign * (all ? count / all : 0)));
-  }
-  return { shares, largest: Math.max(0, ...[...shares.values()].map(Math.abs)) };
-}
+/** Differences of shares, and the largest of them. @typedef {{shares: Map<number, number>, largest: number}} Difference */

@@ -63,8 +63,9 @@ class Models {
     this.packed = packed;
     this.names = names;
     this.select = element("select", {}, ...names.map((name, place) => element("option", { value: place }, name)), element("option", { value: ALL }, "all, which move together"));
-    const isPair = root.dataset.together !== undefined && names.length === 2;
-    if (isPair) this.select.prepend(element("option", { value: DIFFERENCE }, `${names.join(", ")} and their difference`));
+    // Runs that are compared stand in pairs.
+    const pairs = root.dataset.together === undefined ? [] : names.filter((_, place) => place % 2 === 0);
+    this.select.prepend(...pairs.map((name, pair) => element("option", { value: `${DIFFERENCE}${pair}` }, `${name}, B and their difference`)));
     this.maps = element("div", { className: "maps" });
     /** Of each model decoded so far. @type {Promise<any>[]} */
     this.known = [];
@@ -80,23 +81,24 @@ class Models {
   opens() {
     const found = asked();
     const named = this.names.indexOf(found.get("model") ?? "");
-    const together = this.select.options[0].value === DIFFERENCE ? DIFFERENCE : ALL;
-    const view = found.get("view") ?? (!found.has("model") && this.root.dataset.together !== undefined ? together : "");
-    return [ALL, together].includes(view) ? view : String(named < 0 ? Number(this.root.dataset.first ?? 0) : named);
+    const isTogether = this.root.dataset.together !== undefined;
+    const view = found.get("view") ?? (!found.has("model") && isTogether ? DIFFERENCE : "");
+    if (view === DIFFERENCE && isTogether) return `${DIFFERENCE}${Math.max(named, 0) >> 1}`;
+    return view === ALL ? ALL : String(named < 0 ? Number(this.root.dataset.first ?? 0) : named);
   }
 
   async show() {
     const view = this.select.value;
-    const isOne = view !== ALL && view !== DIFFERENCE;
-    const places = isOne ? [Number(view)] : this.names.map((_, place) => place);
+    const pair = view.startsWith(DIFFERENCE) ? 2 * Number(view.slice(DIFFERENCE.length)) : -1;
+    const places = pair >= 0 ? [pair, pair + 1] : view === ALL ? this.names.map((_, place) => place) : [Number(view)];
     const data = await Promise.all(places.map((place) => (this.known[place] ??= decode(this.packed[place]))));
     // Another was chosen meanwhile.
     if (this.select.value !== view) return;
     for (const map of this.shown) forget(map);
     this.maps.classList.toggle("several", view === ALL && places.length > 1);
     if (!this.maps.isConnected) this.root.replaceChildren(element("div", { className: "controls" }, element("label", { className: "roomy" }, element("span", {}, this.root.dataset.of ?? "Model"), this.select)), this.maps);
-    if (view === DIFFERENCE) {
-      this.compare(data);
+    if (pair >= 0) {
+      this.compare(data, this.names[pair + 1]);
       return;
     }
     this.shown = places.map(() => element("div", {}));
@@ -104,15 +106,15 @@ class Models {
     this.shown.forEach((map, place) => this.begin(map, view === ALL ? { ...data[place], view, format: comparedIn(data) } : data[place]));
   }
 
-  /** @param {any[]} data of both runs */
-  compare(data) {
+  /** @param {any[]} data of both runs @param {string} name of the second */
+  compare(data, name) {
     this.shown = [];
     const root = element("div", {});
     this.maps.replaceChildren(root);
     const [first, second] = data.map((each) => ({ ...each, view: DIFFERENCE, format: comparedIn(data) }));
     new Comparison(root, [first, second], async (layer) => {
       this.choice = { kind: layer.kind };
-      await this.open(this.names[1]);
+      await this.open(name);
       drawn.get(this.shown[0])?.choose(layerIn(this.shown[0], layer));
     });
   }

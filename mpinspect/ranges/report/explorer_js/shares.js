@@ -26,7 +26,7 @@ export class Shares {
     this.words = element("output", {});
     this.recommended = element("button", { type: "button", title: "the scale that suits these gradients best" });
     this.controls = element("span", { className: "scale" }, element("span", {}, "Loss scale "), this.words, ...(format ? [this.recommended] : []));
-    this.fold = element("button", { type: "button" });
+    this.fold = element("button", { type: "button", title: "the share lost at each loss scale" });
     this.fold.addEventListener("click", () => change({ hasCurve: !view.state.hasCurve }));
     this.picture = element("div", { className: "drag" });
     this.legend = element("figcaption", { className: "legend" });
@@ -84,7 +84,7 @@ export class Shares {
     const of = view.chosen ? "of the chosen layer" : "of the worst layer";
     const tall = isMoved ? height : this.heightOfZones;
     this.picture.replaceChildren(...(tall ? [this.chart(wide, tall, of, curves)] : []));
-    this.fold.textContent = view.state.hasCurve ? "hide the curve" : "losses at other scales";
+    this.fold.textContent = view.state.hasCurve ? "hide the curve" : "show the curve";
     this.legend.replaceChildren(...(isMoved && view.state.hasCurve ? this.legendOf(of, curves) : []), ...(isMoved ? [this.fold] : []));
     // Below it lies the table.
     this.legend.style.maxHeight = `${height - BELOW}px`;
@@ -104,7 +104,7 @@ export class Shares {
     }
     if (!hasValues) return state.hasCurve ? [] : [this.unknown];
     const [lost, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
-    return [element("b", {}, `at ${power(scale)}`), `${lost} flushed (${weight} of the magnitudes), ${over} overflow`];
+    return [element("b", {}, `at ${power(scale)}`), `${lost} flushed${state.hasCurve ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow`];
   }
 
   /** @param {number} wide @param {number} height @param {string} of @param {import("./curves.js").Curves} curves */

@@ -36,7 +36,7 @@ export class View {
     this.lastStep = Math.max(data.steps - 1, ...data.blocks.map((/** @type {any} */ each) => each.last), ...data.events.map((/** @type {any} */ each) => each.step));
     this.hasScrubber = data.blocks.length > 1;
     /** Letters of the longest name. @type {number} */
-    this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, each.name.length), 0);
+    this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, each.name.length), (data.opening.row?.[0].length ?? 0) + 1);
     this.marked = new Set(data.opening.marked);
     this.near = new Set(data.opening.near);
     const [suggestedFormat, suggestedScale] = data.suggested ?? ["", 0];
