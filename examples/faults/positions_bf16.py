@@ -1,7 +1,7 @@
 """Rotary positions are computed in BF16: beyond 256 neighbours have the same position."""
 
 # Thread: https://github.com/huggingface/diffusers/issues/13920
-# Finding: positions-collapse in 0.rotary, from step 0
+# Finding: positions-collapse in 0.rotary, from step 1
 import torch
 from torch import nn
 

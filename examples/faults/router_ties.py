@@ -1,7 +1,7 @@
 """A mixture of experts whose router scores are BF16: many tokens have exact ties at the k-th expert."""
 
 # Thread: https://github.com/pytorch/torchtitan/issues/2389
-# Finding: router-ties in moe, from step 0
+# Finding: router-ties in moe, from step 1
 import torch
 from torch import nn
 

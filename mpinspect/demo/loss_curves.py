@@ -86,7 +86,7 @@ def loss_scale(curve: Curve) -> str:
         return NOT_APPLICABLE
     if start != end:
         return f"{as_power(start)} -> {as_power(end)}"
-    return "1" if start == 1 else with_power(start)
+    return with_power(start)
 
 
 def table(curves: Sequence[Curve]) -> str:

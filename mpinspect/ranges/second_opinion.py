@@ -67,5 +67,5 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
         state.restore()
         random.restore()
     session = Session(RunInfo(type(model).__name__, watch=False), measurements=measurements)
-    ids = {"positions-collapse", *(fault.id for fault in FAULTS)}
+    ids = {"positions-collapse", "router-ties", *(fault.id for fault in FAULTS)}
     return tuple(finding for finding in analyse(session).findings if finding.id in ids)

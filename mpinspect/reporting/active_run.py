@@ -111,9 +111,9 @@ class ActiveRun:
     def name_in_run(self, part: RunPart, name: str) -> str:
         """Return the name that a value of a part has in the open run."""
         self.join(part)
-        if not self._parts:
-            return name
-        return name if part is self._parts[0] else name.replace(f"{GROUP}/", f"{GROUP}/{part.name}/", 1)
+        if self._parts and part is not self._parts[0]:
+            name = name.replace(f"{GROUP}/", f"{GROUP}/{part.name}/", 1)
+        return name
 
     def _bind(self, run: Any) -> None:
         if self._tracker is not None:

@@ -7,12 +7,13 @@ so a block may show fewer rows in a terminal. Strings are plain text without mar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from mpinspect.reporting.finding import Finding, Lines
-from mpinspect.reporting.words import NOT_APPLICABLE
+from mpinspect.reporting.words import NOT_APPLICABLE, and_more
 
 #: How a line or a cell is emphasised; "" is plain. A form without colour shows the text alone.
 Tone = Literal["", "strong", "dim", "good", "warning", "error", "unknown", "legend"]
@@ -34,9 +35,13 @@ class Limit:
     rest: str = "more"
     rest_on_page: str = ""
 
-    def unless(self, everything: bool) -> Limit | None:
-        """Return the limit, or None if a reader asked for everything."""
-        return None if everything else self
+    def unless(self, everything: bool) -> Limit:
+        """Return the limit, or none if a reader asked for everything."""
+        return ALL if everything else self
+
+
+#: No limit.
+ALL = Limit(sys.maxsize, sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Item:
     label: str = ""
     details: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
-    limit: Limit | None = None
+    limit: Limit = ALL
 
 
 @dataclass(frozen=True)
@@ -79,15 +84,15 @@ class Items:
 
     Args:
         items: at least as many items as any form shows.
-        limit: None if all items are always shown.
+        limit: how many items are shown.
         marked: whether a terminal puts a hyphen before each item, and HTML a bullet; Markdown always has a hyphen.
-        total: the number of items if ``items`` holds only some of them.
+        total: the number of items if ``items`` holds only some of them; else 0.
     """
 
     items: tuple[Item, ...]
-    limit: Limit | None = None
+    limit: Limit = ALL
     marked: bool = False
-    total: int | None = None
+    total: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,14 +174,14 @@ class Tables:
 
     Args:
         tables: the tables in display order. If all rows are shown, their order stays; otherwise they are sorted by rank.
-        limit: None if all rows are always shown.
-        total: the number of rows if the tables hold only some of them.
+        limit: how many rows are shown.
+        total: the number of rows if the tables hold only some of them; else 0.
         legend: the meanings of the cells' marks.
     """
 
     tables: tuple[Table, ...]
-    limit: Limit | None = None
-    total: int | None = None
+    limit: Limit = ALL
+    total: int = 0
     legend: str = ""
 
 
@@ -216,7 +221,7 @@ class Parts:
     """Documents inside another document; ``ranks`` orders them by importance, like a table's."""
 
     parts: tuple[Part, ...]
-    limit: Limit | None = None
+    limit: Limit = ALL
     ranks: tuple[int, ...] = ()
 
 
@@ -371,12 +376,12 @@ def is_empty(block: Block) -> bool:
         return not any(table.rows for table in block.tables)
     if isinstance(block, Section):
         return all(map(is_empty, block.blocks))
-    if isinstance(block, Widget):
-        return False
-    return not block.parts if isinstance(block, Parts) else not block.text
+    if isinstance(block, Parts):
+        return not block.parts
+    return not isinstance(block, Widget) and not block.text
 
 
-def bullets(sentences: Iterable[str], limit: Limit | None = None) -> Items:
+def bullets(sentences: Iterable[str], limit: Limit = ALL) -> Items:
     """Return the sentences as a list with hyphens."""
     return Items(tuple(map(Item, sentences)), limit, marked=True)
 
@@ -390,8 +395,8 @@ def table(
     columns: Sequence[Column],
     rows: Iterable[Sequence[str | Cell]],
     *,
-    limit: Limit | None = None,
-    total: int | None = None,
+    limit: Limit = ALL,
+    total: int = 0,
     legend: str = "",
 ) -> Tables:
     """Return a block of one table; strings become plain cells."""
@@ -403,9 +408,9 @@ def cells(words: Iterable[str | Cell]) -> tuple[Cell, ...]:
     return tuple(Cell(word) if isinstance(word, str) else word for word in words)
 
 
-def most(limit: Limit | None, number: int) -> int:
+def most(limit: Limit, number: int) -> int:
     """Return the most of ``number`` rows that any form shows; callers need to build no others."""
-    return number if limit is None else min(number, max(limit.terminal, limit.page))
+    return min(number, max(limit.terminal, limit.page))
 
 
 # -- for the renderers ----------------------------------------------------------------------------------------------
@@ -413,52 +418,51 @@ def most(limit: Limit | None, number: int) -> int:
 
 def static(document: Document) -> Document:
     """Return the document without its front and without widgets, including those of documents inside it."""
-    return replace(document, blocks=_static(document.blocks), front=None)
+    blocks = tuple(_static(block) for block in document.blocks if not isinstance(block, Widget))
+    return replace(document, blocks=blocks, front=None)
 
 
 def without_front_sections(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
     """Return the blocks without the sections and parts that a front shows, including those of documents inside them."""
     return tuple(
-        replace(
-            block,
-            parts=tuple(
-                replace(part, document=replace(part.document, blocks=without_front_sections(part.document.blocks)))
-                for part in block.parts
-                if not part.is_on_front
-            ),
-        )
-        if isinstance(block, Parts)
-        else block
-        for block in blocks
-        if not (isinstance(block, Section) and block.is_on_front)
+        _without_front_parts(block) for block in blocks if not (isinstance(block, Section) and block.is_on_front)
     )
 
 
-def _static(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    return tuple(
-        replace(block, parts=tuple(replace(part, document=static(part.document)) for part in block.parts))
-        if isinstance(block, Parts)
-        else block
-        for block in blocks
-        if not isinstance(block, Widget)
-    )
+def _without_front_parts(block: Block) -> Block:
+    if not isinstance(block, Parts):
+        return block
+    kept = (part for part in block.parts if not part.is_on_front)
+    return _changed(replace(block, parts=tuple(kept)), _without_front_sections)
+
+
+def _without_front_sections(document: Document) -> Document:
+    return replace(document, blocks=without_front_sections(document.blocks))
+
+
+def _static(block: Block) -> Block:
+    return _changed(block, static) if isinstance(block, Parts) else block
+
+
+def _changed(parts: Parts, change: Callable[[Document], Document]) -> Parts:
+    """Return the parts, each with its document changed."""
+    return replace(parts, parts=tuple(replace(part, document=change(part.document)) for part in parts.parts))
 
 
 def shown_items(block: Items, *, page: bool) -> tuple[tuple[Item, ...], str]:
     """Return the items to show, and words for the number of the others ("" if all are shown)."""
     shown = block.items[: allowed_on(block.limit, page=page)]
-    total = len(block.items) if block.total is None else block.total
-    return shown, rest_words(block.limit, total - len(shown), page=page)
+    return shown, rest_words(block.limit, max(block.total, len(block.items)) - len(shown), page=page)
 
 
-def shown_tables(block: Tables, allowed: int | None) -> tuple[list[Table], int]:
+def shown_tables(block: Tables, allowed: int) -> tuple[list[Table], int]:
     """Return the tables with the rows to show, without empty tables, and the number of rows left out.
 
     Args:
-        allowed: most rows of all tables together; None for all.
+        allowed: most rows of all tables together.
     """
-    total = sum(len(table.rows) for table in block.tables) if block.total is None else block.total
-    if allowed is None or total <= allowed:
+    total = max(block.total, sum(len(table.rows) for table in block.tables))
+    if total <= allowed:
         return [_of_use(table) for table in block.tables if table.rows], 0
     found = []
     for table in block.tables:
@@ -482,34 +486,31 @@ def _of_use(table: Table) -> Table:
     return Table(tuple(table.columns[place] for place in kept), rows, table.title)
 
 
-def shown_parts(block: Parts, allowed: int | None) -> tuple[list[Part], int]:
+def shown_parts(block: Parts, allowed: int) -> tuple[list[Part], int]:
     """Return the parts to show, in their order, and the number of parts left out."""
     ranks = block.ranks or range(len(block.parts))
-    shown = [part for part, rank in zip(block.parts, ranks, strict=True) if allowed is None or rank < allowed]
+    shown = [part for part, rank in zip(block.parts, ranks, strict=True) if rank < allowed]
     return shown, len(block.parts) - len(shown)
 
 
-def allowed_on(limit: Limit | None, *, page: bool) -> int | None:
-    """Return how many rows, items or names a page (else a terminal) shows; None for all."""
-    return None if limit is None else limit.page if page else limit.terminal
+def allowed_on(limit: Limit, *, page: bool) -> int:
+    """Return how many rows, items or names a page (else a terminal) shows."""
+    return limit.page if page else limit.terminal
 
 
-def rest_words(limit: Limit | None, left_out: int, *, page: bool) -> str:
+def rest_words(limit: Limit, left_out: int, *, page: bool) -> str:
     """Return words for the number of omitted entries: "... and 12 more"; "" if all are shown."""
     if not left_out:
         return ""
-    words = "more" if limit is None else (page and limit.rest_on_page) or limit.rest
-    return f"... and {left_out:,} {words}"
+    return f"... and {left_out:,} {(page and limit.rest_on_page) or limit.rest}"
 
 
 def item_words(item: Item, *, page: bool) -> str:
     """Return the item's text and as many of its names as the limit allows."""
     if not item.names:
         return item.text
-    allowed = allowed_on(item.limit, page=page)
-    shown = item.names if allowed is None else item.names[:allowed]
-    left = len(item.names) - len(shown)
-    return f"{item.text}: {', '.join(shown)}{f' and {left:,} more' if left else ''}"
+    shown = item.names[: allowed_on(item.limit, page=page)]
+    return f"{item.text}: {', '.join(shown)}{and_more(len(item.names) - len(shown))}"
 
 
 def legend_words(block: Tables, tables: Iterable[Table], columns: Iterable[Column]) -> str:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from mpinspect.reporting.document import Document
+from mpinspect.reporting.words import filled
 from mpinspect.runtime.appending import replace_whole
 
 
@@ -101,7 +102,7 @@ def save(report: Any, path: str | Path) -> Path:
     path = Path(path)
     suffix, suffixes = path.suffix.lower(), KINDS[report.kind].suffixes
     if suffix not in suffixes:
-        what = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
+        what = filled("the suffix {!r}", path.suffix) or "no suffix"
         raise ValueError(f"{path.name!r} has {what}, which names no form of report; there are {' '.join(suffixes)}")
     if suffix == ".png":
         picture = importlib.import_module(KINDS[report.kind].picture)

@@ -43,6 +43,7 @@ from mpinspect.reporting.page import said_once
 from mpinspect.reporting.palette import css_variables
 from mpinspect.reporting.scripts import bundled
 from mpinspect.reporting.terms import explained
+from mpinspect.reporting.words import filled
 
 STYLE = f"""
 .mpinspect{{color-scheme:light dark;{css_variables()}}}
@@ -145,15 +146,15 @@ def render(document: Document) -> str:
     """
     document = said_once(escaped(document))
     body = _article(document)
-    pictures = (document.front.picture,) if document.front is not None and document.front.picture is not None else ()
-    kinds = {(widget.package, widget.name): widget for widget in _widgets((*pictures, *document.blocks))}
+    picture = getattr(document.front, "picture", None)
+    kinds = {(widget.package, widget.name): widget for widget in _widgets(filter(None, (picture, *document.blocks)))}
     scripts = [bundled(*kind) + "\nstart();\n" for kind in kinds]
     hashes = [base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts]
     return _PAGE.format(
         title=escape(document.title),
         style=STYLE + (FRONT_STYLE if document.front else "") + "".join(_sheet(*kind) for kind in kinds),
         body=body,
-        scripts_allowed="; script-src" + "".join(f" 'sha256-{hash}'" for hash in hashes) if hashes else "",
+        scripts_allowed=filled("; script-src{}", "".join(f" 'sha256-{hash}'" for hash in hashes)),
         scripts="".join(f'\n<script type="module">{script}</script>' for script in scripts),
     )
 
@@ -225,8 +226,11 @@ def _block(block: Block, level: int) -> Iterator[str]:
             yield _heading(block.title, level + 1)
         packed = " ".join(make() for _, make in block.data)
         names = html.escape(json.dumps([name for name, _ in block.data]))
-        more = f"{' data-together' if block.together else ''}{f' data-first={block.first}' if block.first else ''}"
-        more += f' data-of="{html.escape(block.of)}"' if len(block.data) > 1 else ""
+        more = filled(" data-first={}", block.first or None)
+        if block.together:
+            more = f" data-together{more}"
+        if len(block.data) > 1:
+            more += f' data-of="{html.escape(block.of)}"'
         place = "" if block.title else ' class="picture"'
         yield f'<div{place} data-widget="{packed}" data-names="{names}"{more}>{_tagged("p", block.without, "dim")}</div>'
     else:
@@ -234,8 +238,12 @@ def _block(block: Block, level: int) -> Iterator[str]:
 
 
 def _tagged(tag: str, text: str, *classes: str) -> str:
-    names = " ".join(filter(None, classes))
-    return f"<{tag}{f' class={chr(34)}{names}{chr(34)}' if names else ''}>{escape(text)}</{tag}>"
+    return f"<{tag}{_class(*classes)}>{escape(text)}</{tag}>"
+
+
+def _class(*names: str) -> str:
+    """Return a tag's attribute with the names that are not empty; "" if all are empty."""
+    return filled(' class="{}"', " ".join(filter(None, names)))
 
 
 def _rest(words: str) -> Iterator[str]:
@@ -253,7 +261,7 @@ def _items(block: Items) -> Iterator[str]:
 
 
 def _item(item: Item) -> str:
-    label = f"<b>{escape(item.label)}</b> " if item.label else ""
+    label = filled("<b>{}</b> ", escape(item.label))
     details = "".join(f"<li>{escape(detail)}</li>" for detail in item.details)
     words = escape(item_words(item, page=True))
     return f"{label}<b>{words}</b><ul>{details}</ul>" if details else f"{label}{words}"
@@ -298,18 +306,19 @@ def _tables(block: Tables, level: int) -> Iterator[str]:
 
 
 def _column(column: Column, classes: str) -> str:
-    title = f' title="{html.escape(column.meaning)}"' if column.meaning else ""
+    title = filled(' title="{}"', html.escape(column.meaning))
     tag = "th" if column.heading else "td"
     return f'<{tag} class="{classes}"{title}>{escape(column.heading)}</{tag}>'
 
 
 def _classes(column: Column, is_long: bool) -> str:
-    found = (
-        "left" if column.is_left or column.is_name else "",
-        "name" if column.is_name else "long" if is_long else "",
-        f"p{min(column.priority, 4)}" if column.priority else "",
-    )
-    return " ".join(filter(None, found))
+    found = {
+        "left": column.is_left or column.is_name,
+        "name": column.is_name,
+        "long": is_long and not column.is_name,
+        f"p{min(column.priority, 4)}": column.priority,
+    }
+    return " ".join(name for name, holds in found.items() if holds)
 
 
 def _cell(cell: Cell, classes: str) -> str:
@@ -317,8 +326,7 @@ def _cell(cell: Cell, classes: str) -> str:
     if cell.bar is not None:
         inside = f'<span class="amount"><i style="width:{100 * cell.bar:.1f}%"></i></span>{inside}'
     notes = "".join(f"<small>{escape(note)}</small>" for note in cell.notes)
-    names = " ".join(filter(None, (classes, cell.tone)))
-    return f'<td class="{names}">{inside}{notes}</td>' if names else f"<td>{inside}{notes}</td>"
+    return f"<td{_class(classes, cell.tone)}>{inside}{notes}</td>"
 
 
 def _strip(strip: Strip) -> str:
@@ -338,6 +346,6 @@ def _parts(block: Parts, level: int) -> Iterator[str]:
     for part in parts:
         yield '<section class="part">'
         yield _heading(part.title, level + 1)
-        yield from _document(part.document, level + 2 if part.document.title else level + 1)
+        yield from _document(part.document, level + 1 + bool(part.document.title))
         yield "</section>"
     yield from _rest(rest_words(block.limit, left, page=True))

@@ -6,8 +6,8 @@ import html
 from collections.abc import Callable, Iterator
 
 from mpinspect.reporting.document import Block, Document, Front, Listed, Tab
-from mpinspect.reporting.finding import SEVERITIES, inferred
-from mpinspect.reporting.words import number_of
+from mpinspect.reporting.finding import inferred
+from mpinspect.reporting.words import filled, number_of
 
 STYLE = """
 .mpinspect.front{padding:0}
@@ -107,15 +107,13 @@ def front(
 
 def _findings(shown: Front, escape: Escape) -> Iterator[str]:
     """Yield the findings that ask for a change; below them, closed, the others."""
-    notes = [each for each in shown.findings if each.finding.severity == SEVERITIES[0]]
-    for each, noun in (([each for each in shown.findings if each not in notes], "finding"), (notes, "note")):
-        if not each:
-            continue
-        title = escape(number_of(len(each), noun))
-        yield f"<h2>{title}</h2>" if noun == "finding" else f'<details class="notes"><summary>{title}</summary>'
-        yield "<ul>"
-        yield from (f"<li>{''.join(_listed(listed, escape))}</li>" for listed in each)
-        yield "</ul>" if noun == "finding" else "</ul></details>"
+    alarms = [f"<li>{''.join(_listed(each, escape))}</li>" for each in shown.findings if each.finding.is_alarm]
+    notes = [f"<li>{''.join(_listed(each, escape))}</li>" for each in shown.findings if not each.finding.is_alarm]
+    if alarms:
+        yield from (f"<h2>{number_of(len(alarms), 'finding')}</h2>", "<ul>", *alarms, "</ul>")
+    if notes:
+        summary = f"<summary>{number_of(len(notes), 'note')}</summary>"
+        yield from (f'<details class="notes">{summary}', "<ul>", *notes, "</ul></details>")
 
 
 def _switch(shown: Front, escape: Escape) -> Iterator[str]:
@@ -133,17 +131,16 @@ def _switch(shown: Front, escape: Escape) -> Iterator[str]:
 
 
 def _titled(tab: Tab) -> str:
-    return f"{tab.title} ({tab.to_do} to do)" if tab.to_do else tab.title
+    return tab.title + filled(" ({} to do)", tab.to_do or None)
 
 
 def _listed(listed: Listed, escape: Escape) -> Iterator[str]:
     """Yield a finding that opens; one whose message stands in the verdict above is only a line."""
     finding = listed.finding
-    step = "" if finding.step is None else f' data-step="{finding.step}"'
-    thing = f' data-thing="{html.escape(listed.thing)}"' if listed.thing else ""
-    where = ", ".join(
-        filter(None, (listed.thing, finding.layer and f"'{finding.layer}'", f"step {finding.step}" if step else ""))
-    )
+    step = filled(' data-step="{}"', finding.step)
+    thing = filled(' data-thing="{}"', html.escape(listed.thing))
+    places = (listed.thing, filled("'{}'", finding.layer), filled("step {}", finding.step))
+    where = ", ".join(filter(None, places))
     yield (
         f'<details class="finding {html.escape(finding.severity)}" data-layer="{html.escape(finding.layer)}"{step}{thing}>'
         f'<summary><b>{escape(finding.severity)}</b><span class="id">{escape(finding.id)}</span>'

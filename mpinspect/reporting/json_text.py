@@ -51,7 +51,9 @@ def plain(value: Any, special: Special | None = None, *, digits: int | None = No
     if isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return str(value) if not math.isfinite(value) else value if digits is None else float(f"{value:.{digits}g}")
+        if not math.isfinite(value):
+            return str(value)
+        return value if digits is None else float(f"{value:.{digits}g}")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         take_apart = (special or {}).get(type(value), fields)
         return {name: plain(item, special, digits=digits) for name, item in take_apart(value).items()}
@@ -77,8 +79,9 @@ def lines(value: Any, layout: Layout, at: int = 0) -> str:
         return json.dumps(value, allow_nan=False)
     indent = " " * layout.indent * (at + 1)
     if isinstance(value, dict):
+        opening, closing = "{}"
         items = [f"{json.dumps(key)}: {lines(item, layout, at + 1)}" for key, item in value.items()]
     else:
+        opening, closing = "[]"
         items = [lines(item, layout, at + 1) for item in value]
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
     return f"{opening}\n{indent}" + f",\n{indent}".join(items) + f"\n{indent[layout.indent :]}{closing}"

@@ -52,7 +52,9 @@ def _opening(text: str) -> str:
     mark = _LEADING.match(shown)
     if mark is None:
         return shown
-    return f"\\{shown}" if not mark[0].isdigit() else f"{mark[0]}\\{shown[mark.end() :]}"
+    if mark[0].isdigit():
+        return f"{mark[0]}\\{shown[mark.end() :]}"
+    return f"\\{shown}"
 
 
 def _document(document: Document, level: int) -> Iterator[str]:
@@ -107,7 +109,9 @@ def _item(item: Item) -> Iterator[str]:
     words = _opening(item_words(item, page=True))
     if item.label:
         words = f"**{escape(item.label)}** {words}"
-    yield f"- **{words}**" if item.details and not item.label else f"- {words}"
+    elif item.details:
+        words = f"**{words}**"
+    yield f"- {words}"
     yield from (f"  - {_opening(detail)}" for detail in item.details)
 
 
@@ -163,5 +167,5 @@ def _parts(block: Parts, level: int) -> Iterator[str]:
         if number:
             yield ""
         yield from (_heading(part.title, level + 1), "")
-        yield from _document(part.document, level + 2 if part.document.title else level + 1)
+        yield from _document(part.document, level + 1 + bool(part.document.title))
     yield from _rest(rest_words(block.limit, left, page=True))

@@ -16,12 +16,15 @@ from mpinspect.reporting.document import (
     Front,
     Items,
     Line,
+    Listed,
     Parts,
     Section,
     Tables,
     Term,
-    is_empty,
+    lines,
+    nonempty,
 )
+from mpinspect.reporting.words import filled
 
 
 def for_page(document: Document) -> Document:
@@ -48,26 +51,25 @@ def _said_once(document: Document, above: tuple[str, ...]) -> Document:
         document,
         blocks=_all_once(document.blocks, said),
         summary=_sections(_all_once(document.summary, said)),
-        front=None if document.front is None else _front_once(document.front, said),
+        front=document.front and _front_once(document.front, said),
     )
 
 
 def _front_once(front: Front, said: tuple[str, ...]) -> Front:
     """Return a front whose findings leave out the message, fix and code that the verdict next to them has."""
-    listed = tuple(
-        each._replace(finding=replace(each.finding, message="", fix="", code=""))
-        if _is_said(each.finding.message, said)
-        else each
-        for each in front.findings
-    )
-    return replace(
-        front, findings=listed, tabs=tuple(tab._replace(document=said_once(tab.document)) for tab in front.tabs)
-    )
+    listed = tuple(_listed_once(each, said) for each in front.findings)
+    tabs = tuple(tab._replace(document=said_once(tab.document)) for tab in front.tabs)
+    return replace(front, findings=listed, tabs=tabs)
+
+
+def _listed_once(listed: Listed, said: tuple[str, ...]) -> Listed:
+    if not _is_said(listed.finding.message, said):
+        return listed
+    return listed._replace(finding=replace(listed.finding, message="", fix="", code=""))
 
 
 def _all_once(blocks: Iterable[Block], said: tuple[str, ...]) -> tuple[Block, ...]:
-    kept = (_once(block, said) for block in blocks)
-    return tuple(block for block in kept if not is_empty(block))
+    return nonempty(*(_once(block, said) for block in blocks))
 
 
 def _once(block: Block, said: tuple[str, ...]) -> Block:
@@ -118,11 +120,11 @@ def _all_explained(blocks: Iterable[Block], terms: tuple[Term, ...], told: set[s
             parts = (replace(part, document=_explained(part.document, told)) for part in block.parts)
             found.append(replace(block, parts=tuple(parts)))
             continue
-        lines = _meanings([block], terms, told)
+        meanings = _meanings([block], terms, told)
         if isinstance(block, Section):
-            found.append(replace(block, blocks=(*block.blocks, *lines)))
+            found.append(replace(block, blocks=(*block.blocks, *meanings)))
         else:
-            found += [block, *lines]
+            found += [block, *meanings]
     return tuple(found)
 
 
@@ -130,7 +132,7 @@ def _meanings(blocks: Iterable[Block], terms: tuple[Term, ...], told: set[str]) 
     text = "\n".join(words for block in blocks for words in _words(block))
     found = [term for term in terms if term.word not in told and re.search(term.pattern, text)]
     told.update(term.word for term in found)
-    return (Line("; ".join(f"{term.word}: {term.meaning}" for term in found) + ".", "legend"),) if found else ()
+    return lines(filled("{}.", "; ".join(f"{term.word}: {term.meaning}" for term in found)), tone="legend")
 
 
 def _words(block: Block) -> Iterator[str]:

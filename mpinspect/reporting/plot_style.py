@@ -123,10 +123,9 @@ def exponent_axis(axes: Axes, format: FloatFormat, low: int, high: int) -> None:
         # The name of a narrow region is continued above "normal" if there is room; "normal" is named in its middle.
         is_normal = region.name == "normal"
         if not is_normal or right - left > 0.15 * (high - low):
-            place = (left + right) / 2 if is_normal else left
-            align = "center" if is_normal else "left"
+            place, align, points = ((left + right) / 2, "center", 0) if is_normal else (left, "left", 3)
             above: Any = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-            axes.annotate(region.name, (place, 1), (0 if is_normal else 3, 3), ha=align, fontsize=8.5, **above)
+            axes.annotate(region.name, (place, 1), (points, 3), ha=align, fontsize=8.5, **above)
     axes.set_xlim(low, high)
     step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256) if (high - low) / step <= 18)
     ticks = range(-(-low // step) * step, high + 1, step)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from rich.cells import cell_len, chop_cells
 from rich.text import Text
@@ -29,7 +31,7 @@ _NAME_ROOM = 36
 #: Bins per character of a strip, the finest first.
 _STEPS = (2, 3)
 #: Smallest share of each mark of a strip.
-_MARKS = ((1e-1, "#"), (1e-2, "="), (1e-3, "-"), (0.0, "."))
+_MARKS = ((1e-1, "#"), (1e-2, "="), (1e-3, "-"), (math.ulp(0.0), "."), (0.0, " "))
 STRIP_LEGEND = (
     "the picture: | marks the format's edges, < and > values outside of the picture, . under 0.1%, - under 1%, "
     "= under 10%, # 10% or more"
@@ -48,9 +50,9 @@ def most_that_fits(tables: Sequence[Table], width: int) -> Detail:
     """Return the most detail that lets all tables fit, with names in the rows or, failing that, on separate lines."""
     priorities = sorted({0, *(column.priority for table in tables for column in table.columns)}, reverse=True)
     details = [Detail(priority, step) for priority in priorities for step in _STEPS]
-    for folded in (False, True):
+    for folded in (False, None):
         for detail in details:
-            if all(Grid(table, detail, width).fits(folded=None if folded else False) for table in tables):
+            if all(Grid(table, detail, width).fits(folded=folded) for table in tables):
                 return detail
     return details[-1]
 
@@ -81,15 +83,18 @@ class Grid:
         if folded is None:
             return self.fits(folded=False) or self.fits(folded=True)
         if folded:
-            return bool(self._names) and sum(self._gaps(self._figures, _FOLDED_GAP)) + len(INDENT) <= self._width
+            return bool(self._names) and self._needed(self._figures, _FOLDED_GAP) + len(INDENT) <= self._width
         needed = [
             min(width, _NAME_ROOM) if place in self._names else width for place, width in enumerate(self._natural)
         ]
         return sum(needed) + _GAP * (len(needed) - 1) <= self._width
 
-    def _gaps(self, places: Sequence[int], gap: int) -> list[int]:
-        """Return the widths of the columns, including the gap after each column but the last."""
-        return [self._natural[place] + (gap if place != places[-1] else 0) for place in places]
+    def _needed(self, places: Sequence[int], gap: int) -> int:
+        """Return the width of the columns and of the gaps between them."""
+        return sum(self._natural[place] for place in places) + gap * max(len(places) - 1, 0)
+
+    def _headings(self) -> list[Cell]:
+        return [Cell(column.heading, "strong") for column in self.columns]
 
     def lines(self) -> Iterator[Text]:
         """Yield the headings, a rule, and the rows."""
@@ -120,24 +125,24 @@ class Grid:
             wanted = min(max(0, max(notes, default=0) - widths[name]), max(spare, 0))
             widths[name] += wanted
             spare -= wanted
-        yield from self._row([column.heading for column in self.columns], places, widths, _GAP, "bold")
+        yield from self._row(self._headings(), places, widths, _GAP)
         yield Text("-" * (sum(widths) + _GAP * (len(widths) - 1)))
         for row, words in zip(self.rows, self._words, strict=True):
-            yield from self._row(words, places, widths, _GAP, cells=row)
+            yield from self._row(row, places, widths, _GAP, words)
 
     def _folded(self) -> Iterator[Text]:
         """Yield the table with names on separate lines, which leaves the whole width to the other columns."""
         places = self._figures
         widths = list(self._natural)
         room = self._width - len(INDENT)
-        spare = room - sum(self._gaps(places, _FOLDED_GAP))
+        spare = room - self._needed(places, _FOLDED_GAP)
         if spare < 0:
             _squeeze(widths, places, -spare)
         gap = _FOLDED_GAP
         if spare >= len(places) - 1:
             gap, spare = _GAP, spare - len(places) + 1
         self._widen_headings(widths, places, spare)
-        yield from self._row([column.heading for column in self.columns], places, widths, gap, "bold", INDENT)
+        yield from self._row(self._headings(), places, widths, gap, indent=INDENT)
         yield Text(
             "-" * min(self._width, len(INDENT) + sum(widths[place] for place in places) + gap * (len(places) - 1))
         )
@@ -147,7 +152,7 @@ class Grid:
                     yield Text(line, style=STYLES.get(row[name].tone, ""))
                 for note in row[name].notes:
                     yield from (Text(INDENT + line, style="italic") for line in _folded(note, room))
-            yield from self._row(words, places, widths, gap, indent=INDENT, cells=row)
+            yield from self._row(row, places, widths, gap, words, INDENT)
 
     def _widen_headings(self, widths: list[int], places: Sequence[int], spare: int) -> int:
         """Widen columns by up to ``spare`` in total to fit headings on one line; return the width left over."""
@@ -159,31 +164,31 @@ class Grid:
 
     def _row(
         self,
-        words: Sequence[str],
+        cells: Sequence[Cell],
         places: Sequence[int],
         widths: Sequence[int],
         gap: int,
-        style: str = "",
+        words: Sequence[str] = (),
         indent: str = "",
-        cells: Sequence[Cell] | None = None,
     ) -> Iterator[Text]:
-        """Yield the lines of one row, each cell folded to its column's width."""
+        """Yield the lines of one row, each cell folded to its column's width; ``words``: other texts of the cells."""
+        words = words or [cell.text for cell in cells]
         columns: list[list[tuple[str, str]]] = []
         for place in places:
-            tone = STYLES.get(cells[place].tone, "") if cells else style
+            tone = STYLES.get(cells[place].tone, "")
             folded = [(line, tone) for line in _folded(words[place], widths[place], self.columns[place].cut)]
-            for note in cells[place].notes if cells else ():
+            for note in cells[place].notes:
                 folded += [(INDENT + line, "italic") for line in _folded(note, max(8, widths[place] - len(INDENT)))]
             columns.append(folded)
-        for number in range(max(map(len, columns), default=0)):
+        for across in zip_longest(*columns, fillvalue=("", "")):
             line = Text(indent)
-            for place, folded in zip(places, columns, strict=True):
-                text, tone = folded[number] if number < len(folded) else ("", "")
+            for place, (text, tone) in zip(places, across, strict=True):
                 padding = " " * max(0, widths[place] - cell_len(text))
                 is_left = self.columns[place].is_left or self.columns[place].is_name
-                line.append("" if is_left else padding)
+                before, after = ("", padding) if is_left else (padding, "")
+                line.append(before)
                 line.append(text, style=tone)
-                line.append((padding if is_left else "") + " " * gap)
+                line.append(after + " " * gap)
             line.rstrip()
             yield line
 
@@ -232,4 +237,4 @@ def _strip_words(strip: Strip, step: int) -> str:
 
 def _marks(bins: Sequence[float], step: int) -> str:
     shares = [sum(bins[start : start + step]) for start in range(0, len(bins), step)]
-    return "".join(next(mark for least, mark in _MARKS if share >= least) if share else " " for share in shares)
+    return "".join(next(mark for least, mark in _MARKS if share >= least) for share in shares)

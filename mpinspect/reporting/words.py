@@ -46,7 +46,11 @@ def percent(fraction: float) -> str:
         return "<0.001%"
     if value < 10:
         return f"{value:.2g}%"
-    return f"{value:.0f}%" if value < 99.5 else f"{value:.4g}%" if value < 99.995 else ">99.99%"
+    if value < 99.5:
+        return f"{value:.0f}%"
+    if value < 99.995:
+        return f"{value:.4g}%"
+    return ">99.99%"
 
 
 def at_most(fraction: float) -> str:
@@ -63,9 +67,12 @@ def as_power(scale: float | None) -> str:
 
 
 def with_power(scale: float | None) -> str:
-    """Return a scale like ``as_power``, and as a number too from 1 to 2^24: "8192 (2^13)", "2^-3", "2^40"."""
-    power = as_power(scale)
-    return f"{scale:.0f} ({power})" if scale is not None and is_power_of_two(scale) and 1 <= scale <= 1 << 24 else power
+    """Return a scale like ``as_power``, and as a number too from 1 to 2^24: "1", "8192 (2^13)", "2^-3", "2^40"."""
+    if scale == 1:
+        return "1"
+    if scale is None or not is_power_of_two(scale) or not 1 < scale <= 1 << 24:
+        return as_power(scale)
+    return f"{scale:.0f} ({as_power(scale)})"
 
 
 def number_or_power(scale: float) -> str:
@@ -125,11 +132,16 @@ def time_taken(seconds: float) -> str:
     if seconds < 60:
         return duration(1e6 * seconds)
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60:,} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def _three(value: float) -> str:
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    for least, places in ((99.95, 0), (9.995, 1)):
+        if value >= least:
+            return f"{value:,.{places}f}"
+    return f"{value:.2f}"
 
 
 def shortened(name: str, length: int, cut: str) -> str:
@@ -137,12 +149,12 @@ def shortened(name: str, length: int, cut: str) -> str:
     if len(name) <= length:
         return name
     tail = length - 3 if cut == "start" else (length - 3) // 3
-    return f"{name[: length - 3 - tail]}...{name[-tail:] if tail > 0 else ''}"
+    return f"{name[: length - 3 - tail]}...{name[len(name) - tail :]}"
 
 
 def steps_named(first: int, last: int) -> str:
     """Return a range of steps in words: "step 7", "steps 800-999"."""
-    return f"step {first}" if first == last else f"steps {first}-{last}"
+    return f"step {first:,}" if first == last else f"steps {first:,}-{last:,}"
 
 
 def by_number(number: float, one: _T, several: _T) -> _T:
@@ -151,8 +163,14 @@ def by_number(number: float, one: _T, several: _T) -> _T:
 
 
 def number_of(number: int, thing: str) -> str:
-    """Return a number of things in words: "1 step", "1,000 steps"."""
-    return f"{number:,} {thing}{by_number(number, '', 's')}"
+    """Return a number of things in words: "1 step", "1,000 steps", "2 batches"."""
+    plural = re.sub("(ch|sh|s|x)$", r"\1e", thing) + "s"
+    return f"{number:,} {by_number(number, thing, plural)}"
+
+
+def powers_of_two(number: int) -> str:
+    """Return a number of powers of two in words: "1 power of two", "12 powers of two"."""
+    return f"{number_of(number, 'power')} of two"
 
 
 def lower_first(sentence: str) -> str:
@@ -172,8 +190,7 @@ def indefinite(noun: str) -> str:
 
 def bracketed(*clauses: str) -> str:
     """Return the clauses that are not empty in brackets after a space; "" if all are empty."""
-    inside = ", ".join(filter(None, clauses))
-    return f" ({inside})" if inside else ""
+    return filled(" ({})", ", ".join(filter(None, clauses)))
 
 
 def filled(form: str, value: object) -> str:
@@ -201,6 +218,6 @@ def format_name(name: str) -> str:
     match = re.fullmatch(r"(b|t)?float(\d+)(?:_([a-z0-9]+))?(-ftz)?", name)
     if match is None:
         return name
-    brand, width, variant, flushed = match.groups()
-    family = f"{brand.upper()}F" if brand else "FP"
-    return f"{family}{width}" + (f" {variant.upper()}" if variant else "") + (" without subnormals" if flushed else "")
+    brand, width, variant, flushed = match.groups("")
+    family = {"b": "BF", "t": "TF"}.get(brand, "FP")
+    return f"{family}{width}{filled(' {}', variant.upper())}{flushed and ' without subnormals'}"

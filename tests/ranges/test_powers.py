@@ -309,6 +309,15 @@ def scaled_twice(training):
     training.step()
 
 
+def divided_after_each_backward(training):
+    for _ in range(2):
+        training.scaler.scale(training.loss()).backward()
+        scale = training.scaler.get_scale()
+        for parameter in training.model.parameters():
+            parameter.grad.mul_(1 / scale)
+    training.optimizer.step()
+
+
 def stepped_undivided(training):
     training.scaler.scale(training.loss()).backward()
     training.optimizer.step()
@@ -326,6 +335,11 @@ FAULTY = {
     scaled_twice: ("optimizer", {1.0, 0.0}),
     stepped_undivided: ("optimizer", {1.0, 0.0}),
 }
+
+
+def test_gradients_that_were_divided_before_the_last_backward_are_found():
+    (mixed,) = Training(scale=4096.0).followed(divided_after_each_backward)
+    assert (mixed.text, mixed.first, mixed.second) == ("divided", 0.0, 1.0)
 
 
 @pytest.mark.parametrize("scale", [4096.0, 64.0])

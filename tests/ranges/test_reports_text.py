@@ -18,7 +18,7 @@ from mpinspect.ranges.session import LostUpdates, Progress, Window
 from mpinspect.reporting import forms, html
 from mpinspect.reporting.document import static
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import percent, share, with_power
+from mpinspect.reporting.words import filled, number_of, optional, percent, share, with_power
 
 
 def render(report, width=None):
@@ -146,10 +146,27 @@ def test_a_share_is_never_rounded_to_none_or_all(share, words):
 
 @pytest.mark.parametrize(
     ("scale", "words"),
-    [(8192.0, "8192 (2^13)"), (1.0, "1 (2^0)"), (0.125, "2^-3"), (2.0**40, "2^40"), (1000.0, "1000"), (None, "?")],
+    [(8192.0, "8192 (2^13)"), (1.0, "1"), (0.125, "2^-3"), (2.0**40, "2^40"), (1000.0, "1000"), (None, "?")],
 )
 def test_a_scale_is_written_with_its_power_of_two(scale, words):
     assert with_power(scale) == words
+
+
+@pytest.mark.parametrize(
+    ("number", "thing", "words"),
+    [(1, "batch", "1 batch"), (2, "batch", "2 batches"), (1000, "step", "1,000 steps"), (0, "power", "0 powers")],
+)
+def test_a_number_of_things_has_its_plural(number, thing, words):
+    assert number_of(number, thing) == words
+
+
+def test_a_missing_figure_has_a_mark_and_a_missing_clause_is_empty():
+    assert [optional(0, "2^{}".format), optional(None, "2^{}".format), optional(None, percent, "?")] == [
+        "2^0",
+        "-",
+        "?",
+    ]
+    assert [filled(" on rank {}", 0), filled(" on rank {}", None), filled(" of {}", "")] == [" on rank 0", "", ""]
 
 
 def test_the_number_of_backwards_is_shown_if_it_differs_from_the_steps():

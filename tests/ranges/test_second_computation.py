@@ -18,6 +18,7 @@ from mpinspect.ranges.records import (
     ChangedIntegers,
     FrozenBuffer,
     LostSum,
+    Ties,
 )
 from mpinspect.shapes.record.live import LiveMatmuls
 
@@ -470,6 +471,23 @@ def test_whole_numbers_that_a_cast_changes():
         (ids + 0.25).bfloat16().int()
         ids.bfloat16().bool()
     assert records(second, ChangedIntegers) == []
+
+
+def test_a_top_k_whose_scores_rounding_made_equal():
+    scores = 3 + 0.01 * torch.linspace(-1, 1, 64).expand(32, 64)
+    with Twice() as second:
+        (scores.bfloat16() * 1.5).topk(4)
+    (ties,) = records(second, Ties)
+    assert (ties.fraction, ties.k, ties.scores, ties.text) == (1.0, 4, 64, "bfloat16")
+    with Twice() as second:
+        # Chosen along the other dimension, the lowest, all of them, of scores that are exact, and equal exactly.
+        made = scores.bfloat16() * 1.5
+        made.topk(4, 0)
+        made.topk(4, largest=False)
+        made.topk(64)
+        scores.round().bfloat16().topk(4)
+        (made * 0 + 1.01).topk(4)
+    assert records(second, Ties) == []
 
 
 def test_a_difference_that_leaves_rounding_error():

@@ -250,3 +250,22 @@ def test_overflows_of_gradients_that_grow_are_no_outliers(largest, is_told):
         for step, scale in ((5, 64.0), (8, 32.0), (10, 16.0), (15, 8.0))
     )
     assert ("overflow-recurs" in findings(precision=FP16, events=events)) is is_told
+
+
+def test_gradients_divided_after_each_backward_are_named_beside_the_measured_factor():
+    divided = MixedPowers(
+        name="head",
+        step=1,
+        names=("add", "train.py:9", "head"),
+        text="divided",
+        loss_scale=2048.0,
+        first=0.0,
+        second=1.0,
+    )
+    measured = ChangedBeforeStep(name="head", step=0, factor=7e-5, is_uniform=True, of=10.0, zeroed=0.0)
+    finding = findings(divided, measured, precision=FP16)["scaled-plus-unscaled"]
+    assert finding.severity == "error"
+    assert "2^11 times too small" in finding.message
+    assert finding.fix == "Divide the gradients once, after the last backward of the step."
+    added = replace(divided, text="accumulated")
+    assert "scaled-plus-unscaled" not in findings(added, measured, precision=FP16)

@@ -326,14 +326,18 @@ def _add_fitting_blocks(bits: Any, counting: Any) -> Any:
     """Add whole blocks of float32 words to the planes, up to one that fits no window; return the number of values added."""
     f, window, state = _FORMAT32, counting.window, counting.window.state
     all_planes, lower, masks = without_owner(window.planes), without_owner(window.lower), without_owner(window.masks)
-    row, size = without_owner(counting.row), 4 * (planes.LOWER + 1) * planes.COLUMNS
+    row, lower_at, size = (
+        without_owner(counting.row),
+        np.int64(lower.ctypes.data),
+        (planes.LOWER + 1) * planes.ROW_BYTES,
+    )
     lowest, highest, blocks, side = state[_LOWEST], state[_HIGHEST], state[_BLOCKS], state[_SIDE]
     least, largest = np.uint32(2**32 - 1), f.zero
     start = 0
     while start + _BLOCK <= len(bits):
         block = bits[start : start + _BLOCK]
         low, high = planes.add_block(
-            block.ctypes.data, lower.ctypes.data + side * size, lower.ctypes.data + (1 - side) * size, masks.ctypes.data
+            block.ctypes.data, lower_at + side * size, lower_at + (1 - side) * size, masks.ctypes.data
         )
         if high == f.zero:
             row[ZEROS] += _BLOCK
@@ -352,7 +356,8 @@ def _add_fitting_blocks(bits: Any, counting: Any) -> Any:
             # Add the same block again, now to empty planes.
             continue
         side = 1 - side
-        planes.add_carries(all_planes, lower[side, planes.LOWER], blocks)
+        carries = lower_at + side * size + planes.LOWER * planes.ROW_BYTES
+        planes.add_carries(np.int64(all_planes.ctypes.data), carries, blocks)
         lowest, highest, blocks = min(first, lowest), max(last, highest), blocks + 1
         _find_edges_in_planes(block, masks, first, last, counting.scratch, row)
         least, largest = min(least, low), max(largest, high)

@@ -18,7 +18,7 @@ import numpy as np
 from numba.extending import intrinsic
 
 from mpinspect.counting.cpu.compiling import compiled
-from mpinspect.counting.cpu.vectors import I16, I32, I64, LANES, VECTOR_BYTES, Code, Words, add_rows, constant
+from mpinspect.counting.cpu.vectors import I16, I32, I64, LANES, VECTOR_BYTES, Code, Words, add_rows, constant, copy_row
 
 types: Any = numba.types
 
@@ -145,20 +145,15 @@ def add_carries(planes: Any, carries: Any, blocks: Any) -> None:
     A carry waits for a second of its weight: every other block adds to plane 4, every fourth to plane 5, and so on.
 
     Args:
-        planes: uint32, shape (ROWS, COLUMNS), initially zeros.
-        carries: uint32, shape (COLUMNS,); overwritten.
+        planes: address of uint32s, ROWS rows of COLUMNS, initially zeros.
+        carries: address of uint32s, COLUMNS; overwritten.
         blocks: number of blocks in the planes, below MOST_BLOCKS.
     """
-    level, rows = 0, planes.ctypes.data
+    level = 0
     while blocks & 1:
-        add_rows(
-            rows + (LOWER + level) * ROW_BYTES, rows + (_WAITING + level) * ROW_BYTES, carries.ctypes.data, COLUMNS
-        )
+        add_rows(planes + (LOWER + level) * ROW_BYTES, planes + (_WAITING + level) * ROW_BYTES, carries, COLUMNS)
         blocks, level = blocks >> 1, level + 1
-    # numba copies slices element by element.
-    waiting = planes[_WAITING + level]
-    for j in range(len(waiting)):
-        waiting[j] = carries[j]
+    copy_row(planes + (_WAITING + level) * ROW_BYTES, carries, COLUMNS)
 
 
 @compiled

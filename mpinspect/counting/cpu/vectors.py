@@ -56,15 +56,15 @@ class Code:
     def store(self, value: Any, address: Any, offset: int) -> None:
         self.builder.store(value, self.place(address, offset, value.type), align=1)
 
-    def prefetch(self, address: Any, offset: int) -> None:
-        """Prefetch a line into the first-level cache; any address is allowed."""
+    def prefetch(self, address: Any, offset: int, level: int = 1) -> None:
+        """Prefetch a line into the cache of the first or second level; any address is allowed."""
         place = self.place(address, offset, _I8)
         kinds = [place.type, I32, I32, I32]
         function = _cgutils.get_or_insert_function(
             self.builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0"
         )
         # 0: for reading; 3: into every cache level; 1: data.
-        self.builder.call(function, [place, constant(I32, 0), constant(I32, 3), constant(I32, 1)])
+        self.builder.call(function, [place, constant(I32, 0), constant(I32, 4 - level), constant(I32, 1)])
 
     def full_adder(self, a: Any, b: Any, c: Any) -> tuple[Any, Any]:
         """Return the sum and the carry for each bit. The carry is ``a``, or ``c`` where ``a`` and ``b`` differ."""
@@ -140,5 +140,23 @@ def _add_rows(context: Any, a: Any, b: Any, c: Any, words: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
 
+def _copy_row(context: Any, target: Any, source: Any, words: Any) -> Any:
+    """Copy a row of 32-bit words between addresses; their number is a multiple of LANES."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        code = Code(builder)
+
+        def body(turn: Any, _: list[Any]) -> list[Any]:
+            offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
+            code.store(code.load(builder.add(arguments[1], offset), 0), builder.add(arguments[0], offset), 0)
+            return []
+
+        code.loop(builder.udiv(arguments[2], constant(I64, LANES)), [], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
 largest_doubled: Any = intrinsic(_largest_doubled)
 add_rows: Any = intrinsic(_add_rows)
+copy_row: Any = intrinsic(_copy_row)

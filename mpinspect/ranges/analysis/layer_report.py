@@ -68,6 +68,13 @@ class LayerReport:
         """The counts behind the shares; None if never seen."""
         return self.weighed or self.histogram
 
+    @property
+    def max_exponent(self) -> int | None:
+        """The largest exponent of its finite non-zero elements; None without any."""
+        if self.histogram is None or not self.histogram.nonzero:
+            return None
+        return self.histogram.max_exponent
+
 
 def layer_report(
     info: TensorInfo,

@@ -102,6 +102,7 @@ class Counting(Observer):
         self._counts_outputs = ACTIVATION in kinds
         self._counts_output_gradients = ACTIVATION_GRADIENT in kinds
         self.lets_gradients_wait = WEIGHT_GRADIENT in kinds
+        self.lets_outputs_wait = self._counts_output_gradients
         #: The gradients of layers with a call that needed gradients, and of layers without such a call so far.
         self._needed: set[TensorKey] = set()
         self.not_needed: set[TensorKey] = set()

@@ -282,7 +282,8 @@ class Dispatcher(Guarded):
         self.untaken = NO_BACKWARD if taken else task
         may_wait = taken and any(observer.lets_gradients_wait for observer in backward.observers)
         if may_wait and backward.divisor is None and not self._hooks.others_change_gradients:
-            self.waiting.begin(backward, () if self._watch is None or not self._watch.at_work else self._watch.readings)
+            readings = () if self._watch is None or not self._watch.at_work else self._watch.readings
+            self.waiting.begin(backward, readings, any(observer.lets_outputs_wait for observer in backward.observers))
         else:
             self.waiting.stop()
         return backward

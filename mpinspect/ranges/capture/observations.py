@@ -167,6 +167,8 @@ class Observer:
     at_work = False
     #: Whether the observer accepts gradients together, at the end of their backward (``held_gradients``).
     lets_gradients_wait = False
+    #: Whether small output gradients are among these.
+    lets_outputs_wait = False
     #: Whether the calls of the modules that outline the model suffice (``layers.outline``) in this step.
     outline_suffices = False
     #: Whether ``backward_ends`` is called at the end of each backward.

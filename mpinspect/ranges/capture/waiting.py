@@ -59,16 +59,18 @@ class WaitingGradients(Generic[Context]):
         self._thread = 0
         self._context: Context | None = None
         self._readings: Sized = ()
+        self._holds_outputs = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def begin(self, context: Context, readings: Sized) -> None:
+    def begin(self, context: Context, readings: Sized, outputs: bool = False) -> None:
         """Start holding the gradients of the running backward, unless gradients of another thread's backward are held.
 
         Args:
             context: the context to pass to ``show``.
             readings: the tensors that the watch has read in this step.
+            outputs: whether small output gradients are held too.
         """
         if self._waiting:
             if self._thread != threading.get_ident():
@@ -81,6 +83,7 @@ class WaitingGradients(Generic[Context]):
                 task = torch._C._current_graph_task_id()
                 self.task = NO_BACKWARD if task == -1 or _may_be_reduced() else task
                 self._thread, self._context, self._readings = threading.get_ident(), context, readings
+                self._holds_outputs = outputs
 
     def stop(self) -> None:
         """Hold no further gradients until the next ``begin``."""
@@ -108,9 +111,9 @@ class WaitingGradients(Generic[Context]):
 
     def hold_output(self, layer: Layer, gradient: torch.Tensor, counted: bool, number: int, is_input: bool) -> bool:
         """Hold a small gradient of an output on a CPU in the same way; return whether it is held."""
-        if not gradient.is_cpu or not _is_plain(gradient) or gradient.nbytes > _LARGEST_OUTPUT:
+        if not self._holds_outputs or not gradient.is_cpu or not _is_plain(gradient):
             return False
-        if layer.path in self._changed:
+        if gradient.nbytes > _LARGEST_OUTPUT or layer.path in self._changed:
             return False
         values = gradient.detach()
         place = len(self._readings)

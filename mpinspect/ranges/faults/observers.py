@@ -16,7 +16,6 @@ from mpinspect.ranges.faults.measure.autocasts import Autocasts
 from mpinspect.ranges.faults.measure.averaged import Averaged
 from mpinspect.ranges.faults.measure.averages import Averages
 from mpinspect.ranges.faults.measure.buffers import Buffers
-from mpinspect.ranges.faults.measure.equal_by_rounding import EqualByRounding
 from mpinspect.ranges.faults.measure.examination import Examination
 from mpinspect.ranges.faults.measure.handed_over import HandedOver
 from mpinspect.ranges.faults.measure.ledger import Ledger
@@ -48,7 +47,6 @@ def diagnosing_observers(
         Buffers(layers, clock, recording),
         Autocasts(parameters, clock, recording),
         Examination(layers, parameters, clock, recording),
-        EqualByRounding(clock, recording),
         OverflowedNorms(clock, recording),
         *asked,
     )

@@ -31,10 +31,12 @@ from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.words import (
     NOT_APPLICABLE,
     UNKNOWN,
+    and_more,
     as_power,
     filled,
     indefinite,
     number_of,
+    optional,
     percent,
     share,
     steps_named,
@@ -70,7 +72,7 @@ _FAR = 0.1
 def headline(diff: RangeDiff) -> str:
     """Return in one or two sentences which run alone is in trouble, and whether and where the runs part."""
     said = trouble(diff)
-    events = [] if not said else [event for event in map(what_broke, (diff.first, diff.second)) if event is not None]
+    events = [event for event in map(what_broke, (diff.first, diff.second)) if said and event is not None]
     if said and (diff.moved is None or any(event.step < diff.moved.first_step for event in events)):
         return said
     return f"{said} {_parting(diff, [event.step for event in events])}".lstrip()
@@ -99,12 +101,13 @@ def _parting(diff: RangeDiff, broken: Sequence[int] = ()) -> str:
     """Return where the runs part; of several steps, which of them ``broken`` is."""
     moved = diff.moved
     if moved is not None:
-        step = min(broken, default=-1)
-        among = f", step {step:,} among them" if moved.first_step <= step <= moved.last_step != moved.first_step else ""
-        return f"They part {_at(moved)}{among}: {_what(moved)}{_zeros(moved)}."
+        step, where = min(broken, default=-1), _at(moved)
+        if moved.first_step <= step <= moved.last_step != moved.first_step:
+            where += f", step {step:,} among them"
+        return f"They part {where}: {_what(moved)}{_zeros(moved)}."
     if not diff.compared.stretches:
         return "Whether they part is not known: no step was counted in both."
-    grave = next((finding for finding in diff.new if finding.severity != "info"), None)
+    grave = next((finding for finding in diff.new if finding.is_alarm), None)
     if grave is not None:
         return f"B alone has {indefinite(grave.severity)}: {grave.message}"
     return f"{_nothing_moved(diff)}{_besides(diff)}."
@@ -123,18 +126,19 @@ def _nothing_moved(diff: RangeDiff) -> str:
 
 def _besides(diff: RangeDiff) -> str:
     """Return words on differences that no count shows: tensors of only one run, and settings; "" if there are none."""
-    alone = len(diff.only_first) + len(diff.only_second)
-    words = [f"{number_of(alone, 'tensor')} in one run alone"] if alone else []
+    words = ""
+    if alone := len(diff.only_first) + len(diff.only_second):
+        words += f"; {number_of(alone, 'tensor')} in one run alone"
     # How far the runs went is no setting.
     names = [change.name for change in diff.settings if change.name != "steps"]
     if diff.differs is None and names:
-        words.append(f"other settings: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}")
-    return "".join(f"; {each}" for each in words)
+        words += f"; other settings: {', '.join(names[:3])}{and_more(len(names) - 3)}"
+    return words
 
 
 def matters(diff: RangeDiff) -> bool:
     """Return whether anything differs that a finding warns of."""
-    return any(finding.severity != "info" for finding in diff.findings)
+    return any(finding.is_alarm for finding in diff.findings)
 
 
 def _at(parting: Parting) -> str:
@@ -210,7 +214,7 @@ def maps(diffs: Sequence[tuple[str, RangeDiff]]) -> Iterator[Widget]:
 
 def _tensors(title: str, shown: Sequence[LayerChange], everything: bool) -> Iterator[Block]:
     """Yield the table of these tensors; no block without tensors."""
-    yield from section(title, table(_LAYERS, map(_row, shown), limit=None if everything else ROWS, legend=_LEGEND))
+    yield from section(title, table(_LAYERS, map(_row, shown), limit=ROWS.unless(everything), legend=_LEGEND))
 
 
 def _unmoved(diff: RangeDiff, moved: Sequence[LayerChange], everything: bool) -> Iterator[Block]:
@@ -231,7 +235,7 @@ def _row(change: LayerChange) -> tuple[str, ...]:
     return (
         change.name or "(the model)",
         kind_named(change.kind).title.lower(),
-        NOT_APPLICABLE if change.moved_from is None else _span(change.moved_from),
+        optional(change.moved_from, _span),
         percent(change.elsewhere_fraction),
         f"~{percent(change.beyond_fraction)}",
         _both(*map(percent, change.zeros_fraction)),
@@ -252,7 +256,7 @@ def _span(steps: Steps) -> str:
 
 
 def _largest(layer: LayerReport) -> str:
-    return f"2^{layer.histogram.max_exponent}" if layer.histogram and layer.histogram.nonzero else NOT_APPLICABLE
+    return optional(layer.max_exponent, "2^{}".format)
 
 
 def _window(layer: LayerReport) -> str:
@@ -273,7 +277,8 @@ def _flushed(layer: LayerReport) -> str:
 
 def _updates(layer: LayerReport) -> str:
     """Return the share of updates lost in the storage format that loses most."""
-    return percent(max(lost.fraction for lost in layer.lost_updates.values())) if layer.lost_updates else ""
+    fractions = (lost.fraction for lost in (layer.lost_updates or {}).values())
+    return optional(max(fractions, default=None), percent, "")
 
 
 def _settings(diff: RangeDiff) -> Tables:
@@ -285,8 +290,7 @@ def _settings(diff: RangeDiff) -> Tables:
 def _events(diff: RangeDiff) -> Iterator[Item]:
     for name, events in (("A", diff.events_only_first), ("B", diff.events_only_second)):
         if events:
-            rest = f"; {len(events) - 1:,} more" if len(events) > 1 else ""
-            yield Item(f"{first_line(gravest(events) or events[0])}{rest}", name)
+            yield Item(first_line(gravest(events) or events[0]) + and_more(len(events) - 1, "; {:,} more"), name)
 
 
 def _scales(diff: RangeDiff) -> Iterator[Block]:
@@ -314,10 +318,11 @@ def _compared(diff: RangeDiff) -> Iterator[str]:
     if compared.steps is None:
         yield f"The runs counted no steps in common: {_counted(diff.first)} in A, {_counted(diff.second)} in B."
         return
-    stretches = "1 stretch" if compared.stretches == 1 else f"{compared.stretches:,} stretches"
-    of_those = "" if compared.same_steps == compared.stretches else f", {compared.same_steps:,} of them"
+    stretches = number_of(compared.stretches, "stretch")
+    if compared.same_steps != compared.stretches:
+        stretches += f", {compared.same_steps:,} of them"
     yield (
-        f"{upper_first(steps_named(*compared.steps))}, {compared.sampled_steps:,} of them counted, in {stretches}{of_those} of "
+        f"{upper_first(steps_named(*compared.steps))}, {compared.sampled_steps:,} of them counted, in {stretches} of "
         f"the same steps in both runs; {compared.tensors:,} tensors; judged against {diff.first.format}."
     )
     if diff.differs is not None:
@@ -332,7 +337,7 @@ def _compared(diff: RangeDiff) -> Iterator[str]:
 
 
 def _most(parting: Parting) -> str:
-    others = f", and in {parting.tensors - 1:,} more" if parting.tensors > 1 else ""
+    others = and_more(parting.tensors - 1, ", and in {:,} more")
     return f"{phrase(parting.name, parting.kind)} ({percent(parting.elsewhere_fraction)} of its elements){others}"
 
 

@@ -44,14 +44,16 @@ def render(report: RangeReport) -> Any:
     except ImportError as error:
         raise ImportError("to_dataframe() needs pandas: pip install mpinspect[pandas]") from error
     rows = [_row(layer, report) for layer in report.layers]
-    columns = list(rows[0]) if rows else list(_LABELS)
+    columns = list(next(iter(rows), _LABELS))
     # Layers differ in the formats that updates were tested for, so the columns of lost updates are the last.
     columns += sorted({name for row in rows for name in row} - set(columns))
     frame = pandas.DataFrame(rows, columns=columns)
     # Without a known figure pandas would give a column the type "object".
     types = {name: "float64" for name in columns if name not in (*_LABELS, "rounding_noise")}
     types |= dict.fromkeys(set(_INTEGERS) & types.keys(), "Int64") | {"samples": "int64"}
-    return frame.astype(types | ({"rounding_noise": "bool"} if rows else {}))
+    if rows:
+        types["rounding_noise"] = "bool"
+    return frame.astype(types)
 
 
 def _row(layer: LayerReport, report: RangeReport) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def _counted(layer: LayerReport) -> dict[str, Any]:
         "nans": histogram.nans,
         "min_abs": histogram.min_abs,
         "max_abs": histogram.max_abs,
-        "max_exponent": histogram.max_exponent if histogram.nonzero else None,
+        "max_exponent": layer.max_exponent,
     }
 
 

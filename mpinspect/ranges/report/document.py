@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -60,13 +61,26 @@ from mpinspect.reporting.document import (
     Table,
     Tables,
     Term,
+    Tone,
     bullets,
+    cells,
     lines,
     most,
     nonempty,
     section,
 )
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, number_of, percent, share, some, upper_first
+from mpinspect.reporting.words import (
+    NOT_APPLICABLE,
+    UNKNOWN,
+    filled,
+    number_of,
+    optional,
+    percent,
+    share,
+    some,
+    steps_named,
+    upper_first,
+)
 
 #: About as many rows as one reads; GitHub cuts a comment at 65,536 characters.
 LAYERS = Limit(8, 100, "more (--all, JSON)", "more; to_dataframe() and JSON have all")
@@ -74,6 +88,9 @@ EVENTS = Limit(5, 10)
 #: Reasons why layers never fired, and the names of layers for each reason.
 REASONS, NAMES = Limit(20, 20), Limit(12, 50)
 NOTES = Limit(20, 100)
+
+#: The colour of a verdict, by whether the run is healthy.
+_TONES: dict[bool | None, Tone] = {True: "good", False: "error", None: "strong"}
 
 #: The terms that a page explains where they first occur.
 TERMS = (
@@ -127,8 +144,8 @@ def document(
     session = report.session
     # For a healthy run, the verdict is all that most readers want to know.
     is_healthy = bool(report.verdict.healthy) and not everything
-    return Document(
-        title(report) if verdict else "",
+    found = Document(
+        "",
         (
             *section("Findings", Findings(report.findings), is_on_front=True),
             *section("Infinite or NaN", *_events(report.events)),
@@ -148,10 +165,12 @@ def document(
             *section("Ranks", bullets(tuple(rank_sentences(session)))),
             *section("Notes", bullets(session.notes, NOTES)),
         ),
-        verdict=verdict_blocks(report.verdict) if verdict else (),
         terms=TERMS,
-        front=front(report, title(report), notes) if verdict else None,
     )
+    if not verdict:
+        return found
+    named = title(report)
+    return replace(found, title=named, verdict=verdict_blocks(report.verdict), front=front(report, named, notes))
 
 
 def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
@@ -160,7 +179,7 @@ def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
     blocks: tuple[Block, ...] = (
         Line(verdict.ended, "error"),
         Line(verdict.precision),
-        Line(first, "strong" if verdict.healthy is None else "good" if verdict.healthy else "error"),
+        Line(first, _TONES[verdict.healthy]),
         *map(Line, more),
         *change_blocks(verdict),
         Line(verdict.more, "dim"),
@@ -177,7 +196,7 @@ def _totals(report: RangeReport) -> str:
     session = report.session
     seen = session.passed_through() - {FLOAT32.name}
     # Under autocast the values of one layer may have gone through the narrow format of another.
-    rounded = f"; values may have been rounded to {' and '.join(sorted(seen))} before they were counted" if seen else ""
+    rounded = filled("; values may have been rounded to {} before they were counted", " and ".join(sorted(seen)))
     counted = steps_and_samples(session.progress, session.progress.so_far)
     return f"{counted}{rounded}; {report.coverage}"
 
@@ -208,7 +227,9 @@ def _events(events: Sequence[Event]) -> Iterator[Block]:
 def _scale_title(report: RangeReport) -> str:
     if run_format(report.session) is None and is_hidden(report.session):
         return "Loss scale, if the run computes in FP16"
-    return "Loss scale, for a change to FP16" if _would_change(report) else "Loss scale"
+    if _would_change(report):
+        return "Loss scale, for a change to FP16"
+    return "Loss scale"
 
 
 def _would_change(report: RangeReport) -> bool:
@@ -248,11 +269,11 @@ def _loss_scale(report: RangeReport) -> Iterator[Line]:
         )
     if _moves(advice.blocks):
         groups = [list(equal) for _, equal in groupby(advice.blocks, _window)]
-        none = "" if advice.all_finite else " (none: not all was finite)"
-        yield Line(
-            f"The window over time, the narrowest within each span of sampled steps{none}: "
-            + "; ".join(_block(group[0], group[-1], report.session.windows) for group in groups)
-        )
+        over_time = "The window over time, the narrowest within each span of sampled steps"
+        if not advice.all_finite:
+            over_time += " (none: not all was finite)"
+        windows = (_block(group[0], group[-1], report.session.windows) for group in groups)
+        yield Line(f"{over_time}: {'; '.join(windows)}")
 
 
 def _of_sums(report: RangeReport) -> str:
@@ -273,11 +294,9 @@ def _unseen_gradients(report: RangeReport) -> str:
     """Return a sentence on the gradients that no backward made although they should be trained; "" if there are none."""
     never = report.coverage.never_fired
     unseen = [name for name, kind, why in never if kind in GRADIENT_KINDS and why == NO_GRADIENT_SEEN]
-    return (
-        f"Never seen (Coverage): {number_of(len(unseen), 'gradient')}. The window does not cover them."
-        if unseen
-        else ""
-    )
+    if not unseen:
+        return ""
+    return f"Never seen (Coverage): {number_of(len(unseen), 'gradient')}. The window does not cover them."
 
 
 def _moves(blocks: tuple[TimeBlock, ...]) -> bool:
@@ -298,8 +317,7 @@ def _block(first: TimeBlock, last: TimeBlock, windows: Iterable[Window]) -> str:
     start, end = first.first_step, last.last_step
     sampled = sum(each.sampled_steps for each in windows if start <= each.first_step and each.last_step <= end)
     part = f" ({sampled:,} sampled)" if 0 < sampled < end - start + 1 else ""
-    steps = f"step {start:,}" if start == end else f"steps {start:,}-{end:,}"
-    return f"{steps}{part}: {_window(first)}"
+    return f"{steps_named(start, end)}{part}: {_window(first)}"
 
 
 # -- the layers -----------------------------------------------------------------------------------------------------
@@ -318,11 +336,9 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
     if not counted:
         yield from section("Layers", Line("No tensor was counted."))
         return
-    limit = None if everything else LAYERS
+    limit = LAYERS.unless(everything)
     loses_updates = any(lost.nonzero for layer in counted for lost in (layer.lost_updates or {}).values())
-    blocks = repeated(
-        (layer for layer in counted if layer.kind != UPDATE or loses_updates), None if limit is None else limit.terminal
-    )
+    blocks = repeated((layer for layer in counted if layer.kind != UPDATE or loses_updates), limit.terminal)
     broken = _all_broken(blocks)
     blocks = [block for block in blocks if block.worst.kind not in broken]
     seen = [block.worst for block in blocks]
@@ -341,15 +357,15 @@ def _layers(report: RangeReport, everything: bool) -> Iterator[Block]:
     tables = []
     for kind, group in groupby(chosen, lambda place: seen[place].kind):
         places = list(group)
-        of_kind = [seen[place] for place in places]
-        columns = _update_columns(of_kind) if kind == UPDATE else _range_columns(kind, report)
-        title = (
-            f"Updates that rounding loses where weights are stored in a narrow format{_kept(report)}"
-            if kind == UPDATE
-            else f"{kind_named(kind).title}{_of_each_backward(kind, report)} in {report.format} {_as_counted(kind, report)}"
-        )
+        if kind == UPDATE:
+            title = f"Updates that rounding loses where weights are stored in a narrow format{_kept(report)}"
+            columns = _update_columns([seen[place] for place in places])
+        else:
+            of = _of_each_backward(kind, report)
+            title = f"{kind_named(kind).title}{of} in {report.format} {_as_counted(kind, report)}"
+            columns = _range_columns(kind, report)
         rows = tuple(
-            (_name(blocks[place], is_mixed), *(_as_cell(figure(blocks[place])) for _, figure in columns))
+            cells((_name(blocks[place], is_mixed), *(figure(blocks[place]) for _, figure in columns)))
             for place in places
         )
         headings = (Column("layer", is_name=True), *(column for column, _ in columns))
@@ -392,7 +408,7 @@ def _bounding(blocks: Sequence[Repeated]) -> set[int | None]:
 def _kept(report: RangeReport) -> str:
     """Return in brackets the optimizer's state that holds the rounded-off parts of updates; "" without one."""
     states = [optimizer.compensation for optimizer in report.session.precision.optimizers if optimizer.compensation]
-    return f" (for now: {some(states)} keeps them for later steps)" if states else ""
+    return filled(" (for now: {} keeps them for later steps)", some(states))
 
 
 def _of_each_backward(kind: str, report: RangeReport) -> str:
@@ -413,16 +429,12 @@ def _as_counted(kind: str, report: RangeReport) -> str:
     return "as they arrived, the loss scale unknown" if is_unknown and kind in GRADIENT_KINDS else "at scale 1"
 
 
-def _as_cell(figure: str | Cell) -> Cell:
-    return Cell(figure) if isinstance(figure, str) else figure
-
-
 def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]]:
     """Return the columns for layers of this kind, and their figures. A new column is added only here."""
     columns: list[tuple[Column, Figure]] = [
         (
             Column("offset", meaning="unused powers of two at the top"),
-            lambda row: UNKNOWN if row.range_offset is None else str(row.range_offset),
+            lambda row: optional(row.range_offset, str, UNKNOWN),
         ),
         (
             Column("flushed", meaning="of the non-zero elements"),
@@ -446,11 +458,11 @@ def _range_columns(kind: str, report: RangeReport) -> list[tuple[Column, Figure]
     columns += [
         (
             Column("largest", meaning="finite magnitude, rounded down"),
-            lambda row: NOT_APPLICABLE if row.max_exponent is None else f"2^{row.max_exponent}",
+            lambda row: optional(row.max_exponent, "2^{}".format),
         ),
         (
             Column("subnormal", priority=1, meaning="of those counted as non-zero, survive with fewer bits"),
-            lambda row: UNKNOWN if row.worst.subnormal_fraction is None else percent(row.worst.subnormal_fraction),
+            lambda row: optional(row.worst.subnormal_fraction, percent, UNKNOWN),
         ),
         (
             Column(
@@ -495,7 +507,8 @@ def _update_columns(layers: list[LayerReport]) -> list[tuple[Column, Figure]]:
                 return UNKNOWN
             if not lost.nonzero:
                 return NOT_APPLICABLE
-            return f"{percent(lost.fraction)} {'measured' if lost.measured else 'if stored so'}"
+            # The word that the legend explains.
+            return f"{percent(lost.fraction)} {_LOST_UPDATES[lost.measured].partition(':')[0]}"
 
         return words
 
@@ -509,10 +522,12 @@ def _name(block: Repeated, is_mixed: bool) -> Cell:
     """Return the cell with a layer's name; for repeated layers, a note names the worst one, whose losses the row shows."""
     layer = block.worst
     loses = layer.lost_l1_share is not None and layer.lost_l1_share.high > LOST_L1_TOLERANCE
-    of_worst = (f"the worst: {layer.name}",) if block.name != layer.name and loses else ()
-    return Cell(
-        block.name or "(the model)", notes=(*of_worst, *(() if layer.kind == UPDATE else _remarks(block, is_mixed)))
-    )
+    notes = []
+    if loses and block.name != layer.name:
+        notes.append(f"the worst: {layer.name}")
+    if layer.kind != UPDATE:
+        notes += _remarks(block, is_mixed)
+    return Cell(block.name or "(the model)", notes=tuple(notes))
 
 
 def _remarks(block: Repeated, is_mixed: bool) -> Iterator[str]:
@@ -529,8 +544,10 @@ def _remarks(block: Repeated, is_mixed: bool) -> Iterator[str]:
     layer = block.worst
     histogram = layer.histogram
     if histogram is not None and not histogram.nonzero:
-        zero = "all finite values are zero" if histogram.nonfinite else "all zero"
-        yield zero if histogram.zeros else "no finite value"
+        if not histogram.zeros:
+            yield "no finite value"
+        else:
+            yield "all finite values are zero" if histogram.nonfinite else "all zero"
     if layer.rounding_noise:
         yield "rounding noise"
     if is_mixed and layer.kind in GRADIENT_KINDS and layer.floor_exponent is None:
@@ -561,19 +578,22 @@ def _formats(report: RangeReport) -> Iterator[str]:
         # Values that overflowed in the run were counted as infinite: their magnitudes are unknown.
         is_rest = any(layer.kind == kind and layer.histogram and layer.histogram.nonfinite for layer in report.layers)
         them = "the finite ones" if is_rest else "them"
-        parts = ([f"range holds {them}: {yes}"] if yes else []) + ([f"does not: {no}"] if no else [])
-        parts += [f"not known: {hidden} (values were flushed or overflowed before counting)"] if hidden else []
-        parts += _unknown_range(report.layers, kind)
-        told.setdefault("; ".join(parts), []).append(f"{kind.replace('_', ' ')}s")
+        parts = (
+            yes and f"range holds {them}: {yes}",
+            no and f"does not: {no}",
+            hidden and f"not known: {hidden} (values were flushed or overflowed before counting)",
+            _unknown_range(report.layers, kind),
+        )
+        told.setdefault("; ".join(filter(None, parts)), []).append(f"{kind.replace('_', ' ')}s")
     for words, kinds in told.items():
         yield f"{', '.join(kinds)}: {words}"
 
 
-def _unknown_range(layers: Sequence[LayerReport], kind: str) -> list[str]:
-    """Return a sentence on the tensors of a kind that held nothing but zeros, infinities and NaNs; no sentence if none did."""
+def _unknown_range(layers: Sequence[LayerReport], kind: str) -> str:
+    """Return a clause on the tensors of a kind that held nothing but zeros, infinities and NaNs; "" if none did."""
     of_kind = [(layer.name, layer.histogram) for layer in layers if layer.kind == kind and layer.histogram is not None]
     names = [name for name, counts in of_kind if counts.total and not counts.nonzero]
-    return [f"of {some(names)} no finite value other than zero was seen"] if names else []
+    return filled("of {} no finite value other than zero was seen", some(names))
 
 
 def _format_name(name: str, scaling: str, unscaled: str = "") -> str:
@@ -596,9 +616,11 @@ def _left_out(session: Session) -> Iterator[str]:
             yield f"The first {observed} calls of a closure in an optimizer's step were counted and watched, later ones were not."
             continue
         others = int(found.figures["modules"]) - 1
-        more = f" (and {number_of(others, 'other module')} called as often or less)" if others else ""
+        times = f"{found.figures['calls']:,.0f} times in a forward"
+        if others:
+            times += f" (and {number_of(others, 'other module')} called as often or less)"
         yield (
-            f"{upper_first(module_named(found.name))} is called up to {found.figures['calls']:,.0f} times in a forward{more}: up "
+            f"{upper_first(module_named(found.name))} is called up to {times}: up "
             f"to {observed} calls, evenly spread, were counted and watched."
         )
 

@@ -15,8 +15,8 @@ from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.words import time_taken
 
 _DOCS = "https://github.com/mpinspect/mpinspect/blob/main/docs/"
-_DIAGNOSES = frozenset(diagnosis.id for diagnosis in DIAGNOSES)
-_FAULTS = frozenset(FAULTS)
+#: The pages that explain findings, and the ids on each.
+_PAGES = {"diagnoses.md": {diagnosis.id for diagnosis in DIAGNOSES}, "sentences.md": frozenset(FAULTS)}
 #: In place of a map.
 NO_MAP = "No tensor was counted, so there is no map."
 _NO_STATE = "Nothing to judge"
@@ -40,8 +40,10 @@ def front(report: RangeReport, name: str, notes: ModuleNotes) -> Front:
 def state_of(report: RangeReport) -> tuple[str, Tone]:
     """Return the verdict in a word or two, and its tone."""
     verdict = report.verdict
+    if verdict.healthy is None and verdict.ended:
+        return "Ended by an error", "error"
     if verdict.healthy is None:
-        return ("Ended by an error", "error") if verdict.ended else (_NO_STATE, "unknown")
+        return _NO_STATE, "unknown"
     if verdict.healthy:
         return verdict.opening, "good"
     is_error = any(finding.severity == SEVERITIES[-1] for finding in report.findings)
@@ -81,5 +83,5 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
 def listed(report: RangeReport, thing: str = "") -> Iterator[Listed]:
     """Yield a report's findings for a front, each with the address of the page that explains it."""
     for finding in report.findings:
-        page = "diagnoses.md" if finding.id in _DIAGNOSES else "sentences.md" if finding.id in _FAULTS else ""
-        yield Listed(finding, thing, f"{_DOCS}{page}#{finding.id}" if page else "")
+        pages = [name for name, ids in _PAGES.items() if finding.id in ids]
+        yield Listed(finding, thing, "".join(f"{_DOCS}{name}#{finding.id}" for name in pages[:1]))

@@ -16,7 +16,7 @@ from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.session import TensorInfo
 from mpinspect.reporting.document import Strip
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import NEAR, NEGLIGIBLE, share
+from mpinspect.reporting.words import NEGLIGIBLE, share
 
 Named = TypeVar("Named", LayerReport, TensorInfo)
 
@@ -51,8 +51,7 @@ class Repeated:
     @property
     def max_exponent(self) -> int | None:
         """The largest exponent in any member; None if none has a finite non-zero value."""
-        found = [layer.histogram for layer in self.members if layer.histogram is not None and layer.histogram.nonzero]
-        return max((histogram.max_exponent for histogram in found), default=None)
+        return max((layer.max_exponent for layer in self.members if layer.max_exponent is not None), default=None)
 
 
 def repeated(layers: Iterable[LayerReport], at_most: int | None = 0) -> list[Repeated]:
@@ -158,12 +157,12 @@ def has_no_values(layer: LayerReport) -> bool:
 
 def flushed_words(layer: LayerReport, elements: Interval | None) -> str:
     """Return a share of elements in words, with bounds only as far as the lost L1 share lets them matter."""
-    lost = 1.0 if layer.lost_l1_share is None else layer.lost_l1_share.high
-    return share(
-        elements,
-        near=1.0 if lost <= LOST_L1_TOLERANCE else NEAR,
-        negligible=1.0 if lost <= NEGLIGIBLE else NEGLIGIBLE,
-    )
+    lost = layer.lost_l1_share
+    if lost is None or lost.high > LOST_L1_TOLERANCE:
+        return share(elements)
+    if lost.high > NEGLIGIBLE:
+        return share(elements, near=1.0)
+    return share(elements, near=1.0, negligible=1.0)
 
 
 def overflowed_share(histogram: ExponentHistogram, format: FloatFormat) -> Interval:

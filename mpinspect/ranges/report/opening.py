@@ -15,8 +15,8 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import depends_on_scale, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen, module_named
-from mpinspect.reporting.finding import SEVERITIES, Finding
-from mpinspect.reporting.words import format_name, steps_named
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import filled, format_name, steps_named
 
 #: The whole run, in place of one of its blocks.
 WHOLE = -1
@@ -83,7 +83,7 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
         blocks: the blocks of steps that the map can show.
     """
     event = what_broke(report)
-    finding = next((each for each in report.findings if each.severity != SEVERITIES[0]), None)
+    finding = next((each for each in report.findings if each.is_alarm), None)
     format, is_other = _format(report, event)
     # A format in which the run does not compute is judged without a loss scale.
     scale = 0 if is_other else _own(report.session)
@@ -129,8 +129,7 @@ def _own(session: Session) -> int:
 
 def _scale_at(session: Session, step: int, otherwise: int) -> int:
     """Return the loss scale of a step as a power of two, rounded down."""
-    known = [change.scale for change in session.scale_history() if change.step <= step]
-    scale = known[-1] if known else None
+    *_, scale = (None, *(change.scale for change in session.scale_history() if change.step <= step))
     return floor_log2(scale) if scale and math.isfinite(scale) and scale > 0 else otherwise
 
 
@@ -141,13 +140,11 @@ def _culprit(
     event: Event | None, finding: Finding | None, layers: Sequence[LayerReport], watched: Sequence[LayerReport]
 ) -> Culprit | None:
     """Return the culprit; None if nothing is to blame."""
-    place = finding.layer if finding is not None and finding.layer else ""
-    if event is not None and (not place or place in (event.module, event.tensor)):
+    if event is not None and (finding is None or finding.layer in ("", event.module, event.tensor)):
         return _of_event(event, layers, watched)
-    if not place:
+    if finding is None or not finding.layer:
         return None
-    assert finding is not None
-    step = "" if finding.step is None else f", from step {finding.step:,} on"
+    place, step = finding.layer, filled(", from step {:,} on", finding.step)
     kind, near, is_own = _nearest(place, "", place, layers, watched)
     if is_own:
         return Culprit(kind, near, words=f"Marked: {module_named(place)} ({finding.id}{step}).")
@@ -161,8 +158,8 @@ def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[Lay
     kind, near, is_own = _nearest(event.module, event.what, event.tensor, layers, watched, given=event.given)
     words = f"Marked: {event.place}, the first {first} of the run (step {event.step:,}, {event.phase})."
     is_counted = kind == event.what or event.what in LOSSES or event.given
-    counted, missing = (kind_named(each).title.lower() for each in (kind, kind if is_counted else event.what))
     if not is_counted:
+        counted, missing = (kind_named(each).title.lower() for each in (kind, event.what))
         words += f" Its {missing} were not counted; shown are its {counted}."
     # The code after a module is no part of it.
     if is_own and not event.after:
@@ -181,7 +178,9 @@ def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[Lay
 def _beside(path: str, near: Sequence[str], layers: Sequence[LayerReport]) -> str:
     """Return a sentence on the row that stands for a place of which nothing was counted; "" if its parts have rows."""
     parts = {layer.name for layer in layers if path and _is_inside(layer, path)}
-    return f" The nearest row is {near[0]!r}." if near and near[0] not in parts else ""
+    if not near or near[0] in parts:
+        return ""
+    return f" The nearest row is {near[0]!r}."
 
 
 def _nearest(

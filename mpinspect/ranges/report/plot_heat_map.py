@@ -38,7 +38,7 @@ from mpinspect.reporting.plot_style import (
     shares,
     shortened,
 )
-from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, format_name, percent, share
+from mpinspect.reporting.words import NOT_APPLICABLE, UNKNOWN, format_name, optional, percent, share
 
 MAX_ROWS = 60
 #: Up to this many layers have a row each; if there are more, repeated blocks share one.
@@ -134,12 +134,11 @@ def _finding(report: RangeReport, found: list[Repeated]) -> str:
     if worst.overflowed and worst.histogram is not None:
         may = "overflows" if overflowed_share(worst.histogram, FORMATS[report.format]).low else "may overflow"
         return f"{called} {may} {name} at loss scale 1"
-    lost = worst.lost_l1_share
-    if lost is None or lost.high <= LOST_L1_TOLERANCE:
-        loses = (
-            f"more than {percent(lost.high)} of its sum of magnitudes" if lost is not None and lost.high else "anything"
-        )
-        return f"{name} at loss scale 1 serves every layer: none loses {loses} to flushing"
+    lost, serves = worst.lost_l1_share, f"{name} at loss scale 1 serves every layer"
+    if lost is None or not lost.high:
+        return f"{serves}: none loses anything to flushing"
+    if lost.high <= LOST_L1_TOLERANCE:
+        return f"{serves}: none loses more than {percent(lost.high)} of its sum of magnitudes to flushing"
     return f"{called} loses most in {name}: {flushed_words(worst, worst.flushed_fraction)} flushed at loss scale 1"
 
 
@@ -154,7 +153,7 @@ def _columns(report: RangeReport, found: list[Repeated]) -> list[_Column]:
     if any(layer.overflowed for layer in layers):
         format = FORMATS[report.format]
         overflowed = _of_values(
-            lambda layer: share(overflowed_share(layer.histogram, format)) if layer.histogram else UNKNOWN
+            lambda layer: optional(layer.histogram, lambda counts: share(overflowed_share(counts, format)), UNKNOWN)
         )
         columns.append(("overflow", overflowed))
     if any(map(_broken, layers)):
@@ -177,10 +176,11 @@ def _label(axes: Axes, lines: list[_Line], columns: list[_Column]) -> None:
         axes.annotate(heading, (1, 0.5), (number * _COLUMN + 4, 0), fontweight="bold", color=FAINT, **beside)
     for place, (label, (_, layer)) in enumerate(zip(axes.get_yticklabels(), lines, strict=True)):
         axes.axhline(place, color="white", linewidth=0.6, zorder=2)
-        label.set_fontweight("bold" if layer is None else "normal")
+        if layer is None:
+            label.set_fontweight("bold")
+            continue
         for number, (_, words) in enumerate(columns, start=1):
-            said = words(layer) if layer is not None else ""
-            axes.annotate(said, (1, place + 0.5), (number * _COLUMN + 4, 0), **beside)
+            axes.annotate(words(layer), (1, place + 0.5), (number * _COLUMN + 4, 0), **beside)
 
 
 def _name(row: Repeated) -> str:

@@ -27,7 +27,7 @@ from mpinspect.reporting.plot_style import (
     shares,
     shortened,
 )
-from mpinspect.reporting.words import format_name, percent, share, with_power
+from mpinspect.reporting.words import filled, format_name, percent, powers_of_two, share, with_power
 
 #: The vertical axis reaches above 100% to leave room for the arrows, whose heights are shares of the axis'.
 _TOP, _ARROWS = 60.0, (0.78, 0.9)
@@ -54,7 +54,7 @@ def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
     low, high = exponent_limits((counts for kinds in scaled.values() for counts in kinds.values()), format)
     for place, (shift, kinds) in zip(_ARROWS[2 - len(scaled) :][::-1], scaled.items(), strict=True):
         is_before = shift != k
-        at = f" at loss scale {with_power(2.0**shift) if shift else 1}"
+        at = f" at loss scale {with_power(2.0**shift)}"
         for kind, counts in kinds.items():
             if counts.nonzero:
                 _outline(axes, kind, counts, (low, high), at + _fate(counts, format), is_before=is_before)
@@ -83,13 +83,12 @@ def _finding(report: RangeReport) -> str:
         return f"It is not known whether {name} needs a loss scale"
     if not advice.needed:
         return f"{name} needs no loss scale: no layer that was seen loses too much without one"
+    needs = f"{name} needs a loss scale of {with_power(advice.recommended)}"
     before, after = advice.flushed_fraction_unscaled, advice.flushed_fraction_scaled
-    changes = (
-        f": in '{shortened(advice.worst_layer, 40)}' it flushes {percent(before)} without, {percent(after)} with it"
-        if before is not None and after is not None
-        else ""
-    )
-    return f"{name} needs a loss scale of {with_power(advice.recommended)}{changes}"
+    if before is None or after is None:
+        return needs
+    worst = shortened(advice.worst_layer, 40)
+    return f"{needs}: in '{worst}' it flushes {percent(before)} without, {percent(after)} with it"
 
 
 def _pooled(report: RangeReport) -> dict[str, ExponentHistogram]:
@@ -104,9 +103,8 @@ def _pooled(report: RangeReport) -> dict[str, ExponentHistogram]:
 
 def _fate(counts: ExponentHistogram, format: FloatFormat) -> str:
     """Return in words the format's effect on the values that it can't hold."""
-    overflowed = overflowed_share(counts, format)
-    over = f", {share(overflowed)} overflow" if overflowed.high else ""
-    return f": {percent(counts.flushed_fraction(format))} flushed{over}"
+    fate, overflowed = f": {percent(counts.flushed_fraction(format))} flushed", overflowed_share(counts, format)
+    return f"{fate}, {share(overflowed)} overflow" if overflowed.high else fate
 
 
 def _outline(
@@ -129,7 +127,7 @@ def _offset_arrow(
 ) -> None:
     """Draw an arrow, with the range offset, from the largest gradient to the format's top."""
     offset, top = format.max_exponent - largest, format.max_exponent + 1
-    powers = f"{abs(offset)} power{'s' if abs(offset) != 1 else ''} of two"
+    powers = powers_of_two(abs(offset))
     words = f"range offset: {powers} unused{at}" if offset >= 0 else f"{powers} beyond the format{at}"
     ends = sorted((min(largest + 1, high), top))
     transform = axes.get_xaxis_transform()
@@ -147,18 +145,19 @@ def _offset_arrow(
 
 def _left_out(pooled: dict[str, ExponentHistogram]) -> str:
     broken = sum(histogram.nonfinite for histogram in pooled.values())
-    return f"Exact zeros are left out{f', and {broken:,} infinite or NaN elements' if broken else ''}."
+    return f"Exact zeros are left out{filled(', and {:,} infinite or NaN elements', broken or None)}."
 
 
 def _notes(report: RangeReport, pooled: dict[str, ExponentHistogram], low: int, high: int) -> Iterator[str]:
     """Yield the notes below the plot: values not shown, values flushed before counting, the loss-scale advice."""
     floor = percent(LEAST_SHARE)
     beyond = any(h.nonzero and (h.min_exponent < low or h.max_exponent >= high) for h in pooled.values())
-    gathered = " Values beyond the picture are gathered in its outermost bars." if beyond else ""
-    yield f"{_left_out(pooled)} Shares below {floor} are drawn as {floor}.{gathered}"
+    drawn = f"{_left_out(pooled)} Shares below {floor} are drawn as {floor}."
+    yield f"{drawn} Values beyond the picture are gathered in its outermost bars." if beyond else drawn
     if any(layer.floor_exponent is not None and layer.kind in GRADIENT_KINDS for layer in report.layers):
         yield "Some of the zeros may be values that were flushed before they were counted: the shares are of those seen."
-    yield f"{scale_in_brief(report)}." + (f" {report.loss_scale.reason}" if not report.loss_scale.available else "")
+    advice = f"{scale_in_brief(report)}."
+    yield advice if report.loss_scale.available else f"{advice} {report.loss_scale.reason}"
 
 
 def _why_empty(pooled: dict[str, ExponentHistogram]) -> str:

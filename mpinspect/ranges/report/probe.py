@@ -9,7 +9,7 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
 from mpinspect.reporting.document import Cell, Column, Document, Item, Items, Limit, Line, Table, Tables, section
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
-from mpinspect.reporting.words import UNKNOWN, percent
+from mpinspect.reporting.words import UNKNOWN, and_more, number_of, optional, percent
 
 if TYPE_CHECKING:
     from mpinspect.ranges.probe import ProbeReport
@@ -28,10 +28,9 @@ _LEGEND = (
 
 def document(report: ProbeReport) -> Document:
     """Return the report as a document."""
-    batches = "1 batch" if report.batches == 1 else f"{report.batches:,} batches"
     notes = [Item("got no gradient", names=report.without_gradient, limit=NAMES)] if report.without_gradient else []
     return Document(
-        f"FP16 against FP32 on {batches}",
+        f"FP16 against FP32 on {number_of(report.batches, 'batch')}",
         (
             *_verdicts(report),
             _tables(report),
@@ -84,8 +83,7 @@ def _differs(layer: LayerProbe) -> bool:
 
 
 def _names(layers: list[LayerProbe], limit: int = 5) -> str:
-    more = len(layers) - limit
-    return ", ".join(layer.name for layer in layers[:limit]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(layer.name for layer in layers[:limit]) + and_more(len(layers) - limit)
 
 
 def _tables(report: ProbeReport) -> Tables:
@@ -124,8 +122,8 @@ def _row(layer: LayerProbe, found: GradientAgreement) -> tuple[Cell, ...]:
         Cell(percent(found.predicted_flushed_fraction)),
         Cell(percent(found.measured_flushed_fraction)),
         Cell(percent(found.lost_upstream_fraction)),
-        Cell(UNKNOWN if found.cosine is None else f"{found.cosine:.6f}"),
-        Cell(UNKNOWN if found.relative_error is None else f"{found.relative_error:.1e}"),
+        Cell(optional(found.cosine, "{:.6f}".format, UNKNOWN)),
+        Cell(optional(found.relative_error, "{:.1e}".format, UNKNOWN)),
         _remark(layer, found),
     )
 

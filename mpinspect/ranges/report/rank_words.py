@@ -76,10 +76,14 @@ def _averaged(session: Session) -> Iterator[str]:
     its_own = {own.min_exponent + place: float(count) for place, count in enumerate(own.counts) if count}
     if averaged and its_own:
         lower = _mean(its_own) - _mean(averaged)
-        powers = f"{abs(lower):.1f} powers of two {'lower' if lower > 0 else 'higher'} than"
+        powers = "as large as"
+        if lower >= 0.05:
+            powers = f"{lower:.1f} powers of two lower than"
+        elif lower <= -0.05:
+            powers = f"{-lower:.1f} powers of two higher than"
         yield (
             f"Averaged, as the optimizer was given them in step {last.step:,}, they reach from 2^{min(averaged)} to "
-            f"2^{max(averaged)}, on average {powers if abs(lower) >= 0.05 else 'as large as'} the ranks' own in "
+            f"2^{max(averaged)}, on average {powers} the ranks' own in "
             f"{steps_named(window.first_step, window.last_step)} (2^{min(its_own)} to 2^{max(its_own)})."
         )
 

@@ -32,7 +32,7 @@ from mpinspect.reporting.document import (
     section,
 )
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
-from mpinspect.reporting.words import number_of, percent
+from mpinspect.reporting.words import by_number, filled, number_of, percent
 
 #: Rows of products.
 ROWS = Limit(40, 200, "more; all are in JSON")
@@ -52,9 +52,9 @@ _NOT_JUDGED = (
 
 def document(report: RecipeReport) -> Document:
     """Return the report as a document."""
-    batches = "1 batch" if report.batches == 1 else f"{report.batches:,} batches"
+    layers, batches = number_of(len(report.modules), "Linear layer"), number_of(report.batches, "batch")
     return Document(
-        f"Recipes for {report.model}, {number_of(len(report.modules), 'Linear layer')}, {batches}",
+        f"Recipes for {report.model}, {layers}, {batches}",
         (
             _judgements(report),
             *section("Change", *_change(report)),
@@ -158,8 +158,8 @@ def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
         for each in report.recipes
         if each != recipe and report.code(each) and report.converted(each) == report.converted(recipe)
     ]
-    verb = "covers" if len(others) == 1 else "cover"
-    return f" ({', '.join(others)} {verb} as many)" if others else ""
+    form = by_number(len(others), " ({} covers as many)", " ({} cover as many)")
+    return filled(form, ", ".join(others))
 
 
 def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Block]:

@@ -8,7 +8,20 @@ from itertools import groupby
 
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.session import DROPPED, END, LOSSES, Event, Progress, module_named
-from mpinspect.reporting.words import UNKNOWN, as_power, format_name, lower_first, number_of, steps_named, with_power
+from mpinspect.reporting.words import (
+    UNKNOWN,
+    as_power,
+    filled,
+    format_name,
+    lower_first,
+    number_of,
+    optional,
+    powers_of_two,
+    steps_named,
+    with_power,
+)
+
+_FINITE = {True: "finite", False: "not finite"}
 
 
 def steps_and_samples(progress: Progress, state: str = "") -> str:
@@ -35,10 +48,11 @@ def event_maxima(event: Event) -> str:
     """Return the largest magnitudes of an event's tensor in the steps before, in words; "" if none are known."""
     if not event.last_maxima:
         return ""
-    scaled = event.loss_scale not in (None, 1.0) and event.phase == "backward"
+    quantity = event.quantity
+    if event.phase == "backward" and event.loss_scale not in (None, 1.0):
+        quantity += ", times the loss scale,"
     largest = ", ".join(f"{value:.3g}" for value in event.last_maxima)
-    times = ", times the loss scale," if scaled else ""
-    return f"the largest magnitudes of {event.quantity}{times} in the steps before, oldest first: {largest}"
+    return f"the largest magnitudes of {quantity} in the steps before, oldest first: {largest}"
 
 
 def scale_line(advice: LossScaleAdvice) -> str:
@@ -49,16 +63,16 @@ def scale_line(advice: LossScaleAdvice) -> str:
         ends = f"at least {as_power(advice.lowest)} is needed, {as_power(advice.highest)} the largest"
         return f"No loss scale to suggest; no scale serves all: {ends}"
     if advice.needed is False:
-        will, finer = "will do" if advice.all_finite else "would do", advice.finer_from
-        rounding = (
-            f" for the range (from a loss scale of {with_power(finer)} on FP16 also rounds finer than BF16)"
-            if finer and finer > 1
-            else ""
-        )
-        return f"Scale 1 {will}{rounding}; {scale_window(advice)}"
+        suggested, finer = "Scale 1 will do" if advice.all_finite else "Scale 1 would do", advice.finer_from
+        if finer and finer > 1:
+            suggested += (
+                f" for the range (from a loss scale of {with_power(finer)} on FP16 also rounds finer than BF16)"
+            )
+        return f"{suggested}; {scale_window(advice)}"
     suggested = f"Suggested loss scale: {with_power(advice.recommended)}"
-    doubt = "" if advice.needed else " (if one is needed)"
-    return f"{suggested}{doubt}; {scale_window(advice)}; {_headroom(advice)}"
+    if not advice.needed:
+        suggested += " (if one is needed)"
+    return f"{suggested}; {scale_window(advice)}; headroom {optional(advice.headroom, powers_of_two, UNKNOWN)}"
 
 
 def scale_in_brief(report: RangeReport) -> str:
@@ -97,12 +111,8 @@ def _reserve(named: str, scale: float, ends: tuple[float, float]) -> str:
 def scale_window(advice: LossScaleAdvice) -> str:
     """Return the window in words: "window 2^3 .. 2^16"; the lower end is "?" if the need for scaling is unknown."""
     lowest = UNKNOWN if advice.needed is None else as_power(advice.lowest)
-    return f"window {lowest} .. {as_power(advice.highest)}{'' if advice.all_finite else ' of the finite gradients'}"
-
-
-def _headroom(advice: LossScaleAdvice) -> str:
-    spare = advice.headroom
-    return "headroom ?" if spare is None else f"headroom {spare} {'power' if spare == 1 else 'powers'} of two"
+    window = f"window {lowest} .. {as_power(advice.highest)}"
+    return window if advice.all_finite else f"{window} of the finite gradients"
 
 
 def event_facts(event: Event) -> Iterator[str]:
@@ -110,20 +120,22 @@ def event_facts(event: Event) -> Iterator[str]:
     if event.phase == END:
         yield "no step reported it"
     else:
-        yield f"loss scale {with_power(event.loss_scale) if event.loss_scale else 'unknown'}"
+        yield f"loss scale {optional(event.loss_scale or None, with_power, 'unknown')}"
     if event.what == LOSSES[0]:
         yield "every output seen was finite, the loss was not"
     elif event.forward_finite is not None:
-        yield f"the model's forward was {'finite' if event.forward_finite else 'not finite'}"
+        yield f"the model's forward was {_FINITE[event.forward_finite]}"
     if event.gradients_finite is not None:
-        yield f"the gradients were {'finite' if event.gradients_finite else 'not finite'}"
-    if event.story:
-        yield "the loop dropped the gradients" if event.story == DROPPED else f"the optimizer's step was {event.story}"
+        yield f"the gradients were {_FINITE[event.gradients_finite]}"
+    if event.story == DROPPED:
+        yield "the loop dropped the gradients"
+    elif event.story:
+        yield f"the optimizer's step was {event.story}"
 
 
 def event_line(event: Event) -> str:
     """Return an event's rank, step, place, value and tensor in words."""
-    batch = f", micro-batch {event.micro_batch}" if event.micro_batch else ""
+    batch = filled(", micro-batch {}", event.micro_batch or None)
     return f"{_rank(event)}step {event.step}{batch}, {_happened(event)}"
 
 
@@ -141,13 +153,16 @@ def events_line(events: Sequence[Event]) -> str:
 
 
 def _rank(event: Event) -> str:
-    return "" if event.rank is None else f"rank {event.rank}, "
+    return filled("rank {}, ", event.rank)
 
 
 def _happened(event: Event) -> str:
     """Return the phase, place, value and tensor of an event in words."""
-    tensor = f" of {event.tensor!r}" if event.tensor not in ("", event.module) else ""
+    what = f"in the {event.what.replace('_', ' ')}"
+    if event.given:
+        what = f"seen {what}"
     if event.of_input:
-        tensor = f" of an input of {module_named(event.tensor)}"
-    what = f"{'seen in ' if event.given else 'in '}the {event.what.replace('_', ' ')}"
-    return f"{event.phase}, {event.place}: {event.value} {what}{tensor}"
+        what += f" of an input of {module_named(event.tensor)}"
+    elif event.tensor not in ("", event.module):
+        what += f" of {event.tensor!r}"
+    return f"{event.phase}, {event.place}: {event.value} {what}"

@@ -352,10 +352,11 @@ def _conclude(session: Session) -> _Conclusion:
 
 def _limits(format: FloatFormat) -> str:
     """Return a sentence on where a format's range ends."""
-    flush = format.flush_exponent
-    fewer = f", fewer bits are kept below 2^{format.min_normal_exponent}" if flush < format.min_normal_exponent else ""
+    flushes = f"flushes to zero below 2^{format.flush_exponent}"
+    if format.flush_exponent < format.min_normal_exponent:
+        flushes += f", fewer bits are kept below 2^{format.min_normal_exponent}"
     return (
-        f"log2 of the magnitude. {format_name(format.name)} flushes to zero below 2^{flush}{fewer}, and overflows from "
+        f"log2 of the magnitude. {format_name(format.name)} {flushes}, and overflows from "
         f"2^{format.max_exponent + 1} on. A loss scale of 2^k moves the values k to the right."
     )
 

@@ -18,7 +18,7 @@ from mpinspect.ranges.kinds import UPDATE, kind_named
 from mpinspect.ranges.report.layers import Repeated, repeated, seen_layers
 from mpinspect.reporting.palette import light, tint, tint_rgb
 from mpinspect.reporting.streams import printable
-from mpinspect.reporting.words import format_name
+from mpinspect.reporting.words import format_name, shortened
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -59,9 +59,9 @@ def draw(layers: Sequence[LayerReport], format: FloatFormat) -> tuple[bytes, int
     font = ImageFont.load_default(_FONT_SIZE)
     names = [_shortened(row.name or "(the model)") for row in shown]
     left = 16 + max(math.ceil(font.getlength(name)) for name in names)
-    title = f"{kind_named(layers[0].kind).title} against {format_name(format.name)} at scale 1" + (
-        f": the first {len(shown)} of {len(rows)} rows" if len(shown) < len(rows) else ""
-    )
+    title = f"{kind_named(layers[0].kind).title} against {format_name(format.name)} at scale 1"
+    if len(shown) < len(rows):
+        title += f": the first {len(shown)} of {len(rows)} rows"
     width = max(left + (high - low) * _COLUMN + _RIGHT, 24 + math.ceil(font.getlength(title)))
     height = _TOP + len(shown) * _ROW + _BOTTOM
     image = Image.new("RGB", (width, height), "white")
@@ -133,4 +133,4 @@ def _cells(pen: ImageDraw, row: Repeated, low: int, high: int, left: int, top: i
 def _shortened(name: str) -> str:
     """Return a name's last characters, which distinguish layers best, with those that the font lacks replaced."""
     plain = printable(name).encode("ascii", "backslashreplace").decode("ascii")
-    return plain if len(plain) <= _MOST_LETTERS else f"...{plain[3 - _MOST_LETTERS :]}"
+    return shortened(plain, _MOST_LETTERS, "start")

@@ -117,6 +117,8 @@ class PowersOfScale:
         self._found: MixedPowers | None = None
         #: Sums in gradients, by storage: they do no harm until a scaler divides the gradient or an optimizer takes it.
         self._in_gradients: dict[int, MixedPowers | None] = {}
+        #: Storages whose values the step has divided by the scale.
+        self._divided: set[int] = set()
         self._is_ours = False
         for _, parameter in self._parameters:
             if _has_storage(parameter):
@@ -180,6 +182,8 @@ class PowersOfScale:
         results = _tensors(args[0] if is_in_place and result is None else result)
         terms = self._terms(name, args)
         power = _merged(*terms) if terms else self._result(name, args)
+        if is_in_place and power == 0.0 and name in ("mul", "div"):
+            self._divided.update(_key(each) for each in results if _has_storage(each) and self._power(each) == 1.0)
         for each in results:
             if not (each.is_floating_point() or each.is_complex()):
                 self._set(each, 0.0)
@@ -294,7 +298,8 @@ class PowersOfScale:
         if in_optimizer:
             self._found = mixed("optimizer", terms)
         elif node is not None and "AccumulateGrad" in node.name():
-            self._in_gradients[_key(results[0])] = mixed("accumulated", (getattr(node, "variable", None),))
+            kind = "divided" if _key(results[0]) in self._divided else "accumulated"
+            self._in_gradients[_key(results[0])] = mixed(kind, (getattr(node, "variable", None),))
         elif self._name(terms[0]):
             self._in_gradients[_key(results[0])] = mixed("gradient", terms)
         elif node is not None or any(isinstance(each, torch.Tensor) and each.requires_grad for each in terms):

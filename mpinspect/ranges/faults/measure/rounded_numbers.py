@@ -79,6 +79,7 @@ class RoundedNumbers:
             aten.div: self._divided,
             **dict.fromkeys((aten.mm, aten.bmm), self._multiplied),
             **dict.fromkeys((aten.sin, aten.cos), self._given_an_angle),
+            aten.polar: lambda args, kwargs, result, where: self._given_an_angle(args[1:], kwargs, result, where),
             **dict.fromkeys(_COMPARING, self._compared),
         }
 

@@ -32,6 +32,7 @@ from mpinspect.ranges.records import (
     LostSum,
     Positions,
     Record,
+    Ties,
 )
 from mpinspect.reporting.words import number_of
 from mpinspect.runtime.device import free_memory
@@ -96,6 +97,8 @@ _LEAST_KEPT = 2.0**-6
 _ABSORBED = 0.5
 #: The least number of elements of an addition that is judged: a few may be absorbed by chance.
 _FEWEST = 64
+#: The fewest rows of scores of which a top k is judged, and the least share of them whose choice is arbitrary.
+_FEWEST_ROWS, _LEAST_TIED = 8, 0.01
 #: The inherited error after a difference, and before it.
 _CANCELLED, _UNCANCELLED = 0.3, 0.05
 
@@ -161,6 +164,8 @@ class SecondComputation:
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
         self._began = time.perf_counter()
+        #: The 16-bit dtype of the last operator that had one.
+        self._narrow: torch.dtype = torch.bfloat16
         #: Operators whose twin could not run, by name.
         self.skipped: Counter[str] = Counter()
         self._is_over = False
@@ -231,6 +236,7 @@ class SecondComputation:
             exact = _mapped(lambda each: _wide(each, id(each) in written), args, kwargs)
             before = self._errors_of(tensors) if func.overloadpacket in _AMPLIFYING else 0.0
         dtype = getattr(args[0], "dtype", None) if args else None
+        self._narrow = next((each.dtype for each in tensors if each.dtype in _NARROW), self._narrow)
         is_cast = func.overloadpacket in _CASTS and all(map(self._twins.is_cast, tensors))
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors))
 
@@ -253,6 +259,8 @@ class SecondComputation:
                 return
             if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0], frame):
                 return
+            if func.overloadpacket is aten.topk:
+                self._compare_choice(pending, frame)
             args, kwargs = pending.arguments
             twins = _plain(_run(func, args, kwargs))
             given = {storage_key(each) for each in _leaves(args) if isinstance(each, torch.Tensor)}
@@ -381,6 +389,26 @@ class SecondComputation:
                 self._record(AbsorbedOperand, pending, value, frame, **figures)
             )
 
+    def _compare_choice(self, pending: Pending, frame: FrameType) -> None:
+        """Record a top k whose last score ties, in enough rows, with one that is left out, where the exact scores differ."""
+        scores, k, dim, largest, _ = (*pending.given[0], -1, True, True)[:5]
+        twin = self.twin(scores)
+        if (
+            twin is None
+            or not largest
+            or not 0 < k < scores.shape[dim]
+            or scores.numel() < _FEWEST_ROWS * scores.shape[dim]
+        ):
+            return
+        best, exact = (each.topk(k + 1, dim).values.movedim(dim, -1)[..., -2:] for each in (scores, twin))
+        last = best[..., 0]
+        # Ties at zero (of a ReLU) or infinity (of a mask), and those that the exact scores have too, are not rounding's.
+        is_tied = (last == best[..., 1]) & (exact[..., 0] != exact[..., 1]) & (last != 0) & last.isfinite()
+        share = float(is_tied.float().mean())
+        if share >= _LEAST_TIED:
+            record = self._record(Ties, pending, scores, frame, fraction=share, k=k, scores=scores.shape[dim])
+            self._found[Ties].append(replace(record, text=str(self._narrow).removeprefix("torch.")))
+
     def _compare_integers(self, pending: Pending, value: Any, frame: FrameType) -> None:
         """Record whole numbers that were rounded before they are made integers."""
         exact = pending.arguments[0][0]
@@ -458,7 +486,7 @@ class SecondComputation:
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = self._kept.records()
-        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions)
+        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:

@@ -27,6 +27,11 @@ class _Mixed(Sentences):
         "scale of {loss_scale:scale}, the other's was not. The scaler divides the sum, so the unscaled loss counts "
         "{loss_scale:factor} times too little."
     )
+    DIVIDED = (
+        "In step {step} a backward added gradients that are multiplied by the loss scale of {loss_scale:scale} to the gradients "
+        "in {parameters:some} that had been divided by it already. The next division makes the earlier ones "
+        "{loss_scale:factor} times too small."
+    )
     GRADIENT = (
         "In step {step} ({line}) a value that is not multiplied by the loss scale is added to the gradient of {parameters:some}, "
         "which is still multiplied by it. After the scaler's division the value counts {loss_scale:factor} times too little."
@@ -47,11 +52,18 @@ class _Mixed(Sentences):
         "In step {step}, in {place}, values that are multiplied by the loss scale of {loss_scale:scale} are added to values "
         "that are not."
     )
+    DIVIDE_ONCE = "Divide the gradients once, after the last backward of the step."
     SCALE_EACH = "Scale each loss."
     UNSCALE_FIRST = "Unscale the gradients before anything is added to them."
     DIVIDE = "Divide the gradients by the loss scale before the penalty, and scale the whole loss once."
     SCALE_WHOLE = "Add the losses first, and scale their sum."
     ONCE = "Scale each loss once, and let the scaler divide and step."
+    UNSCALE_ONCE = (
+        "for micro_batch in micro_batches:\n"
+        "    scaler.scale(loss_of(micro_batch)).backward()\n"
+        "scaler.unscale_(optimizer)  # once, before clipping\n"
+        "scaler.step(optimizer)"
+    )
     BOTH_LOSSES = "scaler.scale(loss).backward()\nscaler.scale(other_loss).backward()"
     THEN_ADD = "scaler.unscale_(optimizer)\nadd_noise_or_weight_decay(model)\nscaler.step(optimizer)"
     PENALTY = (
@@ -65,6 +77,7 @@ class _Mixed(Sentences):
 
 _VARIANTS = {
     "accumulated": (_Mixed.ACCUMULATED, _Mixed.SCALE_EACH, _Mixed.BOTH_LOSSES),
+    "divided": (_Mixed.DIVIDED, _Mixed.DIVIDE_ONCE, _Mixed.UNSCALE_ONCE),
     "gradient": (_Mixed.GRADIENT, _Mixed.UNSCALE_FIRST, _Mixed.THEN_ADD),
     "optimizer": (_Mixed.TOO_LARGE, _Mixed.ONCE, _Mixed.STEP),
     "number": (_Mixed.NUMBER, _Mixed.DIVIDE, _Mixed.PENALTY),
