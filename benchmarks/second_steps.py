@@ -3,7 +3,8 @@
     python benchmarks/second_steps.py [--json benchmarks/results/second_steps-cpu.json] [--quick]
 
 A forward and backward in BF16 autocast, bare and by ``mpinspect.second_opinion``, which also sets the gradients and the random
-state back. Each is a process of its own, whose largest resident memory is read; times are the processor's, the least of the rounds.
+state back. Each is a process of its own, whose largest resident memory is read; times are those of the processor, the least of
+the rounds.
 """
 
 from __future__ import annotations
