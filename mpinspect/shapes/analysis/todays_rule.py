@@ -91,8 +91,9 @@ def convolution_reading(matmul: Matmul, gpu: Gpu) -> Reading:
         )
         return reading("degraded", why, "stem")
     which = " and ".join(f"{name} {size:,} ({size * item:,} bytes)" for name, size in bad.items())
-    a_group = " of a group" if convolution.groups > 1 else ""
-    why = f"{which}{a_group}: no multiple of 16 bytes, cuDNN pads or takes a slower kernel"
+    if convolution.groups > 1:
+        which += " of a group"
+    why = f"{which}: no multiple of 16 bytes, cuDNN pads or takes a slower kernel"
     return reading("degraded", why, "channels")
 
 

@@ -99,8 +99,9 @@ def headline(report: ShapeReport) -> str:
     cast = filled(" under {} autocast", dtype_name(report.autocast_dtype or ""))
     what = "forward and backward" if report.backward else "forward only"
     gpu = report.gpu.name + filled(" ({})", report.gpu.architecture)
-    where = ", recorded on a CPU" if report.device == "cpu" else ""
-    return f"{report.model or 'A model'} on {gpu}{where}: {dtype}{cast}, {what}"
+    if report.device == "cpu":
+        gpu += ", recorded on a CPU"
+    return f"{report.model or 'A model'} on {gpu}: {dtype}{cast}, {what}"
 
 
 def totals(report: ShapeReport) -> list[str]:
@@ -308,8 +309,9 @@ def sizes(row: ShapeRow) -> str:
     convolution, attention = row.matmul.convolution, row.matmul.attention
     if convolution is not None:
         kernel = "x".join(map(str, convolution.kernel_size))
-        groups = f" / {convolution.groups}" if convolution.groups > 1 else ""
-        channels = f"{convolution.in_channels}->{convolution.out_channels}{groups}"
+        channels = f"{convolution.in_channels}->{convolution.out_channels}"
+        if convolution.groups > 1:
+            channels += f" / {convolution.groups}"
         return f"{convolution.batch} x {channels} {kernel} conv"
     if attention is not None:
         heads = attention.batch * attention.heads
