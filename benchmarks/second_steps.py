@@ -3,7 +3,8 @@
     python benchmarks/second_steps.py [--json benchmarks/results/second_steps-cpu.json] [--quick]
 
 A forward and backward in BF16 autocast, bare and by ``mpinspect.second_opinion``, which also sets the gradients and the random
-state back. Each is a process of its own, whose largest resident memory is read; times are the least of the rounds.
+state back. Each is a process of its own, whose largest resident memory is read; times are those of the processor, the least of the
+rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def loss(model: torch.nn.Module, batch: networks.Batch) -> torch.Tensor:
 
 
 def measured(name: str, twice: bool) -> dict[str, float]:
-    """Seconds of a step, and MB beyond those before the first step."""
+    """Processor seconds of a step, and MB beyond those before the first step."""
     make, draw = {**SUBJECTS, **QUICK}[name]
     torch.manual_seed(0)
     model, batch = make(), draw("cpu")
@@ -43,12 +44,12 @@ def measured(name: str, twice: bool) -> dict[str, float]:
     seconds = []
     for _ in range(ROUNDS):
         model.zero_grad()
-        began = time.perf_counter()
+        began = time.process_time()
         if twice:
             mpinspect.second_opinion(model, loss, batch)
         else:
             loss(model, batch).backward()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
     return {"seconds": min(seconds), "megabytes": _resident_mb() - before}
 
 

@@ -1,4 +1,4 @@
-"""compare_recipes: runs batches, and measures the loss by each FP8 and FP4 recipe in every Linear layer's products."""
+"""compare_recipes: runs batches, and measures the loss by each FP8 and FP4 recipe in every layer's products."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from mpinspect.numeric.recipes import TrainingRecipe, as_recipe
 from mpinspect.ranges.analysis.recipe_comparison import RecipeReport, product_rows
-from mpinspect.ranges.capture.operands import OperandLosses
+from mpinspect.ranges.capture.operands import OperandLosses, may_be_layer
 from mpinspect.ranges.capture.passes import LossFunction, materialised, require_loss
 from mpinspect.runtime.untouched import ModelState, RandomState
 from mpinspect.runtime.wrappers import compiled_modules_eager
@@ -25,7 +25,10 @@ def compare_recipes(
     batches: Iterable[Any],
     recipes: Iterable[str | TrainingRecipe] = USUAL,
 ) -> RecipeReport:
-    """Run batches forward and backward, and measure the loss by each recipe in every Linear layer's operands.
+    """Run batches forward and backward, and measure the loss by each recipe in every layer's operands.
+
+    A layer is a ``torch.nn.Linear``, or another module whose output is the product of its input and its one weight, transposed or
+    not, such as ``transformers``' Conv1D. Converters take the former alone: the report names the others.
 
     Every operand (input, weight and the gradient at the output, in the orientation of each product) is quantised as the recipe
     does, in FP32 arithmetic, and compared with itself. So flushed and clipped values are measured, not estimated. The run itself
@@ -36,7 +39,7 @@ def compare_recipes(
     generators of torch, Python and NumPy are restored. Nothing is trained. Compiled modules run eagerly.
 
     Args:
-        model: any module with ``torch.nn.Linear`` layers, in the mode (train or eval) to be judged.
+        model: any module with such layers, in the mode (train or eval) to be judged.
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, unscaled, computed as in training, with its autocast.
         batches: an iterable of batches, which are all held in memory: limit a long one with ``itertools.islice(loader, 4)``.
         recipes: names (``numeric.recipes.RECIPES``) or recipes.
@@ -45,7 +48,7 @@ def compare_recipes(
 
     Raises:
         TypeError: model is not a Module, loss_fn is not callable, the loss is not a tensor, or batches is not an iterable.
-        ValueError: no batches, no recipe, an unknown recipe, no Linear layer that a batch calls, or a loss that is not one number
+        ValueError: no batches, no recipe, an unknown recipe, no layer that a batch calls, or a loss that is not one number
             or has no graph.
     """
     if not isinstance(model, torch.nn.Module):
@@ -55,13 +58,16 @@ def compare_recipes(
     chosen = tuple(dict.fromkeys(as_recipe(each) for each in ([recipes] if isinstance(recipes, str) else recipes)))
     if not chosen:
         raise ValueError("recipes is empty: name at least one, such as 'mxfp8'")
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    layers = {path: module for path, module in model.named_modules() if may_be_layer(module)}
     if not layers:
-        raise ValueError("the model has no torch.nn.Linear: recipes of FP8 and FP4 convert Linear layers alone")
+        raise ValueError("the model has no torch.nn.Linear, nor another module with a matrix as its weight")
     measuring = OperandLosses(chosen)
     number = _run(model, loss_fn, batches, layers, measuring)
     if not measuring.shapes:
-        raise ValueError("no batch called a torch.nn.Linear as a module: there is no product to judge")
+        raise ValueError(
+            "no batch called a torch.nn.Linear as a module, nor another that multiplies its input by its weight: there is no "
+            "product to judge"
+        )
     losses = measuring.losses
     return RecipeReport(
         type(model).__name__,
@@ -69,7 +75,10 @@ def compare_recipes(
         product_rows(losses, measuring.shapes, chosen),
         number,
         tuple(dict.fromkeys(module for (module, *_), found in losses.items() if found.broken)),
-        tuple(path for path in layers if path not in measuring.shapes),
+        tuple(
+            path for path, each in layers.items() if isinstance(each, torch.nn.Linear) and path not in measuring.shapes
+        ),
+        tuple(measuring.others),
     )
 
 
@@ -77,7 +86,7 @@ def _run(
     model: torch.nn.Module,
     loss_fn: LossFunction,
     batches: Iterable[Any],
-    layers: dict[str, torch.nn.Linear],
+    layers: dict[str, torch.nn.Module],
     measuring: OperandLosses,
 ) -> int:
     """Run the batches with the layers measured; restore the model, and return the number of batches."""

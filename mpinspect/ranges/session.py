@@ -417,6 +417,7 @@ class OperandRecord:
         shape: input and output features of the module.
         loss: the sums over these steps.
         steps: number of these steps.
+        is_linear: whether the module is a torch.nn.Linear, which torchao and TransformerEngine convert.
     """
 
     module: str
@@ -426,6 +427,7 @@ class OperandRecord:
     shape: tuple[Count, Count]
     loss: QuantizationLoss = field(default_factory=QuantizationLoss)
     steps: Count = 1
+    is_linear: bool = True
 
     @property
     def key(self) -> tuple[str, str, str, str]:

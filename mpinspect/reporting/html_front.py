@@ -44,7 +44,8 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 @supports not selector(:has(a)){.mpinspect .tab{grid-row:auto}}
 .mpinspect .panel .notes>summary{margin:.7em 0 .3em;cursor:pointer;font-weight:600}
 @media (min-width:1001px){.mpinspect .bar{flex-wrap:nowrap;height:42px}.mpinspect .bar>*{flex:none}
-.mpinspect .bar h1{flex:0 1 auto;min-width:3em}.mpinspect .fact:last-child{flex:0 99 auto;overflow:hidden;text-overflow:ellipsis}
+.mpinspect .bar h1{flex:0 1 auto;min-width:3em}
+.mpinspect .fact:nth-last-child(-n+3){flex:0 99 auto;min-width:0;overflow:hidden;text-overflow:ellipsis}
 .mpinspect .fact{white-space:nowrap}.mpinspect .screen:has(.explorer,.tab){height:calc(100vh - 42px);min-height:34em}
 .mpinspect .screen:has(.explorer,.tab)>*{min-height:0;height:100%;box-sizing:border-box}}
 /* One column: the verdict's sentence, the picture, then the rest of the panel. */

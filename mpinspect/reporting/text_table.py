@@ -148,7 +148,8 @@ class Grid:
         )
         for row, words in zip(self.rows, self._words, strict=True):
             for name in self._names:
-                for line in _folded(words[name], self._width, self.columns[name].cut):
+                # A row without a name continues the one above.
+                for line in _folded(words[name], self._width, self.columns[name].cut) if words[name] else ():
                     yield Text(line, style=STYLES.get(row[name].tone, ""))
                 for note in row[name].notes:
                     yield from (Text(INDENT + line, style="italic") for line in _folded(note, room))

@@ -523,9 +523,7 @@ def test_a_culprit_that_was_not_counted_has_the_only_coloured_row(browser: Any, 
     rows = page.locator(".explorer tbody tr:not([aria-hidden])")
     names = [row.locator("th").text_content() for row in rows.all()]
     assert names == ["embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1", "blocks.1.fc1", "blocks.1.fc2", "head"]
-    assert page.locator(".explorer tr.marked").all_text_contents() == [
-        "blocks.1the first NaN of the run: step 5, forward"
-    ]
+    assert page.locator(".explorer tr.marked").all_text_contents() == ["blocks.1first NaN: step 5, forward"]
     assert [row.get_attribute("data-name") for row in page.locator(".explorer tr.near").all()] == names[4:6]
     # Keys pass over it, and after the event its consequences have no colour.
     page.focus(".explorer .rows")

@@ -54,7 +54,7 @@ def test_a_broken_run_opens_at_the_last_healthy_step_before_the_event_and_at_tha
         shown = opened(broken(step))
         assert (shown["format"], shown["block"], shown["scale"]) == ("float16", step - 1, scale)
         assert f"the first NaN of the run (step {step}, forward)" in shown["words"]
-        assert f"step {step - 1}, the last healthy sample before it" in shown["words"]
+        assert f"step {step - 1}, the last healthy sample before step {step}." in shown["words"]
 
 
 def test_steps_whose_culprit_was_already_not_finite_are_not_healthy():
@@ -64,7 +64,7 @@ def test_steps_whose_culprit_was_already_not_finite_are_not_healthy():
 def test_without_a_healthy_step_before_it_the_whole_run_is_shown():
     shown = opened(broken(0))
     assert shown["block"] == -1
-    assert shown["words"].endswith("No healthy step was counted before it, so the map shows the whole run.")
+    assert shown["words"].endswith("No healthy step was counted before step 0, so the map shows the whole run.")
 
 
 def test_a_culprit_of_a_kind_that_was_not_counted_shows_the_nearest_kind_and_says_so():
@@ -118,7 +118,7 @@ def test_a_culprit_without_a_tensor_of_its_own_has_a_row_and_marks_no_other(
     shown = opened(broken(**fields))
     assert shown["marked"] == []
     assert shown["near"] == near
-    assert shown["row"] == [row[0], "the first NaN of the run: step 5, forward"]
+    assert shown["row"] == [row[0], "first NaN: step 5, forward"]
     assert shown["after"] is row[1]
     assert words in shown["words"]
     assert shown["block"] == 4
@@ -151,6 +151,17 @@ def test_a_finding_without_an_event_marks_its_layer_over_the_whole_run():
     given = data(replace(report, findings=(finding,)))["opening"]
     assert (given["marked"], given["block"], given["scale"]) == (["blocks.0.fc2"], -1, 11)
     assert given["words"] == "Marked: 'blocks.0.fc2' (scale-too-low, from step 0 on)."
+
+
+def test_a_finding_without_a_layer_says_that_no_single_layer_is_to_blame():
+    from mpinspect.reporting.finding import Finding
+
+    report = analysing.analyse(replace(broken(nan_from=99), events=()))
+    finding = Finding("clip-before-unscale", "warning", "", "It is.", {}, step=3)
+    given = data(replace(report, findings=(finding,)))["opening"]
+    assert (given["kind"], given["marked"], given["near"]) == ("", [], [])
+    assert given["row"] == ["no single layer", "clip-before-unscale, from step 3 on"]
+    assert given["words"] == "No single layer is to blame (clip-before-unscale, from step 3 on)."
 
 
 def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():

@@ -129,6 +129,28 @@ def test_a_recipe_of_a_later_version_is_left_out():
     assert recipe_report(session) is None
 
 
+def test_a_run_judges_a_product_of_a_module_that_is_no_linear():
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    def judged():
+        model = net()
+        model.body = Product()
+        return model
+
+    torch.manual_seed(0)
+    model = judged()
+    expected = mpinspect.compare_recipes(model, loss_of, [batch(0)], ["mxfp8"])
+    found = recipe_report(train(model, 1, "mxfp8").session())
+    assert (found.rows, found.not_linear) == (expected.rows, expected.not_linear) == (expected.rows, ("body",))
+    assert found.converted(RECIPES["mxfp8"]) == 1
+
+
 def test_bad_recipes_are_named():
     with pytest.raises(ValueError, match="'fp7' names no recipe: there are fp8-tensorwise"):
         Inspector(net(), recipes=["fp7"])

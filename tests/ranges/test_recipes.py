@@ -22,6 +22,8 @@ from mpinspect.numeric.recipes import MXFP4, MXFP8_E4M3, RECIPES, Products, Trai
 from mpinspect.ranges.analysis.recipe_comparison import ProductRow, RecipeReport
 from mpinspect.ranges.capture.layers import Selection, find_layers
 from mpinspect.ranges.faults.measure.converted import converted_layers
+from mpinspect.ranges.report.recipes import document
+from mpinspect.reporting.text import render
 
 
 class _Net(nn.Module):
@@ -159,7 +161,7 @@ def test_sizes_that_kernels_refuse_are_kept_wide() -> None:
     (recipe,) = report.recipes
     assert report.unsuited(recipe) == ("head",)
     assert report.kept_wide(recipe) == ("head",)
-    assert "'head' left out: sizes not multiples of 16" in " ".join(str(report).split())
+    assert "'head' can't be converted: sizes not multiples of 16" in " ".join(str(report).split())
     assert "KEEP = {'head'}" in str(report)
 
 
@@ -207,6 +209,83 @@ def test_layers_that_are_not_called_are_named() -> None:
     report = mpinspect.compare_recipes(Attending(), _loss, [torch.randn(2, 32, 64)], ["mxfp8"])
     assert report.not_called == ("attention.out_proj",)
     assert "'attention.out_proj'" in str(report)
+
+
+class _Transposed(nn.Module):
+    """Stores its weight as (input features, output features), like the Conv1D of transformers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(linear.weight.detach().T.clone()), linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+class _Subclass(nn.Linear):
+    pass
+
+
+class _Scaled(nn.Module):
+    """Has a matrix as its weight, and does not multiply by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.diagonal()
+
+
+def test_a_product_is_judged_whatever_the_class_of_its_module_and_the_layout_of_its_weight() -> None:
+    plain, other, x = _net(), _net(), _batch()
+    with torch.no_grad():
+        for net in (plain, other):
+            net.head.weight[:, ::32] = 40.0
+    other.blocks[1][0], other.head = _Transposed(other.blocks[1][0]), _Transposed(other.head)  # type: ignore[assignment]
+    other.blocks[0][0].__class__ = _Subclass
+    other.blocks.append(_Scaled())
+    plain.blocks.append(_Scaled())
+    plain.blocks[2].load_state_dict(other.blocks[2].state_dict())
+    expected, found = (mpinspect.compare_recipes(net, _loss, [x], ["mxfp8", "mxfp4"]) for net in (plain, other))
+    assert found.rows == expected.rows
+    assert (expected.not_linear, found.not_linear) == ((), ("blocks.1.0", "head"))
+    mxfp8, mxfp4 = found.recipes
+    # Only the subclass of nn.Linear is converted, and no filter has to leave out the others.
+    assert (found.converted(mxfp8), expected.converted(mxfp8)) == (1, 3)
+    assert "head" in found.unserved(mxfp4)
+    assert found.kept_wide(mxfp4) == found.filter_fqns(mxfp4) == ("blocks.0.0",)
+    text = " ".join(str(found).split())
+    assert "Recipes for _Net, 3 layers" in text
+    assert "MXFP8 covers 1 of 3 layers" in text
+    assert "Converters leave 'blocks.1.0', 'head' as they are, since they are no torch.nn.Linear" in text
+
+
+def test_a_gpt2_is_judged_product_by_product() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=32, n_head=2, n_positions=16, vocab_size=64, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    report = mpinspect.compare_recipes(model, lambda m, x: m(input_ids=x, labels=x).loss, [tokens], ["mxfp8"])
+    block = [f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    assert report.modules == dict(
+        zip([*block, "lm_head"], [(32, 96), (32, 32), (32, 128), (128, 32), (32, 64)], strict=True)
+    )
+    assert report.not_linear == tuple(block)
+    text = " ".join(str(report).split())
+    assert "Published recipes keep heads and routers in BF16, whatever flushing takes: add 'lm_head' to KEEP." in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_layer_is_named_once_above_its_three_products(width: int) -> None:
+    text = render(document(mpinspect.compare_recipes(_net(), _loss, [_batch()])), width=width)
+    table = text[text.index("Product by product") : text.index("a cell:")].splitlines()
+    assert all(len(row) <= width for row in table)
+    assert sum("head" in row.split() for row in table) == 1
+    for product in ("fprop", "dgrad", "wgrad"):
+        assert sum(product in row.split() for row in table) == 2
 
 
 def test_the_report_has_every_form(tmp_path: object) -> None:

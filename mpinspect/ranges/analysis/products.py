@@ -11,6 +11,10 @@ from mpinspect.numeric.recipes import Products, recipe_of
 from mpinspect.ranges.session import LayersRecord, Precision
 from mpinspect.reporting.words import filled, some
 
+#: Own names of the modules that make logits of a vocabulary or of classes.
+_HEADS = ("lm_head", "head", "output", "classifier", "score", "embed_out", "unembed", "logits", "output_layer")
+#: Own names of the modules that choose experts. "gate_proj" and "gate_up_proj" belong to a gated MLP.
+_ROUTERS = ("router", "gate", "switch", "wg")
 _LEVEL = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -38,7 +42,7 @@ class ConvertedLayer:
     @property
     def own_name(self) -> str:
         """The last part of its path that is no number."""
-        return next((part for part in reversed(self.module.split(".")) if not part.isdigit()), self.module)
+        return _own_name(self.module)
 
     @property
     def pattern(self) -> str:
@@ -49,6 +53,20 @@ class ConvertedLayer:
     def numbers(self) -> tuple[int, ...]:
         """The block numbers in its path."""
         return tuple(int(number) for number in _LEVEL.findall(self.module))
+
+
+def _own_name(module: str) -> str:
+    return next((part for part in reversed(module.split(".")) if not part.isdigit()), module)
+
+
+def is_named_head(module: str) -> bool:
+    """Return whether a module is named as a head and no block of many holds it."""
+    return _own_name(module) in _HEADS and not _LEVEL.search(module)
+
+
+def is_named_router(module: str) -> bool:
+    """Return whether a module is named as the choice of experts."""
+    return _own_name(module) in _ROUTERS
 
 
 def pattern_of(module: str) -> str:

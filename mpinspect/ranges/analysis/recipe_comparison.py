@@ -82,7 +82,7 @@ class ProductRow:
 
 @dataclass(frozen=True, repr=False)
 class RecipeReport(RendersItself):
-    """The loss of each product of a model's Linear layers under each recipe.
+    """The loss of each product of a model's layers under each recipe.
 
     Renders itself: ``str()``, ``_repr_html_()``, ``save(path)``, ``to_json()``.
 
@@ -94,6 +94,7 @@ class RecipeReport(RendersItself):
         broken: modules with an infinity or NaN in an operand; a block with one becomes NaN in every recipe.
         not_called: Linear layers that no batch called as modules, such as the projections inside ``nn.MultiheadAttention``,
             or whose outputs need no gradient.
+        not_linear: the judged modules that are no ``torch.nn.Linear``, which converters leave as they are.
     """
 
     kind: ClassVar[str] = "recipes"
@@ -104,6 +105,7 @@ class RecipeReport(RendersItself):
     batches: int
     broken: tuple[str, ...] = ()
     not_called: tuple[str, ...] = ()
+    not_linear: tuple[str, ...] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -125,13 +127,13 @@ class RecipeReport(RendersItself):
         return tuple(module for module, shape in self.modules.items() if any(size % recipe.multiple for size in shape))
 
     def kept_wide(self, recipe: TrainingRecipe) -> tuple[str, ...]:
-        """Return the modules to leave unconverted: those not served and those with unsuited sizes, in the model's order."""
-        kept = {*self.unserved(recipe), *self.unsuited(recipe)}
+        """Return the Linear layers to leave unconverted: not served or of unsuited sizes, in the model's order."""
+        kept = {*self.unserved(recipe), *self.unsuited(recipe)} - {*self.not_linear}
         return tuple(module for module in self.modules if module in kept)
 
     def converted(self, recipe: TrainingRecipe) -> int:
-        """Return the number of modules that are not kept wide."""
-        return len(self.modules) - len(self.kept_wide(recipe))
+        """Return the number of Linear layers that are not kept wide."""
+        return len(self.modules) - len(self.not_linear) - len(self.kept_wide(recipe))
 
     @property
     def advised(self) -> TrainingRecipe | None:
@@ -176,6 +178,8 @@ class RecipeReport(RendersItself):
         """
         alike: dict[tuple[str, ...], list[str]] = {}
         for module, products in self.wide_products(recipe).items():
+            if module in self.not_linear:
+                continue
             alike.setdefault(products, []).append(re.escape(module))
         lines = []
         for products, modules in alike.items():
@@ -202,7 +206,7 @@ class RecipeReport(RendersItself):
         kept = (*self.kept_wide(recipe), *self.not_called)
         for name in self.modules:
             part = next((each for each in kept if each in name), None)
-            if part is not None and name not in kept:
+            if part is not None and name not in (*kept, *self.not_linear):
                 raise ValueError(f"filter_fqns can't leave out {part!r} alone: {name!r} contains it")
         return kept
 
@@ -324,6 +328,7 @@ def recipe_report(session: Session) -> RecipeReport | None:
         max(record.steps for record in operands),
         tuple(dict.fromkeys(record.module for record in operands if record.loss.broken)),
         tuple(module for module in linear if module not in shapes),
+        tuple(dict.fromkeys(record.module for record in operands if not record.is_linear)),
     )
 
 

@@ -1,4 +1,8 @@
-"""Measures the losses by FP8 and FP4 recipes in the operands of Linear layers' products: the input, the weight, the gradient."""
+"""Measures the losses by FP8 and FP4 recipes in the operands of layers' products: the input, the weight, the gradient.
+
+A layer is a torch.nn.Linear, or any module whose output is the product of its input and its one weight, transposed or not (the
+Conv1D of GPT-2 in transformers). Such modules are recognised by their values, not by name.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from mpinspect.counting.blocks import quantization_loss
 from mpinspect.numeric.blocks import QuantizationLoss
@@ -14,7 +19,11 @@ from mpinspect.ranges.capture.observations import Backward, Call, Observer, Outp
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.session import OperandRecord
 from mpinspect.runtime.distributed import local_part
+from mpinspect.runtime.wrappers import registered
 
+#: How far a row of a module's output may lie from the product that it is taken for, relative to its norm. FP8 rounds by 3%, and
+#: the row of another product differs by its whole norm.
+_TOLERANCE = 2.0**-4
 #: The products that sum over a tensor's rows, and quantise its transpose.
 _TRANSPOSED = {("dgrad", WEIGHT), ("wgrad", GRADIENT), ("wgrad", INPUT)}
 
@@ -32,20 +41,28 @@ class OperandLosses:
         self.losses: dict[tuple[str, str, str, str], QuantizationLoss] = defaultdict(QuantizationLoss)
         #: Input and output features by module, in the order of their first calls.
         self.shapes: dict[str, tuple[int, int]] = {}
+        #: The modules that are no torch.nn.Linear.
+        self.others: list[str] = []
 
     def called(self, path: str, module: torch.nn.Module, x: torch.Tensor, output: torch.Tensor) -> tuple[str, ...]:
-        """Measure a layer's input and weight, and return the products that are computed; () if the output needs no gradient."""
-        weight: torch.Tensor = module.weight  # type: ignore[assignment]
-        if not output.requires_grad:
+        """Measure a layer's input and weight, and return the products that are computed.
+
+        Returns:
+            () if the module is no layer, or its output needs no gradient. Waits for the device of a module that is no Linear.
+        """
+        weight = _weight(module, x, output) if output.requires_grad else None
+        if weight is None:
             return ()
+        if not isinstance(module, torch.nn.Linear) and path not in self.shapes:
+            self.others.append(path)
         self.shapes[path] = (int(weight.shape[1]), int(weight.shape[0]))
         # Autograd computes a gradient only where one is needed: none of a first layer's input, nor of a frozen weight.
-        needed = {"fprop": True, "dgrad": x.requires_grad, "wgrad": weight.requires_grad}
+        needed = {"fprop": True, "dgrad": x.requires_grad, "wgrad": bool(module.weight.requires_grad)}
         products = tuple(product for product in PRODUCTS if needed[product])
         # Autocast casts inside the layer.
         dtype = output.dtype
         self._measure(path, INPUT, products, local_part(x.detach()).to(dtype))
-        self._measure(path, WEIGHT, products, local_part(weight.detach()).to(dtype))
+        self._measure(path, WEIGHT, products, local_part(weight).to(dtype))
         return products
 
     def arrived(self, path: str, products: tuple[str, ...], gradient: torch.Tensor) -> None:
@@ -68,8 +85,46 @@ class OperandLosses:
                 self.losses[path, recipe.name, product, tensor] += found[key]
 
 
+def may_be_layer(module: torch.nn.Module) -> bool:
+    """Return whether a module is a Linear, or has a weight with two dimensions that is no embedding's."""
+    if isinstance(module, torch.nn.Linear):
+        return True
+    weight = registered(module, "_parameters").get("weight")
+    if weight is None or is_lazy(weight) or isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+        return False
+    return bool(weight.dim() == 2)
+
+
+@torch.no_grad()
+def _weight(module: torch.nn.Module, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
+    """Return a layer's weight with the shape (output features, input features), without gradients; None of another module."""
+    if isinstance(module, torch.nn.Linear):
+        return module.weight.detach()
+    parameters = registered(module, "_parameters")
+    own: list[torch.Tensor] = [
+        each.detach() for name in ("weight", "bias") if (each := parameters.get(name)) is not None
+    ]
+    if not may_be_layer(module) or any(type(each) is not torch.Tensor for each in own) or not _are_rows(x, output):
+        return None
+    rows, results = x.detach().reshape(-1, x.shape[-1]), output.detach().reshape(-1, output.shape[-1])
+    place = int(rows.abs().sum(1).argmax())
+    row, result = rows[place].float(), results[place].float()
+    for matrix in (own[0], own[0].T):
+        if matrix.shape == (len(result), len(row)):
+            product = torch.addmv(own[1].float(), matrix.float(), row) if own[1:] else matrix.float() @ row
+            if bool((product - result).norm() <= _TOLERANCE * result.norm()):
+                return matrix
+    return None
+
+
+def _are_rows(x: torch.Tensor, output: torch.Tensor) -> bool:
+    """Return whether these are plain floating-point tensors with as many rows, at least one."""
+    plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) and each.is_floating_point() for each in (x, output))
+    return plain and x.dim() > 0 and x.numel() > 0 and x.shape[:-1] == output.shape[:-1]
+
+
 class RecipeLosses(Observer):
-    """Measures one call of every Linear layer in the first, second, fourth, eighth, ... sampled step. Waits for the GPU there.
+    """Measures one call of every layer in the first, second, fourth, eighth, ... sampled step. Waits for the GPU there.
 
     Args:
         recipes: the recipes.
@@ -96,7 +151,7 @@ class RecipeLosses(Observer):
     def called(self, call: Call) -> None:
         """Measure the input and weight at a layer's first call that needs a gradient, and request that gradient."""
         path, module = call.layer.path, call.layer.module
-        if not call.layer.counted or not isinstance(module, torch.nn.Linear) or path in self._products:
+        if not call.layer.counted or path in self._products or not may_be_layer(module):
             return
         if call.inputs() and call.outputs:
             products = self._losses.called(path, module, call.inputs()[0], call.outputs[0])
@@ -115,6 +170,11 @@ class RecipeLosses(Observer):
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the sums, unless the step was dropped."""
         if self.at_work and sampled and self._losses.losses:
-            losses, shapes = self._losses.losses, self._losses.shapes
-            self._recording.operands(tuple(OperandRecord(*key, shapes[key[0]], loss) for key, loss in losses.items()))
+            shapes, others = self._losses.shapes, set(self._losses.others)
+            self._recording.operands(
+                tuple(
+                    OperandRecord(*key, shapes[key[0]], loss, is_linear=key[0] not in others)
+                    for key, loss in self._losses.losses.items()
+                )
+            )
         self._begin()

@@ -106,7 +106,7 @@ class WaitingGradients(Generic[Context]):
             return False
         # A detached alias: autograd can still move the gradient itself to .grad, but would copy it if it had another reference.
         values = gradient.detach()
-        stream = current_stream(gradient.device)
+        stream = None if gradient.is_cpu else current_stream(gradient.device)
         return self._keep(ParameterGradient(watched, values, values._version, len(self._readings), stream))
 
     def hold_output(self, layer: Layer, gradient: torch.Tensor, counted: bool, number: int, is_input: bool) -> bool:

@@ -244,8 +244,9 @@ class Watch(Observer):
         self._log.readings = merged
         try:
             for each in gradients:
-                merged += arrived[done : each.place]
-                done = max(done, each.place)
+                if each.place > done:
+                    merged += arrived[done : each.place]
+                    done = each.place
                 if isinstance(each, OutputGradient):
                     self.output_gradient(each, backward)
                 else:

@@ -28,7 +28,7 @@ class Culprit(NamedTuple):
     """The place that is to blame, and the rows that show it.
 
     Args:
-        kind: the kind of tensor.
+        kind: the kind of tensor; "" if no tensor is to blame, which leaves the choice to the map.
         marked: names of the tensors of that kind that are the culprit's own.
         near: if there are none, names of those that are part of it, or of the nearest one.
         row: its name and what happened there, for a row of its own; None if ``marked`` has rows.
@@ -50,7 +50,7 @@ class Opening(NamedTuple):
     Args:
         format: name of the format.
         scale: the loss scale, a power of two.
-        culprit: the place that is to blame; one of kind "", which leaves the choice to the map, if there is none.
+        culprit: the place that is to blame; empty without one.
         block: index of the block of steps, or WHOLE.
         has_curve: whether the losses at other loss scales matter, so that their curve is shown.
         words: sentences on the marked and shown tensors; "" without any.
@@ -89,13 +89,12 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     scale = 0 if is_other else _own(report.session)
     found = _culprit(event, finding, layers, report.layers)
     has_curve = finding is None or depends_on_scale(finding, event)
-    if found is None:
-        words = _what_if(report) if is_other and format == FLOAT16.name else ""
-        return Opening(format, scale, has_curve=has_curve, words=words)
     block, words = WHOLE, found.words
+    if not found.kind and is_other and format == FLOAT16.name:
+        words = f"{words} {_what_if(report)}".lstrip()
     if event is not None:
         block = _healthy(event, found.kind, found.marked or found.near, blocks)
-        words = f"{words} {_shown(block, blocks)}"
+        words = f"{words} {_shown(event, block, blocks)}"
         if block != WHOLE and not is_other:
             scale = _scale_at(report.session, blocks[block].last_step, scale)
     return Opening(format, scale, found, block, has_curve, words)
@@ -138,13 +137,16 @@ def _scale_at(session: Session, step: int, otherwise: int) -> int:
 
 def _culprit(
     event: Event | None, finding: Finding | None, layers: Sequence[LayerReport], watched: Sequence[LayerReport]
-) -> Culprit | None:
-    """Return the culprit; None if nothing is to blame."""
+) -> Culprit:
+    """Return the culprit; empty if nothing is to blame."""
     if event is not None and (finding is None or finding.layer in ("", event.module, event.tensor)):
         return _of_event(event, layers, watched)
-    if finding is None or not finding.layer:
-        return None
+    if finding is None:
+        return Culprit("", ())
     place, step = finding.layer, filled(", from step {:,} on", finding.step)
+    if not place:
+        row = ("no single layer", f"{finding.id}{step}")
+        return Culprit("", (), row=row, words=f"No single layer is to blame ({finding.id}{step}).")
     kind, near, is_own = _nearest(place, "", place, layers, watched)
     if is_own:
         return Culprit(kind, near, words=f"Marked: {module_named(place)} ({finding.id}{step}).")
@@ -171,7 +173,7 @@ def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[Lay
     name = event.place
     if name == repr(event.module):
         name = event.module
-    row = (name, f"the first {first} of the run: step {event.step:,}, {event.phase}")
+    row = (name, f"first {first}: step {event.step:,}, {event.phase}")
     return Culprit(kind, (), near, row, event.after or is_loss, f"{words}{_beside(event.module, near, layers)}")
 
 
@@ -247,8 +249,9 @@ def _healthy(event: Event, kind: str, names: Sequence[str], blocks: Sequence[Win
     return WHOLE
 
 
-def _shown(block: int, blocks: Sequence[Window]) -> str:
+def _shown(event: Event, block: int, blocks: Sequence[Window]) -> str:
     if block == WHOLE:
-        return "No healthy step was counted before it, so the map shows the whole run."
+        return f"No healthy step was counted before step {event.step:,}, so the map shows the whole run."
     window = blocks[block]
-    return f"The map shows {steps_named(window.first_step, window.last_step)}, the last healthy sample before it."
+    named = steps_named(window.first_step, window.last_step)
+    return f"The map shows {named}, the last healthy sample before step {event.step:,}."

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpinspect.numeric.blocks import QuantizationLoss
 from mpinspect.numeric.recipes import HISTORY, TrainingRecipe
-from mpinspect.ranges.analysis.products import modules_named, pattern_of
+from mpinspect.ranges.analysis.products import is_named_head, is_named_router, modules_named, pattern_of
 from mpinspect.ranges.analysis.recipe_comparison import (
     TRANSFORMER_ENGINE,
     OperandLoss,
@@ -46,13 +46,13 @@ _LEGEND = (
 _NOT_JUDGED = (
     "Judged by flushing alone: a product is served if flushing takes at most 1% of the L1 mass of each operand that is rounded "
     "to nearest. Rounding inside the range, the effect on later layers and the effect on the trained loss are not measured. "
-    "Weights outside of torch.nn.Linear (convolutions, experts in one parameter) are neither judged nor converted."
+    "Weights of other modules (convolutions, experts in one parameter) are neither judged nor converted."
 )
 
 
 def document(report: RecipeReport) -> Document:
     """Return the report as a document."""
-    layers, batches = number_of(len(report.modules), "Linear layer"), number_of(report.batches, "batch")
+    layers, batches = _layers(report), number_of(report.batches, "batch")
     return Document(
         f"Recipes for {report.model}, {layers}, {batches}",
         (
@@ -68,7 +68,7 @@ def in_run(report: RecipeReport | None, session: Session) -> Iterator[Block]:
     """Yield the blocks of a section in the report of a run; none without a report of its recipes."""
     if report is None:
         return
-    layers, steps = number_of(len(report.modules), "Linear layer"), number_of(report.batches, "step")
+    layers, steps = _layers(report), number_of(report.batches, "step")
     yield Line(f"Measured in {steps}, on one call of each of {layers}:")
     yield _judgements(report)
     yield from _change(report)
@@ -76,6 +76,10 @@ def in_run(report: RecipeReport | None, session: Session) -> Iterator[Block]:
     yield Items(tuple(map(Item, _notes(report))))
     if any(_is_delayed(recipe) for recipe in report.recipes):
         yield Items(tuple(map(Item, _on_stale_scales(session))))
+
+
+def _layers(report: RecipeReport) -> str:
+    return number_of(len(report.modules), "layer" if report.not_linear else "Linear layer")
 
 
 def _is_delayed(recipe: TrainingRecipe) -> bool:
@@ -124,16 +128,22 @@ def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> str:
     if unserved:
         sentence = f"flushes over 1% of an operand's L1 mass in {modules_named(unserved)}"
     if unsuited:
-        sentence += f"; {modules_named(unsuited)} left out: sizes not multiples of {recipe.multiple}"
+        sentence += f"; {modules_named(unsuited)} can't be converted: sizes not multiples of {recipe.multiple}"
     return sentence
 
 
 def _change(report: RecipeReport) -> Iterator[Block]:
     recipe, of_engine = report.advised, report.best_of(TRANSFORMER_ENGINE)
+    if report.not_linear:
+        yield Line(
+            f"Converters leave {modules_named(report.not_linear)} as they are, since they are no torch.nn.Linear. To convert "
+            "one, replace it by an nn.Linear with the same weight, transposed where its own is stored so."
+        )
     if recipe is not None:
         yield Line(f"{_converts(report, recipe)}{_as_many(report, recipe)}:")
         yield Code("\n".join(report.code(recipe)))
         yield from _in_torchtitan(report, recipe)
+        yield from _kept_by_others(report, recipe)
     if of_engine is None or (recipe is not None and report.converted(of_engine) <= report.converted(recipe)):
         return
     yield Line(f"{_converts(report, of_engine)}, by TransformerEngine's modules under the same names:")
@@ -147,8 +157,7 @@ def _change(report: RecipeReport) -> Iterator[Block]:
 
 
 def _converts(report: RecipeReport, recipe: TrainingRecipe) -> str:
-    modules = number_of(len(report.modules), "Linear layer")
-    return f"{recipe.title} covers {report.converted(recipe):,} of {modules}"
+    return f"{recipe.title} covers {report.converted(recipe):,} of {_layers(report)}"
 
 
 def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
@@ -160,6 +169,14 @@ def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
     ]
     form = by_number(len(others), " ({} covers as many)", " ({} cover as many)")
     return filled(form, ", ".join(others))
+
+
+def _kept_by_others(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Block]:
+    wide = {*report.kept_wide(recipe), *report.not_linear}
+    found = [name for name in report.modules if name not in wide and (is_named_head(name) or is_named_router(name))]
+    if found:
+        names = modules_named(found)
+        yield Line(f"Published recipes keep heads and routers in BF16, whatever flushing takes: add {names} to KEEP.")
 
 
 def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Block]:
@@ -191,17 +208,17 @@ def _table(report: RecipeReport) -> Tables:
     for row in report.rows:
         groups.setdefault((pattern_of(row.module), row.product), []).append(row)
     columns = (
-        Column("product", is_name=True),
+        Column("layers", is_name=True),
+        Column("product", is_left=True),
         *(Column(recipe.title) for recipe in report.recipes),
     )
-    rows = tuple(
-        (
-            Cell(f"{modules_named(row.module for row in group)} {product}".replace("'", "")),
-            *(_cell([row.cells[place] for row in group]) for place in range(len(report.recipes))),
-        )
-        for (_, product), group in groups.items()
-    )
-    return Tables((Table(columns, rows, ""),), ROWS, len(rows), _LEGEND)
+    rows, named = [], ""
+    for (_, product), group in groups.items():
+        layers = modules_named(row.module for row in group).replace("'", "")
+        cells = (_cell([row.cells[place] for row in group]) for place in range(len(report.recipes)))
+        rows.append((Cell("" if layers == named else layers), Cell(product), *cells))
+        named = layers
+    return Tables((Table(columns, tuple(rows), ""),), ROWS, len(rows), _LEGEND)
 
 
 def _cell(cells: list[RecipeCell]) -> Cell:

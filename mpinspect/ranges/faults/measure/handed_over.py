@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -151,7 +151,7 @@ class _Step:
             last unscaled gradients again.
     """
 
-    moments: dict[str, Magnitudes] = field(default_factory=dict)
+    moments: dict[str, Magnitudes] = field(default_factory=lambda: defaultdict(Magnitudes))
     left: list[Magnitudes] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
     in_place: set[str] = field(default_factory=set)
@@ -174,11 +174,7 @@ class _Step:
 
     def read(self, moment: str) -> dict[str, float]:
         """Return the magnitudes at a moment, by name."""
-        return self.of(moment).read()
-
-    def of(self, moment: str) -> Magnitudes:
-        """Return the magnitudes at a moment, which may be none."""
-        return self.moments.get(moment, Magnitudes())
+        return self.moments[moment].read()
 
 
 class HandedOver(Observer):
@@ -302,7 +298,7 @@ class HandedOver(Observer):
             self._add("masters", masters)
         # A fused optimizer receives the scale and divides by it within its step.
         if self._now.is_scaled and getattr(optimizer, "grad_scale", None) is None:
-            self._now.still_scaled |= (names & self._now.scaled).difference(self._now.of("unscaled").names)
+            self._now.still_scaled |= (names & self._now.scaled).difference(self._now.moments["unscaled"].names)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped: gradients still present at the next backward are left over."""
@@ -366,7 +362,7 @@ class HandedOver(Observer):
     def _add(self, moment: str, parameters: Iterable[WatchedParameter]) -> None:
         """Add an optimizer's gradients to the record of a moment."""
         new = magnitudes(parameters)
-        old = self._now.of(moment)
+        old = self._now.moments[moment]
         self._now.moments[moment] = Magnitudes(
             old.names + new.names, old.values + new.values, old.squares + new.squares
         )

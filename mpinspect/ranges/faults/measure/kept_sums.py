@@ -16,8 +16,9 @@ from mpinspect.ranges.records import FrozenBuffer, GrowingSum, Record
 
 aten = torch.ops.aten
 
-#: Operators that replace all values of their first argument, and operators that weigh them against new ones.
+#: Operators that replace all values of their first argument, that take its values, and that weigh them against new ones.
 _REPLACING = frozenset({aten.zero_, aten.fill_, aten.copy_, aten.uniform_, aten.normal_})
+_MOVING = frozenset({aten.stack, aten.cat, aten.clone, aten.index, aten.index_select})
 _WEIGHING = frozenset({aten.mul_, aten.div_, aten.lerp_})
 #: The least share of elements that an addition leaves unchanged, of those that have a term other than zero.
 _UNCHANGED = 0.5
@@ -45,6 +46,8 @@ class KeptSums:
             tensors = [each for each in (parameter, parameter.grad) if each is not None]
             self._other.update(storage_key(each) for each in tensors if each.layout is torch.strided)
         self._weighed: set[int] = set()
+        #: Storages whose values this step has taken from older ones.
+        self._moved: set[int] = set()
         #: Additions that left a sum unchanged, by line.
         self._frozen: defaultdict[str, list[FrozenBuffer]] = defaultdict(list)
         self._growing: list[tuple[StorageWeakRef, GrowingSum]] = []
@@ -53,6 +56,8 @@ class KeptSums:
         """Remember the storages that an operator has made, filled anew, or weighed."""
         if not func._schema.is_mutable:
             self._other.update(map(storage_key, results))
+            if func.overloadpacket in _MOVING and args and all(map(self.is_old, _tensors(args[0]))):
+                self._moved.update(map(storage_key, results))
         elif func.overloadpacket in _REPLACING:
             self._other.add(storage_key(args[0]))
         elif func.overloadpacket in _WEIGHING:
@@ -61,6 +66,10 @@ class KeptSums:
     def keeps(self, tensor: Any) -> bool:
         """Return whether an operand is a tensor that is older than the step, and neither a weight nor a gradient."""
         return isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self._other
+
+    def is_old(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is kept, or has the values of kept ones."""
+        return self.keeps(tensor) or storage_key(tensor) in self._moved
 
     def added_in_place(
         self, value: torch.Tensor, before: torch.Tensor, added: torch.Tensor, describe: _Describe
@@ -101,3 +110,7 @@ class KeptSums:
         found: list[Record] = [replace(additions[-1], times=len(additions)) for additions in self._frozen.values()]
         # A sum of the step alone is gone by its end.
         return found + [record for reference, record in self._growing if not reference.expired()]  # type: ignore[no-untyped-call]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)

@@ -69,7 +69,7 @@ class OverflowedNorms(Observer):
         self._forget()
 
     def called(self, call: Call) -> None:
-        """Record whether an input or output is FP16, and from the first one on the span of graph nodes of each module."""
+        """Record whether an input or output is FP16. After the first one, record each module's span of graph nodes."""
         if call.recomputed:
             return
         if not self._is_narrow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ _MOST_HOPS = 8
 #: Operators whose result represents the same numbers. Views need no entry, since they share memory.
 _CARRYING = (
     *(aten.mul_, aten.div_, aten.add_, aten.sub_),
-    *(aten.rsub, aten.neg, aten.remainder, aten.floor, aten.round, aten.clamp),
+    *(aten.rsub, aten.neg, aten.floor, aten.round, aten.clamp),
     *(aten.cat, aten.stack, aten.clone, aten.repeat, aten.where, aten.masked_fill, aten.sum),
     *(aten.index, aten.index_select, aten.gather, aten.sort),
 )
@@ -54,12 +55,17 @@ class _Rounded(NamedTuple):
 class RoundedNumbers:
     """Follows whole numbers rounded to 16 bits until their differences matter. Waits for the device.
 
-    Neighbours become equal in a cast, an ``arange`` or a ``cumsum``, which does little harm to a divisor or a target. They are
+    Neighbours become equal in a cast, an ``arange`` or a ``cumsum``, which does little harm to a divisor or a target, or before
+    the step, in a table of the script's, whose numbers above the format's exact ones are taken for rounded ones. They are
     recorded if they, or simple functions of them, are passed to a sine or cosine, become integers again, or are subtracted from
     or compared with each other. The results of an ``arange`` or ``cumsum`` are also recorded if compared with other numbers.
+
+    Args:
+        is_old: returns whether a tensor's values were made before the step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_old: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
+        self._is_old = is_old
         #: The first numbers whose differences matter; their step is not set.
         self.found: Positions | None = None
         #: By the address of the numbers' storage.
@@ -74,6 +80,7 @@ class RoundedNumbers:
             aten._to_copy: self._cast,
             aten.copy_: lambda args, kwargs, result, where: self._cast(args[1:], kwargs, result, where),
             **dict.fromkeys(_CARRYING, self._carried),
+            **dict.fromkeys((aten.remainder, aten.fmod), self._scaled),
             **dict.fromkeys((aten.mul, aten.add), self._computed),
             aten.sub: self._subtracted,
             aten.div: self._divided,
@@ -98,6 +105,8 @@ class RoundedNumbers:
 
     def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
         source = args[0]
+        if not result.is_floating_point() and result.dtype != torch.bool:
+            self._given(source, where)
         if self._of(source) is not None:
             if result.is_floating_point():
                 self._carried(args, kwargs, result, where)
@@ -107,12 +116,31 @@ class RoundedNumbers:
             part = _part(source).double()
             self._look("cast", part, part.to(result.dtype), result, where)
 
+    def _given(self, source: Any, where: Where) -> None:
+        """Remember whole numbers that are too large for their format, and were rounded, if at all, before the step."""
+        if not isinstance(source, torch.Tensor) or source.dtype not in FIRST_LOST or not self._is_old(source):
+            return
+        if self._of(source) is not None or not self._is_worth_reading(source, source) or not _is_whole(source):
+            return
+        largest = float(source.abs().max())
+        if FIRST_LOST[source.dtype] <= largest < math.inf:
+            after = _representable(int(largest), source.dtype)
+            numbers = Positions(largest=largest, before=largest + 1, after=after, is_table=False)
+            numbers = replace(numbers, name=where(), text=dtype_name(source.dtype))
+            self._remember(source, _Rounded("", numbers, _reference(source)))
+
+    def _scaled(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        """Follow a phase or an angle; its whole numbers may have been made before the step."""
+        for given in args[:2]:
+            self._given(given, where)
+        self._carried(args, kwargs, result, where)
+
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
         """Treat integers as cast if the other operand has 16 bits."""
         for given in args[:2]:
             if isinstance(given, torch.Tensor) and not given.is_floating_point():
                 self._cast((given,), kwargs, result, where)
-        self._carried(args, kwargs, result, where)
+        self._scaled(args, kwargs, result, where)
 
     def _subtracted(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
         self._computed(args, kwargs, result, where)
@@ -167,9 +195,10 @@ class RoundedNumbers:
     def _multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
         """Follow outer products (of positions and frequencies), which add up no terms."""
         if args[0].shape[-1] == 1:
-            self._carried(args, kwargs, result, where)
+            self._scaled(args, kwargs, result, where)
 
     def _given_an_angle(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+        self._given(args[0], where)
         self._used("get a sine or cosine", args[0])
 
     def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
@@ -228,6 +257,15 @@ def _is_whole(tensor: torch.Tensor) -> bool:
         return True
     part = _part(tensor)
     return all(bool((each == each.round()).all()) for each in (part.flatten()[:_FEW], part))
+
+
+def _representable(largest: int, dtype: torch.dtype) -> int:
+    """Return how many of the whole numbers from 0 to ``largest``, which exceeds the format's exact ones, it holds."""
+    exact = FIRST_LOST[dtype] - 1
+    bits = exact.bit_length() - 1
+    exponent = largest.bit_length() - 1
+    of_last_binade = (largest - (1 << exponent)) // (1 << (exponent - bits + 1)) + 1
+    return exact + (exponent - bits) * exact // 2 + of_last_binade
 
 
 def _collapsed(exact: torch.Tensor, rounded: torch.Tensor) -> Positions | None:

@@ -150,14 +150,14 @@ class SecondComputation:
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
     ) -> None:
         self._module = module
-        self._numbers = RoundedNumbers()
-        #: Functions that read whole numbers, by operator.
-        self._readers = self._numbers.watchers()
         self._parameters = list(parameters)
         narrow = {
             storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
         }
         self._kept = KeptSums((parameter for _, parameter in self._parameters), narrow)
+        self._numbers = RoundedNumbers(self._kept.is_old)
+        #: Functions that read whole numbers, by operator.
+        self._readers = self._numbers.watchers()
         self._twins = Twins()
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}

@@ -347,12 +347,12 @@ class _Whole(Sentences):
 def _positions_collapse(case: Case) -> Iterator[Found]:
     """Positions, or other whole numbers, that become equal to their neighbours in 16 bits.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000, if the
-    rounding is in the step too: a table that is made before the training is not searched.
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: It is measured: a cast, an arange or a cumsum makes distinct whole numbers equal that are then subtracted from
+    False alarms: It is measured if a cast, an arange or a cumsum makes distinct whole numbers equal that are then subtracted from
     each other, compared, made integers again or given a sine. Whole targets that a loss ranks look like that. Counts that
-    something is divided by, and targets of a regression, are not reported.
+    something is divided by, and targets of a regression, are not reported. It is inferred if numbers that were made before the
+    step are whole and above the format's exact ones (256 in BF16, 2,048 in FP16): they may have been representable.
     """
     found = sorted(case.recorded(Positions), key=lambda each: not each.is_table)
     for measured in found[:1]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.recipes import recipe_of
-from mpinspect.ranges.analysis.products import ConvertedLayer, alike, is_narrow, ledger, modules_named, products_named
+from mpinspect.ranges.analysis.products import (
+    ConvertedLayer,
+    alike,
+    is_named_head,
+    is_named_router,
+    is_narrow,
+    ledger,
+    modules_named,
+    products_named,
+)
 from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case, quoted
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.session import CONVERTER_CALLED
 from mpinspect.reporting.sentences import Sentences
 
-#: Own names of the modules that make logits of a vocabulary or of classes.
-_HEADS = ("lm_head", "head", "output", "classifier", "score", "embed_out", "unembed", "logits", "output_layer")
-#: Own names of the modules that choose experts. "gate_proj" and "gate_up_proj" belong to a gated MLP.
-_ROUTERS = ("router", "gate", "switch", "wg")
 #: The layers of one block that compute from one input; a conversion that takes some of them has missed the others.
 _TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
@@ -90,13 +95,8 @@ def _narrow_head(case: Case) -> Iterator[Found]:
     False alarms: Some trainings keep their quality with a head in FP8.
     """
     for layer in ledger(case.precision):
-        if layer.is_narrow and (layer.record.is_head or _is_head(layer)):
+        if layer.is_narrow and (layer.record.is_head or is_named_head(layer.module)):
             yield _keep_wide(_Wide.HEAD, [layer])
-
-
-def _is_head(layer: ConvertedLayer) -> bool:
-    """Return whether a layer is named as a head and no block of many holds it."""
-    return layer.own_name in _HEADS and not layer.numbers
 
 
 def _narrow_router(case: Case) -> Iterator[Found]:
@@ -104,7 +104,7 @@ def _narrow_router(case: Case) -> Iterator[Found]:
 
     False alarms: A layer that is named router or gate and chooses no experts is reported.
     """
-    routers = [layer for layer in ledger(case.precision) if layer.is_narrow and layer.own_name in _ROUTERS]
+    routers = [layer for layer in ledger(case.precision) if layer.is_narrow and is_named_router(layer.module)]
     if routers:
         yield _keep_wide(_Wide.ROUTER, routers)
 

@@ -70,7 +70,7 @@ class _LostInFormat:
 
     storage: str
     updates: Mapping[str, LostUpdates]
-    #: The names of those that are stored in it; the others' losses are hypothetical.
+    #: The names of weights that are stored in it; the losses of other weights are hypothetical.
     stored: frozenset[str]
 
     @property

@@ -33,7 +33,7 @@ export class LayerMap {
     this.search = element("input", { type: "search", className: "narrow", placeholder: "layer", value: view.state.search });
     this.said = element("p", { className: "said", role: "status", "aria-live": "polite" });
     this.opening = element("p", { className: "opening" }, element("bdi", {}, raised(data.opening.words)));
-    this.back = element("button", { type: "button" }, data.opening.marked.length ? "back to where it began" : "back to what was shown first");
+    this.back = element("button", { type: "button" }, data.opening.kind ? "back to where it began" : "back to what was shown first");
     /** Pixels for a chart; 0 once the page's width, or what stands in it, has changed. Reading it costs a layout of the page. */
     this.wide = 0;
     /** Pixels for the curve and the rows of a map that fills a screen; 0 for others. */

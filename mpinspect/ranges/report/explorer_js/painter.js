@@ -11,7 +11,7 @@ const AXIS = 22;
 const DECADES = 5;
 /** Pixels of a row from which on a larger share is also higher. */
 const TALL = 32;
-const COLOURS = ["fill", "soft", "ink", "info", "flushed", "subnormal", "overflow", "error"];
+const COLOURS = ["ground", "fill", "soft", "ink", "info", "flushed", "subnormal", "overflow", "error"];
 
 export class Painter {
   /** @param {import("./view.js").View} view @param {HTMLElement} root whose colours are used */
@@ -130,7 +130,6 @@ export class Painter {
   /** A cross for infinities and a ring for NaNs, at the right end. @param {CanvasRenderingContext2D} context @param {any} h @param {number} height @param {string} colour its name */
   marks(context, h, height, colour) {
     const [middle, size] = [height / 2, 4];
-    Object.assign(context, { strokeStyle: this.colour(colour), lineWidth: 2 });
     context.beginPath();
     if (h.infs) {
       for (const slope of [-1, 1]) {
@@ -142,7 +141,11 @@ export class Painter {
       context.moveTo(this.width - 8 + size, middle);
       context.arc(this.width - 8, middle, size, 0, 2 * Math.PI);
     }
-    context.stroke();
+    // A rim sets them off from values below them.
+    for (const [name, lineWidth] of [["ground", 5], [colour, 2]]) {
+      Object.assign(context, { strokeStyle: this.colour(/** @type {string} */ (name)), lineWidth });
+      context.stroke();
+    }
     context.lineWidth = 1;
   }
 

@@ -32,13 +32,12 @@ export function copyButtons() {
 
 /** Code with a button that copies it. @param {string} text @returns {HTMLElement} */
 export function copied(text) {
-  const code = element("code", {}, text);
+  const code = element("pre", {}, text);
   const button = element("button", { type: "button", className: "copy" }, "copy");
   button.addEventListener("click", async () => {
     button.textContent = (await copy(code, text)) ? "copied" : "press Ctrl-C";
   });
-  // Floating, it covers no code.
-  return element("pre", {}, button, code);
+  return element("div", { className: "copied" }, code, button);
 }
 
 /** Copies a text; selects it where the browser allows no more. @param {HTMLElement} code @param {string} text @returns {Promise<boolean>} whether it was copied */

@@ -14,7 +14,7 @@ const MOST_NEAR = 8;
 export function rowsOf(view) {
   const rows = layerRows(view);
   const { row: culprit, kind, after } = view.data.opening;
-  if (!culprit || kind !== view.state.kind || view.state.search) return rows;
+  if (!culprit || (kind && kind !== view.state.kind) || view.state.search) return rows;
   const isNear = (/** @type {any} */ { layer, members }) => (members ?? [layer]).some((/** @type {any} */ each) => view.isNear(each));
   const at = after ? rows.findLastIndex(isNear) + 1 : Math.max(rows.findIndex(isNear), 0);
   return [...rows.slice(0, at), { culprit }, ...rows.slice(at)];
