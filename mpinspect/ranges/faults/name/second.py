@@ -108,7 +108,10 @@ class _Born(Sentences):
         "In step {measured}, {operator} in {place} is infinite or NaN in {count:count element} in {dtype:format}, and finite in "
         "FP32: an earlier operator had rounded away the value that keeps it finite."
     )
-    FIRST = "The forward was first not finite in step {step}, in {first_module}; the search for the operator began after it."
+    FIRST = (
+        "The forward was first not finite in step {step}, in {first_module}. A second computation, of step {measured} in FP32, "
+        "shows why."
+    )
     FIRST_OF_BACKWARD = (
         "The backward was first not finite in step {step}, in {first_module}, and again at far lower loss scales."
     )
