@@ -27,8 +27,8 @@ def compare_recipes(
 ) -> RecipeReport:
     """Run batches forward and backward, and measure the loss by each recipe in every layer's operands.
 
-    A layer is a ``torch.nn.Linear``, or another module whose output is the product of its input and its one weight, transposed or
-    not, such as ``transformers``' Conv1D. Converters take the former alone: the report names the others.
+    A layer is a ``torch.nn.Linear``, or another module whose output is the product of its input and its weight, such as
+    ``transformers``' Conv1D. The report names the latter, which converters leave as they are.
 
     Every operand (input, weight and the gradient at the output, in the orientation of each product) is quantised as the recipe
     does, in FP32 arithmetic, and compared with itself. So flushed and clipped values are measured, not estimated. The run itself
@@ -48,8 +48,7 @@ def compare_recipes(
 
     Raises:
         TypeError: model is not a Module, loss_fn is not callable, the loss is not a tensor, or batches is not an iterable.
-        ValueError: no batches, no recipe, an unknown recipe, no layer that a batch calls, or a loss that is not one number
-            or has no graph.
+        ValueError: no batches, no or an unknown recipe, no called layer, a loss that is not one number or has no graph.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}, not a torch.nn.Module")

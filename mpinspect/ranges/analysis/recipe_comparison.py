@@ -30,7 +30,7 @@ class OperandLoss:
 
     Args:
         tensor: "input", "weight" or "gradient" (numeric.recipes).
-        is_stochastic: whether its values are rounded at random, without bias.
+        is_stochastic: whether its values have stochastic rounding, which is unbiased.
         loss: the measured loss over all calls of the module.
     """
 

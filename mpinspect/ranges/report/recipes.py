@@ -39,9 +39,10 @@ ROWS = Limit(40, 200, "more; all are in JSON")
 #: Smaller shares are shown without their operand.
 _SMALL = 1e-5
 _LEGEND = (
-    "a cell: share of the L1 mass (the sum of magnitudes) that is flushed to zero in the operand that loses most, and that "
-    "operand. Operands that are rounded at random, without bias, are left out: the report in JSON has their noise. "
-    "{0..5}: the worst of these layers; wide: in high precision, or rounded at random alone"
+    "fprop: the product of the output; dgrad: of the input's gradient; wgrad: of the weight's gradient; a cell: share of the L1 "
+    "mass (the sum of magnitudes) that is flushed to zero in the operand that loses most, and that operand. Operands with "
+    "stochastic rounding lose nothing on average and are left out: the report in JSON has their noise. {0..3}: the worst of "
+    "these layers; wide: in high precision, or with stochastic rounding alone"
 )
 _NOT_JUDGED = (
     "Judged by flushing alone: a product is served if flushing takes at most 1% of the L1 mass of each operand that is rounded "
@@ -167,7 +168,11 @@ def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
         for each in report.recipes
         if each != recipe and report.code(each) and report.converted(each) == report.converted(recipe)
     ]
-    form = by_number(len(others), " ({} covers as many)", " ({} cover as many)")
+    form = by_number(
+        len(others),
+        " ({} covers as many; flushing does not rank them)",
+        " ({} cover as many; flushing does not rank them)",
+    )
     return filled(form, ", ".join(others))
 
 
