@@ -176,7 +176,14 @@ def _pieces(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tens
 
 def distance(one: torch.Tensor, twin: torch.Tensor) -> float:
     """Return the norm of the difference of two tensors of one shape, in FP32."""
-    return math.hypot(*(float((left.float() - right).norm()) for left, right in _pieces(one, twin)))
+    # Memory of its own for each piece would cost more than the arithmetic.
+    room = torch.empty(min(_PIECE, one.numel()) if one.is_cpu else 0, dtype=torch.float32)
+    norms = []
+    for left, right in _pieces(one, twin):
+        is_small = left.dim() == 1 and len(left) <= len(room)
+        off = room[: len(left)].copy_(left).sub_(right) if is_small else left.float() - right
+        norms.append(float(off.norm()))
+    return math.hypot(*norms)
 
 
 def is_equal(one: torch.Tensor, twin: torch.Tensor) -> bool:
