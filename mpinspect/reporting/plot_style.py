@@ -183,7 +183,7 @@ def shortened(name: str, length: int, keep: str = "end") -> str:
         head = "".join(re.findall(r"^[^./]*[./]", text[: length // 5]))
         tail = text[1 + len(head) - length :]
         # Not inside "{0..11}".
-        return f"{head}…{re.sub(r'^.*?(?=[./](?![^{}]*}))', '', tail)}"
+        return f"{head}…{re.sub(r'^.*?(?=[./](?![^{}]*}))', '', tail, count=1)}"
     words = re.match(r".*[^\W_](?=\W|_)", text[:length])
     return (words[0] if words and len(words[0]) > length // 2 else text[: length - 1]) + "…"
 
