@@ -288,7 +288,7 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     if values.device.type == "mps":
         # It has no float64.
         values = values.cpu()
-    columns = values.shape[-1] if values.dim() else 1
+    *_, columns = (1, *values.shape)
     if values.dtype not in (torch.float16, torch.bfloat16):
         values = values.float()
     return values.reshape(values.numel() // max(columns, 1), columns)
