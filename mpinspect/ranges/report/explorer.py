@@ -21,7 +21,7 @@ from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
-from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
+from mpinspect.ranges.report.layers import log2_of, log2_recommended, repeated, seen_layers
 from mpinspect.ranges.report.opening import Opening, blocks_of, opening
 from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
 from mpinspect.ranges.session import Event, ScaleChange, Window
@@ -141,7 +141,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         "opening": _opening(report, first),
         "suggested": _suggested(report),
         # A power of two, rounded down.
-        "own": floor_log2(own) if own else 0,
+        "own": floor_log2(own or 1.0),
         "collapsed": has_collapsed,
         "windows": {
             format: window
@@ -229,8 +229,7 @@ def _window(advice: LossScaleAdvice | None) -> tuple[int, int] | None:
 
 
 def _scale(change: ScaleChange) -> tuple[int, float | None]:
-    is_known = change.scale is not None and 0 < change.scale < math.inf
-    return change.step, math.log2(change.scale) if is_known and change.scale else None
+    return change.step, log2_of(change.scale)
 
 
 def _places(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
