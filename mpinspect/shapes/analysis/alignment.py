@@ -102,7 +102,7 @@ def layout_of(name: str, operand: Operand) -> Layout | None:
 
 
 def _in_bytes(elements: int | None, item: int) -> int | None:
-    return None if elements is None else elements * item
+    return elements and elements * item
 
 
 def _is_addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

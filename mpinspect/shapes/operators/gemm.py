@@ -139,7 +139,7 @@ def matmul(call: Call) -> tuple[Matmul, ...]:
 def scaled_mm(call: Call) -> tuple[Matmul, ...]:
     """Return the record of _scaled_mm(self, mat2, scale_a, scale_b, ...): FP8 and FP4."""
     a, b = call.tensor(0, 2), call.tensor(1, 2)
-    dtype = _dtype_name(call.value(9 if call.op.endswith("_v2") else 6))
+    dtype = dtype_name(call.value(9 if call.op.endswith("_v2") else 6))
     k = a.shape[1] * _values_a_byte(a)
     if a.shape[1] != b.shape[0]:
         raise UnknownSizesError
@@ -257,7 +257,7 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ..
     return tuple(sizes)
 
 
-def _dtype_name(value: object) -> str:
+def dtype_name(value: object) -> str:
     """Return the name of a torch dtype; "" for the numbers that the profiler writes, which differ between versions."""
     name = str(value).removeprefix("torch.")
     if name[:1].isalpha() and any(char.isdigit() for char in name):
