@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 from mpinspect.reporting.document import Cell, Strip, Table
-from mpinspect.reporting.words import shortened
+from mpinspect.reporting.words import filled, optional, shortened
 
 STYLES = {
     "strong": "bold",
@@ -209,7 +210,7 @@ def _folded(words: str, width: int, cut: str = "") -> list[str]:
         return chop_cells(shortened(words, width, cut), width)[:1]
     lines, line = [], ""
     for word in words.split(" "):
-        joined = f"{line} {word}" if line else word
+        joined = filled("{} ", line) + word
         if cell_len(joined) <= width:
             line = joined
             continue
@@ -221,7 +222,7 @@ def _folded(words: str, width: int, cut: str = "") -> list[str]:
 
 
 def _cell_words(cell: Cell, step: int) -> str:
-    return cell.text if cell.strip is None else _strip_words(cell.strip, step)
+    return optional(cell.strip, partial(_strip_words, step=step), cell.text)
 
 
 def _strip_words(strip: Strip, step: int) -> str:
