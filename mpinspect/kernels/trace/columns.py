@@ -57,7 +57,7 @@ class Columns:
         return self._column(name).astype(np.int64)
 
     def _column(self, name: str) -> Floats:
-        # A view of the memory, which ``frombuffer`` refuses to take of no row.
+        # A view of the memory; ``frombuffer`` raises for an empty table.
         rows = np.asarray(self._rows)
         column: Floats = rows.reshape(-1, len(self._places))[:, self._places[name]].copy()
         return column
