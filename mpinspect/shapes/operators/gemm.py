@@ -156,9 +156,9 @@ def _block(call: Call, a: Operand, k: int) -> int:
     scale = call.optional(2) or next(iter(call.tensors(2)), None)
     if scale is None:
         return 0
-    if a.dtype == _PACKED:
-        return 16 if scale.dtype.startswith("float8_e4m3") else 32
-    if scale.dtype == "float8_e8m0fnu":
+    if a.dtype == _PACKED and scale.dtype.startswith("float8_e4m3"):
+        return 16
+    if a.dtype == _PACKED or scale.dtype == "float8_e8m0fnu":
         return 32
     by_128 = len(scale.shape) == 2 and k > 128 and -(-k // 128) in scale.shape and 1 not in scale.shape
     if scale.dtype == "float32" and by_128:

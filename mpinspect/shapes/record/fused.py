@@ -294,7 +294,7 @@ def _cast(tensor: torch.Tensor | None) -> Operand | None:
 
 def _recurrent(name: str, packed: bool) -> Callable[..., Any]:
     def run(operation: Any, x: torch.Tensor, *args: Any) -> Any:
-        if not x.is_meta or not _fits_cudnn(x):
+        if not x.is_meta or x.dtype not in (*_HALF, torch.float32, torch.float64):
             return operation(x, *args)
         batch_sizes = []
         if packed:
@@ -303,10 +303,6 @@ def _recurrent(name: str, packed: bool) -> Callable[..., Any]:
         return _cudnn_rnn(_MODES[name], x, batch_sizes, states, weights, *rest)
 
     return run
-
-
-def _fits_cudnn(x: torch.Tensor) -> bool:
-    return x.dtype in (*_HALF, torch.float32, torch.float64)
 
 
 def _cudnn_rnn(
