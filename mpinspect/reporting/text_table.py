@@ -66,7 +66,8 @@ class Grid:
         self.columns = [table.columns[place] for place in kept]
         self.rows = [[row[place] for place in kept] for row in table.rows]
         self._width = width
-        self._words = [[_cell_words(cell, detail.step) for cell in row] for row in self.rows]
+        drawn = partial(_strip_words, step=detail.step)
+        self._words = [[optional(cell.strip, drawn, cell.text) for cell in row] for row in self.rows]
         self._names = [place for place, column in enumerate(self.columns) if column.is_name]
         self._figures = [place for place, column in enumerate(self.columns) if not column.is_name]
         self._natural = [self._widest(place) for place in range(len(kept))]
@@ -219,10 +220,6 @@ def _folded(words: str, width: int, cut: str = "") -> list[str]:
         *full, line = chop_cells(word, width) or [""]
         lines += full
     return [*lines, line]
-
-
-def _cell_words(cell: Cell, step: int) -> str:
-    return optional(cell.strip, partial(_strip_words, step=step), cell.text)
 
 
 def _strip_words(strip: Strip, step: int) -> str:
