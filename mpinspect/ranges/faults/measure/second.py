@@ -542,7 +542,9 @@ class SecondComputation:
         twin = self.twin(value)
         if twin is not None:
             return twin
-        return value.to(TWIN_DTYPES[value.dtype])
+        if value.dtype is torch.bool:
+            return value
+        return value.float()
 
     def _errors_of(self, tensors: Iterable[Any]) -> float:
         """Return the largest inherited error of tensors, each relative to its norm."""
@@ -732,7 +734,9 @@ def _wide(value: Any, is_mutated: bool) -> Any:
     """Return a floating-point tensor in FP32, as a copy if the operator writes to it; a 16-bit dtype as FP32."""
     if not _is_plain(value):
         return TWIN_DTYPES.get(value, value)
-    return value.to(torch.float32, copy=is_mutated)
+    if is_mutated and value.dtype == torch.float32:
+        return value.clone()
+    return value.float()
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
