@@ -181,7 +181,7 @@ def _pieces(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tens
 def distance(one: torch.Tensor, twin: torch.Tensor) -> float:
     """Return the norm of the difference of two tensors of one shape, in FP32."""
     # Memory of its own for each piece would cost more than the arithmetic.
-    room = torch.empty(min(_PIECE, one.numel()) if one.is_cpu else 0, dtype=torch.float32)
+    room = torch.empty(min(_PIECE, one.numel()) * one.is_cpu, dtype=torch.float32, device="cpu")
     norms = []
     for left, right in _pieces(one, twin):
         is_small = left.dim() == 1 and len(left) <= len(room)
