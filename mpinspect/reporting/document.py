@@ -8,7 +8,7 @@ so a block may show fewer rows in a terminal. Strings are plain text without mar
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
@@ -418,7 +418,7 @@ def most(limit: Limit, number: int) -> int:
 
 def static(document: Document) -> Document:
     """Return the document without its front and without widgets, including those of documents inside it."""
-    blocks = tuple(_static(block) for block in document.blocks if not isinstance(block, Widget))
+    blocks = tuple(_changed(block, static) for block in document.blocks if not isinstance(block, Widget))
     return replace(document, blocks=blocks, front=None)
 
 
@@ -440,13 +440,11 @@ def _without_front_sections(document: Document) -> Document:
     return replace(document, blocks=without_front_sections(document.blocks))
 
 
-def _static(block: Block) -> Block:
-    return _changed(block, static) if isinstance(block, Parts) else block
-
-
-def _changed(parts: Parts, change: Callable[[Document], Document]) -> Parts:
-    """Return the parts, each with its document changed."""
-    return replace(parts, parts=tuple(replace(part, document=change(part.document)) for part in parts.parts))
+def _changed(block: Block, change: Callable[[Document], Document]) -> Block:
+    """Return parts, each with its document changed, and any other block as it is."""
+    if not isinstance(block, Parts):
+        return block
+    return replace(block, parts=tuple(replace(part, document=change(part.document)) for part in block.parts))
 
 
 def shown_items(block: Items, *, page: bool) -> tuple[tuple[Item, ...], str]:
@@ -513,13 +511,17 @@ def item_words(item: Item, *, page: bool) -> str:
     return f"{item.text}: {', '.join(shown)}{and_more(len(item.names) - len(shown))}"
 
 
-def legend_words(block: Tables, tables: Iterable[Table], columns: Iterable[Column]) -> str:
-    """Return the block's legend, with "-" if a cell shown is one, and the meanings of the columns shown, in one line."""
-    has_none = any(cell.text == NOT_APPLICABLE for table in tables for row in table.rows for cell in row)
-    none = f"{NOT_APPLICABLE} no value" if block.legend and has_none else ""
+def legend_words(block: Tables, tables: Iterable[Table], columns: Collection[Column], strips: str = "") -> str:
+    """Return in one line the legend: the block's, "-" and ``strips`` if cells shown have them, the meanings of columns shown."""
+    cells = [pair for table in tables for row in table.rows for pair in zip(table.columns, row, strict=True)]
+    notes = [block.legend]
+    if block.legend and any(cell.text == NOT_APPLICABLE for _, cell in cells):
+        notes.append(f"{NOT_APPLICABLE} no value")
     meanings: dict[str, dict[str, None]] = {}
     for column in columns:
         if column.meaning:
             meanings.setdefault(column.meaning, {})[column.heading] = None
-    words = (f"{', '.join(headings)}: {meaning}" for meaning, headings in meanings.items())
-    return "; ".join(filter(None, (block.legend, none, *words)))
+    notes += (f"{', '.join(headings)}: {meaning}" for meaning, headings in meanings.items())
+    if any(cell.strip is not None and column in columns for column, cell in cells):
+        notes.append(strips)
+    return "; ".join(filter(None, notes))

@@ -27,7 +27,7 @@ def escaped(report: Report) -> Report:
 
 def _escaped(value: Any, known: dict[int, Any]) -> Any:
     if isinstance(value, str):
-        return value if value.isprintable() else printable(value)
+        return printable(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {name: getattr(value, name) for name in _fields(type(value))}
         changed = {name: new for name, old in fields.items() if (new := _escaped(old, known)) is not old}
@@ -54,7 +54,8 @@ def _sequence(value: Any, known: dict[int, Any]) -> Any:
     items = [_escaped(item, known) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    # A named tuple takes its items one by one.
+    return getattr(value, "_make", type(value))(items)
 
 
 @cache

@@ -222,19 +222,24 @@ def _block(block: Block, level: int) -> Iterator[str]:
     elif isinstance(block, Tables):
         yield from _tables(block, level)
     elif isinstance(block, Widget):
-        if block.title:
-            yield _heading(block.title, level + 1)
-        packed = " ".join(make() for _, make in block.data)
-        names = html.escape(json.dumps([name for name, _ in block.data]))
-        more = filled(" data-first={}", block.first or None)
-        if block.together:
-            more = f" data-together{more}"
-        if len(block.data) > 1:
-            more += f' data-of="{html.escape(block.of)}"'
-        place = "" if block.title else ' class="picture"'
-        yield f'<div{place} data-widget="{packed}" data-names="{names}"{more}>{_tagged("p", block.without, "dim")}</div>'
+        yield from _widget(block, level)
     else:
         yield from _parts(block, level)
+
+
+def _widget(block: Widget, level: int) -> Iterator[str]:
+    place = ' class="picture"'
+    if block.title:
+        yield _heading(block.title, level + 1)
+        place = ""
+    packed = " ".join(make() for _, make in block.data)
+    names = html.escape(json.dumps([name for name, _ in block.data]))
+    more = filled(" data-first={}", block.first or None)
+    if block.together:
+        more = f" data-together{more}"
+    if len(block.data) > 1:
+        more += f' data-of="{html.escape(block.of)}"'
+    yield f'<div{place} data-widget="{packed}" data-names="{names}"{more}>{_tagged("p", block.without, "dim")}</div>'
 
 
 def _tagged(tag: str, text: str, *classes: str) -> str:
@@ -262,9 +267,10 @@ def _items(block: Items) -> Iterator[str]:
 
 def _item(item: Item) -> str:
     label = filled("<b>{}</b> ", escape(item.label))
-    details = "".join(f"<li>{escape(detail)}</li>" for detail in item.details)
     words = escape(item_words(item, page=True))
-    return f"{label}<b>{words}</b><ul>{details}</ul>" if details else f"{label}{words}"
+    if item.details:
+        words = f"<b>{words}</b><ul>{''.join(f'<li>{escape(detail)}</li>' for detail in item.details)}</ul>"
+    return f"{label}{words}"
 
 
 def _finding(finding: Finding) -> Iterator[str]:
@@ -299,8 +305,7 @@ def _tables(block: Tables, level: int) -> Iterator[str]:
         yield "</tbody></table></div>"
     yield from _rest(rest_words(block.limit, left, page=True))
     columns = [column for table in tables for column in table.columns]
-    has_strips = any(cell.strip for table in tables for row in table.rows for cell in row)
-    legend = "; ".join(filter(None, (legend_words(block, tables, columns), _STRIP_LEGEND if has_strips else "")))
+    legend = legend_words(block, tables, columns, _STRIP_LEGEND)
     if legend:
         yield f'<p class="legend">{escape(legend)}</p>'
 

@@ -63,7 +63,7 @@ def plain(value: Any, special: Special | None = None, *, digits: int | None = No
         return plain(value._asdict(), special, digits=digits)
     if isinstance(value, (tuple, list, set, frozenset)):
         return [plain(item, special, digits=digits) for item in value]
-    return None if value is None else str(value)
+    return str(value)
 
 
 class Layout(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -67,14 +68,14 @@ RC: Any = {
 
 @dataclass(frozen=True)
 class Region:
-    """The effect of a format on magnitudes between 2^low and 2^high; None means unbounded.
+    """The effect of a format on magnitudes between 2^low and 2^high; the ends of the outermost are infinite.
 
     Regions differ in hatching too, so that everybody can distinguish them beneath coloured lines.
     """
 
     name: str
-    low: int | None
-    high: int | None
+    low: float
+    high: float
     colour: str = "white"
     hatch: str = ""
 
@@ -83,11 +84,11 @@ def regions(format: FloatFormat) -> tuple[Region, ...]:
     """Return a format's regions along log2|x|, smallest magnitudes first; edges account for rounding (FP16: 2^-25)."""
     flush = format.flush_exponent
     top = format.max_exponent + 1
-    found = [Region("flushed", None, flush, tint("flushed", _TINT), "///")]
+    found = [Region("flushed", -math.inf, flush, tint("flushed", _TINT), "///")]
     if flush < format.min_normal_exponent:
         found.append(Region("subnormal", flush, format.min_normal_exponent, tint("subnormal", _TINT)))
     found.append(Region("normal", format.min_normal_exponent, top))
-    found.append(Region("overflow", top, None, tint("overflow", _TINT), "xxx"))
+    found.append(Region("overflow", top, math.inf, tint("overflow", _TINT), "xxx"))
     return tuple(found)
 
 
@@ -111,12 +112,11 @@ def shares(histogram: ExponentHistogram, low: int, high: int) -> np.ndarray[tupl
 def exponent_axis(axes: Axes, format: FloatFormat, low: int, high: int) -> None:
     """Draw the x axis from 2^low to 2^high with the format's regions: shaded, named above the axes, a line at each edge."""
     for region in regions(format):
-        left = low if region.low is None else region.low
-        right = high if region.high is None else region.high
+        left, right = max(low, region.low), min(region.high, high)
         axes.axvspan(
             left, right, facecolor=region.colour, edgecolor=light("line"), hatch=region.hatch, linewidth=0, zorder=0
         )
-        if region.high is not None:
+        if region.high < math.inf:
             # The dashes are seen on white and on the darkest cell.
             axes.axvline(region.high, color="white", linewidth=1.8, zorder=3)
             axes.axvline(region.high, color=INK, linewidth=1.1, linestyle=(0, (4, 2)), zorder=3)
@@ -158,7 +158,7 @@ def legend_below(axes: Axes, columns: int, handles: Sequence[Artist] | None = No
     """Draw the legend, of all labelled artists or of these, below the axis' label."""
     below = axes.transAxes + ScaledTranslation(0, -36 / 72, axes.figure.dpi_scale_trans)
     place: Any = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": below, "borderaxespad": 0}
-    shown = axes.get_legend_handles_labels()[0] if handles is None else handles
+    shown = handles or axes.get_legend_handles_labels()[0]
     axes.legend(
         handles=shown, ncols=columns, fontsize=8, title=title or None, title_fontsize=8, alignment="left", **place
     )
@@ -180,12 +180,10 @@ def shortened(name: str, length: int, keep: str = "end") -> str:
     if len(text) <= length:
         return text
     if keep == "end":
-        first = re.match(r"[^./]*[./]", text)
-        head = first[0] if first and len(first[0]) <= length // 5 else ""
+        head = "".join(re.findall(r"^[^./]*[./]", text[: length // 5]))
         tail = text[1 + len(head) - length :]
         # Not inside "{0..11}".
-        part = re.search(r"[./](?![^{}]*\})", tail)
-        return f"{head}…{tail[part.start() if part else 0 :]}"
+        return f"{head}…{re.sub(r'^.*?(?=[./](?![^{}]*}))', '', tail, count=1)}"
     words = re.match(r".*[^\W_](?=\W|_)", text[:length])
     return (words[0] if words and len(words[0]) > length // 2 else text[: length - 1]) + "…"
 

@@ -54,7 +54,7 @@ class _Formatter(string.Formatter):
         if word in _WORDS:
             return _WORDS[word](value)
         if word == "some":
-            return some(list(value), int(rest)) if rest else some(list(value))
+            return some(list(value), *map(int, rest.split()))
         if word == "count":
             return number_of(value, rest)
         return str(super().format_field(value, format_spec))

@@ -108,12 +108,7 @@ def _block(block: Block, width: int) -> Iterator[RenderableType]:
     elif isinstance(block, Code):
         yield from (Text(f"{INDENT}{line}", style="bold") for line in block.text.splitlines())
     elif isinstance(block, Section):
-        if block.is_detail:
-            return
-        yield _heading(block.title)
-        for inner in block.blocks:
-            for renderable in _block(inner, width - len(INDENT)):
-                yield Padding(renderable, (0, 0, 0, len(INDENT)))
+        yield from _section(block, width)
     elif isinstance(block, Items):
         yield from _items(block)
     elif isinstance(block, Findings):
@@ -123,6 +118,15 @@ def _block(block: Block, width: int) -> Iterator[RenderableType]:
         yield from _tables(block, width)
     elif isinstance(block, Parts):
         yield from _parts(block, width)
+
+
+def _section(block: Section, width: int) -> Iterator[RenderableType]:
+    if block.is_detail:
+        return
+    yield _heading(block.title)
+    for inner in block.blocks:
+        for renderable in _block(inner, width - len(INDENT)):
+            yield Padding(renderable, (0, 0, 0, len(INDENT)))
 
 
 def _heading(title: str) -> Text:
@@ -170,18 +174,16 @@ def _tables(block: Tables, width: int) -> Iterator[RenderableType]:
     tables, left = shown_tables(block, allowed_on(block.limit, page=False))
     detail = most_that_fits(tables, width)
     columns: list[Column] = []
-    has_strips = False
     for table in tables:
         if table.title:
             yield _heading(table.title)
         grid = Grid(table, detail, width)
         columns += grid.columns
-        has_strips |= any(cell.strip is not None for row in grid.rows for cell in row)
         yield from grid.lines()
     is_apart = any(table.title for table in tables)
     if is_apart:
         yield Text("")
     yield from _rest(rest_words(block.limit, left, page=False))
-    legend = "; ".join(filter(None, (legend_words(block, tables, columns), STRIP_LEGEND if has_strips else "")))
+    legend = legend_words(block, tables, columns, STRIP_LEGEND)
     if legend:
         yield Text(legend, style="dim")

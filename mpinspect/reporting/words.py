@@ -61,9 +61,9 @@ def at_most(fraction: float) -> str:
 
 def as_power(scale: float | None) -> str:
     """Return a scale as a power of two ("2^13") or else as a plain number; "?" for None."""
-    if scale is None:
-        return UNKNOWN
-    return f"2^{floor_log2(scale)}" if is_power_of_two(scale) else f"{scale:g}"
+    if scale is not None and is_power_of_two(scale):
+        return f"2^{floor_log2(scale)}"
+    return optional(scale, "{:g}".format, UNKNOWN)
 
 
 def with_power(scale: float | None) -> str:
@@ -99,14 +99,14 @@ def share(
         return low
     if interval.estimate < min(_NOTHING, interval.high):
         return _unseen(interval.high, negligible)
-    if low == high:
-        return f"~{low}" if is_estimate else low
+    if low == high and not is_estimate:
+        return low
     estimate = percent(interval.estimate)
-    width = interval.high - interval.low
+    apart = f"~{estimate} [{low}..{high}]"
     if estimate == low:
         # An estimate equal to the lower bound adds no information.
-        return f"~{low}" if width <= max(_ROUGHLY, negligible) else f"{low}..{high}"
-    return f"~{estimate}" if width <= near else f"~{estimate} [{low}..{high}]"
+        near, apart = max(_ROUGHLY, negligible), f"{low}..{high}"
+    return f"~{estimate}" if interval.high - interval.low <= near else apart
 
 
 def _unseen(high: float, negligible: float) -> str:

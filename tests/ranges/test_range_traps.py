@@ -36,8 +36,10 @@ def test_overflowing_batch_norm_statistics_are_reported() -> None:
     assert norm.running_var.isinf().all()
     assert (norm.eval()(batch.half()) == 0).all()
 
-    # The first forward broke the variance before it was read.
+    # A forward broke the variance before it was read.
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).half()
+    model(8 * batch.half())
+    assert model[0].running_var.isinf().all()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(8):

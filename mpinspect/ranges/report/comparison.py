@@ -73,9 +73,10 @@ def headline(diff: RangeDiff) -> str:
     """Return in one or two sentences which run alone is in trouble, and whether and where the runs part."""
     said = trouble(diff)
     events = [event for event in map(what_broke, (diff.first, diff.second)) if said and event is not None]
-    if said and (diff.moved is None or any(event.step < diff.moved.first_step for event in events)):
+    if said and (diff.moved is None or any(event.step <= diff.moved.last_step for event in events)):
+        # A run that broke moves all its ranges.
         return said
-    return f"{said} {_parting(diff, [event.step for event in events])}".lstrip()
+    return f"{said} {_parting(diff)}".lstrip()
 
 
 def trouble(diff: RangeDiff) -> str:
@@ -97,14 +98,11 @@ def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
     return next((((error.id, error.layer), error.message.rstrip(".")) for error in errors), ((), ""))
 
 
-def _parting(diff: RangeDiff, broken: Sequence[int] = ()) -> str:
-    """Return where the runs part; of several steps, which of them ``broken`` is."""
+def _parting(diff: RangeDiff) -> str:
+    """Return where the runs part."""
     moved = diff.moved
     if moved is not None:
-        step, where = min(broken, default=-1), _at(moved)
-        if moved.first_step <= step <= moved.last_step != moved.first_step:
-            where += f", step {step:,} among them"
-        return f"They part {where}: {_what(moved)}{_zeros(moved)}."
+        return f"They part {_at(moved)}: {_what(moved)}{_zeros(moved)}."
     if not diff.compared.stretches:
         return "Whether they part is not known: no step was counted in both."
     grave = next((finding for finding in diff.new if finding.is_alarm), None)

@@ -179,7 +179,7 @@ def replaced(value: Any, change: Change, depth: int = 0) -> Any:
         return made(change(value.data), value.batch_sizes, *order)
     if isinstance(value, tuple):
         items = [replaced(item, change, depth + 1) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return getattr(value, "_make", tuple)(items)
     if isinstance(value, list):
         return [replaced(item, change, depth + 1) for item in value]
     if isinstance(value, Mapping):

@@ -363,8 +363,8 @@ def _sum_stops(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: A sum that is set to zero again in time only rounds its terms. That it will stop is inferred from its growth
-    so far, and information if it would not within the run.
+    False alarms: A sum that is set to zero again in time only rounds its terms. That it will stop is inferred from one addition a
+    step, and information if it would not within the run.
     """
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
@@ -380,8 +380,13 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             layer=frozen.name,
             step=frozen.step,
         )
+    stopped = {frozen.names[:2] for frozen in case.recorded(FrozenBuffer)}
     for growing in _by_place(case.recorded(GrowingSum), "total"):
-        growth = growing.total / max(growing.step or 0, 1)
+        left = (growing.stops_at - growing.total) / growing.term
+        stops = left <= case.progress.steps - (growing.step or 0)
+        if growing.names[:2] in stopped or (not stops and growing.term % growing.unit == 0):
+            # It has stopped, or loses nothing before the run ends.
+            continue
         yield Found(
             _Kept.WILL_STOP,
             _evidence(growing),
@@ -389,7 +394,7 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             _Kept.NUMBER,
             _Kept.ITEM,
             layer=growing.name,
-            is_mild=growth * case.progress.steps < growing.stops_at,
+            is_mild=not stops,
             is_inferred=True,
             step=growing.step,
         )

@@ -26,6 +26,9 @@ export class Comparison {
     this.views = data.map((each) => new View(each, undefined));
     this.painters = this.views.map((view) => new Painter(view, root));
     const [first, second] = this.views;
+    const { marked, near, row } = second.data.opening;
+    /** Names of the tensors, and of the module, that broke in B. @type {string[]} */
+    this.culprits = row ? [row[0], ...near] : [...marked];
     const kinds = second.kinds.filter((/** @type {any} */ kind) => first.kinds.some((/** @type {any} */ other) => other.name === kind.name));
     const asked = wanted(data[1], "kind");
     const moved = data[1].changes.find((/** @type {any} */ [,,, from]) => from !== null);
@@ -100,14 +103,20 @@ export class Comparison {
     return this.views[1].data.changes.filter((/** @type {any} */ [of,,, from]) => of === kind && from !== null).length;
   }
 
-  /** The tensors of the kind shown, the most moved first. @returns {Pair[]} */
+  /** Whether a tensor belongs to the place that broke in B. @param {Pair} pair */
+  isOfCulprit({ second }) {
+    return this.culprits.some((name) => second.name === name || second.name.startsWith(`${name}.`));
+  }
+
+  /** The tensors of the kind shown: those of B's culprit, then the most moved. @returns {Pair[]} */
   pairs() {
     const [first, second] = this.views;
     const { kind } = second.state;
     const named = (/** @type {View} */ view, /** @type {string} */ name) => view.layers.find((/** @type {any} */ layer) => layer.kind === kind && layer.name === name);
     return second.data.changes.filter((/** @type {any} */ [of]) => of === kind)
       .map((/** @type {any} */ [, name, elsewhere, from]) => ({ first: named(first, name), second: named(second, name), elsewhere, from }))
-      .filter((/** @type {Pair} */ pair) => pair.first && pair.second);
+      .filter((/** @type {Pair} */ pair) => pair.first && pair.second)
+      .sort((/** @type {Pair} */ one, /** @type {Pair} */ other) => Number(this.isOfCulprit(other)) - Number(this.isOfCulprit(one)));
   }
 
   draw() {
@@ -119,7 +128,8 @@ export class Comparison {
     this.take(Number(this.block.value));
     const all = this.pairs();
     const shown = this.all.checked ? all : all.filter((pair) => pair.from !== null);
-    this.said.textContent = `${all.length - shown.length ? `${numberOf(all.length - shown.length, "tensor")} that did not move ${all.length - shown.length === 1 ? "is" : "are"} hidden. ` : ""}`
+    const words = shown.some((pair) => this.isOfCulprit(pair)) ? `▷: of ${this.culprits[0]}, where B broke. ` : "";
+    this.said.textContent = `${words}${all.length - shown.length ? `${numberOf(all.length - shown.length, "tensor")} that did not move ${all.length - shown.length === 1 ? "is" : "are"} hidden. ` : ""}`
       + (shown.length > MOST ? `The ${MOST} that moved most of ${shown.length} are shown.` : shown.length ? "" : "None moved by more than it does by itself.");
     this.lay(wide, shown.slice(0, MOST));
     const differences = shown.slice(0, MOST).map((pair) => this.differenceOf(pair));
@@ -155,7 +165,8 @@ export class Comparison {
     this.painters[0].strip(canvases[0], first);
     this.painters[1].strip(canvases[1], second);
     this.painters[1].difference(canvases[2], difference.shares, most);
-    return element("tr", { className: from === null ? "" : "moved" }, element("th", { scope: "row", className: "left" }, button), ...canvases.map((canvas) => element("td", { className: "map" }, canvas)),
+    const classes = [from === null ? "" : "moved", this.isOfCulprit({ first, second, elsewhere, from }) ? "near" : ""];
+    return element("tr", { className: classes.join(" ").trim() }, element("th", { scope: "row", className: "left" }, button), ...canvases.map((canvas) => element("td", { className: "map" }, canvas)),
       element("td", {}, percent(elsewhere)), element("td", {}, from === null ? "-" : String(from)));
   }
 }
