@@ -201,18 +201,18 @@ def _of_transformer_engine(module: torch.nn.Module) -> Products:
     """Return the products of the recipe with which a module of TransformerEngine was last called."""
     attributes = vars(module)
     meta = attributes.get("fp8_meta")
-    recipe = meta.get("recipe") if isinstance(meta, dict) else None
-    if not attributes.get("fp8") or recipe is None:
+    if not attributes.get("fp8") or not isinstance(meta, dict) or meta.get("recipe") is None:
         return Products()
-    found = _of_recipe(recipe)
-    # "dequantized" rounds the operands of dgrad and wgrad, and multiplies them in a wide format.
-    return Products(found.fprop) if getattr(recipe, "backward_override", None) else found
+    found = _of_recipe(meta["recipe"])
+    if getattr(meta["recipe"], "backward_override", None):
+        # "dequantized" rounds the operands of dgrad and wgrad, and multiplies them in a wide format.
+        return Products(found.fprop)
+    return found
 
 
 def _of_recipe(recipe: Any) -> Products:
     name = type(recipe).__name__
-    is_hybrid = str(getattr(getattr(recipe, "fp8_format", None), "name", "")) == "HYBRID"
-    backward = _E5M2 if is_hybrid else _E4M3
+    backward = {"HYBRID": _E5M2}.get(getattr(getattr(recipe, "fp8_format", None), "name", ""), _E4M3)
     if name in _TENSORWISE:
         rule = _TENSORWISE[name]
         forward = Quantization(_E4M3, (WHOLE, WHOLE), FLOAT32_SCALE, rule)

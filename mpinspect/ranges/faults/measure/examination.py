@@ -48,6 +48,7 @@ from mpinspect.ranges.records import (
     WholeLoss,
 )
 from mpinspect.ranges.session import MOST_ROWS, containers
+from mpinspect.reporting.words import optional
 from mpinspect.runtime.distributed import is_from_stage_before
 
 #: Maximum number of nodes searched if the loss is not finite, and if it is finite.
@@ -146,7 +147,7 @@ class Examination(Observer):
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in watched steps (on a device: measured ones, or after an event) until enough were examined."""
-        device = self._parameters[0].parameter.device if self._parameters else None
+        device = next((watched.parameter.device for watched in self._parameters), None)
         if device != self._device or self._clock.measured:
             # Most steps compare one parameter, since a model is moved as a whole.
             self._device = device
@@ -197,17 +198,14 @@ class Examination(Observer):
         bare = [loss.grad_fn for loss in losses]
         made = [loss.grad_fn for loss in scaled]
         self._products.update(node._sequence_nr() for node in made if node is not None and node not in bare)
-        if self._clock.measured and not self._told_loss:
-            self._look_at_dtype(losses)
+        self._look_at_dtype(losses)
 
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Search the graph of the losses."""
         self._on_cpu = self._on_cpu and all(loss.is_cpu for loss in losses)
-        if self._clock.measured and not self._told_loss:
-            self._look_at_dtype(losses)
-        if self._clock.measured and not self._told_term:
-            self._look_at_terms(losses)
+        self._look_at_dtype(losses)
+        self._look_at_terms(losses)
         if not self._on_cpu:
             if not self._may_wait:
                 return
@@ -266,7 +264,9 @@ class Examination(Observer):
         # The loss scale may cause an overflow in the backward, which a scaler skips.
         if not any(event.phase == "backward" and not event.skipped for event in broken):
             candidate = None
-        candidate = candidate or (infinite if broken else None)
+        if not broken:
+            infinite = None
+        candidate = candidate or infinite
         if candidate is not None:
             self._examined += 1
             self._tell_singular(step, candidate, loss_finite=True)
@@ -297,7 +297,7 @@ class Examination(Observer):
     def _name_operations(self, starts: Sequence[object]) -> None:
         """Record the operations of a loss that is not finite."""
         made = operations(starts, self._ends, self._products)
-        dtype = "" if made.dtype is None else dtype_name(made.dtype)
+        dtype = optional(made.dtype, dtype_name, "")
         self._recording.record(BrokenLoss(step=self._clock.step, names=made.names, text=dtype, in_half=made.in_half))
 
     def _batch_not_finite(self) -> torch.Tensor | None:
@@ -374,7 +374,9 @@ class Examination(Observer):
         self._recording.record(record)
 
     def _look_at_dtype(self, losses: list[torch.Tensor]) -> None:
-        """Record a loss that is computed in 16 bits: its dtype, and the operators nearest to it."""
+        """Record in a measured step, once, a loss that is computed in 16 bits: its dtype, and the operators nearest to it."""
+        if self._told_loss or not self._clock.measured:
+            return
         for loss in losses:
             if loss.dtype in (torch.float16, torch.bfloat16) and loss.numel() == 1:
                 operators = [node.name().partition("Backward")[0] for node in graph([loss.grad_fn], 12)]
@@ -391,7 +393,9 @@ class Examination(Observer):
                 )
 
     def _look_at_terms(self, losses: list[torch.Tensor]) -> None:
-        """Record a term of the loss that is computed in 16 bits. Reads no values."""
+        """Record in a measured step, once, a term of the loss that is computed in 16 bits. Reads no values."""
+        if self._told_term or not self._clock.measured:
+            return
         term = narrow_term([loss.grad_fn for loss in losses], self._ends)
         if term is not None:
             self._told_term = True
@@ -406,7 +410,7 @@ class Examination(Observer):
             )
 
     @torch.no_grad()
-    def _weight_norms(self, most_rows: int | None = None) -> _Norms:
+    def _weight_norms(self, most_rows: float = math.inf) -> _Norms:
         """Return the norms of the weights of two dimensions or more, or of evenly spread rows of each."""
         watched = [each for each in self._parameters if is_plain(each.parameter) and each.parameter.dim() >= 2]
         groups: dict[tuple[torch.device, torch.dtype], list[WatchedParameter]] = {}
@@ -415,14 +419,14 @@ class Examination(Observer):
             groups.setdefault((each.parameter.device, dtype), []).append(each)
         found = _Norms([], [])
         for (_, dtype), members in groups.items():
-            weights = [_spread_rows(each.parameter, most_rows) if most_rows else each.parameter for each in members]
+            weights = [_spread_rows(each.parameter, most_rows) for each in members]
             found.names.extend(each.name for each in members)
             found.copies.append(HostCopy(torch.stack(torch._foreach_norm(weights, 2, dtype=dtype))))
         return found
 
     def _compare_rows(self, step: int, rows: _Norms) -> None:
         """Compare the whole weights if the norm of a few rows of any has grown far."""
-        began = {} if self._began is None else self._began[1].read()
+        began = (self._began and self._began[1].read()) or {}
         if any(ratio >= _GROWN for name, ratio in _ratios(rows.read(), began).items() if name not in self._grown):
             norms = self._weight_norms()
             self._arrivals.call(norms.copies, lambda: self._compare_norms(step, norms.read()))
@@ -439,7 +443,7 @@ class Examination(Observer):
 
     def _compare_norms(self, step: int, norms: dict[str, float], loss_ratio: float = 0.0) -> None:
         """Record each weight whose norm has grown far beyond its first one, once."""
-        began = {} if self._began is None else self._began[0].read()
+        began = (self._began and self._began[0].read()) or {}
         for name, ratio in _ratios(norms, began).items():
             if name not in self._grown and _GROWN <= ratio < math.inf and len(self._grown) < MOST_ROWS:
                 self._grown.add(name)
@@ -471,13 +475,15 @@ def _ratios(norms: Mapping[str, float], began: Mapping[str, float]) -> dict[str,
     return {name: norm / began[name] for name, norm in norms.items() if began.get(name, 0.0) > 0}
 
 
-def _spread_rows(weight: torch.Tensor, most: int) -> torch.Tensor:
+def _spread_rows(weight: torch.Tensor, most: float) -> torch.Tensor:
     """Return at most this many rows of a weight, evenly spread, without a copy."""
     return weight[:: max(1, math.ceil(weight.shape[0] / most))]
 
 
 def _is_finite(loss: torch.Tensor) -> bool:
-    return math.isfinite(loss.item()) if loss.numel() == 1 and not loss.is_complex() else bool(loss.isfinite().all())
+    if loss.numel() == 1 and not loss.is_complex():
+        return math.isfinite(loss.item())
+    return bool(loss.isfinite().all())
 
 
 def _is_small(node: object) -> bool:

@@ -42,7 +42,7 @@ def narrow_term(starts: Iterable[Any], ends: Collection[int]) -> Term | None:
     given = [node for node in starts if node is not None]
     terms = [_term(node, ends) for node in _summed(given)]
     terms += [term for node in _code(given, ends, _MOST_NODES) if (term := _log_ratio(node)) is not None]
-    return next((term for term in terms if term.cancels), terms[0] if terms else None)
+    return max(terms, key=lambda term: term.cancels, default=None)
 
 
 class Operations(NamedTuple):
@@ -71,7 +71,7 @@ def operations(starts: Iterable[Any], ends: Collection[int], products: Collectio
     telling = [node for node in nodes if _operator(node) not in _MOVING | _LINEAR]
     named = functions[:1] or telling or [node for node in nodes if _operator(node) not in _MOVING]
     names = tuple(dict.fromkeys(map(_operator, named)))[:_MOST_NAMED]
-    return Operations(names, _dtype(named[0]) if named else None, in_half)
+    return Operations(names, next(map(_dtype, named), None), in_half)
 
 
 def is_wide_on_cuda(start: Any) -> bool:
@@ -80,7 +80,7 @@ def is_wide_on_cuda(start: Any) -> bool:
     It would if a 16-bit operator before the result, after the last matrix product or cast, is on CUDA's list of FP32 operators.
     A CPU's list is shorter: log_softmax, pow, exp and sum stay in 16 bits there.
     """
-    queue = [start] if start is not None else []
+    queue = list(filter(None, [start]))
     for node in queue:
         if _dtype(node) not in _DTYPES or _operator(node) in _NARROWING:
             continue
@@ -149,7 +149,7 @@ def _log_ratio(node: Any) -> Term | None:
             return None
         rounded.append(narrow[-1])
     # Both sides are log-softmaxes, which are on CUDA's list.
-    return Term(rounded[0], (name, "LogSoftmax"), True, True) if rounded else None
+    return next((Term(dtype, (name, "LogSoftmax"), True, True) for dtype in rounded), None)
 
 
 def _way_to_source(node: Any) -> list[Any]:
@@ -170,15 +170,13 @@ def _operator(node: Any) -> str:
 
 def _dtype(node: Any) -> Any:
     """Return the dtype of a node's result; None if unknown."""
-    made = getattr(node, "_input_metadata", None)
-    return made[0].dtype if made else None
+    return next((made.dtype for made in getattr(node, "_input_metadata", ())), None)
 
 
 def _numel(node: Any) -> int:
     """Return the number of elements of a node's result; 0 if unknown."""
-    made = getattr(node, "_input_metadata", None)
     try:
-        return torch.Size(made[0].shape).numel() if made else 0
+        return next((torch.Size(made.shape).numel() for made in getattr(node, "_input_metadata", ())), 0)
     except (TypeError, RuntimeError, AttributeError):  # a nested tensor has no such shape
         return 0
 

@@ -27,6 +27,12 @@ from mpinspect.ranges.records import OverflowedNorm
 _MOST_NODES, _MOST_BEFORE = 20_000, 12
 #: Maximum number of elements read from a root, and of recorded modules.
 _MOST_ELEMENTS, _MOST_RECORDS = 1 << 20, 3
+#: The argument or result that a root saves, its exponent (a power saves its own), and the saved number of an infinite argument.
+_ROOTS: dict[str, tuple[str, float | None, float]] = {
+    "sqrt": ("_saved_result", 0.5, torch.inf),
+    "rsqrt": ("_saved_result", -0.5, 0.0),
+    "pow": ("_saved_self", None, torch.inf),
+}
 #: Operations whose results may exceed a format's range although their arguments don't.
 _GROWING = ("Pow", "Sum", "Mean", "Var")
 #: Operations allowed between these and a root, and between a root and the division by it.
@@ -95,7 +101,9 @@ class OverflowedNorms(Observer):
                         # The graph is freed before the elements have reached the host.
                         where = partial(_same, where())
                     roots.setdefault(root.elements.device, []).append((root, where))
-        finite = [loss.isfinite().all() for loss in losses] if roots else []
+        if not roots:
+            return
+        finite = [loss.isfinite().all() for loss in losses]
         for found in roots.values():
             copies = [HostCopy(torch.stack([root.elements for root, _ in found])), *map(HostCopy, finite)]
             self._arrivals.call(copies, partial(self._judge, self._clock.step, found, copies))
@@ -121,9 +129,8 @@ class OverflowedNorms(Observer):
         if not all(map(bool, finite)):
             return
         for (root, where), number in zip(roots, elements.tolist(), strict=True):
-            module = where() if number else None
             # The graph may contain another model's code, which belongs to that model's record.
-            if module is not None:
+            if number and (module := where()) is not None:
                 self._tell(step, module, root, float(number))
 
     def _tell(self, step: int, module: str, root: _Root, elements: float) -> None:
@@ -150,17 +157,17 @@ def _same(module: str | None) -> str | None:
 def _root_of_infinity(node: Any, nodes: Sequence[Any]) -> _Root | None:
     """Return a node's root if its argument is an FP16 square or sum that may have overflowed and if it divides other values."""
     operator = node.name().partition("Backward")[0].lower()
-    if operator not in ("rsqrt", "sqrt", "pow") or is_packed(node) or not _is_of_a_sum_in_float16(node):
+    if operator not in _ROOTS or is_packed(node) or not _is_of_a_sum_in_float16(node):
         return None
-    exponent = node._saved_exponent if operator == "pow" else 0.5 if operator == "sqrt" else -0.5
+    saved, exponent, edge = _ROOTS[operator]
+    exponent = exponent or node._saved_exponent
     if isinstance(exponent, torch.Tensor) or abs(exponent) != 0.5:
         return None
-    kept = node._saved_self if operator == "pow" else node._saved_result
+    kept = getattr(node, saved)
     if not is_plain(kept) or not 0 < kept.numel() <= _MOST_ELEMENTS:
         return None
     # A finite FP16 or FP32 number never has an infinite root, or a root with a reciprocal of zero.
-    infinite = kept == 0 if operator == "rsqrt" else kept.isinf()
-    elements = infinite.sum()
+    elements = (kept.abs() == edge).sum()
     if exponent > 0:
         if kept.is_cpu and not elements:
             return None
@@ -213,10 +220,13 @@ def _is_divisor(root: Any, nodes: Sequence[Any]) -> torch.Tensor | None:
         edges, name = [following for following, _ in node.next_functions], node.name()
         if reached.isdisjoint(edges):
             continue
-        if name.startswith("Div") and len(edges) == 2 and edges[1] in reached:
-            return None if is_packed(node) else node._saved_other.isinf().any()
+        divides = name.startswith("Div") and len(edges) == 2 and edges[1] in reached
+        if (divides or name.startswith("Reciprocal")) and is_packed(node):
+            return None
+        if divides:
+            return torch.any(node._saved_other.isinf())
         if name.startswith("Reciprocal"):
-            return None if is_packed(node) else (node._saved_result == 0).any()
+            return torch.any(node._saved_result == 0)
         if name.startswith(_BETWEEN):
             reached.add(node)
     return None

@@ -37,60 +37,25 @@ _EXPONENTS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "va
 #: Operators whose result has the power of their first tensor.
 _LINEAR = frozenset(
     {
-        *(
-            "neg",
-            "abs",
-            "sum",
-            "mean",
-            "clone",
-            "contiguous",
-            "_to_copy",
-            "cumsum",
-            "linalg_vector_norm",
-            "norm",
-            "max",
-        ),
-        *(
-            "min",
-            "amax",
-            "amin",
-            "index",
-            "index_select",
-            "gather",
-            "select",
-            "slice",
-            "view",
-            "_unsafe_view",
-            "reshape",
-        ),
-        *("repeat", "flip", "roll", "relu", "native_dropout", "masked_fill", "masked_select", "nan_to_num", "unfold"),
-        *("constant_pad_nd", "tril", "triu", "diagonal", "sort", "topk", "median", "trace", "_coalesce", "values"),
-        *("_values", "coalesce", "clone", "lift_fresh", "lift_fresh_copy"),
+        *("neg", "abs", "sum", "mean", "clone", "contiguous", "_to_copy", "cumsum", "linalg_vector_norm", "norm"),
+        *("max", "min", "amax", "amin", "index", "index_select", "gather", "select", "slice", "view", "_unsafe_view"),
+        *("reshape", "repeat", "flip", "roll", "relu", "native_dropout", "masked_fill", "masked_select"),
+        *("nan_to_num", "unfold", "constant_pad_nd", "tril", "triu", "diagonal", "sort", "topk", "median", "trace"),
+        *("_coalesce", "values", "_values", "coalesce", "lift_fresh", "lift_fresh_copy"),
     }
 )
 #: Operators whose tensors should have one power, though another one is no certain fault.
 _MERGING = frozenset({"where", "cat", "stack", "maximum", "minimum", "fmax", "fmin", "index_put", "_index_put_impl"})
-#: Operators whose result does not depend on the size of their tensors.
-_INDEPENDENT = frozenset(
-    {
-        *(
-            "ones_like",
-            "rand_like",
-            "randn_like",
-            "randint_like",
-            "new_ones",
-            "sign",
-            "sgn",
-            "normal",
-            "uniform",
-            "random",
-        ),
-        *("bernoulli", "exponential"),
-    }
-)
-_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero"})
 #: Positions of the value of operators that fill.
 _FILLS = {"fill": 1, "full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
+#: The powers of results that do not depend on the size of an operator's tensors; a fill may be one with zeros.
+_INDEPENDENT: dict[str, Power] = {
+    **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), ZERO),
+    **dict.fromkeys(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")),
+    **dict.fromkeys(("ones_like", "rand_like", "randn_like", "randint_like", "new_ones", "sign", "sgn", "normal"), 0.0),
+    **dict.fromkeys(("uniform", "random", "bernoulli", "exponential"), 0.0),
+    **dict.fromkeys(_FILLS, 0.0),
+}
 #: A smaller number is an epsilon, which may be added to a scaled value.
 _EPSILON = 1e-3
 #: A number may be a loss scale, or its reciprocal, from this scale on; smaller ones are too common.
@@ -172,14 +137,14 @@ class PowersOfScale:
 
     def records(self) -> list[MixedPowers]:
         """Return the first sum of terms with different powers, if there was one."""
-        return [] if self._found is None else [self._found]
+        return list(filter(None, [self._found]))
 
     # -- operators --------------------------------------------------------------------------------------------------
 
     def _one(self, name: str, args: tuple[Any, ...], result: Any, frame: FrameType, in_optimizer: bool) -> None:
         is_in_place = name.endswith("_")
         name = name.rstrip("_")
-        results = _tensors(args[0] if is_in_place and result is None else result)
+        results = _tensors(result)
         terms = self._terms(name, args)
         power = _merged(*terms) if terms else self._result(name, args)
         if is_in_place and power == 0.0 and name in ("mul", "div"):
@@ -196,14 +161,10 @@ class PowersOfScale:
 
     def _result(self, name: str, args: tuple[Any, ...]) -> Power:
         """Return the power of an operator's result."""
-        if name in _ZEROS:
+        if name in _FILLS and 0 in args[_FILLS[name] :][:1]:
             return ZERO
-        if name in _FILLS:
-            return ZERO if len(args) > _FILLS[name] and args[_FILLS[name]] == 0 else 0.0
-        if name.startswith(("empty", "new_empty")):
-            return None
         if name in _INDEPENDENT:
-            return 0.0
+            return _INDEPENDENT[name]
         if name in _PRODUCTS:
             return _times(self._factor(args[0], args[1]), self._factor(args[1], args[0]))
         if name == "div":
@@ -215,24 +176,22 @@ class PowersOfScale:
         if not powers:
             return 0.0
         if name in _EXPONENTS or name == "pow":
-            exponent = _EXPONENTS.get(name, args[1] if len(args) > 1 else None)
-            return _raised(powers[0], exponent)
+            return _raised(powers[0], _EXPONENTS.get(name, (*args, None)[1]))
         if name in _MERGING:
-            return _all_merged(powers)
+            return _merged(*powers)
         return self._of_others(name, powers)
 
     def _of_others(self, name: str, powers: list[Power]) -> Power:
         """Return the power of the result of an operator that is not listed: in a backward it is linear in the gradient."""
-        is_backward = torch._C._current_autograd_node() is not None
-        if None in powers:
-            return None
         carrying = [power for power in powers if power not in (0.0, ZERO)]
-        if not carrying:
-            is_zero = ZERO in powers if is_backward else powers[0] == ZERO and name in _LINEAR
-            return ZERO if is_zero else 0.0
-        if is_backward:
-            return carrying[0] if len(carrying) == 1 else None
-        return powers[0] if name in _LINEAR and len(carrying) == 1 else None
+        if None in powers or len(carrying) > 1:
+            return None
+        linear_in = powers[: name in _LINEAR]
+        if torch._C._current_autograd_node() is not None:
+            linear_in = carrying or powers
+        if carrying:
+            return next(iter(linear_in), None)
+        return next((power for power in linear_in if power == ZERO), 0.0)
 
     def _factor(self, value: Any, other: Any) -> Power:
         """Return the power of a factor, which may be a number."""
@@ -253,7 +212,8 @@ class PowersOfScale:
             # It may contain the scale, as in 1 / (scale * micro_batches).
             if torch._C._current_autograd_node() is None:
                 self._numbers.add(number)
-            return None if number in self._numbers else 0.0
+            if number in self._numbers:
+                return None
         return 0.0
 
     def _fused(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> None:
@@ -275,13 +235,13 @@ class PowersOfScale:
         if name not in _SUMS:
             return None
         factors = [self._term(args[place]) for place in _SUMS[name] if place < len(args)]
-        return self._term(args[0]), (factors[0] if len(factors) == 1 else _times(*factors[:2]))
+        return self._term(args[0]), functools.reduce(_times, factors)
 
     def _term(self, value: Any) -> Power:
         """Return the power of a term, which may be a number."""
-        if isinstance(value, torch.Tensor):
-            return self._power(value)
-        return ZERO if isinstance(value, (int, float)) and abs(value) < _EPSILON else self._factor(value, None)
+        if isinstance(value, (int, float)) and abs(value) < _EPSILON:
+            return ZERO
+        return self._factor(value, None)
 
     def _differ(
         self,
@@ -366,26 +326,25 @@ def _times(first: Power, second: Power) -> Power:
     """Return the power of a product."""
     if ZERO in (first, second):
         return ZERO
-    return None if first is None or second is None else first + second
+    if first is None or second is None:
+        return None
+    return first + second
 
 
 def _raised(power: Power, exponent: Any) -> Power:
-    if power in (None, 0.0, ZERO):
+    if power is None or power in (0.0, ZERO):
         return power
-    return power * exponent if power is not None and isinstance(exponent, (int, float)) else None
+    if isinstance(exponent, (int, float)):
+        return power * exponent
+    return None
 
 
-def _merged(first: Power, second: Power) -> Power:
-    if first in (ZERO, second):
-        return second
-    return first if second == ZERO else None
-
-
-def _all_merged(powers: list[Power]) -> Power:
-    merged: Power = ZERO
-    for power in powers:
-        merged = _merged(merged, power)
-    return merged
+def _merged(*powers: Power) -> Power:
+    """Return the one power of terms, apart from zeros; None if it is unknown or they differ."""
+    carried = {*powers} - {ZERO}
+    if len(carried) > 1:
+        return None
+    return next(iter(carried), ZERO)
 
 
 def _is_view(func: Any) -> bool:
@@ -396,9 +355,8 @@ def _is_view(func: Any) -> bool:
 
 def _rows(args: tuple[Any, ...], result: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the arguments and the result of each call that a foreach operator stands for."""
-    for place in range(len(args[0])):
-        row = tuple(each[place] if isinstance(each, (list, tuple)) else each for each in args)
-        yield row, (row[0] if result is None else result[place])
+    for place, made in enumerate(result or args[0]):
+        yield tuple(each[place] if isinstance(each, (list, tuple)) else each for each in args), made
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

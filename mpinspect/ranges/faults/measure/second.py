@@ -20,9 +20,18 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._autograd import _get_sequence_nr
 
+from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
-from mpinspect.ranges.faults.measure.twins import Twins, distance, have_one_layout, is_equal, is_finite, storage_key
+from mpinspect.ranges.faults.measure.twins import (
+    TWIN_DTYPES,
+    Twins,
+    distance,
+    have_one_layout,
+    is_equal,
+    is_finite,
+    storage_key,
+)
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
@@ -34,14 +43,13 @@ from mpinspect.ranges.records import (
     Record,
     Ties,
 )
-from mpinspect.reporting.words import number_of
+from mpinspect.reporting.words import filled, number_of
 from mpinspect.runtime.device import free_memory
 from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
 
 _NARROW = (torch.float16, torch.bfloat16)
-_WITH_TWINS = (*_NARROW, torch.float32, torch.bool)
 #: Sums of many terms, whose rounding errors add up.
 _SUMS = frozenset(
     {
@@ -124,14 +132,6 @@ class Pending(NamedTuple):
     dtype: torch.dtype | None
     is_cast: bool
     node: int | None
-
-
-class Place(NamedTuple):
-    """Where an operator ran: its module, the line of the user's code, whether in the backward."""
-
-    module: str
-    line: str
-    is_backward: bool
 
 
 class SecondComputation:
@@ -234,8 +234,9 @@ class SecondComputation:
         before = 0.0 if writes else None
         if has_twin and writes:
             exact = _mapped(lambda each: _wide(each, id(each) in written), args, kwargs)
-            before = self._errors_of(tensors) if func.overloadpacket in _AMPLIFYING else 0.0
-        dtype = getattr(args[0], "dtype", None) if args else None
+            if func.overloadpacket in _AMPLIFYING:
+                before = self._errors_of(tensors)
+        dtype = getattr((*args, None)[0], "dtype", None)
         self._narrow = next((each.dtype for each in tensors if each.dtype in _NARROW), self._narrow)
         is_cast = func.overloadpacket in _CASTS and all(map(self._twins.is_cast, tensors))
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors))
@@ -296,9 +297,9 @@ class SecondComputation:
 
     def left_out(self) -> str:
         """Return a sentence on the operators that were not computed a second time; "" without any."""
-        parts = [f"all of it {self._ended_by}"] if self._ended_by else []
-        parts += [f"{number_of(times, 'call')} of {name}" for name, times in self.skipped.most_common(_MOST_NAMED)]
-        return f"Left out of the second computation of a step: {', '.join(parts)}" if parts else ""
+        skipped = [f"{number_of(times, 'call')} of {name}" for name, times in self.skipped.most_common(_MOST_NAMED)]
+        parts = filter(None, (filled("all of it {}", self._ended_by), *skipped))
+        return filled("Left out of the second computation of a step: {}", ", ".join(parts))
 
     # -- comparing --------------------------------------------------------------------------------------------------
 
@@ -316,8 +317,8 @@ class SecondComputation:
 
     def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor, frame: FrameType) -> None:
         """Record a sum that has lost terms."""
-        size, wide = float(local.norm()), value.float()
-        error = float((wide - local).norm()) / size if size else 0.0
+        wide = value.float()
+        error = ratio(float((wide - local).norm()), float(local.norm()))
         if error >= _LOST:
             worst = int((wide - local).abs().argmax())
             given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
@@ -358,7 +359,7 @@ class SecondComputation:
         given = pending.given[0][:2]
         # Of a result that is no tensor of the script's own yet, a few elements are worth a look.
         is_old = is_in_place or value.numel() < _FEWEST
-        is_kept = pending.node is None and is_old and any(map(self._kept.keeps, given[: 1 if is_in_place else 2]))
+        is_kept = pending.node is None and is_old and any(map(self._kept.keeps, given[: 2 - is_in_place]))
         if not (is_in_place or is_kept) and (not _are_alike(given, value) or _are_comparable(pending, value)):
             # A small number, as against a division by zero, may be lost; a running sum in place may not.
             return
@@ -424,8 +425,7 @@ class SecondComputation:
 
     def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
         """Record a result that is mostly the error of its inputs."""
-        size = float(twin.norm())
-        inherited = distance(value, twin) / size if size else 0.0
+        inherited = _relative(value, twin)
         if not inherited >= _CANCELLED:
             return
         before = self._errors_of(_leaves(pending.given[0])) if pending.before is None else pending.before
@@ -452,7 +452,9 @@ class SecondComputation:
     def _weigh(self, args: tuple[Any, ...]) -> None:
         """Multiply the error of an operator, whose backward is running, by the gradient of the loss at its result."""
         node = torch._C._current_autograd_node()
-        number = -1 if node is None else node._sequence_nr()
+        if node is None:
+            return
+        number = node._sequence_nr()
         error = self._errors.get(number)
         if error is None:
             return
@@ -469,13 +471,15 @@ class SecondComputation:
         self, kind: type[Any], pending: Pending, result: torch.Tensor, frame: FrameType, **figures: float
     ) -> Any:
         node = torch._C._current_autograd_node()
-        module = self._module() if node is None else self._modules.get(node._sequence_nr(), "")
-        where = Place(module, innermost_line(frame), node is not None)
-        names = (pending.func.overloadpacket.__name__, where.line, "backward" if where.is_backward else "forward")
+        if node is None:
+            module, phase = self._module(), "forward"
+        else:
+            module, phase = self._modules.get(node._sequence_nr(), ""), "backward"
+        names = (pending.func.overloadpacket.__name__, innermost_line(frame), phase)
         # The dtype in which numbers were rounded before they became integers.
         rounded = result.dtype if result.is_floating_point() else pending.dtype
         dtype = str(rounded).removeprefix("torch.")
-        return kind(name=where.module, names=names, text=dtype, **figures)
+        return kind(name=module, names=names, text=dtype, **figures)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -533,13 +537,14 @@ class SecondComputation:
         return self._twins.of(tensor)
 
     def _twin_or_wide(self, value: torch.Tensor, is_mutated: bool) -> torch.Tensor:
-        twin = self._twins.to_write(value) if is_mutated else self.twin(value)
-        if twin is None and is_mutated:
-            self._twins.add(value, value, is_cast=False)
-            twin = self.twin(value)
+        if is_mutated:
+            return self._twins.to_write(value)
+        twin = self.twin(value)
         if twin is not None:
             return twin
-        return value if value.dtype is torch.bool else value.float()
+        if value.dtype is torch.bool:
+            return value
+        return value.float()
 
     def _errors_of(self, tensors: Iterable[Any]) -> float:
         """Return the largest inherited error of tensors, each relative to its norm."""
@@ -550,16 +555,14 @@ class SecondComputation:
         twin = self.twin(tensor)
         if twin is None:
             return 0.0
-        size = float(twin.norm())
-        return distance(tensor, twin) / size if size else 0.0
+        return _relative(tensor, twin)
 
     def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool) -> None:
         """Remember a result's twin; ``is_ours`` if nothing else has its memory."""
         if self.twin(value) is not None:
             self._twins.update(value, twin, is_cast)
         elif not is_equal(value, twin):
-            remember = self._twins.adopt if is_ours else self._twins.add
-            remember(value, twin, is_cast)
+            self._twins.add(value, twin, is_cast, is_ours)
 
     def _keep_cast(self, pending: Pending, value: torch.Tensor, frame: FrameType) -> bool:
         """Let the result of a cast have the FP32 values of its argument. Return False if it needs a copy."""
@@ -574,23 +577,29 @@ class SecondComputation:
 
     def _keep_decision(self, pending: Pending, value: torch.Tensor) -> None:
         args, kwargs = pending.arguments
-        decided = pending.func(*args, **kwargs) if pending.func.overloadpacket in _DECIDING else value
-        if torch.equal(value, decided):
-            self._forget([value])
-        else:
-            self._twins.add(value, decided, is_cast=False)
+        if pending.func.overloadpacket in _DECIDING:
+            decided = pending.func(*args, **kwargs)
+            if not torch.equal(value, decided):
+                self._twins.add(value, decided, is_cast=False)
+                return
+        self._forget([value])
 
     def _forget(self, results: list[torch.Tensor]) -> None:
         """Take results as exact."""
         self._twins.forget(each for each in results if _is_plain(each) or _is_decision(each))
 
 
+def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:
+    """Return the distance of a tensor from its twin, relative to the twin's norm."""
+    return ratio(distance(value, twin), float(twin.norm()))
+
+
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on twins; a large product on a CPU with oneDNN, which on some processors takes half the time."""
     if func.overloadpacket not in _PRODUCTS or kwargs or not _suits_onednn(*args):
         return func(*args, **kwargs)
-    *bias, left, right = args
-    return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias[0] if bias else None, "none", [], "")
+    bias, left, right = (None, *args)[-3:]
+    return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
 
 
 def _suits_onednn(*operands: torch.Tensor) -> bool:
@@ -616,19 +625,15 @@ def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
 def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
     """Return the two tensors that an operator has added, in FP32; a number as a tensor without dimensions."""
     args, kwargs = pending.exact or pending.arguments
-    operands = [
-        each.float()
-        if isinstance(each, torch.Tensor)
-        else torch.full((), each, dtype=torch.float32, device=total.device)
-        for each in args[:2]
-    ]
+    operands = [torch.as_tensor(each, dtype=torch.float32, device=total.device) for each in args[:2]]
     if pending.func.overloadpacket is aten.lerp_:
         before = (total - args[2] * operands[1]) / (1 - args[2])
         operands = [before.to(pending.dtype or total.dtype).float(), total - before]
     elif len(operands) == 2 and pending.func._schema.is_mutable:
         # The first was overwritten by the second computation.
-        sign = -1 if pending.func.overloadpacket in (aten.sub, aten.sub_) else 1
-        added = sign * kwargs.get("alpha", 1) * operands[1]
+        added = kwargs.get("alpha", 1) * operands[1]
+        if pending.func.overloadpacket in (aten.sub, aten.sub_):
+            added = -added
         operands = [(total - added).to(pending.dtype or total.dtype).float(), added]
     return operands
 
@@ -658,13 +663,14 @@ def _is_plain(value: Any) -> bool:
 
 def _may_have_twin(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is strided, of torch's own class, and one of decisions, or of numbers in 32 bits or fewer."""
-    return tensor.dtype in _WITH_TWINS and not tensor.is_meta and not _is_strange(tensor)
+    return tensor.dtype in TWIN_DTYPES and not tensor.is_meta and not _is_strange(tensor)
 
 
 def _node_of(tensors: list[torch.Tensor]) -> int | None:
     """Return the sequence number of the autograd node that an operator on these tensors has got; None if it has none."""
-    is_forward = torch._C._current_autograd_node() is None and torch.is_grad_enabled()
-    return _get_sequence_nr() - 1 if is_forward and any(each.requires_grad for each in tensors) else None
+    if torch._C._current_autograd_node() is not None or not torch.is_grad_enabled():
+        return None
+    return next((_get_sequence_nr() - 1 for each in tensors if each.requires_grad), None)
 
 
 def _is_decision(value: Any) -> bool:
@@ -727,8 +733,10 @@ def _fits(tensors: list[torch.Tensor]) -> bool:
 def _wide(value: Any, is_mutated: bool) -> Any:
     """Return a floating-point tensor in FP32, as a copy if the operator writes to it; a 16-bit dtype as FP32."""
     if not _is_plain(value):
-        return torch.float32 if value in _NARROW else value
-    return value.float().clone() if is_mutated and value.dtype == torch.float32 else value.float()
+        return TWIN_DTYPES.get(value, value)
+    if is_mutated and value.dtype == torch.float32:
+        return value.clone()
+    return value.float()
 
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

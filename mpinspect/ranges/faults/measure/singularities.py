@@ -6,6 +6,7 @@ division of a row by its own zero norm, or a softmax of a row of -inf, also in c
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -91,7 +92,9 @@ def _found(node: Any, finders: _Finders) -> Singular | None:
     if find is None:
         return None
     try:
-        found = None if is_packed(node) else find(node, node.name())
+        if is_packed(node):
+            return None
+        found = find(node, node.name())
     except (AttributeError, RuntimeError, IndexError, TypeError):
         # The saved tensor has another name, or a backward that has already run has freed it.
         return None
@@ -99,8 +102,7 @@ def _found(node: Any, finders: _Finders) -> Singular | None:
         return None
     kind, operator, what, where = found
     of = _minuend(node.next_functions[0][0]) if kind == "difference" else None
-    made = getattr(node, "_input_metadata", None)
-    bits = 8 * made[0].dtype.itemsize if made else 0
+    bits = sum(8 * made.dtype.itemsize for made in getattr(node, "_input_metadata", ())[:1])
     return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits)
 
 
@@ -123,8 +125,7 @@ _RAW: dict[type, tuple[str, ...]] = {}
 
 def saved_dim(node: Any) -> int:
     """Return the dimension along which a node works; autograd saves a negative dimension as an unsigned number."""
-    dim: int = node._saved_dim
-    return dim - (1 << 64) if dim >= 1 << 63 else dim
+    return ctypes.c_int64(node._saved_dim).value
 
 
 _Found = tuple[str, str, str, torch.Tensor] | None
@@ -132,16 +133,18 @@ _Found = tuple[str, str, str, torch.Tensor] | None
 
 def _argument(operator: str, what: str, where: torch.Tensor, kind: str = "argument") -> _Found:
     """Return the finding on the elements where the condition holds; None if it holds nowhere."""
-    return (kind, operator, what, where) if bool(where.any()) else None
+    if not bool(where.any()):
+        return None
+    return kind, operator, what, where
 
 
 def _log(node: Any, name: str) -> _Found:
     given = node._saved_self
-    edge = -1.0 if name.startswith("Log1p") else 0.0
+    edge = -float(name.startswith("Log1p"))
     below = given < edge
     if bool(below.any()):
         return _argument("a logarithm", _negative(node), below)
-    what = "of zero, the result of a softmax" if _is_softmax(node.next_functions[0][0]) else "of zero"
+    what = "of zero" + ", the result of a softmax" * _is_softmax(node.next_functions[0][0])
     return _argument("a logarithm", what, given == edge)
 
 
@@ -207,8 +210,12 @@ def _infinities(operator: str, what: str, node: Any, saved: str, other: int) -> 
     if _takes_no_gradient(node, other):
         return None
     kept = getattr(node, saved)
-    found = _argument(operator, what, kept.isinf()) if isinstance(kept, torch.Tensor) else None
-    return None if found is None or bool(kept.isnan().any()) else found
+    if not isinstance(kept, torch.Tensor):
+        return None
+    found = _argument(operator, what, kept.isinf())
+    if found and bool(kept.isnan().any()):
+        return None
+    return found
 
 
 def _parameter(node: Any) -> torch.Tensor | None:
@@ -295,7 +302,7 @@ def _minuend(difference: Any) -> int | None:
     node = next((following for following, _ in difference.next_functions if following is not None), None)
     while node is not None and node.name().startswith(SAME_VALUES):
         node = node.next_functions[0][0]
-    return None if node is None else int(node._sequence_nr())
+    return node and int(node._sequence_nr())
 
 
 def _takes_no_gradient(node: Any, place: int) -> bool:
@@ -339,7 +346,7 @@ def _attention(node: Any, name: str) -> _Found:
     mask = node._saved_attn_mask
     if mask is None:
         return None
-    hidden = (~mask if mask.dtype is torch.bool else mask == -torch.inf).all(-1)
+    hidden = (mask == {torch.bool: False}.get(mask.dtype, -torch.inf)).all(-1)
     return _argument("attention", "with a row whose every key is masked", hidden, "mask")
 
 

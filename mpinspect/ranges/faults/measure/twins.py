@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-_NARROW = (torch.float16, torch.bfloat16)
+#: The dtypes of twins, by those of their tensors.
+TWIN_DTYPES = {**dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32), torch.bool: torch.bool}
 #: Elements that are compared in FP32 at once, so that the copies stay in the processor's cache.
 _PIECE = 1 << 17
 
@@ -58,10 +59,14 @@ class Twins:
         twin = self._of.get(storage_key(tensor))
         return twin is None or twin.is_cast
 
-    def to_write(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the twin of a tensor, in memory of its own."""
+    def to_write(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the twin of a tensor, in memory of its own; one with the tensor's values if it had none."""
         self._part(storage_key(tensor))
-        return self.of(tensor)
+        twin = self.of(tensor)
+        if twin is None:
+            self.add(tensor, tensor, is_cast=False)
+            return self.to_write(tensor)
+        return twin
 
     def written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Handle that tensors of the run are about to be written: twins that have their memory get a copy."""
@@ -75,25 +80,24 @@ class Twins:
         known = self._of[key]
         self._of[key] = known._replace(is_cast=known.is_cast and is_cast)
         own = self.to_write(tensor)
-        if own is not None and own.data_ptr() != twin.data_ptr():
+        if own.data_ptr() != twin.data_ptr():
             own.copy_(twin)
 
-    def add(self, tensor: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
-        """Remember a tensor's twin in a copy. Other elements of its storage retain their values."""
+    def add(self, tensor: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool = False) -> None:
+        """Remember a tensor's twin. Other elements of its storage retain their values.
+
+        It is copied, unless nothing else has its memory (``is_ours``) and the layouts are the same.
+        """
+        if is_ours and have_one_layout(tensor, twin):
+            self._set(tensor, flat(twin), is_cast, is_shared=False)
+            return
         storage = tensor.untyped_storage()
-        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             storage, 0, (storage.nbytes() // tensor.element_size(),), (1,)
         )
-        values = flat.float() if tensor.dtype in _NARROW else flat.clone()
+        values = whole.to(TWIN_DTYPES[tensor.dtype], copy=True)
         values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(twin)
         self._set(tensor, values, is_cast, is_shared=False)
-
-    def adopt(self, tensor: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
-        """Remember a tensor's twin, which nothing else holds, without a copy where their layouts are the same."""
-        if have_one_layout(tensor, twin):
-            self._set(tensor, flat(twin), is_cast, is_shared=False)
-        else:
-            self.add(tensor, twin, is_cast)
 
     def share(self, tensor: torch.Tensor, source: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> bool:
         """Let a cast have the twin, or else the FP32 values, of its source. Return False if their layouts differ."""
@@ -177,7 +181,7 @@ def _pieces(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tens
 def distance(one: torch.Tensor, twin: torch.Tensor) -> float:
     """Return the norm of the difference of two tensors of one shape, in FP32."""
     # Memory of its own for each piece would cost more than the arithmetic.
-    room = torch.empty(min(_PIECE, one.numel()) if one.is_cpu else 0, dtype=torch.float32)
+    room = torch.empty(min(_PIECE, one.numel()) * one.is_cpu, dtype=torch.float32, device="cpu")
     norms = []
     for left, right in _pieces(one, twin):
         is_small = left.dim() == 1 and len(left) <= len(room)

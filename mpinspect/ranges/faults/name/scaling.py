@@ -816,11 +816,13 @@ def _unscaled(dropped: Event | None, case: Case) -> Found:
         # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
         return Found(says, _evidence(case), words, _Missing.SKIP_BY_HAND)
     recommended = case.advised.advice.recommended
-    log2 = round(_powers(recommended)) if recommended else max((_room(case) or 0) - HEADROOM, 0)
-    has_start = bool(log2 and (recommended or log2 < LOG2_INITIAL))
-    room = ""
-    if has_start and not recommended:
-        room = f" (begin at 2^{log2}, {HEADROOM} powers of two below the largest at which nothing seen overflows; less may do)"
+    log2, room = round(_powers(recommended or 1.0)), ""
+    has_start = log2 != 0
+    if not recommended:
+        log2 = max((_room(case) or 0) - HEADROOM, 0)
+        has_start = 0 < log2 < LOG2_INITIAL
+        below = f"{HEADROOM} powers of two below the largest at which nothing seen overflows; less may do"
+        room = f" (begin at 2^{log2}, {below})" * has_start
     in_half = FLOAT16.name in case.precision.weights
     return Found(
         says,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -27,6 +26,7 @@ from mpinspect.ranges.records import (
 )
 from mpinspect.ranges.session import Event, module_named
 from mpinspect.reporting.sentences import Said, Sentences
+from mpinspect.reporting.words import bracketed
 
 #: An error of the gradients from which on rounding matters: BF16 alone makes some 1%.
 _MATTERS = 0.1
@@ -42,6 +42,7 @@ _LEAST_BRANCH = 2.0**-6
 
 _Placed = TypeVar("_Placed", bound=Record)
 
+_OUTSIDE = "code outside of modules"
 #: Operators whose names say little.
 _IN_WORDS = {
     "_to_copy": "a cast",
@@ -67,11 +68,10 @@ def _place(record: Record) -> dict[str, object]:
     """Return in words the operator of a record, its place and its dtype."""
     operator, line, phase = record.names[:3]
     operator = _IN_WORDS.get(operator, operator.strip("_"))
-    module = module_named(record.name) if record.name else ""
+    module = record.name and module_named(record.name)
+    place = (module and module + bracketed(line)) or line or _OUTSIDE
     if phase == "backward":
-        place = f"the backward of {module or 'code outside of modules'}"
-    else:
-        place = f"{module} ({line})" if module and line else module or line or "code outside of modules"
+        place = f"the backward of {module or _OUTSIDE}"
     return {
         "operator": operator,
         "place": place,
@@ -93,7 +93,7 @@ class _Gradients(Sentences):
 def _gradients(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[_Gradients | None, dict[str, object]]:
     """Return the sentence on the gradients' error, if it matters, and the weight."""
     matters = record.gradients_error is not None and record.gradients_error >= _MATTERS
-    return (_Gradients.OFF if matters else None), {"weight": record.names[3] if len(record.names) > 3 else ""}
+    return _Gradients.OFF.when(matters), {"weight": "".join(record.names[3:4])}
 
 
 # -- infinities ---------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     fix, code = _remedy(born)
     phase = born.names[2]
     first = _first_event(case, phase)
-    is_later = first is not None and first.step < born.step
+    is_later, layer, step = _beginning(born, first)
     began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
     yield Found(
         (began.when(is_later), _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS),
@@ -161,13 +161,13 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
             **_place(born),
             "count": int(born.elements),
             "measured": born.step,
-            "first_module": module_named(first.module) if first else "",
+            "first_module": module_named(layer),
         },
         fix,
         code,
-        layer=first.module if first is not None and is_later else born.name,
-        severity="warning" if first is None else "error",
-        step=first.step if first is not None and is_later else born.step,
+        layer=layer,
+        is_grave=first is not None,
+        step=step,
     )
 
 
@@ -194,6 +194,13 @@ def _remedy(born: BornInfinite) -> tuple[Said, Said]:
 def _first_event(case: Case, phase: str = "forward") -> Event | None:
     """Return the first event of a forward, or else of the backward of a finite one."""
     return next((event for event in case.events if (event.forward_finite is False) == (phase == "forward")), None)
+
+
+def _beginning(found: Record, first: Event | None) -> tuple[bool, str, int]:
+    """Return whether an event comes before a record's step, and the module and the step in which the problem began."""
+    if first is not None and first.step < found.step:
+        return True, first.module, first.step
+    return False, found.name, found.step
 
 
 #: Words of an examined argument whose origin is not known.
@@ -232,22 +239,22 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
             continue
         # A step of a second opinion has no events.
         if not case.progress.steps or (first is not None and first.step <= alike.step):
-            is_later = first is not None and first.step < alike.step
+            is_later, layer, step = _beginning(alike, first)
             lowered = len({event.step for event in broken if event.skipped})
             yield Found(
-                (_Born.FIRST if is_later else None, _Alike.IN_FP32_TOO),
+                (_Born.FIRST.when(is_later), _Alike.IN_FP32_TOO),
                 _evidence(alike),
                 {
                     **_place(alike),
                     "count": int(alike.elements),
                     "lowered": lowered,
                     "measured": alike.step,
-                    "first_module": module_named(first.module) if first else "",
+                    "first_module": module_named(layer),
                 },
-                () if first is None else (_Alike.INPUTS, _Alike.NEW_SCALER if lowered > 1 else None),
-                layer=first.module if first is not None and is_later else alike.name,
+                (_Alike.INPUTS.when(first), _Alike.NEW_SCALER.when(lowered > 1)),
+                layer=layer,
                 severity="info" if first is None else "error",
-                step=first.step if first is not None and is_later else alike.step,
+                step=step,
             )
             return
 
@@ -278,10 +285,10 @@ def _sum_loses_terms(case: Case) -> Iterator[Found]:
             (_Sum.LOSES, also),
             _evidence(lost),
             {**_place(lost), **words},
-            _Sum.IN_FP32 if is_fault else (),
-            _Sum.CAST if is_fault else (),
+            _Sum.IN_FP32.when(is_fault),
+            _Sum.CAST.when(is_fault),
             layer=lost.name,
-            severity="warning" if is_fault else "info",
+            is_mild=not is_fault,
             step=lost.step,
         )
 
@@ -313,18 +320,17 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
         also, words = _gradients(absorbed)
         begins_near_zero = absorbed.size is not None and absorbed.size < _LEAST_BRANCH and also is None
         is_fault = absorbed.unchanged >= _MOSTLY and not begins_near_zero
-        is_sum = absorbed.times > 1
-        fix, code = (
-            (_Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32) if is_sum else (_Absorbed.STREAM_IN_FP32, _Absorbed.CAST)
-        )
+        says, fix, code = _Absorbed.NOTHING_CHANGES, _Absorbed.STREAM_IN_FP32, _Absorbed.CAST
+        if absorbed.times > 1:
+            says, fix, code = _Absorbed.SUM_STOPS, _Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32
         yield Found(
-            (_Absorbed.SUM_STOPS if is_sum else _Absorbed.NOTHING_CHANGES, also),
+            (says, also),
             _evidence(absorbed),
             {**_place(absorbed), **words},
-            fix if is_fault else (),
-            code if is_fault else (),
+            fix.when(is_fault),
+            code.when(is_fault),
             layer=absorbed.name,
-            severity="warning" if is_fault else "info",
+            is_mild=not is_fault,
             step=absorbed.step,
         )
 
@@ -422,23 +428,20 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
         is_difference = cancelled.names[0].rstrip("_") in ("add", "sub")
         also, words = _gradients(cancelled)
         born = _born_from(cancelled, case)
-        step, severity = cancelled.step, "info" if also is None else "warning"
+        is_mild, step = also is None and born is None, cancelled.step
         if born is not None:
             place = _place(born)
             words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
-            step, severity = min(first.step if first is not None else step, step), "error"
-        off = (
-            f"{cancelled.after:.0%}"
-            if cancelled.after < 10 and math.isfinite(cancelled.after)
-            else "far more than itself"
-        )
+            _, _, step = _beginning(born, first)
+        off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "far more than itself"
         yield Found(
-            (_Left.CANCELS if is_difference else _Left.AMPLIFIES, also, None if born is None else _Left.BREAKS),
+            (_Left.CANCELS.when(is_difference) or _Left.AMPLIFIES, also, _Left.BREAKS.when(born)),
             _evidence(cancelled),
             {**_place(cancelled), **words, "off": off, "measured": cancelled.step},
-            () if severity == "info" else _fix(is_difference),
+            (_Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32).when(not is_mild),
             layer=cancelled.name,
-            severity=severity,
+            is_grave=born is not None,
+            is_mild=is_mild,
             step=step,
         )
 
@@ -453,10 +456,6 @@ def _born_from(cancelled: AmplifiedError, case: Case) -> BornInfinite | None:
         ),
         None,
     )
-
-
-def _fix(is_difference: bool) -> _Left:
-    return _Left.OPERANDS_IN_FP32 if is_difference else _Left.INPUT_IN_FP32
 
 
 class _Integers(Sentences):
