@@ -33,6 +33,7 @@ from mpinspect.reporting.words import (
     UNKNOWN,
     and_more,
     as_power,
+    by_number,
     filled,
     indefinite,
     number_of,
@@ -101,7 +102,8 @@ def _parting(diff: RangeDiff, broken: Sequence[int] = ()) -> str:
     """Return where the runs part; of several steps, which of them ``broken`` is."""
     moved = diff.moved
     if moved is not None:
-        step, where = min(broken, default=-1), _at(moved)
+        where = f"{by_number(1 + moved.last_step - moved.first_step, 'at', 'in')} {_named(moved)}"
+        step = min(broken, default=-1)
         if moved.first_step <= step <= moved.last_step != moved.first_step:
             where += f", step {step:,} among them"
         return f"They part {where}: {_what(moved)}{_zeros(moved)}."
@@ -139,10 +141,6 @@ def _besides(diff: RangeDiff) -> str:
 def matters(diff: RangeDiff) -> bool:
     """Return whether anything differs that a finding warns of."""
     return any(finding.is_alarm for finding in diff.findings)
-
-
-def _at(parting: Parting) -> str:
-    return f"{'at' if parting.first_step == parting.last_step else 'in'} {_named(parting)}"
 
 
 def _named(parting: Parting) -> str:
