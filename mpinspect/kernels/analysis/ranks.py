@@ -113,6 +113,7 @@ def _run_different_code(traces: Sequence[KernelTrace]) -> bool:
 
 
 def _rank_report(trace: KernelTrace, rows: Sequence[KernelRow], label: str) -> RankReport:
+    devices = sorted({device.id for device in trace.devices} | set(trace.span_us) | set(trace.busy_us))
     return RankReport(
         label=label,
         source=trace.source,
@@ -124,15 +125,11 @@ def _rank_report(trace: KernelTrace, rows: Sequence[KernelRow], label: str) -> R
         shares=shares(rows),
         coverage=coverage(rows),
         copies_us=trace.copies_us,
-        devices=tuple(_device(trace, rows, number) for number in _numbers(trace)),
+        devices=tuple(_device(trace, rows, number) for number in devices),
         notes=trace.notes,
         cut_short=trace.cut_short,
         accelerator=trace.accelerator,
     )
-
-
-def _numbers(trace: KernelTrace) -> list[int]:
-    return sorted({device.id for device in trace.devices} | set(trace.span_us) | set(trace.busy_us))
 
 
 def _device(trace: KernelTrace, rows: Sequence[KernelRow], number: int) -> DeviceTime:

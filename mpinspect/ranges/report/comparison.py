@@ -33,6 +33,7 @@ from mpinspect.reporting.words import (
     UNKNOWN,
     and_more,
     as_power,
+    by_number,
     filled,
     indefinite,
     number_of,
@@ -102,7 +103,8 @@ def _parting(diff: RangeDiff) -> str:
     """Return where the runs part."""
     moved = diff.moved
     if moved is not None:
-        return f"They part {_at(moved)}: {_what(moved)}{_zeros(moved)}."
+        where = f"{by_number(1 + moved.last_step - moved.first_step, 'at', 'in')} {_named(moved)}"
+        return f"They part {where}: {_what(moved)}{_zeros(moved)}."
     if not diff.compared.stretches:
         return "Whether they part is not known: no step was counted in both."
     grave = next((finding for finding in diff.new if finding.is_alarm), None)
@@ -137,10 +139,6 @@ def _besides(diff: RangeDiff) -> str:
 def matters(diff: RangeDiff) -> bool:
     """Return whether anything differs that a finding warns of."""
     return any(finding.is_alarm for finding in diff.findings)
-
-
-def _at(parting: Parting) -> str:
-    return f"{'at' if parting.first_step == parting.last_step else 'in'} {_named(parting)}"
 
 
 def _named(parting: Parting) -> str:

@@ -129,8 +129,8 @@ class TensorBoardLog:
 
     def scales(self, step: int, scales: dict[str, float | None]) -> None:
         """Add a scalar with log2 of each scale that is known, positive and finite."""
-        logs = {f"loss_scale/{name}": log2_of(scale) for name, scale in scales.items()}
-        self.of_run(step, {name: log2 for name, log2 in logs.items() if log2 is not None})
+        logs = {f"loss_scale/{name}": log2 for name, k in scales.items() if (log2 := log2_of(k)) is not None}
+        self.of_run(step, logs)
 
     def of_run(self, step: int, values: Mapping[str, float]) -> None:
         """Add scalars of the whole run, by their names in ``scalars.py``."""

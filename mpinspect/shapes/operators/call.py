@@ -129,8 +129,7 @@ def item_size(dtype: str) -> int:
     known = ITEM_SIZES.get(dtype)
     if known is not None:
         return known
-    bits = next(iter(re.findall(r"\d+", dtype)), 8)
-    return max(int(bits) // 8, 1)
+    return max(int(next(iter(re.findall(r"\d+", dtype)), 8)) // 8, 1)
 
 
 def memory(operand: Operand | None) -> int:

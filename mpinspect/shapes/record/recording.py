@@ -13,6 +13,7 @@ import torch
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, as_format
 from mpinspect.reporting.words import number_of
+from mpinspect.runtime.distributed import is_distributed
 from mpinspect.runtime.emulation import half_arithmetic
 from mpinspect.runtime.wrappers import compiled_modules_eager
 from mpinspect.shapes.operators.gemm import dtype_name
@@ -319,15 +320,11 @@ def _unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
             "TorchScript modules accept no hooks: their products are attributed to their caller, and the backward may be "
             "missing. Record the model before it is scripted"
         )
-    if any(_is_distributed(parameter) for parameter in model.parameters()):
+    if any(is_distributed(parameter) for parameter in model.parameters()):
         notes.append(
             "the parameters are sharded (DTensor): recorded as one GPU would compute them, with their global shapes"
         )
     return model, notes
-
-
-def _is_distributed(parameter: torch.Tensor) -> bool:
-    return hasattr(parameter, "full_tensor") and hasattr(parameter, "placements")
 
 
 def _always() -> bool:
