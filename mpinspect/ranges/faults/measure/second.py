@@ -712,7 +712,9 @@ def _mapped(
     """Return an operator's arguments, each replaced by what a function returns for it, those of its lists too."""
 
     def replaced(value: Any) -> Any:
-        return [function(each) for each in value] if isinstance(value, (list, tuple)) else function(value)
+        if isinstance(value, (list, tuple)):
+            return [function(each) for each in value]
+        return function(value)
 
     return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
@@ -741,7 +743,7 @@ def _wide(value: Any, is_mutated: bool) -> Any:
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that an operator writes to."""
-    given = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
+    given = [(*args[place:], kwargs.get(name))[0] for place, name in _written(func)]
     return [each for each in _leaves(given) if isinstance(each, torch.Tensor)]
 
 
