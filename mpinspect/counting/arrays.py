@@ -79,16 +79,16 @@ def _checked(divisor: float) -> float:
     return by
 
 
+#: The slice of a dimension, by the sign of its stride, whose elements ascend in memory and do not repeat.
+_ONCE = {-1: slice(None, None, -1), 0: slice(1), 1: slice(None)}
+
+
 def _flat(array: AnyArray) -> tuple[AnyArray, int]:
     """Return the elements as a 1-d array in any order, and how often each occurs because of dimensions of stride 0."""
     if array.flags.c_contiguous or not array.size:
         return array.reshape(-1), 1
-    repeated = [axis for axis in range(array.ndim) if array.strides[axis] == 0]
-    times = math.prod(array.shape[axis] for axis in repeated)
-    array = array[tuple(0 if axis in repeated else slice(None) for axis in range(array.ndim))]
-    # Indexing with integers only gives a scalar.
-    array = np.asarray(array)
-    array = array[tuple(slice(None, None, -1 if stride < 0 else 1) for stride in array.strides)]
+    times = math.prod(size for size, stride in zip(array.shape, array.strides, strict=True) if not stride)
+    array = array[tuple(_ONCE[int(np.sign(stride))] for stride in array.strides)]
     order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
     return np.ascontiguousarray(array.transpose(order)).reshape(-1), times
 
@@ -181,7 +181,7 @@ def _count_codes(flat: AnyArray, name: str, divisor: float | None) -> IntArray:
     if flat.dtype.itemsize != unsigned.itemsize:
         raise TypeError(f"{flat.dtype} can't hold the codes of {name}, which take {unsigned.itemsize} bytes each")
     values = magnitudes(name)
-    codes = flat.view(unsigned.newbyteorder(flat.dtype.byteorder) if unsigned.itemsize > 1 else unsigned)
+    codes = flat.view(unsigned.newbyteorder(flat.dtype.byteorder))
     counts = np.zeros(len(values), dtype=np.int64)
     for chunk in _chunks(codes):
         counts += np.bincount(chunk, minlength=len(values))

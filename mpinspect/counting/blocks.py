@@ -25,7 +25,6 @@ from mpinspect.numeric.recipes import (
     FLOOR,
     POWER_OF_TWO,
     STOCHASTIC,
-    WHOLE,
     Quantization,
 )
 from mpinspect.runtime.distributed import local_part, place_of
@@ -288,7 +287,7 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     if values.device.type == "mps":
         # It has no float64.
         values = values.cpu()
-    columns = values.shape[-1] if values.dim() else 1
+    *_, columns = (1, *values.shape)
     if values.dtype not in (torch.float16, torch.bfloat16):
         values = values.float()
     return values.reshape(values.numel() // max(columns, 1), columns)
@@ -297,7 +296,7 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 def _size(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
     if min(block) < 0:
         raise ValueError(f"a block of {block} has a negative size: give rows and columns, or 0 for all")
-    rows, columns = (each if each != WHOLE else max(whole, 1) for each, whole in zip(block, shape, strict=True))
+    rows, columns = (each or max(whole, 1) for each, whole in zip(block, shape, strict=True))
     return rows, columns
 
 
@@ -308,7 +307,7 @@ def _rows_and_columns(
     if any(offset[1:-1]) and block[0] != 1:
         raise ValueError("the tensor is sharded along an inner dimension: only blocks of one row can be counted")
     rows = math.prod(shape[:-1])
-    return (offset[0] * rows // shape[0] if len(shape) > 1 else 0, offset[-1]), (rows, shape[-1])
+    return (next(iter(offset[:-1]), 0) * math.prod(shape[1:-1]), offset[-1]), (rows, shape[-1])
 
 
 def _regions(

@@ -259,9 +259,9 @@ def _beside(root: Path, path: Path) -> list[os.stat_result]:
     return found
 
 
-def _by_number(name: str) -> list[tuple[int, int, str]]:
+def _by_number(name: str) -> list[tuple[str, int]]:
     """Return a sort key that puts rank2 before rank10."""
-    return [(1, int(part), "") if part.isdecimal() else (0, 0, part) for part in re.split(r"(\d+)", name)]
+    return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 # -- reading --------------------------------------------------------------------------------------------------------------

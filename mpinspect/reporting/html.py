@@ -43,7 +43,7 @@ from mpinspect.reporting.page import said_once
 from mpinspect.reporting.palette import css_variables
 from mpinspect.reporting.scripts import bundled
 from mpinspect.reporting.terms import explained
-from mpinspect.reporting.words import filled
+from mpinspect.reporting.words import filled, optional
 
 STYLE = f"""
 .mpinspect{{color-scheme:light dark;{css_variables()}}}
@@ -327,7 +327,7 @@ def _classes(column: Column, is_long: bool) -> str:
 
 
 def _cell(cell: Cell, classes: str) -> str:
-    inside = _strip(cell.strip) if cell.strip is not None else escape(cell.text)
+    inside = optional(cell.strip, _strip, escape(cell.text))
     if cell.bar is not None:
         inside = f'<span class="amount"><i style="width:{100 * cell.bar:.1f}%"></i></span>{inside}'
     notes = "".join(f"<small>{escape(note)}</small>" for note in cell.notes)

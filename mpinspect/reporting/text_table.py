@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 from mpinspect.reporting.document import Cell, Strip, Table
-from mpinspect.reporting.words import shortened
+from mpinspect.reporting.words import filled, optional, shortened
 
 STYLES = {
     "strong": "bold",
@@ -65,7 +66,8 @@ class Grid:
         self.columns = [table.columns[place] for place in kept]
         self.rows = [[row[place] for place in kept] for row in table.rows]
         self._width = width
-        self._words = [[_cell_words(cell, detail.step) for cell in row] for row in self.rows]
+        drawn = partial(_strip_words, step=detail.step)
+        self._words = [[optional(cell.strip, drawn, cell.text) for cell in row] for row in self.rows]
         self._names = [place for place, column in enumerate(self.columns) if column.is_name]
         self._figures = [place for place, column in enumerate(self.columns) if not column.is_name]
         self._natural = [self._widest(place) for place in range(len(kept))]
@@ -209,7 +211,7 @@ def _folded(words: str, width: int, cut: str = "") -> list[str]:
         return chop_cells(shortened(words, width, cut), width)[:1]
     lines, line = [], ""
     for word in words.split(" "):
-        joined = f"{line} {word}" if line else word
+        joined = filled("{} ", line) + word
         if cell_len(joined) <= width:
             line = joined
             continue
@@ -218,10 +220,6 @@ def _folded(words: str, width: int, cut: str = "") -> list[str]:
         *full, line = chop_cells(word, width) or [""]
         lines += full
     return [*lines, line]
-
-
-def _cell_words(cell: Cell, step: int) -> str:
-    return cell.text if cell.strip is None else _strip_words(cell.strip, step)
 
 
 def _strip_words(strip: Strip, step: int) -> str:

@@ -115,7 +115,9 @@ def _unseen(high: float, negligible: float) -> str:
         return f"<{percent(NEGLIGIBLE)}"
     if high <= negligible:
         return "none seen"
-    return UNKNOWN if high > 1 - _ROUGHLY / 2 else f"<={percent(high)}"
+    if high > 1 - _ROUGHLY / 2:
+        return UNKNOWN
+    return f"<={percent(high)}"
 
 
 def duration(us: float) -> str:

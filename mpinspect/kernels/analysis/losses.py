@@ -135,7 +135,7 @@ class LintedModules:
 
     def __init__(self, shapes: ShapeReport | None) -> None:
         self._found: dict[tuple[str, str], tuple[str, str]] = {}
-        for matmul in shapes.matmuls if shapes is not None else ():
+        for matmul in getattr(shapes, "matmuls", ()):
             if matmul.verdict != "native":
                 self._found.setdefault((matmul.module, matmul.role), (matmul.verdict, matmul.reason))
 

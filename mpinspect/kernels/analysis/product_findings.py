@@ -115,7 +115,7 @@ def _eligible(group: list[Loss]) -> Finding:
 
 def _degraded(group: list[Loss]) -> Finding:
     first = group[0]
-    where = _where(first)
+    where = " in ".join(filter(None, (first.op or "a kernel", first.module)))
     if first.m is not None:
         where += f" ({first.m:,} x {first.n:,} x {first.k:,})"
     fix = _FIXES.get(first.cause_id) or _alignment_fix(first)
@@ -171,10 +171,6 @@ def _total(group: Sequence[Loss]) -> str:
     calls, time = sum(loss.calls for loss in group), sum(loss.time_us for loss in group)
     fraction = percent(min(1.0, sum(loss.fraction for loss in group)))
     return f"{number_of(calls, 'kernel')} of matrix products, {duration(time)}, {fraction} of all kernel time,"
-
-
-def _where(loss: Loss) -> str:
-    return " in ".join(filter(None, (loss.op or "a kernel", loss.module)))
 
 
 def _saved(group: Sequence[Loss]) -> str:

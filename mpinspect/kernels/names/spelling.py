@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mpinspect.reporting.words import filled
+
 #: Itanium C++ ABI, 5.1: an identifier follows the number of its letters; I and J open template arguments. The digits in literals
 #: (Li128E, Lb0E), _Float16 and the like (DF16b), substitutions (S1_) and template parameters (T0_) are not such numbers.
 _MANGLED = re.compile(r"L[a-z]n?\d*E|DF\d+[b_x]?|[ST][0-9A-Z]*_|(\d+)(?=[A-Za-z_])|([IJ])|.", re.DOTALL)
@@ -67,14 +69,15 @@ def _demangled(name: str) -> str:
             end = position + int(token[1])
             found.append(name[position:end])
             position = end
-            # After a name that is not nested, its template arguments follow.
-            found = found if is_nested else arguments
+            if not is_nested:
+                # The template arguments follow.
+                found = arguments
         elif token[2] or (token[0] == "E" and path):
             found = arguments
     if not path:
         return name
     readable = "::".join(each for each in path if each != "_GLOBAL__N_1")
-    return f"{readable}<{' '.join(arguments)}>" if arguments else readable
+    return readable + filled("<{}>", " ".join(arguments))
 
 
 def _function_and_arguments(name: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from mpinspect.kernels.records import Kernel, TraceOp
 from mpinspect.kernels.trace.columns import Ints
 from mpinspect.kernels.trace.contexts import Surroundings, surroundings
 from mpinspect.kernels.trace.recording import Recording
+from mpinspect.reporting.words import optional
 
 #: External ids are correlations if they are equal for more than this share of kernels; operator ids are for a few, by chance.
 _MOST = 0.5
@@ -207,7 +208,8 @@ class _TraceOps:
 
     def __init__(self, recording: Recording) -> None:
         self._names = list(recording.names)
-        self._described = list(recording.arguments)
+        # The last place is that of an operator without arguments, whose number is -1.
+        self._described = [*recording.arguments, marshal.dumps([None] * 4)]
         self._name = recording.operators["name"].tolist()
         self._arguments = recording.operators["arguments"].tolist()
         self._made: dict[tuple[int, int], TraceOp] = {}
@@ -218,8 +220,7 @@ class _TraceOps:
             return None
         key = self._name[operator], self._arguments[operator]
         if key not in self._made:
-            described = marshal.loads(self._described[key[1]]) if key[1] >= 0 else [None] * 4
-            self._made[key] = _trace_op(self._names[key[0]], *described)
+            self._made[key] = _trace_op(self._names[key[0]], *marshal.loads(self._described[key[1]]))
         return self._made[key]
 
 
@@ -232,7 +233,7 @@ def _each(convert: Callable[[Any], _T], values: object) -> tuple[_T, ...] | None
 
 
 def _text(value: object) -> str:
-    return "" if value is None else str(value)
+    return optional(value, str, "")
 
 
 def _sizes(sizes: object) -> tuple[int, ...]:

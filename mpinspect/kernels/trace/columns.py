@@ -57,7 +57,8 @@ class Columns:
         return self._column(name).astype(np.int64)
 
     def _column(self, name: str) -> Floats:
-        rows = np.frombuffer(self._rows) if self._rows else np.empty(0)
+        # A view of the memory; ``frombuffer`` raises for an empty table.
+        rows = np.asarray(self._rows)
         column: Floats = rows.reshape(-1, len(self._places))[:, self._places[name]].copy()
         return column
 

@@ -140,8 +140,8 @@ def _folder(folder: Path) -> list[KernelTrace]:
     return traces
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+def _natural(name: str) -> list[tuple[str, int]]:
+    return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
 def _with_duplicates_noted(traces: list[KernelTrace]) -> list[KernelTrace]:

@@ -245,12 +245,11 @@ def _row(change: LayerChange) -> tuple[str, ...]:
 
 
 def _both(first: str, second: str) -> str:
-    return first if first == second else f"{first} -> {second}"
+    return " -> ".join(dict.fromkeys((first, second)))
 
 
 def _span(steps: Steps) -> str:
-    first, last = steps
-    return f"{first}" if first == last else f"{first}-{last}"
+    return "-".join(dict.fromkeys(map(str, steps)))
 
 
 def _largest(layer: LayerReport) -> str:

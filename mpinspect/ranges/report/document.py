@@ -309,7 +309,7 @@ def _moves(blocks: tuple[TimeBlock, ...]) -> bool:
 
 
 def _window(block: TimeBlock) -> str:
-    return f"2^{block.log2_lowest} .. 2^{block.log2_highest}" if block.log2_lowest is not None else "none"
+    return optional(block.log2_lowest, f"2^{{}} .. 2^{block.log2_highest}".format, "none")
 
 
 def _block(first: TimeBlock, last: TimeBlock, windows: Iterable[Window]) -> str:

@@ -21,10 +21,10 @@ from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
-from mpinspect.ranges.report.layers import log2_recommended, repeated, seen_layers
+from mpinspect.ranges.report.layers import log2_of, log2_recommended, repeated, seen_layers
 from mpinspect.ranges.report.opening import Opening, blocks_of, opening
 from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
-from mpinspect.ranges.session import Event, ScaleChange, Window
+from mpinspect.ranges.session import Event, Window
 from mpinspect.reporting.document import Tone, Widget
 from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.streams import printable
@@ -141,7 +141,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         "opening": _opening(report, first),
         "suggested": _suggested(report),
         # A power of two, rounded down.
-        "own": floor_log2(own) if own else 0,
+        "own": floor_log2(own or 1.0),
         "collapsed": has_collapsed,
         "windows": {
             format: window
@@ -152,7 +152,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         "narrow_weights": bool({FLOAT16.name, BFLOAT16.name} & set(report.session.precision.weights)),
         "steps": progress.steps,
         "skipped": progress.skipped_steps,
-        "scales": [_scale(change) for change in report.session.scale_history()],
+        "scales": [(change.step, log2_of(change.scale)) for change in report.session.scale_history()],
         "events": [_event(event) for event in report.session.events],
         "places": list(_places(report.session.events)),
         "lost": _lost_updates(report, windows),
@@ -226,11 +226,6 @@ def _window(advice: LossScaleAdvice | None) -> tuple[int, int] | None:
         return None
     window = math.ceil(math.log2(advice.lowest)), math.floor(math.log2(advice.highest))
     return window if window[0] <= window[1] else None
-
-
-def _scale(change: ScaleChange) -> tuple[int, float | None]:
-    is_known = change.scale is not None and 0 < change.scale < math.inf
-    return change.step, math.log2(change.scale) if is_known and change.scale else None
 
 
 def _places(events: Sequence[Event]) -> Iterator[dict[str, Any]]:

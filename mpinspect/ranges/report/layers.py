@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -100,22 +101,25 @@ def _alternatives(parts: list[str]) -> str:
     return f"{{{','.join(map(str, numbers))}}}"
 
 
+#: The counts of a layer without any, and the share of one that loses nothing.
+EMPTY, _NONE = ExponentHistogram.from_counts([], 0), Interval(0.0, 0.0, 0.0)
+
+
 def badness(layer: LayerReport) -> tuple[float, ...]:
     """Return a sort key, larger for worse layers.
 
     In order: infinities, NaNs, not rounding noise, overflow, lost updates, lost L1 share, flushed share.
     """
-    histogram = layer.histogram
-    # An infinity is nearer to where it began than a NaN.
-    broken = 0 if histogram is None else (histogram.infs > 0) + (histogram.nonfinite > 0)
+    histogram = layer.histogram or EMPTY
     lost = max((update.fraction for update in (layer.lost_updates or {}).values()), default=0.0)
     return (
-        broken,
+        # An infinity is nearer to where it began than a NaN.
+        (histogram.infs > 0) + (histogram.nonfinite > 0),
         not layer.rounding_noise,
         bool(layer.overflowed),
         lost,
-        layer.lost_l1_share.high if layer.lost_l1_share else 0.0,
-        layer.flushed_fraction.estimate if layer.flushed_fraction else 0.0,
+        (layer.lost_l1_share or _NONE).high,
+        (layer.flushed_fraction or _NONE).estimate,
     )
 
 
@@ -123,6 +127,11 @@ def names_in(findings: Iterable[Finding]) -> frozenset[str]:
     """Return the names that findings are about: their layers, and the names that their sentences put in quotes."""
     quoted = (re.findall(r"'([^']+)'", f"{finding.message} {finding.fix}") for finding in findings)
     return frozenset(name for names in quoted for name in names) | {finding.layer for finding in findings} - {""}
+
+
+def log2_of(scale: float | None) -> float | None:
+    """Return log2 of a scale that is positive and finite; None for any other and for an unknown one."""
+    return math.log2(scale) if scale is not None and 0 < scale < math.inf else None
 
 
 def log2_recommended(advice: LossScaleAdvice) -> int | None:

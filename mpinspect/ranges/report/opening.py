@@ -123,7 +123,7 @@ def _what_if(report: RangeReport) -> str:
 
 def _own(session: Session) -> int:
     own, _ = own_scale(session)
-    return floor_log2(own) if own else 0
+    return floor_log2(own or 1.0)
 
 
 def _scale_at(session: Session, step: int, otherwise: int) -> int:
@@ -217,9 +217,9 @@ def _nearest(
     # The loss follows the last layer.
     end = -1 if given else len(watched)
     sought = [
-        place for place, layer in enumerate(watched) if layer.name == tensor or (path and _is_inside(layer, path))
-    ]
-    middle = sum(sought) / len(sought) if sought and path else end
+        place for place, layer in enumerate(watched) if path and (layer.name == tensor or _is_inside(layer, path))
+    ] or [end]
+    middle = sum(sought) / len(sought)
     near = min(reversed(of_kind), key=lambda layer: abs(places[layer.key] - middle))
     return kinds[0], (near.name,), False
 

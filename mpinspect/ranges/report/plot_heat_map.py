@@ -18,6 +18,7 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, kind_named
 from mpinspect.ranges.report.layers import (
+    EMPTY,
     Repeated,
     badness,
     flushed_at_recommended,
@@ -108,11 +109,11 @@ def draw(figure: Figure | SubFigure, report: RangeReport) -> None:
 
 
 def _nonzero(layer: LayerReport) -> int:
-    return layer.histogram.nonzero if layer.histogram is not None else 0
+    return (layer.histogram or EMPTY).nonzero
 
 
 def _broken(layer: LayerReport) -> int:
-    return layer.histogram.nonfinite if layer.histogram is not None else 0
+    return (layer.histogram or EMPTY).nonfinite
 
 
 def _shares(layer: LayerReport | None, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

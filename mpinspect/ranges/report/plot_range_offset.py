@@ -151,9 +151,10 @@ def _left_out(pooled: dict[str, ExponentHistogram]) -> str:
 def _notes(report: RangeReport, pooled: dict[str, ExponentHistogram], low: int, high: int) -> Iterator[str]:
     """Yield the notes below the plot: values not shown, values flushed before counting, the loss-scale advice."""
     floor = percent(LEAST_SHARE)
-    beyond = any(h.nonzero and (h.min_exponent < low or h.max_exponent >= high) for h in pooled.values())
     drawn = f"{_left_out(pooled)} Shares below {floor} are drawn as {floor}."
-    yield f"{drawn} Values beyond the picture are gathered in its outermost bars." if beyond else drawn
+    if any(h.nonzero and (h.min_exponent < low or h.max_exponent >= high) for h in pooled.values()):
+        drawn += " Values beyond the picture are gathered in its outermost bars."
+    yield drawn
     if any(layer.floor_exponent is not None and layer.kind in GRADIENT_KINDS for layer in report.layers):
         yield "Some of the zeros may be values that were flushed before they were counted: the shares are of those seen."
     advice = f"{scale_in_brief(report)}."

@@ -61,9 +61,9 @@ def _verdict(report: ProbeReport) -> str:
 
 def _explanation(report: ProbeReport) -> Iterator[Line]:
     """Yield the reasons why measured and predicted shares differ, for differences above TELLING_DIFFERENCE."""
-    telling = [layer for layer in report.layers if layer.comparable and _differs(layer)]
-    more = [layer for layer in telling if layer.unscaled.difference > 0]
-    fewer = [layer for layer in telling if layer.unscaled.difference < 0]
+    comparable = [layer for layer in report.layers if layer.comparable]
+    more = [layer for layer in comparable if layer.unscaled.difference > TELLING_DIFFERENCE]
+    fewer = [layer for layer in comparable if layer.unscaled.difference < -TELLING_DIFFERENCE]
     if more:
         yield Line(
             f"More elements became zero than the weight gradient's own range predicts in {_names(more)}: activation gradients "
@@ -76,10 +76,6 @@ def _explanation(report: ProbeReport) -> Iterator[Line]:
             f"Fewer elements became zero in {_names(fewer)}: rounding on the way carried values across the edge.",
             "warning",
         )
-
-
-def _differs(layer: LayerProbe) -> bool:
-    return abs(layer.unscaled.difference) > TELLING_DIFFERENCE
 
 
 def _names(layers: list[LayerProbe], limit: int = 5) -> str:

@@ -23,6 +23,7 @@ from mpinspect.ranges.analysis.noise import rounding_noise_ceilings
 from mpinspect.ranges.analysis.ranges import tensor_infos
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS
+from mpinspect.ranges.report.layers import log2_of
 from mpinspect.ranges.session import Event, Measurement, Precision, Progress, Session, TensorInfo, Window
 from mpinspect.runtime.background import give_way
 
@@ -86,10 +87,10 @@ class ScalarSink(ABC):
             progress=progress,
             precision=self._precision,
         )
-        format, used = judged_in(session), _log2(progress.scale_at(window.last_step))
+        format, used = judged_in(session), log2_of(progress.scale_at(window.last_step))
         advice = recommend_loss_scale(session, format=format)
         scales = {"suggested": advice.recommended, "lowest": advice.lowest, "highest": advice.highest}
-        found |= {f"loss_scale/{name}": log2 for name, k in scales.items() if (log2 := _log2(k)) is not None}
+        found |= {f"loss_scale/{name}": log2 for name, k in scales.items() if (log2 := log2_of(k)) is not None}
         found |= _flushed(session, format, {"flushed/worst_layer_unscaled": 0.0, "flushed/worst_layer": used})
         if used is not None:
             found[USED] = used
@@ -113,7 +114,3 @@ def _flushed(session: Session, format: FloatFormat, scales: Mapping[str, float |
                 lost = tensor.histogram.lost_l1_share(format, math.floor(scale)).estimate
                 worst[name] = max(worst.get(name, 0.0), lost, hidden)
     return worst
-
-
-def _log2(scale: float | None) -> float | None:
-    return math.log2(scale) if scale is not None and 0 < scale < math.inf else None

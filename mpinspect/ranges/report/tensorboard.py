@@ -13,7 +13,6 @@ TensorBoard sorts groups of tags by name, so that the summary is the first:
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
+from mpinspect.ranges.report.layers import log2_of
 from mpinspect.ranges.report.scalars import USED, ScalarSink
 from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, Curves, Worst
 from mpinspect.ranges.report.tensorboard_events import EventFile
@@ -123,13 +123,14 @@ class TensorBoardLog:
 
     def advice(self, step: int, advice: LossScaleAdvice | RangeReport) -> None:
         """Add the suggested loss scale and its window, in log2, at this step; unknown values are left out."""
-        advice = advice.loss_scale if isinstance(advice, RangeReport) else advice
+        if isinstance(advice, RangeReport):
+            advice = advice.loss_scale
         self.scales(step, {"suggested": advice.recommended, "lowest": advice.lowest, "highest": advice.highest})
 
     def scales(self, step: int, scales: dict[str, float | None]) -> None:
         """Add a scalar with log2 of each scale that is known, positive and finite."""
-        known = {name: scale for name, scale in scales.items() if scale is not None and 0 < scale < math.inf}
-        self.of_run(step, {f"loss_scale/{name}": math.log2(scale) for name, scale in known.items()})
+        logs = {f"loss_scale/{name}": log2_of(scale) for name, scale in scales.items()}
+        self.of_run(step, {name: log2 for name, log2 in logs.items() if log2 is not None})
 
     def of_run(self, step: int, values: Mapping[str, float]) -> None:
         """Add scalars of the whole run, by their names in ``scalars.py``."""

@@ -91,18 +91,14 @@ def layout_of(name: str, operand: Operand) -> Layout | None:
         name=name,
         row_stride=row_stride,
         row_size=row_size,
-        stride_bytes=_in_bytes(row_stride, item),
+        stride_bytes=row_stride and row_stride * item,
         alignment_bytes=math.gcd(PREFERRED_ALIGNMENT, *(step * item for step in steps)),
-        offset_bytes=_in_bytes(offset, item),
+        offset_bytes=offset and offset * item,
         is_copied=is_copied,
         is_assumed=is_assumed,
         item_size=item,
         batch_strides=batch,
     )
-
-
-def _in_bytes(elements: int | None, item: int) -> int | None:
-    return None if elements is None else elements * item
 
 
 def _is_addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

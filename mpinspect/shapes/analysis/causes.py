@@ -194,7 +194,7 @@ def in_16_bits(matmul: Matmul, autocast_dtype: str | None) -> Matmul:
 
 
 def _halved(operand: Operand | None) -> Operand | None:
-    return None if operand is None else replace(operand, dtype="float16")
+    return operand and replace(operand, dtype="float16")
 
 
 #: Scores that are fewer than the queries' and keys' elements by this factor cost little even if they leave the chip: they are

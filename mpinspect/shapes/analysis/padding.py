@@ -120,7 +120,7 @@ def consequences_of(causes: Iterable[Cause], rows: Sequence[ShapeRow]) -> dict[C
     """Find odd sizes that follow from another odd size; return a map from each one's cause to the cause to blame."""
     causes = list(causes)
     odd = {cause.size: cause for cause in causes if cause.what == "size" and cause.size}
-    forward = _forward(rows)
+    forward = [row.matmul for row in rows if row.role == "forward" and row.matmul.attention is None]
     found: dict[Cause, Cause] = {}
     for cause in causes:
         if cause.what == "head" and cause.size:
@@ -186,10 +186,6 @@ def _may_be_split(size: int, recording: MatmulRecording) -> bool:
     made = any(matmul.n == size for matmul in forward)
     divisible = size >= _LEAST_BASE and (size % 2 == 0 or size % 3 == 0)
     return made and divisible and not any(matmul.k == size for matmul in forward)
-
-
-def _forward(rows: Sequence[ShapeRow]) -> list[Matmul]:
-    return [row.matmul for row in rows if row.role == "forward" and row.matmul.attention is None]
 
 
 def _follows(size: int, base: int, forward: Sequence[Matmul]) -> bool:

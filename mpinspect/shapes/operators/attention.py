@@ -131,7 +131,7 @@ def _geometry(call: Call, layout: _Layout, query: Operand, key: Operand, value: 
     starts = call.optional(layout.lengths[0]) if layout.lengths else None
     if layout.lengths and starts is not None and len(query.shape) - (query.shape[:1] == (1,)) == 3:
         # Packed sequences, (tokens, heads, dim): each counts as long as the longest one, an upper bound.
-        batch = max(starts.shape[0] - 1, 1) if starts.shape else 1
+        batch = max(next(iter(starts.shape), 0) - 1, 1)
         queries, keys = call.integer(layout.lengths[1]), call.integer(layout.lengths[2])
     else:
         if not (len(query.shape) == len(key.shape) == len(value.shape)) or len(query.shape) < 3:

@@ -129,8 +129,8 @@ def item_size(dtype: str) -> int:
     known = ITEM_SIZES.get(dtype)
     if known is not None:
         return known
-    bits = re.search(r"\d+", dtype)
-    return max(int(bits.group()) // 8, 1) if bits else 1
+    bits = next(iter(re.findall(r"\d+", dtype)), 8)
+    return max(int(bits) // 8, 1)
 
 
 def memory(operand: Operand | None) -> int:
@@ -196,7 +196,7 @@ def folded(operand: Operand, kept: int = 1) -> Operand:
     if stride is None:
         return Operand(shape, contiguous_strides(shape), operand.dtype)
     # With a single row, no stride leads to a next row: torch's view uses the stride of contiguous memory.
-    lone = shape[1] if len(shape) > 1 else 1
+    lone = next(iter(rest), 1)
     return _with(operand, shape, (stride or lone, *operand.strides[cut:]))
 
 

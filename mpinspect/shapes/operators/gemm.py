@@ -139,7 +139,7 @@ def matmul(call: Call) -> tuple[Matmul, ...]:
 def scaled_mm(call: Call) -> tuple[Matmul, ...]:
     """Return the record of _scaled_mm(self, mat2, scale_a, scale_b, ...): FP8 and FP4."""
     a, b = call.tensor(0, 2), call.tensor(1, 2)
-    dtype = _dtype_name(call.value(9 if call.op.endswith("_v2") else 6))
+    dtype = dtype_name(call.value(9 if call.op.endswith("_v2") else 6))
     k = a.shape[1] * _values_a_byte(a)
     if a.shape[1] != b.shape[0]:
         raise UnknownSizesError
@@ -156,9 +156,9 @@ def _block(call: Call, a: Operand, k: int) -> int:
     scale = call.optional(2) or next(iter(call.tensors(2)), None)
     if scale is None:
         return 0
-    if a.dtype == _PACKED:
-        return 16 if scale.dtype.startswith("float8_e4m3") else 32
-    if scale.dtype == "float8_e8m0fnu":
+    if a.dtype == _PACKED and scale.dtype.startswith("float8_e4m3"):
+        return 16
+    if a.dtype == _PACKED or scale.dtype == "float8_e8m0fnu":
         return 32
     by_128 = len(scale.shape) == 2 and k > 128 and -(-k // 128) in scale.shape and 1 not in scale.shape
     if scale.dtype == "float32" and by_128:
@@ -257,7 +257,7 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ..
     return tuple(sizes)
 
 
-def _dtype_name(value: object) -> str:
+def dtype_name(value: object) -> str:
     """Return the name of a torch dtype; "" for the numbers that the profiler writes, which differ between versions."""
     name = str(value).removeprefix("torch.")
     if name[:1].isalpha() and any(char.isdigit() for char in name):

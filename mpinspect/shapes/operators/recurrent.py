@@ -96,7 +96,7 @@ def layers(call: Call) -> tuple[Matmul, ...]:
     if projection == cell:
         projection = 0
     if packed:
-        most = states[0].shape[-2] if len(states[0].shape) > 1 else 1
+        most = next(iter(states[0].shape[-2:-1]), 1)
         rows = (most,) * call.tensor(1).shape[0]
     else:
         rows = _rows(x, call.flag(8))

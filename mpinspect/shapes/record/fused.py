@@ -31,6 +31,8 @@ _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _HALF = (torch.float16, torch.bfloat16)
 _HALF_NAMES = ("float16", "bfloat16")
 _LARGEST_FLASH_HEAD = 256
+#: The multiple that the memory-efficient kernels need of a head's size, by dtype; 4 for FP32.
+_ALIGNMENT = dict.fromkeys(_HALF_NAMES, 8)
 
 
 class _Names(dict[torch.dtype, str]):
@@ -167,7 +169,7 @@ def _backend(query: Operand, key: Operand, value: Operand, mask: Operand | None,
     same_head = head == key.shape[-1] == value.shape[-1]
     if allowed.flash_sdp_enabled() and half and mask is None and same_head and head <= _LARGEST_FLASH_HEAD:
         return "flash"
-    alignment = 8 if half else 4
+    alignment = _ALIGNMENT.get(query.dtype, 4)
     heads_fit = query.shape[1] == key.shape[1]
     if allowed.mem_efficient_sdp_enabled() and heads_fit:
         aligned = head % alignment == 0 and value.shape[-1] % alignment == 0
@@ -188,7 +190,7 @@ def _why_math(query: Operand, key: Operand, value: Operand, mask: Operand | None
     if query.dtype not in (*_HALF_NAMES, "float32"):
         return "dtype"
     # With every switch on, operands with another head size, or with as many key heads as query heads, would be fused.
-    alignment = 8 if query.dtype in _HALF_NAMES else 4
+    alignment = _ALIGNMENT.get(query.dtype, 4)
     heads_fit = query.shape[1] == key.shape[1]
     odd = query.shape[-1] % alignment or value.shape[-1] % alignment
     allowed: Any = torch.backends.cuda
@@ -211,7 +213,7 @@ def _fusible(query: Operand, key: Operand, value: Operand, grouped: bool) -> boo
 
 
 def _last_stride(one: Operand) -> int:
-    return one.strides[-1] if one.strides else 1
+    return (one.strides or (1,))[-1]
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
@@ -292,7 +294,7 @@ def _cast(tensor: torch.Tensor | None) -> Operand | None:
 
 def _recurrent(name: str, packed: bool) -> Callable[..., Any]:
     def run(operation: Any, x: torch.Tensor, *args: Any) -> Any:
-        if not x.is_meta or not _fits_cudnn(x):
+        if not x.is_meta or x.dtype not in (*_HALF, torch.float32, torch.float64):
             return operation(x, *args)
         batch_sizes = []
         if packed:
@@ -301,10 +303,6 @@ def _recurrent(name: str, packed: bool) -> Callable[..., Any]:
         return _cudnn_rnn(_MODES[name], x, batch_sizes, states, weights, *rest)
 
     return run
-
-
-def _fits_cudnn(x: torch.Tensor) -> bool:
-    return x.dtype in (*_HALF, torch.float32, torch.float64)
 
 
 def _cudnn_rnn(

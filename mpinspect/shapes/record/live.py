@@ -21,6 +21,7 @@ from mpinspect.reporting.words import number_of
 from mpinspect.runtime import own_code
 from mpinspect.runtime.emulation.products import is_composite
 from mpinspect.runtime.hooks import HandleList, ModelHook
+from mpinspect.shapes.operators.gemm import dtype_name
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.fused import observe_attention
 from mpinspect.shapes.record.mode import MatmulMode
@@ -131,7 +132,7 @@ class LiveMatmuls:
             copies=mode.copies(),
             device=self._device,
             backward=any(record.role != "forward" for record in matmuls),
-            autocast_dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+            autocast_dtype=dtype_name(dtype) or None,
             tf32=allowed_tf32(),
             sizes=named_sizes(model),
             embeddings=tied_embeddings(model),

@@ -224,7 +224,9 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(call.module, replace(record, autocast=call.autocast, recomputed=self.in_backward))
 
     def _module_of_forward(self) -> int:
-        return self._module_of(None if self.calls.any_running else torch._C._current_autograd_node())
+        if self.calls.any_running:
+            return self.calls.current
+        return self._module_of(torch._C._current_autograd_node())
 
     def _module_of(self, node: Any) -> int:
         """Return the module whose forward made an autograd node; without a node, the running module."""

@@ -15,6 +15,7 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, as_format
 from mpinspect.reporting.words import number_of
 from mpinspect.runtime.emulation import half_arithmetic
 from mpinspect.runtime.wrappers import compiled_modules_eager
+from mpinspect.shapes.operators.gemm import dtype_name
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.autocast import as_on_cuda, autocast_around, lowering
 from mpinspect.shapes.record.failures import RecordingError, first_line, meta_cause, reason
@@ -91,7 +92,7 @@ def record_matmuls(
         copies=attempt.mode.copies(),
         device=run.device,
         backward=attempt.backward,
-        autocast_dtype=None if lower is None else str(lower).removeprefix("torch."),
+        autocast_dtype=dtype_name(lower) or None,
         tf32=allowed_tf32(),
         sizes=named_sizes(inner, _odd(matmuls)),
         embeddings=tied_embeddings(inner),

@@ -78,7 +78,7 @@ def _unchanging(report: ShapeReport) -> Iterator[Line]:
     ids = Counter(finding.id for finding in report.unchanging)
     if ids:
         noun = "more finding" if report.listed else "finding"
-        named = ", ".join(id if number == 1 else f"{id} ({number} times)" for id, number in ids.items())
+        named = ", ".join(by_number(number, id, f"{id} ({number} times)") for id, number in ids.items())
         yield Line(f"{number_of(ids.total(), noun)} would have no measurable effect: {named}. JSON has all.", "dim")
 
 
@@ -154,7 +154,7 @@ def clean_sentence(report: ShapeReport) -> str:
         return ""
     if is_clean(report):
         native = report.flops_by_verdict.get("native", 0) / report.flops
-        words = "the shapes suit" if native == 1 else f"{percent(native)} of the FLOPs suit"
+        words = by_number(native, "the shapes suit", f"{percent(native)} of the FLOPs suit")
         if not report.listed:
             words = f"nothing to fix: {words}"
         return f"{upper_first(words)} the Tensor Cores of {report.gpu.name}."
