@@ -63,15 +63,7 @@ _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
 _ADDING = _ADDITIONS | {aten.lerp_}
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = _ADDING | {
-    aten.sin,
-    aten.cos,
-    aten.tan,
-    aten.exp,
-    aten.log,
-    aten.pow,
-    aten.remainder,
-    aten.fmod,
-    aten.floor,
+    *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
 }
 _PRODUCTS = frozenset({aten.mm, aten.addmm})
 #: Multiplications from which on a product takes longer than choosing its kernel.
