@@ -123,7 +123,9 @@ def _shape(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> tuple[in
     if not weights:
         return ()
     rows, columns = weights[0].shape[-2:]
-    return (rows, columns) if class_of(module).__name__ in _TRANSPOSED else (columns, rows)
+    if class_of(module).__name__ in _TRANSPOSED:
+        return rows, columns
+    return columns, rows
 
 
 def _lacks_bias(module: torch.nn.Module) -> bool:

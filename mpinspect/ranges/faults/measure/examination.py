@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.graph import graph
 from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
@@ -427,7 +428,7 @@ class Examination(Observer):
     def _compare_rows(self, step: int, rows: _Norms) -> None:
         """Compare the whole weights if the norm of a few rows of any has grown far."""
         began = (self._began and self._began[1].read()) or {}
-        if any(ratio >= _GROWN for name, ratio in _ratios(rows.read(), began).items() if name not in self._grown):
+        if any(grown >= _GROWN for name, grown in _ratios(rows.read(), began).items() if name not in self._grown):
             norms = self._weight_norms()
             self._arrivals.call(norms.copies, lambda: self._compare_norms(step, norms.read()))
 
@@ -438,20 +439,21 @@ class Examination(Observer):
             self._first_loss = loss
         elif loss > _LOSS_GROWN * max(self._first_loss, 1.0) and self._compared < _MOST_EXAMINED:
             self._compared += 1
-            grown = loss / self._first_loss if self._first_loss else math.inf
-            self._compare_norms(self._clock.step, self._weight_norms().read(), grown)
+            self._compare_norms(
+                self._clock.step, self._weight_norms().read(), ratio(loss, self._first_loss) or math.inf
+            )
 
     def _compare_norms(self, step: int, norms: dict[str, float], loss_ratio: float = 0.0) -> None:
         """Record each weight whose norm has grown far beyond its first one, once."""
         began = (self._began and self._began[0].read()) or {}
-        for name, ratio in _ratios(norms, began).items():
-            if name not in self._grown and _GROWN <= ratio < math.inf and len(self._grown) < MOST_ROWS:
+        for name, grown in _ratios(norms, began).items():
+            if name not in self._grown and _GROWN <= grown < math.inf and len(self._grown) < MOST_ROWS:
                 self._grown.add(name)
                 self._recording.record(
                     WeightGrowth(
                         name=name,
                         step=step,
-                        ratio=ratio,
+                        ratio=grown,
                         began=began[name],
                         loss_ratio=loss_ratio,
                         **self._rates_of(name),  # type: ignore[arg-type]
@@ -464,8 +466,9 @@ class Examination(Observer):
         for optimizer, rates in self._rates.items():
             for number, (group, named) in enumerate(zip(optimizer.param_groups, rates, strict=False)):
                 if any(each is parameter for each in group["params"]):
-                    is_one = len({each.get("lr") for each in rates}) == 1
-                    return named if is_one else {**named, "group": float(number)}
+                    if len({each.get("lr") for each in rates}) > 1:
+                        return {**named, "group": float(number)}
+                    return named
         # The optimizer steps masters in place of the weights.
         return next((rates[0] for rates in self._rates.values() if rates), {})
 

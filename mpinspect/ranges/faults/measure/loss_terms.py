@@ -198,15 +198,8 @@ _LOSSES = frozenset({"KlDiv", "MseLoss", "SmoothL1Loss", "HuberLoss", "NllLoss",
 #: Loss functions whose names do not end in "Loss".
 _FUNCTIONS = frozenset({"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "KlDiv"})
 _REDUCING = _LOSSES | {
-    "BinaryCrossEntropy",
-    "BinaryCrossEntropyWithLogits",
-    "Dot",
-    "LinalgVectorNorm",
-    "Logsumexp",
-    "Mean",
-    "Nansum",
-    "Norm",
-    "Sum",
+    *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"),
+    *("Dot", "LinalgVectorNorm", "Logsumexp", "Mean", "Nansum", "Norm", "Sum"),
 }
 #: Operators whose results may cancel in a sum. A product with a constant does not: its gradient is the constant.
 _CANCELLING = frozenset({"Sub", "Rsub", "KlDiv", "MseLoss", "SmoothL1Loss", "HuberLoss"})

@@ -206,7 +206,9 @@ class PowersOfScale:
             if math.isclose(number, self._scale**power, rel_tol=1e-6) and self._scale != 1.0:
                 # A loop that has not read the scale, and a derivative, have another reason for this number.
                 is_loops = self._is_read and torch._C._current_autograd_node() is None
-                return power if is_loops and self._scale >= _LEAST_SCALE else None
+                if is_loops and self._scale >= _LEAST_SCALE:
+                    return power
+                return None
         carries = isinstance(other, torch.Tensor) and self._power(other) not in (0.0, ZERO)
         if self._is_read and carries and abs(number) != 1.0:
             # It may contain the scale, as in 1 / (scale * micro_batches).
@@ -305,8 +307,10 @@ class PowersOfScale:
         known = self._known.get(_key(tensor))
         if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
             return known[1]
-        # In a backward an unknown tensor may be a gradient that compiled code or a custom kernel has written.
-        return 0.0 if torch._C._current_autograd_node() is None else None
+        if torch._C._current_autograd_node() is not None:
+            # An unknown tensor may be a gradient that compiled code or a custom kernel has written.
+            return None
+        return 0.0
 
     def _set(self, tensor: torch.Tensor, power: Power) -> None:
         if _has_storage(tensor):

@@ -63,15 +63,7 @@ _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
 _ADDING = _ADDITIONS | {aten.lerp_}
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = _ADDING | {
-    aten.sin,
-    aten.cos,
-    aten.tan,
-    aten.exp,
-    aten.log,
-    aten.pow,
-    aten.remainder,
-    aten.fmod,
-    aten.floor,
+    *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
 }
 _PRODUCTS = frozenset({aten.mm, aten.addmm})
 #: Multiplications from which on a product takes longer than choosing its kernel.
@@ -712,7 +704,9 @@ def _mapped(
     """Return an operator's arguments, each replaced by what a function returns for it, those of its lists too."""
 
     def replaced(value: Any) -> Any:
-        return [function(each) for each in value] if isinstance(value, (list, tuple)) else function(value)
+        if isinstance(value, (list, tuple)):
+            return [function(each) for each in value]
+        return function(value)
 
     return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
@@ -741,7 +735,7 @@ def _wide(value: Any, is_mutated: bool) -> Any:
 
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that an operator writes to."""
-    given = [args[place] if place < len(args) else kwargs.get(name) for place, name in _written(func)]
+    given = [(*args[place:], kwargs.get(name))[0] for place, name in _written(func)]
     return [each for each in _leaves(given) if isinstance(each, torch.Tensor)]
 
 

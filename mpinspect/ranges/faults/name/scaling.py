@@ -292,7 +292,9 @@ def _search_repeated(case: Case) -> Iterator[Found]:
 
 def _only(gaps: Sequence[int]) -> int | None:
     """Return the one value of all gaps; None if they differ, or for an empty list."""
-    return gaps[0] if len(set(gaps)) == 1 else None
+    if len(set(gaps)) != 1:
+        return None
+    return gaps[0]
 
 
 # -- scales that stay too high or too low -------------------------------------------------------------------------------
@@ -793,7 +795,9 @@ def _scaled_by_hand(divisors: tuple[float, float], dropped: Event | None, case: 
 
 def _rounded(divisor: float) -> float:
     """Return the nearest power of two if the number is one up to rounding, else four significant digits of it."""
-    return 2.0 ** round(math.log2(divisor)) if _is_power(divisor) else float(f"{divisor:.4g}")
+    if _is_power(divisor):
+        return 2.0 ** round(math.log2(divisor))
+    return float(f"{divisor:.4g}")
 
 
 def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
