@@ -53,7 +53,7 @@ class Buffers(Observer):
         self._clock, self._recording = clock, recording
         self._norms = [layer for layer in layers if isinstance(layer.module, _NORMS)]
         self._events = self._records = 0
-        #: Buffers that were not finite before the first step; these and buffers already recorded.
+        #: Buffers that were not finite before the first step, and buffers already recorded.
         self._broken_before: set[str] = set()
         self._known: set[str] = set()
         #: Running statistics before the first step; None before that.
@@ -64,7 +64,7 @@ class Buffers(Observer):
         """Remember the buffers before the first step."""
         if self._began is None:
             self._began = self._statistics()
-            self._find_broken(self._broke_before)
+            self._find_broken(self._broken_before.update)
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Read the buffers if the step is measured or has a new event; record broken ones whose values have arrived."""
@@ -86,19 +86,15 @@ class Buffers(Observer):
                 continue
             if not math.isfinite(value):
                 # It was written and stayed so: the forward that came before the first reading may have broken it.
-                self._known -= self._broken_before & {name}
+                self._broken_before.discard(name)
                 self._tell_broken(0, {name: ended.dtypes[name]})
             elif value == first:
                 text = f"{Statistics.STUCK}, {ended.dtypes[name]}"
                 self._record(Statistics(name=name, text=text, writes=writes - before))
 
-    def _broke_before(self, broken: dict[str, str]) -> None:
-        self._broken_before.update(broken)
-        self._known.update(broken)
-
     def _tell_broken(self, step: int, broken: dict[str, str]) -> None:
         for name, dtype in broken.items():
-            if name not in self._known:
+            if name not in self._known | self._broken_before:
                 self._known.add(name)
                 self._record(Statistics(name=name, step=step, text=f"{Statistics.NOT_FINITE}, {dtype}"))
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.faults.measure.twins import storage_key
 from mpinspect.ranges.records import FrozenBuffer, GrowingSum, Record
 
@@ -43,8 +44,8 @@ class KeptSums:
         #: Storages that this step has made or filled anew, and those of weights and gradients.
         self._other: set[int] = set()
         for parameter in parameters:
-            tensors = [each for each in (parameter, parameter.grad) if each is not None]
-            self._other.update(storage_key(each) for each in tensors if each.layout is torch.strided)
+            # Tensors of other classes may have no storage.
+            self._other.update(storage_key(each) for each in (parameter, parameter.grad) if is_plain(each))
         self._weighed: set[int] = set()
         #: Storages whose values this step has taken from older ones.
         self._moved: set[int] = set()
@@ -55,11 +56,16 @@ class KeptSums:
     def ran(self, func: Any, args: tuple[Any, ...], results: Iterable[torch.Tensor]) -> None:
         """Remember the storages that an operator has made, filled anew, or weighed."""
         if not func._schema.is_mutable:
-            self._other.update(map(storage_key, results))
-            if func.overloadpacket in _MOVING and args and all(map(self.is_old, _tensors(args[0]))):
-                self._moved.update(map(storage_key, results))
+            made = set(map(storage_key, results))
+            is_moved = func.overloadpacket in _MOVING and args and all(map(self.is_old, _tensors(args[0])))
+            self._other |= made
+            # A storage that was freed may have had the same key.
+            self._moved -= made
+            if is_moved:
+                self._moved |= made
         elif func.overloadpacket in _REPLACING:
             self._other.add(storage_key(args[0]))
+            self._moved.discard(storage_key(args[0]))
         elif func.overloadpacket in _WEIGHING:
             self._weighed.add(storage_key(args[0]))
 
@@ -74,10 +80,10 @@ class KeptSums:
     def added_in_place(
         self, value: torch.Tensor, before: torch.Tensor, added: torch.Tensor, describe: _Describe
     ) -> None:
-        """Judge an addition that has changed a kept tensor to ``value``.
+        """Judge an addition that has changed a kept tensor to ``value``. Waits for the device.
 
         Args:
-            before, added: the two terms in FP32.
+            before, added: the two terms in FP32, of ``value``'s shape or broadcast to it.
             describe: makes a record of a class at this line, with figures.
         """
         key = storage_key(value)
@@ -91,7 +97,7 @@ class KeptSums:
             self.added(value, before, added, describe)
 
     def added(self, value: torch.Tensor, kept: torch.Tensor, term: torch.Tensor, describe: _Describe) -> None:
-        """Judge an addition of a term to a kept tensor of few elements, which ``value`` may replace in the next step."""
+        """Judge an addition of a term to a kept tensor of few elements, which ``value`` may replace. Waits for the device."""
         if value.numel() >= _FEW or not value.numel():
             return
         total, size = float(kept.abs().max()), float(term.abs().max())
