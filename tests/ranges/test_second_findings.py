@@ -163,6 +163,20 @@ def test_an_argument_out_of_range_has_the_line_of_the_second_computation():
     assert "train.py:7" not in findings(born, other, events=(broken(4),))["argument-out-of-range"].message
 
 
+@pytest.mark.parametrize(
+    ("what", "module", "place"),
+    [("loss", "", "the loss"), ("activation", "", "the model itself"), ("activation", "head", "'head'")],
+)
+def test_the_place_of_the_first_event_is_named_as_in_the_event(what, module, place):
+    born = BornInfinite(step=7, names=("mul", "train.py:7", "forward"), text="float16", elements=2, of=4, largest=1e5)
+    first = replace(broken(4, what), module=module)
+    assert first.place == place
+    message = findings(born, precision=FP16, events=(first,))["overflow-in-operator"].message
+    assert message.startswith(
+        f"The forward was first not finite in step 4, in {place}. A second computation, of step 7 in FP32"
+    )
+
+
 def test_an_overflow_counts_its_elements():
     born = BornInfinite(step=1, names=("sum", "train.py:7", "forward"), text="float16", elements=1, of=4, largest=1e5)
     message = findings(born)["overflow-in-operator"].message

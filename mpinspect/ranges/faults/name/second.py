@@ -109,11 +109,11 @@ class _Born(Sentences):
         "FP32: an earlier operator had rounded away the value that keeps it finite."
     )
     FIRST = (
-        "The forward was first not finite in step {step}, in {first_module}. A second computation, of step {measured} in FP32, "
+        "The forward was first not finite in step {step}, in {first_place}. A second computation, of step {measured} in FP32, "
         "shows why."
     )
     FIRST_OF_BACKWARD = (
-        "The backward was first not finite in step {step}, in {first_module}, and again at far lower loss scales."
+        "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales."
     )
     EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
@@ -135,7 +135,8 @@ _AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
 
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
-    """An operator of the forward whose result in 16 bits is infinite or NaN, where the exact one is finite.
+    """An operator whose result in 16 bits is infinite or NaN, where the exact one is finite: of the forward, or of a backward
+    that breaks at loss scales below 2^-8 too.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
     infinity or NaN.
@@ -161,7 +162,7 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
             **_place(born),
             "count": int(born.elements),
             "measured": born.step,
-            "first_module": module_named(layer),
+            "first_place": first and first.place,
         },
         fix,
         code,
@@ -249,7 +250,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
                     "count": int(alike.elements),
                     "lowered": lowered,
                     "measured": alike.step,
-                    "first_module": module_named(layer),
+                    "first_place": first and first.place,
                 },
                 (_Alike.INPUTS.when(first), _Alike.NEW_SCALER.when(lowered > 1)),
                 layer=layer,
