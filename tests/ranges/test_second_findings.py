@@ -134,8 +134,10 @@ def test_a_backward_that_overflows_at_any_loss_scale_is_named_by_its_operator():
 
 def test_a_backward_that_breaks_at_every_loss_scale_asks_for_no_other_scale():
     events = tuple(of_backward(step, 512.0 / 2**step) for step in range(20))
-    finding = findings(precision=FP16, events=events)["non-finite-event"]
-    assert "at a loss scale of 0.000977 either: the loss scale is not the cause" in finding.message
+    found = findings(precision=FP16, events=events)
+    finding = found["non-finite-event"]
+    assert "at a loss scale of 0.000977 either: a still lower one is unlikely to help" in finding.message
+    assert "initial-scale-too-high" not in found
     assert "Look at the backward of 'head'" in finding.fix
 
 

@@ -227,7 +227,9 @@ class _Backward(Sentences):
         "The forward was finite, so the factor that multiplies the loss is too high (the loss's largest finite magnitude in the "
         "steps before was {largest:.3g})."
     )
-    SCALE_IS_INNOCENT = "It was not finite at a loss scale of {lowest:.3g} either: the loss scale is not the cause."
+    SCALE_IS_INNOCENT = (
+        "It was not finite at a loss scale of {lowest:.3g} either: a still lower one is unlikely to help."
+    )
     NEVER_UPDATED = "None of {backwards} backwards led to an update."
 
     DROPPED_BY_HAND = (

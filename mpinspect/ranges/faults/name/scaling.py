@@ -123,8 +123,9 @@ def _initial_scale_too_high(case: Case) -> Iterator[Found]:
     skips, steps = _skips(case), case.progress.steps
     opening = _opening(skips)
     first = _search_begins_at(opening)
-    if first is None or len(_restarts(case)) > 1 or opening[0] in _periodic(case):
-        # Recurring skips have a finding of their own.
+    is_innocent = any(event.broken_phase == "backward" for event in skips)
+    if first is None or is_innocent or len(_restarts(case)) > 1 or opening[0] in _periodic(case):
+        # Recurring skips have a finding of their own, and backwards that no loss scale repairs.
         return
     settled = _settled(opening, case)
     again = next((event for event in skips[len(opening) :] if event.loss_scale == settled), None)
