@@ -143,6 +143,8 @@ class LiveMatmuls:
     def abandon(self) -> None:
         """Stop recording, and exit the mode if that is possible now."""
         self._mode.recording = False
+        # Both refer to this recorder: as a reference cycle, they would hold the model until a collection.
+        self._mode.second = self._mode.follower = None
         self._calls.unfollow()
         if self._device == "cpu" and self._thread == threading.get_ident():
             observe_attention(False)
