@@ -199,14 +199,10 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
 
 
 class _Argument(Sentences):
-    NO_HARM = (
-        "In step {step} {place} computes {operator}{line}{places}: the loss is not finite, but its gradients are: the step did "
-        "no harm."
-    )
-    GRADIENT_BROKEN = (
-        "In step {step} {place} computes {operator}{line}{places}: the loss is finite, but its gradient is not."
-    )
-    ALL_BROKEN = "In step {step} {place} computes {operator}{line}{places}: the values computed from it are not finite."
+    COMPUTES = "In step {step} {place} computes {operator}{line}{places}."
+    NO_HARM = "The loss is not finite, but its gradients are: the step did no harm."
+    GRADIENT_BROKEN = "The loss is finite, but its gradient is not."
+    ALL_BROKEN = "The values computed from it are not finite."
 
     AT_AN_EDGE = (
         "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the "
@@ -304,7 +300,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
         yield Found(
-            (_effect(measured, event), _aftermath(case, event)),
+            (_Argument.COMPUTES, _effect(measured, event), _aftermath(case, event)),
             {"operator": measured.text, "elements": measured.elements, "rows": list(measured.names)},
             {
                 "place": _place(module, event),

@@ -692,10 +692,8 @@ class _Missing(Sentences):
     )
     FLUSHES = "Gradients of 2^-25 and below become zero, and no scaler skips a step that overflows."
     GIVE_SCALE = "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
+    FP32_WEIGHTS = "Keep FP32 weights."
     IN_BF16 = "Compute in BF16, where such gradients are finite and nothing has to be scaled."
-    FP32_WEIGHTS_IN_BF16 = (
-        "Keep FP32 weights, and compute in BF16, where such gradients are finite and nothing has to be scaled."
-    )
     SKIP_BY_HAND = (
         "If the loop scales the loss by hand, give the inspector the scale (loss_scale=; mpinspect run: --loss-scale), and let "
         "the loop skip steps that are not finite."
@@ -704,10 +702,7 @@ class _Missing(Sentences):
         "Scale the loss{room}; if the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: "
         "--loss-scale)."
     )
-    FP32_WEIGHTS_AND_SCALE = (
-        "Keep FP32 weights (GradScaler refuses FP16 gradients), and scale the loss{room}; if the loop does so by hand, give the "
-        "inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
-    )
+    FOR_SCALER = "Keep FP32 weights: GradScaler refuses FP16 gradients."
     AUTOCAST_BF16 = "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = ..."
     SCALED_STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
 
@@ -772,7 +767,7 @@ def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
         (_Missing.NO_SCALER, _Missing.STEPPED_ON_OVERFLOW.when(is_stepped) or _Missing.OVERFLOWED),
         _evidence(case),
         {"broken_step": first.step},
-        _Missing.FP32_WEIGHTS_IN_BF16.when(in_half) or _Missing.IN_BF16,
+        (_Missing.FP32_WEIGHTS.when(in_half), _Missing.IN_BF16),
         FP32Weights.IN_BF16.when(in_half) or _Missing.AUTOCAST_BF16,
     )
 
@@ -796,7 +791,7 @@ def _unscaled(dropped: Event | None, case: Case) -> Found:
         says,
         _evidence(case),
         {**words, "room": room, "log2_start": log2},
-        _Missing.FP32_WEIGHTS_AND_SCALE.when(in_half) or _Missing.SCALE,
+        (_Missing.FOR_SCALER.when(in_half), _Missing.SCALE),
         (FP32Weights.IN_FP16.when(in_half), _Scaler.BEGINNING_AT.when(has_start) or _Scaler.NEW, _Missing.SCALED_STEP),
     )
 
