@@ -115,7 +115,8 @@ def read_trace_files(paths: Sequence[str | PathLike[str]]) -> tuple[KernelTrace,
         else:
             traces.append(read_trace_file(path))
     traces.sort(key=lambda trace: (trace.rank is None, trace.rank or 0, _natural(trace.source)))
-    return tuple(_with_duplicates_noted(traces))
+    claims = Counter(trace.rank for trace in traces)
+    return tuple(_noted(trace, claims[trace.rank]) for trace in traces)
 
 
 def _folder(folder: Path) -> list[KernelTrace]:
@@ -144,13 +145,8 @@ def _natural(name: str) -> list[tuple[str, int]]:
     return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
-def _with_duplicates_noted(traces: list[KernelTrace]) -> list[KernelTrace]:
-    """Add a note to traces with the same rank: they are from several runs, or from several windows of one run."""
-    counted = Counter(trace.rank for trace in traces)
-    return [_noted(trace, counted[trace.rank]) for trace in traces]
-
-
 def _noted(trace: KernelTrace, claims: int) -> KernelTrace:
+    """Add a note if several traces have this rank: they are from several runs, or from several windows of one run."""
     if trace.rank is None or claims == 1:
         return trace
     note = f"{claims} traces are of rank {trace.rank}: of several runs, or of several windows of one. All are counted."
