@@ -27,9 +27,6 @@ def read_trace_file(path: str | PathLike[str]) -> KernelTrace:
     Takes about 100 bytes of memory per event. For a truncated or damaged file, returns the readable part; ``notes`` of the result
     names the missing parts.
 
-    Args:
-        path: path of the file.
-
     Raises:
         TraceError: the file does not exist, cannot be read, or is not a trace.
     """
