@@ -59,28 +59,14 @@ def _read(path: Path) -> KernelTrace:
         devices=gpus,
         kernels=attributed(recording, launches),
         copies_us=float(recording.copies.duration.sum()),
-        window_us=_window(recording),
         busy_us=busy_us,
         span_us=span_us,
         operators=len(recording.operators),
-        has_shapes=recording.has_shapes,
-        has_strides=recording.has_strides,
         launches=_launch_count(recording),
-        external_id_is_correlation=wrong_ids,
         notes=notes(stream, recording, launches, gpus, wrong_ids),
         cut_short=stream.is_cut,
         accelerator=accelerator,
     )
-
-
-def _window(recording: Recording) -> tuple[float, float]:
-    """Return the time from the first event or profiler mark to the last; (0, 0) without any."""
-    columns = (recording.operators, recording.launches, recording.kernels, recording.copies, recording.modules)
-    starts = [recording.window[0], *(float(column.start.min()) for column in columns if len(column))]
-    ends = [recording.window[1], *(float(column.end.max()) for column in columns if len(column))]
-    if min(starts) > max(ends):
-        return 0.0, 0.0
-    return min(starts), max(ends)
 
 
 def _launch_count(recording: Recording) -> int:
