@@ -10,7 +10,7 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.scale_window import HEADROOM
-from mpinspect.ranges.faults.name.case import Case, FP32Weights
+from mpinspect.ranges.faults.name.case import Case, FP32Weights, is_power_of_two
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, period, was_in_half, where_to_inspect
 from mpinspect.ranges.faults.name.replaced import replaced
@@ -738,7 +738,7 @@ def _scaled_by_hand(divisors: tuple[float, float], dropped: Event | None, case: 
     times, clips = least, ""
     if least != most:
         times = f"{least} to {most}"
-        clips = ", which it changes" if all(map(_is_power, divisors)) else ", and may clip"
+        clips = ", which it changes" if all(map(is_power_of_two, divisors)) else ", and may clip"
     return Found(
         (_Missing.NO_SCALER, _Missing.BY_HAND),
         {"backwards": case.progress.backwards, "least": divisors[0], "most": divisors[1]},
@@ -754,7 +754,7 @@ def _scaled_by_hand(divisors: tuple[float, float], dropped: Event | None, case: 
 
 def _rounded(divisor: float) -> float:
     """Return the nearest power of two if the number is one up to rounding, else four significant digits of it."""
-    if _is_power(divisor):
+    if is_power_of_two(divisor):
         return 2.0 ** round(math.log2(divisor))
     return float(f"{divisor:.4g}")
 
@@ -803,11 +803,6 @@ def _room(case: Case) -> int | None:
     return min(highest, default=None)
 
 
-def _is_power(number: float) -> bool:
-    """Return whether a positive number is a power of two, up to rounding."""
-    return abs(math.log2(number) - round(math.log2(number))) <= _ALIKE
-
-
 def _divisors(case: Case) -> tuple[float, float] | None:
     """Return the least and largest number by which all gradients were divided on their way to the optimizer, as by a scale.
 
@@ -823,7 +818,7 @@ def _divisors(case: Case) -> tuple[float, float] | None:
         return None
     least, most = min(divisors), max(divisors)
     is_one = most - least <= _ALIKE * least
-    are_powers = all(map(_is_power, divisors))
+    are_powers = all(map(is_power_of_two, divisors))
     batches = math.ceil(case.progress.backwards / max(case.progress.steps, 1))
     if least <= batches * (1 + _ALIKE) or not (is_one or are_powers):
         return None
