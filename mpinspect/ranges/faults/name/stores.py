@@ -239,9 +239,6 @@ class _Decay(Sentences):
     FP32_WEIGHTS = "Keep the weights that the optimizer steps in FP32 and compute in 16 bits by autocast."
 
 
-_UNLESS_KEPT = " (if {} keeps only the updates, as is usual)"
-
-
 def _weight_decay_lost(case: Case) -> Iterator[Found]:
     """Decoupled weight decay of 16-bit weights whose factor rounds to 1, as the settings alone show.
 
@@ -254,15 +251,15 @@ def _weight_decay_lost(case: Case) -> Iterator[Found]:
         dtype = max(optimizer.steps, key=lambda dtype: optimizer.steps[dtype], default="")
         if not decay * rate > 0 or optimizer.type not in _DECOUPLED or not never_decays(dtype, 1 - decay * rate):
             continue
-        is_kept = bool(optimizer.compensation)
+        unless = filled(" (if {!r} keeps only the updates, as is usual)", optimizer.compensation)
         yield Found(
             _Decay.DOES_NOTHING,
             {"optimizer": optimizer.type, "dtype": dtype, "lr": rate, "weight_decay": decay},
-            {"factor": 1 - decay * rate, "unless": filled(_UNLESS_KEPT, is_kept and repr(optimizer.compensation))},
+            {"factor": 1 - decay * rate, "unless": unless},
             _Decay.FP32_WEIGHTS,
             FP32Weights.of(dtype),
             is_mild=decay <= _DEFAULT_DECAY,
-            is_inferred=is_kept,
+            is_inferred=bool(optimizer.compensation),
         )
 
 
