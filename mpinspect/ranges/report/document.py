@@ -189,7 +189,7 @@ def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
 
 def change_blocks(verdict: Verdict, where: str = "") -> tuple[Block, ...]:
     """Return the change that a verdict asks for, with its code; () if it asks for none."""
-    return nonempty(Line(verdict.change and f"Change{where}: {verdict.change}"), Code(verdict.code))
+    return nonempty(Line(verdict.change and f"Change{where}: {verdict.change}", "lead"), Code(verdict.code))
 
 
 def _totals(report: RangeReport) -> str:
