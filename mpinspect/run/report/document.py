@@ -153,7 +153,7 @@ def _models(report: RunReport, everything: bool) -> Parts:
     return Parts(
         tuple(
             Part(
-                f"ranges: {label or title(part.ranges)}",
+                f"ranges: {label or title(part.ranges, part.name)}",
                 forms.document(_without_end(part.ranges), everything=everything, verdict=bool(label)),
             )
             for label, part in zip(report.labels, parts, strict=True)
