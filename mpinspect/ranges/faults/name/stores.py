@@ -99,8 +99,9 @@ def _updates_lost(case: Case) -> Iterator[Found]:
         ordered = sorted(told, key=lambda name: (told[name].fraction, told[name].nonzero), reverse=True)
         highest = told[ordered[0]].fraction
         fix, code = _kept_wide(lost, case)
+        says, which = _who_loses(lost, case)
         yield Found(
-            _who_loses(lost, case),
+            says,
             {
                 "format": lost.storage,
                 "lost_fraction": sum(part.lost for part in told.values()) / sum(part.nonzero for part in told.values()),
@@ -109,7 +110,7 @@ def _updates_lost(case: Case) -> Iterator[Found]:
                 "measured": all(part.measured for part in told.values()),
             },
             {
-                "which": ("The weights", f"{len(told)} of the weights")[not _are_all_in(lost.storage, case)],
+                "which": which,
                 "worst": [name for name in ordered if told[name].fraction == highest],
                 "sampled": _sampled(case),
             },
@@ -146,17 +147,13 @@ def _is_stored_in(storage: str, name: str, lost: LostUpdates, case: Case) -> boo
     return lost.measured or storage in dtypes
 
 
-def _who_loses(lost: _LostInFormat, case: Case) -> _Updates:
+def _who_loses(lost: _LostInFormat, case: Case) -> tuple[_Updates, str]:
+    """Return the sentence, and the weights that are its subject."""
     if not lost.stored:
-        return _Updates.WOULD_LOSE
-    if not _are_all_in(lost.storage, case):
-        return by_number(len(lost.told), _Updates.ONE_LOSES, _Updates.LOSE)
-    return _Updates.LOSE
-
-
-def _are_all_in(storage: str, case: Case) -> bool:
-    """Return whether no weight is stored in another format."""
-    return not set(case.precision.weights) > {storage}
+        return _Updates.WOULD_LOSE, ""
+    if not set(case.precision.weights) > {lost.storage}:
+        return _Updates.LOSE, "The weights"
+    return by_number(len(lost.told), _Updates.ONE_LOSES, _Updates.LOSE), f"{len(lost.told)} of the weights"
 
 
 def _sampled(case: Case) -> str:
@@ -349,15 +346,11 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
 
 
 class _Average(Sentences):
-    COPY = (
-        "The {dtype:format} copy of {copies_of:some 2} was written in place, yet {unmoved_fraction:percent} of the elements "
+    STUCK = (
+        "The {dtype:format} {copies} of {copies_of:some 2} {were} written in place, yet {unmoved_fraction:percent} of "
+        "the elements "
         "that differ from the weights have not moved since step {since}, when the watch began: each update was below half a unit "
         "in the last place."
-    )
-    COPIES = (
-        "The {dtype:format} copies of {copies_of:some 2} were written in place, yet {unmoved_fraction:percent} of the "
-        "elements that differ from the weights have not moved since step {since}, when the watch began: each update was below "
-        "half a unit in the last place."
     )
     IN_FP32 = "Keep averages (EMA, SWA) of weights in FP32."
     WIDE = (
@@ -374,9 +367,13 @@ def _average_lost(case: Case) -> Iterator[Found]:
     """
     for measured in case.recorded(Average):
         yield Found(
-            by_number(measured.tensors, _Average.COPY, _Average.COPIES),
+            _Average.STUCK,
             {"dtype": measured.text, "copies_of": list(measured.names), **measured.figures},
-            {"since": measured.step},
+            {
+                "since": measured.step,
+                "copies": by_number(measured.tensors, "copy", "copies"),
+                "were": by_number(measured.tensors, "was", "were"),
+            },
             _Average.IN_FP32,
             _Average.WIDE,
             layer=measured.name,
