@@ -347,10 +347,9 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
 
 class _Average(Sentences):
     STUCK = (
-        "The {dtype:format} {copies} of {copies_of:some 2} {were} written in place, yet {unmoved_fraction:percent} of "
-        "the elements "
-        "that differ from the weights have not moved since step {since}, when the watch began: each update was below half a unit "
-        "in the last place."
+        "The {dtype:format} {copies} of {copies_of:some 2} {were} written in place, yet {unmoved_fraction:percent} of the "
+        "elements that differ from the weights have not moved since step {since}, when the watch began: each update was below "
+        "half a unit in the last place."
     )
     IN_FP32 = "Keep averages (EMA, SWA) of weights in FP32."
     WIDE = (
