@@ -101,8 +101,10 @@ class _Initial(Sentences):
         "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
         "{opened} skipped."
     )
-    SETTLED = "The scaler then had lowered the scale to {at_most:scale}."
-    SETTLED_TOO_HIGH = "The scaler then had lowered the scale to {at_most:scale}; step {again} overflowed at that too."
+    SETTLED = "By then the scaler had lowered the scale to {at_most:scale}."
+    SETTLED_TOO_HIGH = (
+        "By then the scaler had lowered the scale to {at_most:scale}; step {again} overflowed at that too."
+    )
     NOT_SETTLED = "The scale is at most {at_most:scale}, and not settled."
     BEGIN = "Begin at {start:scale}."
     BEGIN_OR_LOWER = "Begin at {start:scale} or lower."
