@@ -380,14 +380,11 @@ class _Finders(dict[str, _Finder | None]):
 _BEYOND_ONE = ("of a magnitude of 1 or more, where its derivative is infinite", lambda given: given.abs() >= 1)
 _INFINITE = _Finders(("Mul", _infinite_factor), ("Div", _infinite_numerator))
 _FINDERS = _Finders(
-    # Other operations, whose names begin like a logarithm's.
-    ("LogsumexpBackward0", None),
-    ("LogSigmoidBackward0", None),
-    ("LogicalAndBackward0", None),
     ("LogSoftmax", _softmax),
     ("Softmax", _softmax),
     ("SafeSoftmax", _softmax),
-    ("Log", _log),
+    # Other operations' names begin alike: logaddexp, acosh.
+    *((f"{name}Backward", _log) for name in ("Log", "Log1p", "Log2", "Log10", "Logit")),
     (
         "Sqrt",
         _at_edge(
@@ -402,7 +399,7 @@ _FINDERS = _Finders(
     ("Div", _divide),
     ("Pow", _power),
     ("Exp", _at_edge("exp", "_saved_result", ("of a number too large for its result", torch.isinf))),
-    *((name, _at_edge(name.lower(), "_saved_self", _BEYOND_ONE)) for name in ("Acos", "Asin", "Atanh")),
+    *((f"{name}Backward", _at_edge(name.lower(), "_saved_self", _BEYOND_ONE)) for name in ("Acos", "Asin", "Atanh")),
     ("ScaledDotProduct", _attention),
     ("NllLoss", _loss),
     ("BinaryCrossEntropy", _loss),
