@@ -198,7 +198,7 @@ def test_the_subject_of_the_sentence_is_the_operations_place(broken, words):
     )
     message = found("argument-out-of-range", measured, events=(happened,)).message
     assert message.startswith(
-        f"In step 8 {words} (1 element, row 5 of the batch): the loss is finite, but its gradient is not."
+        f"In step 8 {words} (1 element, row 5 of the batch). The loss is finite, but its gradient is not."
     )
 
 
