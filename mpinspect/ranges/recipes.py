@@ -10,7 +10,7 @@ import torch
 
 from mpinspect.numeric.recipes import TrainingRecipe, as_recipe
 from mpinspect.ranges.analysis.recipe_comparison import RecipeReport, product_rows
-from mpinspect.ranges.capture.operands import OperandLosses, may_be_layer
+from mpinspect.ranges.capture.operands import ExpertProducts, OperandLosses, may_be_layer
 from mpinspect.ranges.capture.passes import LossFunction, materialised, require_loss
 from mpinspect.runtime.untouched import ModelState, RandomState
 from mpinspect.runtime.wrappers import compiled_modules_eager
@@ -28,7 +28,8 @@ def compare_recipes(
     """Run batches forward and backward, and measure the loss by each recipe in every layer's operands.
 
     A layer is a ``torch.nn.Linear``, or another module whose output is the product of its input and its weight, such as
-    ``transformers``' Conv1D. The report names the latter, which converters leave as they are.
+    ``transformers``' Conv1D. The report names the latter, which converters leave as they are. Judged too are experts that are one
+    parameter with three dimensions, where their matrices are multiplied by torch's linear, batched or grouped products.
 
     Every operand (input, weight and the gradient at the output, in the orientation of each product) is quantised as the recipe
     does, in FP32 arithmetic, and compared with itself. So flushed and clipped values are measured, not estimated. The run itself
@@ -58,7 +59,7 @@ def compare_recipes(
     if not chosen:
         raise ValueError("recipes is empty: name at least one, such as 'mxfp8'")
     layers = {path: module for path, module in model.named_modules() if may_be_layer(module)}
-    if not layers:
+    if not layers and all(parameter.dim() != 3 for parameter in model.parameters()):
         raise ValueError("the model has no torch.nn.Linear, nor another module with a matrix as its weight")
     measuring = OperandLosses(chosen)
     number = _run(model, loss_fn, batches, layers, measuring)
@@ -67,17 +68,28 @@ def compare_recipes(
             "no batch called a torch.nn.Linear as a module, nor another that multiplies its input by its weight: there is no "
             "product to judge"
         )
+    return _report(model, chosen, layers, measuring, number)
+
+
+def _report(
+    model: torch.nn.Module,
+    recipes: tuple[TrainingRecipe, ...],
+    layers: dict[str, torch.nn.Module],
+    measuring: OperandLosses,
+    batches: int,
+) -> RecipeReport:
     losses = measuring.losses
     return RecipeReport(
         type(model).__name__,
-        chosen,
-        product_rows(losses, measuring.shapes, chosen),
-        number,
+        recipes,
+        product_rows(losses, measuring.shapes, recipes),
+        batches,
         tuple(dict.fromkeys(module for (module, *_), found in losses.items() if found.broken)),
         tuple(
             path for path, each in layers.items() if isinstance(each, torch.nn.Linear) and path not in measuring.shapes
         ),
-        tuple(measuring.others),
+        (*measuring.others, *measuring.experts),
+        tuple(measuring.experts),
     )
 
 
@@ -90,13 +102,14 @@ def _run(
 ) -> int:
     """Run the batches with the layers measured; restore the model, and return the number of batches."""
     random, state = RandomState.now(), ModelState(model)
+    experts = ExpertProducts(model, measuring)
     handles = [layer.register_forward_hook(partial(_called, measuring, path)) for path, layer in layers.items()]
     try:
         given = materialised(batches)
         for number, batch in enumerate(given):
             for parameter in model.parameters():
                 parameter.grad = None
-            with compiled_modules_eager(), torch.enable_grad():
+            with compiled_modules_eager(), torch.enable_grad(), experts:
                 loss = loss_fn(model, batch)
                 require_loss(loss, number, finite=False)
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import re
 import sys
+import warnings
 from collections import OrderedDict
+from operator import add
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -276,6 +279,92 @@ def test_a_gpt2_is_judged_product_by_product() -> None:
     assert report.not_linear == tuple(block)
     text = " ".join(str(report).split())
     assert "Published recipes keep heads and routers in BF16, whatever flushing takes: add 'lm_head' to KEEP." in text
+
+
+class _Experts(nn.Module):
+    """Three experts, each with a share of the rows, in one parameter or in a Linear each."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        torch.manual_seed(0)
+        self.before = nn.Linear(64, 64)
+        self.ends = [32, 64, 96] if form == "bmm" else [0, 40, 96]
+        weights = torch.randn(3, 32, 64) * 2.0 ** torch.randint(-8, 1, (3, 32, 64))
+        if form == "linears":
+            self.each = nn.ModuleList(nn.Linear(64, 32, bias=False) for _ in weights)
+            for layer, weight in zip(self.each, weights, strict=True):
+                layer.weight.data.copy_(weight)
+        else:
+            self.weights = nn.Parameter(weights)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        if self.form == "bmm":
+            return torch.bmm(x.view(3, 32, 64), self.weights.mT)
+        if self.form == "grouped":
+            return torch._grouped_mm(x, self.weights.transpose(-2, -1), offs=torch.tensor(self.ends, dtype=torch.int32))
+        parts = [each for each in zip([0, *self.ends], self.ends, range(3), strict=False) if each[0] < each[1]]
+        if self.form == "linears":
+            return torch.cat([self.each[place](x[begin:end]) for begin, end, place in parts])
+        return torch.cat([nn.functional.linear(x[begin:end], self.weights[place]) for begin, end, place in parts])
+
+
+@pytest.mark.parametrize("form", ["loop", "bmm", "grouped"])
+def test_experts_in_one_parameter_are_judged_as_a_linear_for_each_expert_would_be(form: str) -> None:
+    model, apart = _Experts(form), _Experts("linears")
+    apart.ends = model.ends
+    x = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+    recipes = ["fp8-rowwise", "mxfp8", "mxfp4", "fp8-block"]
+    found, expected = (mpinspect.compare_recipes(each, _loss, [x], recipes) for each in (model, apart))
+    assert (found.not_linear, found.experts) == (("weights",), ("weights",))
+    for product in ("fprop", "dgrad", "wgrad"):
+        rows = [row for row in expected.rows if row.module.startswith("each.") and row.product == product]
+        for place, cell in enumerate(_row(found, "weights", product).cells):
+            for number, operand in enumerate(cell.operands):
+                summed = functools.reduce(add, (row.cells[place].operands[number].loss for row in rows))
+                # The gradients may differ in the last bits: each form sums in an order of its own.
+                assert operand.loss.nonzero == summed.nonzero > 0
+                assert operand.loss.lost_l1_share == pytest.approx(summed.lost_l1_share, rel=1e-3)
+    assert _row(found, "before", "fprop").cells == _row(expected, "before", "fprop").cells
+
+
+def _mixtral(between: int) -> tuple[nn.Module, RecipeReport]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": between, "num_hidden_layers": 2}
+    config = transformers.MixtralConfig(num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, **sizes)
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).bfloat16()
+    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(0))
+    return model, mpinspect.compare_recipes(model, lambda m, x: m(input_ids=x, labels=x).loss, [tokens], ["mxfp8"])
+
+
+def test_the_code_for_experts_converts_those_that_the_recipe_serves() -> None:
+    torchao_here.torchao()
+    model, report = _mixtral(96)
+    (recipe,) = report.recipes
+    paths = [f"model.layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")]
+    assert sorted(report.experts) == sorted(paths)
+    code = report.expert_code(recipe)
+    assert all(line in str(report) for line in code)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec("\n".join(code).replace("MXFP8_RCEIL", "MXFP8_EMULATED_RCEIL"), {"model": model})
+    kinds = {name: type(each.data).__name__ for name, each in model.named_parameters() if each.dim() == 3}
+    assert kinds == dict.fromkeys(paths, "MXFP8TrainingWeightWrapperTensor")
+    tokens = torch.arange(64).reshape(2, 32)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_experts_of_unsuited_sizes_have_no_code() -> None:
+    _, report = _mixtral(80)
+    (recipe,) = report.recipes
+    assert report.unsuited(recipe) == tuple(f"model.layers.{layer}.mlp.experts.down_proj" for layer in (0, 1))
+    assert report.expert_code(recipe) == ()
+    assert "Converters of Linear layers leave the experts 'model.layers.{0,1}.mlp.experts." in " ".join(
+        str(report).split()
+    )
 
 
 @pytest.mark.parametrize("width", [80, 120])

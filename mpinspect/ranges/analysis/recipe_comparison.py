@@ -94,7 +94,8 @@ class RecipeReport(RendersItself):
         broken: modules with an infinity or NaN in an operand; a block with one becomes NaN in every recipe.
         not_called: Linear layers that no batch called as modules, such as the projections inside ``nn.MultiheadAttention``,
             or whose outputs need no gradient.
-        not_linear: the judged modules that are no ``torch.nn.Linear``, which converters leave as they are.
+        not_linear: the judged modules that are no ``torch.nn.Linear``, which converters of layers leave as they are.
+        experts: those of ``not_linear`` that are paths of parameters, each with a matrix for each expert.
     """
 
     kind: ClassVar[str] = "recipes"
@@ -106,6 +107,7 @@ class RecipeReport(RendersItself):
     broken: tuple[str, ...] = ()
     not_called: tuple[str, ...] = ()
     not_linear: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -162,6 +164,19 @@ class RecipeReport(RendersItself):
         imports = [line for line in template if line.startswith("from")]
         return (*imports, *_names_kept(names), *template[len(imports) :])
 
+    def expert_code(self, recipe: TrainingRecipe) -> tuple[str, ...]:
+        """Return lines of Python by which torchao converts the experts of ``model`` that a recipe serves; () if it can't.
+
+        All parameters of a module are converted together, and replaced: an optimizer is made afterwards.
+        """
+        template = _OF_EXPERTS.get(recipe.name)
+        kept = {*self.unserved(recipe), *self.unsuited(recipe)}
+        served = {path.rpartition(".")[0] for path in self.experts}
+        served -= {path.rpartition(".")[0] for path in self.experts if path in kept}
+        if template is None or not served:
+            return ()
+        return (*template[:2], *_names_kept(sorted(served), "EXPERTS"), *template[2:])
+
     def wide_products(self, recipe: TrainingRecipe) -> dict[str, tuple[str, ...]]:
         """Return the products that the recipe does not serve, by module."""
         place = self.recipes.index(recipe)
@@ -211,11 +226,11 @@ class RecipeReport(RendersItself):
         return kept
 
 
-def _names_kept(names: Sequence[str]) -> tuple[str, ...]:
+def _names_kept(names: Sequence[str], variable: str = "KEEP") -> tuple[str, ...]:
     if not names:
-        return ("KEEP = set()",)
-    line = f"KEEP = {{{', '.join(map(repr, names))}}}"
-    return (line,) if len(line) <= _WIDTH else ("KEEP = {", *(f"    {name!r}," for name in names), "}")
+        return (f"{variable} = set()",)
+    line = f"{variable} = {{{', '.join(map(repr, names))}}}"
+    return (line,) if len(line) <= _WIDTH else (f"{variable} = {{", *(f"    {name!r}," for name in names), "}")
 
 
 _WIDTH = 100
@@ -269,6 +284,23 @@ _CONVERTERS = {
     "fp8-rowwise-with-gw-hp": _float8("rowwise_with_gw_hp"),
     "mxfp8": _mxfp8(),
     "mxfp8-wgrad-hp": _mxfp8(", wgrad_with_hp=True"),
+}
+
+
+def _experts(kind: str, recipe: str) -> tuple[str, ...]:
+    return (
+        f"from torchao.prototype.moe_training.config import {kind}TrainingOpConfig, {kind}TrainingRecipe",
+        "from torchao.quantization import quantize_",
+        f"config = {kind}TrainingOpConfig.from_recipe({kind}TrainingRecipe.{recipe})",
+        "quantize_(model, config, filter_fn=lambda module, name: name in EXPERTS)",
+    )
+
+
+#: The code of torchao 0.18 for experts.
+_OF_EXPERTS = {
+    "fp8-rowwise": _experts("Float8", "FP8_ROWWISE"),
+    "mxfp8": _experts("MXFP8", "MXFP8_RCEIL"),
+    "mxfp8-wgrad-hp": _experts("MXFP8", "MXFP8_RCEIL_WGRAD_WITH_HP"),
 }
 _TEMPLATES = {
     TORCHAO: _CONVERTERS,

@@ -1,16 +1,19 @@
 """Measures the losses by FP8 and FP4 recipes in the operands of layers' products: the input, the weight, the gradient.
 
 A layer is a torch.nn.Linear, or any module whose output is the product of its input and its one weight, transposed or not (the
-Conv1D of GPT-2 in transformers). Such modules are recognised by their values, not by name.
+Conv1D of GPT-2 in transformers). Such modules are recognised by their values, not by name. Experts whose matrices are
+one parameter have no such modules: ``ExpertProducts`` finds their products where torch's functions are called.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from mpinspect.counting.blocks import quantization_loss
 from mpinspect.numeric.blocks import QuantizationLoss
@@ -43,6 +46,8 @@ class OperandLosses:
         self.shapes: dict[str, tuple[int, int]] = {}
         #: The modules that are no torch.nn.Linear.
         self.others: list[str] = []
+        #: The parameters that hold a matrix for each expert.
+        self.experts: list[str] = []
 
     def called(self, path: str, module: torch.nn.Module, x: torch.Tensor, output: torch.Tensor) -> tuple[str, ...]:
         """Measure a layer's input and weight, and return the products that are computed.
@@ -55,9 +60,23 @@ class OperandLosses:
             return ()
         if not isinstance(module, torch.nn.Linear) and path not in self.shapes:
             self.others.append(path)
+        return self.multiplied(path, weight, bool(module.weight.requires_grad), x, output)
+
+    def multiplied(
+        self, path: str, weight: torch.Tensor, learns: bool, x: torch.Tensor, output: torch.Tensor
+    ) -> tuple[str, ...]:
+        """Measure the input and the weight of a product, and return the products that are computed.
+
+        Args:
+            path: dotted path of the module, or of the parameter with the experts' weights.
+            weight: shape (output features, input features), without gradients.
+            learns: whether the weight needs a gradient.
+            x: any shape whose last dimension has the input features.
+            output: the product.
+        """
         self.shapes[path] = (int(weight.shape[1]), int(weight.shape[0]))
         # Autograd computes a gradient only where one is needed: none of a first layer's input, nor of a frozen weight.
-        needed = {"fprop": True, "dgrad": x.requires_grad, "wgrad": bool(module.weight.requires_grad)}
+        needed = {"fprop": True, "dgrad": x.requires_grad, "wgrad": learns}
         products = tuple(product for product in PRODUCTS if needed[product])
         # Autocast casts inside the layer.
         dtype = output.dtype
@@ -121,6 +140,95 @@ def _are_rows(x: torch.Tensor, output: torch.Tensor) -> bool:
     """Return whether these are plain floating-point tensors with as many rows, at least one."""
     plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) and each.is_floating_point() for each in (x, output))
     return plain and x.dim() > 0 and x.numel() > 0 and x.shape[:-1] == output.shape[:-1]
+
+
+class ExpertProducts(TorchFunctionMode):
+    """Measures the products with weights that hold a matrix for each expert, while active.
+
+    Such a weight is a parameter with three dimensions. Seen are torch's linear function with one of its matrices, and batched and
+    grouped products with all of them. Experts whose matrices are copied first, one for each token, are not seen.
+
+    Args:
+        model: the model.
+        measuring: receives the operands under the parameter's dotted path, expert by expert, since no block crosses experts.
+    """
+
+    def __init__(self, model: torch.nn.Module, measuring: OperandLosses) -> None:
+        super().__init__()
+        self._measuring = measuring
+        self._experts = {
+            parameter.untyped_storage().data_ptr(): (path, parameter.requires_grad)
+            for path, parameter in model.named_parameters()
+            if parameter.dim() == 3 and type(parameter) is torch.nn.Parameter and not is_lazy(parameter)
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        split = _SPLITS.get(getattr(func, "__name__", ""))
+        if split is None or not isinstance(output, torch.Tensor) or not output.requires_grad or len(args) < 2:
+            return output
+        x, weight = args[:2]
+        path, learns = self._parameter(weight)
+        if path:
+            if path not in self._measuring.experts:
+                self._measuring.experts.append(path)
+            for part, matrix in split(x, weight, *args[2:], **(kwargs or {})):
+                self._multiplied(path, matrix.detach(), learns, x, output, part)
+        return output
+
+    def _parameter(self, weight: torch.Tensor) -> tuple[str, bool]:
+        """Return the path of the experts' parameter of which a tensor is a view or a cast, and whether it needs a gradient."""
+        node = weight.grad_fn
+        while node is not None and node.name().startswith(_VIEWS_AND_CASTS):
+            node = node.next_functions[0][0]
+        leaf = getattr(node, "variable", weight)
+        return self._experts.get(leaf.untyped_storage().data_ptr(), ("", False))
+
+    def _multiplied(
+        self, path: str, matrix: torch.Tensor, learns: bool, x: torch.Tensor, output: torch.Tensor, part: Part
+    ) -> None:
+        if x[part].numel():
+            products = self._measuring.multiplied(path, matrix, learns, x[part], output)
+            output.register_hook(lambda gradient: self._measuring.arrived(path, products, gradient[part]))  # type: ignore[no-untyped-call]
+
+
+#: How the names of autograd's nodes begin that lie between a parameter and the matrices of its experts.
+_VIEWS_AND_CASTS = ("Select", "Transpose", "TBackward", "Permute", "ToCopy", "Unbind", "Slice", "View", "Squeeze")
+
+
+#: The rows of a tensor that one expert multiplies.
+Part = int | slice
+
+
+def _of_linear(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> Iterator[tuple[Part, torch.Tensor]]:
+    if weight.dim() == 2:
+        yield slice(None), weight
+
+
+def _of_batches(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> Iterator[tuple[Part, torch.Tensor]]:
+    if x.dim() == weight.dim() == 3 and len(x) == len(weight):
+        yield from ((place, matrix.T) for place, matrix in enumerate(weight))
+
+
+def _of_groups(
+    x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor | None = None, **_: Any
+) -> Iterator[tuple[Part, torch.Tensor]]:
+    if weight.dim() == 3 and offs is not None:
+        ends = offs.tolist()
+        for begin, end, matrix in zip([0, *ends], ends, weight, strict=False):
+            yield slice(begin, end), matrix.T
+
+
+#: How torch's functions divide their rows among experts, by the functions' names.
+_SPLITS: dict[str, Callable[..., Iterator[tuple[Part, torch.Tensor]]]] = {
+    "linear": _of_linear,
+    "bmm": _of_batches,
+    "matmul": _of_batches,
+    "grouped_mm": _of_groups,
+    "_grouped_mm": _of_groups,
+}
 
 
 class RecipeLosses(Observer):

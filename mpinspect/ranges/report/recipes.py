@@ -47,7 +47,7 @@ _LEGEND = (
 _NOT_JUDGED = (
     "Judged by flushing alone: a product is served if flushing takes at most 1% of the L1 mass of each operand that is rounded "
     "to nearest. Rounding inside the range, the effect on later layers and the effect on the trained loss are not measured. "
-    "Weights of other modules (convolutions, experts in one parameter) are neither judged nor converted."
+    "Other weights, such as those of convolutions, are neither judged nor converted."
 )
 
 
@@ -74,7 +74,7 @@ def in_run(report: RecipeReport | None, session: Session) -> Iterator[Block]:
     yield _judgements(report)
     yield from _change(report)
     yield _table(report)
-    yield Items(tuple(map(Item, _notes(report))))
+    yield Items((*map(Item, _notes(report)), Item("Experts in one parameter are judged by compare_recipes alone.")))
     if any(_is_delayed(recipe) for recipe in report.recipes):
         yield Items(tuple(map(Item, _on_stale_scales(session))))
 
@@ -135,9 +135,10 @@ def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> str:
 
 def _change(report: RecipeReport) -> Iterator[Block]:
     recipe, of_engine = report.advised, report.best_of(TRANSFORMER_ENGINE)
-    if report.not_linear:
+    alone = [name for name in report.not_linear if name not in report.experts]
+    if alone:
         yield Line(
-            f"Converters leave {modules_named(report.not_linear)} as they are, since they are no torch.nn.Linear. To convert "
+            f"Converters leave {modules_named(alone)} as they are, since they are no torch.nn.Linear. To convert "
             "one, replace it by an nn.Linear with the same weight, transposed where its own is stored so."
         )
     if recipe is not None:
@@ -145,6 +146,7 @@ def _change(report: RecipeReport) -> Iterator[Block]:
         yield Code("\n".join(report.code(recipe)))
         yield from _in_torchtitan(report, recipe)
         yield from _kept_by_others(report, recipe)
+    yield from _of_experts(report)
     if of_engine is None or (recipe is not None and report.converted(of_engine) <= report.converted(recipe)):
         return
     yield Line(f"{_converts(report, of_engine)}, by TransformerEngine's modules under the same names:")
@@ -182,6 +184,22 @@ def _kept_by_others(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Bl
     if found:
         names = modules_named(found)
         yield Line(f"Published recipes keep heads and routers in BF16, whatever flushing takes: add {names} to KEEP.")
+
+
+def _of_experts(report: RecipeReport) -> Iterator[Block]:
+    """Yield how torchao converts the experts that are one parameter, by the first recipe for which it has code."""
+    recipe = next((each for each in report.recipes if report.expert_code(each)), None)
+    if not report.experts:
+        return
+    names = modules_named(report.experts)
+    if recipe is None:
+        yield Line(f"Converters of Linear layers leave the experts {names} as they are.")
+        return
+    yield Line(
+        f"Converters of Linear layers leave the experts {names} as they are. torchao converts them to {recipe.title}, before the "
+        "optimizer is made, if the model multiplies them by torch._grouped_mm:"
+    )
+    yield Code("\n".join(report.expert_code(recipe)))
 
 
 def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Block]:

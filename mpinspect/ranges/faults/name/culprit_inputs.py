@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.precision import run_format
@@ -22,7 +23,7 @@ from mpinspect.ranges.records import (
     WeightGrowth,
 )
 from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Said, Sentences
 from mpinspect.reporting.words import bracketed, filled, number_of
 
 #: Ids of the findings that follow from a forward or a loss that was not finite.
@@ -58,11 +59,6 @@ def _module(case: Case, measured: Examined) -> str:
     return event.module
 
 
-def _when(step: int, module: str) -> str:
-    """Return the step and, if it is known, the module, to begin a sentence."""
-    return f"In step {step}{filled(', in {!r},', module)}"
-
-
 def _rows(measured: Examined, one: str = "row", several: str = "rows", of: str = "the batch") -> str:
     """Return the positions along the first dimension in words: "row 5 of the batch", "all 32 rows of the batch"."""
     names, number = measured.names, measured.rows
@@ -79,6 +75,28 @@ def _rows(measured: Examined, one: str = "row", several: str = "rows", of: str =
 
 def _elements(measured: Examined) -> str:
     return number_of(round(measured.elements), "element")
+
+
+def _examined(
+    case: Case,
+    measured: Examined,
+    says: Sequence[Sentences],
+    fix: Said,
+    code: Said,
+    words: Mapping[str, object],
+    **more: Any,
+) -> Found:
+    """Return the occurrence that an examination shows, in the module of the operation, with the harm to the weights."""
+    module, event = _module(case, measured), _event_at(case, measured.step)
+    when = f"In step {measured.step}{filled(', in {!r},', module)}"
+    return Found(
+        (*says, _aftermath(case, event)),
+        {"elements": measured.elements, "rows": list(measured.names)},
+        {"when": when, "places": bracketed(_elements(measured), _rows(measured)), **words},
+        fix,
+        code,
+        **{"layer": module, "step": measured.step, **more},
+    )
 
 
 # -- the batch ----------------------------------------------------------------------------------------------------------
@@ -108,15 +126,16 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
         if event is not None and event.rank != measured.rank:
             # Another rank may have made it first and sent it to this one.
             continue
-        yield Found(
-            (_Batch.TARGETS.when(of_targets) or _Batch.BATCH, _aftermath(case, event)),
-            {"elements": measured.elements, "rows": list(measured.names)},
-            {"places": bracketed(_elements(measured), _rows(measured))},
+        yield _examined(
+            case,
+            measured,
+            [_Batch.TARGETS.when(of_targets) or _Batch.BATCH],
             _Batch.LOOK,
             _Batch.CHECK_TARGETS.when(of_targets) or _Batch.CHECK_BATCH,
+            {},
+            layer="",
             is_mild=event is None,
             is_inferred=isinstance(measured, ExaminedDifference),
-            step=measured.step,
         )
         return
 
@@ -132,15 +151,10 @@ def _is_of_targets(measured: Examined, event: Event | None) -> bool:
 
 
 class _Mask(Sentences):
-    ROW = "{when} a mask hides all scores of 1 row{places}: its softmax is 0/0, which is NaN."
-    ROWS = "{when} a mask hides all scores of {elements:.0f} rows{places}: their softmax is 0/0, which is NaN."
+    ROWS = "{when} a mask hides all scores of {count:count row}{places}, whose softmax is 0/0, which is NaN."
     KEEP_A_KEY = (
         "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
-        "torch.finfo(scores.dtype).min."
-    )
-    KEEP_A_KEY_IN_16_BITS = (
-        "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
-        "torch.finfo(scores.dtype).min (float32's becomes -inf in 16 bits)."
+        "torch.finfo(scores.dtype).min{in_16_bits}."
     )
     CAUSES = "Possible causes: an empty sample, padding on the wrong side, a mask that is applied twice."
     UNMASK = "# True: visible. A row without keys gets them all; ignore it in the loss\nmask[~mask.any(-1)] = True"
@@ -153,18 +167,12 @@ def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
     another reason are not reported.
     """
     for measured in case.recorded(ExaminedMask):
-        module, elements = _module(case, measured), measured.elements
-        is_narrow = run_format(case.session) in (FLOAT16, BFLOAT16)
-        places = bracketed(_rows(measured, "index", "indices", "the first dimension"))
-        yield Found(
-            (_Mask.ROW.when(elements == 1) or _Mask.ROWS, _aftermath(case, _event_at(case, measured.step))),
-            {"elements": elements, "rows": list(measured.names)},
-            {"when": _when(measured.step, module), "places": places},
-            (_Mask.KEEP_A_KEY_IN_16_BITS.when(is_narrow) or _Mask.KEEP_A_KEY, _Mask.CAUSES),
-            _Mask.UNMASK,
-            layer=module,
-            step=measured.step,
-        )
+        words = {
+            "count": int(measured.elements),
+            "places": bracketed(_rows(measured, "index", "indices", "the first dimension")),
+            "in_16_bits": " (float32's becomes -inf in 16 bits)" * (run_format(case.session) in (FLOAT16, BFLOAT16)),
+        }
+        yield _examined(case, measured, [_Mask.ROWS], (_Mask.KEEP_A_KEY, _Mask.CAUSES), _Mask.UNMASK, words)
         return
 
 
@@ -186,17 +194,9 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
     division, and the finding is inferred.
     """
     for measured in case.recorded(ExaminedZeroRow):
-        module = _module(case, measured)
-        yield Found(
-            (_ZeroRow.DIVIDED, _aftermath(case, _event_at(case, measured.step))),
-            {"rows": list(measured.names)},
-            {"when": _when(measured.step, module), "places": bracketed(_rows(measured))},
-            _ZeroRow.ADD_EPSILON,
-            _ZeroRow.CLAMP,
-            layer=module,
-            is_inferred=bool(measured.name),
-            step=measured.step,
-        )
+        words, is_inferred = {"places": bracketed(_rows(measured))}, bool(measured.name)
+        fix, code = _ZeroRow.ADD_EPSILON, _ZeroRow.CLAMP
+        yield _examined(case, measured, [_ZeroRow.DIVIDED], fix, code, words, is_inferred=is_inferred)
         return
 
 
@@ -204,14 +204,10 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
 
 
 class _Argument(Sentences):
-    NO_HARM = (
-        "In step {step} {place} computes {operator}{line}{places}: the loss is not finite, but its gradients are: the step did "
-        "no harm."
-    )
-    GRADIENT_BROKEN = (
-        "In step {step} {place} computes {operator}{line}{places}: the loss is finite, but its gradient is not."
-    )
-    ALL_BROKEN = "In step {step} {place} computes {operator}{line}{places}: the values computed from it are not finite."
+    COMPUTES = "In step {step} {place} computes {operator}{line}{places}."
+    NO_HARM = "The loss is not finite, but its gradients are: the step did no harm."
+    GRADIENT_BROKEN = "The loss is finite, but its gradient is not."
+    ALL_BROKEN = "The values computed from it are not finite."
 
     AT_AN_EDGE = (
         "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the "
@@ -302,26 +298,26 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
     forward; its gradient is not.
     """
     for measured in case.recorded(ExaminedArgument):
-        module, event = _module(case, measured), _event_at(case, measured.step)
+        event = _event_at(case, measured.step)
         fix, code = next(
             (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
         )
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
-        yield Found(
-            (_effect(measured, event), _aftermath(case, event)),
-            {"operator": measured.text, "elements": measured.elements, "rows": list(measured.names)},
-            {
-                "place": _place(module, event),
-                "line": filled(" in {}", _line(case, measured)),
-                "places": bracketed(_elements(measured), _rows(measured)),
-                "expression": code and code.value,
-            },
+        words = {
+            "operator": measured.text,
+            "place": _place(_module(case, measured), event),
+            "line": filled(" in {}", _line(case, measured)),
+            "expression": code and code.value,
+        }
+        yield _examined(
+            case,
+            measured,
+            [_Argument.COMPUTES, _effect(measured, event)],
             (fix, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
             _Argument.WITHOUT_AUTOCAST.when(code and is_narrow) or code,
-            layer=module,
+            words,
             is_mild=event is None,
-            step=measured.step,
         )
         return
 
@@ -375,29 +371,16 @@ def _is_narrow(measured: Examined, case: Case) -> bool:
 
 
 class _Weights(Sentences):
-    BROKE_THE_FORWARD = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
-        "the start, and in step {before} the forward was no longer finite."
-    )
-    BROKE_THE_BACKWARD = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
-        "the start, and in step {before} the backward was no longer finite."
-    )
-    RAISED_THE_LOSS = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
-        "the start, and the loss to {loss_ratio:.2g} times the first one."
-    )
     GREW = (
         "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
         "the start."
     )
+    BROKE_THE_FORWARD = "In step {before} the forward was no longer finite."
+    BROKE_THE_BACKWARD = "In step {before} the backward was no longer finite."
+    RAISED_THE_LOSS = "The loss had grown to {loss_ratio:.2g} times the first one."
     LOWER_RATE = (
-        "Lower the learning rate (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different "
-        "precision or loss scale does not help."
-    )
-    LOWER_SCHEDULED_RATE = (
-        "Lower the largest learning rate of the scheduler (to a tenth, and again if need be), with a warm-up or with clipped "
-        "gradients. A different precision or loss scale does not help."
+        "Lower the {rate} (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different precision or "
+        "loss scale does not help."
     )
     NEW_OPTIMIZER = "optimizer = torch.optim.{optimizer}(model.parameters(), lr={lower:g})"
     NEW_RATE_OF_GROUP = 'optimizer.param_groups[{group:.0f}]["lr"] = {lower:g}'
@@ -430,11 +413,12 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     rate, initial = first.lr, first.initial_lr
     is_scheduled = initial is not None and initial != rate
     yield Found(
-        _consequence(broken, before, loss_ratio),
+        (_Weights.GREW, _consequence(broken, before, loss_ratio)),
         {"ratios": {each.name: each.ratio for each in grown}, "lr": rate},
         {
             "at_rate": _at_rate(rate, initial, first.group),
             "grown": [each.name for each in at_once],
+            "rate": ("learning rate", "largest learning rate of the scheduler")[is_scheduled],
             "ratio": ratio,
             "before": before,
             "loss_ratio": loss_ratio,
@@ -442,7 +426,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
             "lower": (rate or 0.0) / 10,
             "group": first.group,
         },
-        _Weights.LOWER_SCHEDULED_RATE.when(is_scheduled) or _Weights.LOWER_RATE,
+        _Weights.LOWER_RATE,
         (_new_rate(first, is_scheduled), _Weights.CLIP),
         layer=first.name.rpartition(".")[0] or first.name,
         is_inferred=True,
@@ -454,9 +438,9 @@ def _has_singularity(case: Case, step: int) -> bool:
     return any(isinstance(each, _SINGULAR) and each.step == step for each in case.recorded(Examined))
 
 
-def _consequence(broken: list[Event], before: int, loss_ratio: float) -> _Weights:
+def _consequence(broken: list[Event], before: int, loss_ratio: float) -> _Weights | None:
     if not broken:
-        return _Weights.RAISED_THE_LOSS.when(loss_ratio) or _Weights.GREW
+        return _Weights.RAISED_THE_LOSS.when(loss_ratio)
     in_forward = any(event.step == before and event.phase != "backward" for event in broken)
     return _Weights.BROKE_THE_FORWARD.when(in_forward) or _Weights.BROKE_THE_BACKWARD
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.precision import SQUARES
-from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights, again
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import by_number, number_of
+from mpinspect.reporting.words import by_number, filled, number_of
 
 #: The optimizer's setting that is the share of a state that each step keeps, by the state's name.
 _KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}
@@ -46,16 +46,12 @@ class _Updates(Sentences):
         "If the weights were stored in {format:format}, rounding would lose {lost_fraction:percent} of the updates{sampled}; "
         "{worst_lost_fraction:percent} in {worst:some 3}."
     )
-    ALL_LOSE = (
-        "The weights are stored in {format:format}, and rounding loses {lost_fraction:percent} of the updates{sampled}; "
+    LOSE = (
+        "{which} are stored in {format:format}, and rounding loses {lost_fraction:percent} of the updates{sampled}; "
         "{worst_lost_fraction:percent} in {worst:some 3}."
     )
     ONE_LOSES = (
         "{worst:some} is stored in {format:format}, and rounding loses {lost_fraction:percent} of its updates{sampled}."
-    )
-    MANY_LOSE = (
-        "{layers} of the weights are stored in {format:format}, and rounding loses {lost_fraction:percent} of the "
-        "updates{sampled}; {worst_lost_fraction:percent} in {worst:some 3}."
     )
     FP32_WEIGHTS = "Keep all weights in FP32: autocast casts the operands of each product."
     FP32_WEIGHTS_OR_MASTERS = (
@@ -112,7 +108,11 @@ def _updates_lost(case: Case) -> Iterator[Found]:
                 "layers": len(told),
                 "measured": all(part.measured for part in told.values()),
             },
-            {"worst": [name for name in ordered if told[name].fraction == highest], "sampled": _sampled(case)},
+            {
+                "which": ("The weights", f"{len(told)} of the weights")[not _are_all_in(lost.storage, case)],
+                "worst": [name for name in ordered if told[name].fraction == highest],
+                "sampled": _sampled(case),
+            },
             fix,
             code,
             layer=ordered[0],
@@ -149,9 +149,14 @@ def _is_stored_in(storage: str, name: str, lost: LostUpdates, case: Case) -> boo
 def _who_loses(lost: _LostInFormat, case: Case) -> _Updates:
     if not lost.stored:
         return _Updates.WOULD_LOSE
-    if not set(case.precision.weights) > {lost.storage}:
-        return _Updates.ALL_LOSE
-    return by_number(len(lost.told), _Updates.ONE_LOSES, _Updates.MANY_LOSE)
+    if not _are_all_in(lost.storage, case):
+        return by_number(len(lost.told), _Updates.ONE_LOSES, _Updates.LOSE)
+    return _Updates.LOSE
+
+
+def _are_all_in(storage: str, case: Case) -> bool:
+    """Return whether no weight is stored in another format."""
+    return not set(case.precision.weights) > {storage}
 
 
 def _sampled(case: Case) -> str:
@@ -229,14 +234,12 @@ def _moment(optimizer: OptimizerRecord, state: str, dtype: str) -> Iterator[Foun
 class _Decay(Sentences):
     DOES_NOTHING = (
         "{optimizer} multiplies the {dtype:format} weights by 1 - lr * weight_decay = {factor:.12g} a step, and the product "
-        "rounds back to the weight: the weight decay of {weight_decay:g} does nothing."
-    )
-    DOES_NOTHING_UNLESS_KEPT = (
-        "{optimizer} multiplies the {dtype:format} weights by 1 - lr * weight_decay = {factor:.12g} a step, and the product "
-        "rounds back to the weight: the weight decay of {weight_decay:g} does nothing (if {compensation!r} keeps only the "
-        "updates, as is usual)."
+        "rounds back to the weight: the weight decay of {weight_decay:g} does nothing{unless}."
     )
     FP32_WEIGHTS = "Keep the weights that the optimizer steps in FP32 and compute in 16 bits by autocast."
+
+
+_UNLESS_KEPT = " (if {} keeps only the updates, as is usual)"
 
 
 def _weight_decay_lost(case: Case) -> Iterator[Found]:
@@ -253,9 +256,9 @@ def _weight_decay_lost(case: Case) -> Iterator[Found]:
             continue
         is_kept = bool(optimizer.compensation)
         yield Found(
-            _Decay.DOES_NOTHING_UNLESS_KEPT.when(is_kept) or _Decay.DOES_NOTHING,
+            _Decay.DOES_NOTHING,
             {"optimizer": optimizer.type, "dtype": dtype, "lr": rate, "weight_decay": decay},
-            {"factor": 1 - decay * rate, "compensation": optimizer.compensation},
+            {"factor": 1 - decay * rate, "unless": filled(_UNLESS_KEPT, is_kept and repr(optimizer.compensation))},
             _Decay.FP32_WEIGHTS,
             FP32Weights.of(dtype),
             is_mild=decay <= _DEFAULT_DECAY,
@@ -340,16 +343,9 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
     False alarms: A loop that loads other weights on purpose, and sets the masters to them, is reported if it does so between two
     measured steps.
     """
-    found = list(case.recorded(MastersOverwritten))
-    for first in found[:1]:
-        yield Found(
-            _Masters.OVERWRITTEN,
-            {"changed": first.changed, "parameters": len(first.names), "measured_steps": len(found)},
-            {"again": again(found)},
-            _Masters.ONE_WAY,
-            _Masters.SAVE,
-            step=first.step,
-        )
+    if found := list(case.recorded(MastersOverwritten)):
+        evidence = {"parameters": len(found[0].names)}
+        yield Found.of(case, found, _Masters.OVERWRITTEN, _Masters.ONE_WAY, _Masters.SAVE, evidence=evidence)
 
 
 # -- averages and accumulated gradients ---------------------------------------------------------------------------------
