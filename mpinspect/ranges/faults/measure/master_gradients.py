@@ -92,7 +92,7 @@ class MasterGradients(Measuring):
         if not self.at_work:
             return
         masters = list(self._masters.of(optimizer))
-        if not (masters or self._stepped):
+        if not self._stepped:
             self._unmatched[id(optimizer)] = self._masters.unmatched(optimizer)
         if masters and self._began is None:
             self._began = _values(self._masters.weights())
