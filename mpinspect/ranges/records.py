@@ -272,6 +272,14 @@ class NeverUpdated(Record, kind="never-updated"):
     backwards: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepsStopped(Record, kind="steps-stopped"):
+    """``backwards`` backwards since the last optimizer step, and the most that preceded one. ``step``: the unfinished step."""
+
+    backwards: float
+    most: float
+
+
 # -- masters --------------------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +289,14 @@ class MastersNotCopied(Record, kind="masters-not-copied"):
 
     steps: float
     of: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MastersStale(Record, kind="masters-stale"):
+    """Masters that differed from their weights before the first step, ``changed`` of their elements, and equal them later."""
+
+    changed: float
+    of: float
 
 
 @dataclass(frozen=True, kw_only=True)

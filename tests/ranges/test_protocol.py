@@ -60,12 +60,17 @@ def test_a_loss_divided_by_the_inverse_scale_is_recognised():
     assert found["divided-by-another-scale"].step == 2
 
 
-def with_masters(set_back, *, steps=10, dtype=torch.bfloat16):
-    """Train masters with Adam; ``set_back`` is called after each step with its number, the weights and the masters."""
+def with_masters(set_back, *, steps=10, dtype=torch.bfloat16, load=lambda weights, masters: None):
+    """Train masters with Adam; ``set_back`` is called after each step with its number, the weights and the masters.
+
+    ``load`` changes both before the first step.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).to(dtype)
     masters = [weight.detach().float().clone().requires_grad_() for weight in model.parameters()]
     optimizer = torch.optim.Adam(masters, lr=1e-4)
+    with torch.no_grad():
+        load(list(model.parameters()), masters)
     with Inspector(model, optimizers=optimizer) as inspector:
         for step in range(steps):
             model.zero_grad()
@@ -100,3 +105,59 @@ def decays(step, weights, masters):
 @pytest.mark.parametrize("set_back", [lambda *given: None, decays], ids=["untouched", "decayed by hand"])
 def test_masters_with_their_own_values_are_not_reported(set_back):
     assert "masters-overwritten" not in with_masters(set_back)
+
+
+def loads_weights(weights, masters):
+    for weight in weights[1:]:
+        weight.normal_()
+
+
+def loads_both(weights, masters):
+    loads_weights(weights, masters)
+    for weight, master in zip(weights, masters, strict=True):
+        master.copy_(weight)
+
+
+def test_masters_made_before_the_weights_were_loaded_are_reported():
+    found = with_masters(lambda *given: None, load=loads_weights)["masters-stale"]
+    assert (found.severity, found.step, found.evidence["names"]) == ("error", 0, ["0.bias", "2.weight", "2.bias"])
+    assert "100% of their elements differ" in found.message
+
+
+@pytest.mark.parametrize("load", [lambda *given: None, loads_both], ids=["as made", "loaded too"])
+def test_masters_that_equal_their_weights_are_not_stale(load):
+    assert "masters-stale" not in with_masters(lambda *given: None, load=load)
+
+
+def with_backwards(numbers, *, step_last=False):
+    """Train; ``numbers`` has the backwards of each step, and the last step is not taken unless asked for."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for place, number in enumerate(numbers, start=1):
+            for _ in range(number):
+                model(torch.randn(16, 8)).square().mean().backward()
+            if place < len(numbers) or step_last:
+                optimizer.step()
+                optimizer.zero_grad()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+def test_backwards_after_the_last_step_are_reported():
+    found = with_backwards([2] * 6 + [20])["steps-stopped"]
+    assert (found.severity, found.step) == ("warning", 6)
+    assert found.evidence == {"backwards": 20, "most": 2}
+    assert (
+        "No optimizer step followed step 5: 20 backwards have run since, and each step before had at most 2."
+        in found.message
+    )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "step_last"),
+    [([1] * 6 + [11], False), ([8] * 4 + [31], False), ([1] * 6 + [20], True), ([20], False)],
+    ids=["few", "as usual", "a step at last", "no step at all"],
+)
+def test_a_run_that_ends_within_a_step_has_not_stopped(numbers, step_last):
+    assert "steps-stopped" not in with_backwards(numbers, step_last=step_last)

@@ -301,7 +301,7 @@ class Dispatcher(Guarded):
             self.attempt("finish", observer.end_step, step, sampled)
         if finished and self.meter is not None:
             self.attempt("settle", self._pace.settle, self.meter, self._recording)
-        self.clock.advance()
+        self.clock.advance(finished)
         self._compiled.step_ended(sampled)
         self.step_ended()
         self._recording.step_done(step + finished, self.clock.skipped_steps, self.clock.backwards, sampled)
