@@ -21,7 +21,7 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 
 from mpinspect.numeric.exponents import ratio
-from mpinspect.ranges.faults.measure.kept_sums import KeptSums
+from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.faults.measure.twins import (
     TWIN_DTYPES,
@@ -59,10 +59,8 @@ _SUMS = frozenset(
     }
 )
 _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
-#: The same, and the moving average in place.
-_ADDING = _ADDITIONS | {aten.lerp_}
 #: Operators that may make a large relative error of a small one.
-_AMPLIFYING = _ADDING | {
+_AMPLIFYING = _ADDITIONS | {aten.lerp_} | {
     *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
 }
 _PRODUCTS = frozenset({aten.mm, aten.addmm})
@@ -114,6 +112,7 @@ class Pending(NamedTuple):
         dtype: of its first argument, if that is a tensor.
         is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
         node: the sequence number of its autograd node; None if it has none.
+        old: the 16-bit values that an operator of the forward changes in place, before it does; None for other operators.
     """
 
     func: Any
@@ -124,6 +123,7 @@ class Pending(NamedTuple):
     dtype: torch.dtype | None
     is_cast: bool
     node: int | None
+    old: torch.Tensor | None
 
 
 class SecondComputation:
@@ -231,7 +231,9 @@ class SecondComputation:
         dtype = getattr((*args, None)[0], "dtype", None)
         self._narrow = next((each.dtype for each in tensors if each.dtype in _NARROW), self._narrow)
         is_cast = func.overloadpacket in _CASTS and all(map(self._twins.is_cast, tensors))
-        return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors))
+        is_changed = func.overloadpacket in CHANGING_IN_PLACE and dtype in _NARROW and _is_in_forward()
+        old = args[0].detach().clone() if is_changed else None
+        return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors), old)
 
     def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
         """Run the operator again on the twins of its arguments, and compare the results."""
@@ -297,15 +299,34 @@ class SecondComputation:
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
         operator = pending.func.overloadpacket
+        # An operator that overwrites its arguments can be run again only once.
+        local = cache(partial(_local, pending, twin))
+        is_rounded = value.dtype in _NARROW and _is_in_forward()
         if not is_finite(value):
-            self._compare_broken(pending, value, value.float(), twin, _local(pending, twin), frame)
-        elif operator in _SUMS and value.dtype in _NARROW:
-            self._compare_sum(pending, value, _local(pending, twin), frame)
+            self._compare_broken(pending, value, value.float(), twin, local(), frame)
+            return
+        if is_rounded and pending.node is None:
+            self._compare_kept(pending, value, local, frame)
+        if operator in _SUMS and value.dtype in _NARROW:
+            self._compare_sum(pending, value, local(), frame)
         elif operator in _AMPLIFYING:
-            if operator in _ADDING and value.dtype in _NARROW and torch._C._current_autograd_node() is None:
-                self._compare_addition(pending, value, twin, frame)
+            if operator in _ADDITIONS and is_rounded:
+                self._compare_addition(pending, value, local, frame)
             if value.numel() >= _FEWEST:
                 self._compare_errors(pending, value, twin, frame)
+
+    def _compare_kept(
+        self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], frame: FrameType
+    ) -> None:
+        """Judge a change of a tensor that persists from step to step."""
+        args, operator = pending.given[0], pending.func.overloadpacket
+        describe = partial(self._record, pending=pending, result=value, frame=frame)
+        if pending.old is not None and self._kept.keeps(args[0]):
+            self._kept.changed(value, *_operands(pending, local()), describe)
+        elif operator in CHANGING:
+            for kept in args[: 1 + (operator is aten.mul)]:
+                if self._kept.keeps(kept):
+                    self._kept.replaced(value, kept, local, describe)
 
     def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor, frame: FrameType) -> None:
         """Record a sum that has lost terms."""
@@ -345,38 +366,35 @@ class SecondComputation:
                 from_finite = is_seen and all(map(is_finite, _plain(pending.given[0])))
                 self._add(BrokenAlike, pending, value, frame, None, **figures, from_finite=from_finite)
 
-    def _compare_addition(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
+    def _compare_addition(
+        self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], frame: FrameType
+    ) -> None:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
         is_in_place = pending.func._schema.is_mutable
         given = pending.given[0][:2]
+        if is_in_place and pending.node is None and self._kept.keeps(given[0]):
+            return
         # Of a result that is no tensor of the script's own yet, a few elements are worth a look.
-        is_old = is_in_place or value.numel() < _FEWEST
-        is_kept = pending.node is None and is_old and any(map(self._kept.keeps, given[: 2 - is_in_place]))
+        is_kept = pending.node is None and value.numel() < _FEWEST and any(map(self._kept.keeps, given))
         if not (is_in_place or is_kept) and (not _are_alike(given, value) or _are_comparable(pending, value)):
             # A small number, as against a division by zero, may be lost; a running sum in place may not.
             return
-        local, wide = _local(pending, twin), value.float()
-        operands = _operands(pending, local)
-        if is_kept and len(operands) == 2:
+        wide, operands = value.float(), _operands(pending, local())
+        if is_kept and not is_in_place and len(operands) == 2:
             describe = partial(self._record, pending=pending, result=value, frame=frame)
-            if is_in_place:
-                self._kept.added_in_place(value, operands[0], operands[1], describe)
-                return
             by_size = sorted(zip(operands, given, strict=True), key=lambda each: float(each[0].abs().max()))
             if self._kept.keeps(by_size[1][1]):
                 self._kept.added(value, by_size[1][0], by_size[0][0], describe)
-        if pending.func.overloadpacket is aten.lerp_:
-            return
         if not _are_alike(operands, value):
             return
         least = min(float(each.norm()) for each in operands)
-        error = float((wide - local).norm())
+        error = float((wide - local()).norm())
         if not least or (value.numel() >= _FEWEST and error < _ABSORBED * least):
             return
-        unchanged = float((local != 0).logical_and(_equals_one(wide, operands)).float().mean())
+        unchanged = float((local() != 0).logical_and(_equals_one(wide, operands)).float().mean())
         figures = {"error": error / least, "unchanged": unchanged, "size": least / value.numel() ** 0.5}
         if value.numel() >= _FEWEST:
-            self._add(AbsorbedOperand, pending, value, frame, wide - local, **figures)
+            self._add(AbsorbedOperand, pending, value, frame, wide - local(), **figures)
         else:
             self._repeated[innermost_line(frame)].append(
                 self._record(AbsorbedOperand, pending, value, frame, **figures)
@@ -615,18 +633,15 @@ def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
 
 
 def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
-    """Return the two tensors that an operator has added, in FP32; a number as a tensor without dimensions."""
+    """Return the two tensors whose sum an operator has made, in FP32; a number as a tensor without dimensions."""
     args, kwargs = pending.exact or pending.arguments
+    if pending.old is not None and pending.func.overloadpacket not in _ADDITIONS:
+        return [pending.old.float(), total - pending.old.float()]
     operands = [torch.as_tensor(each, dtype=torch.float32, device=total.device) for each in args[:2]]
-    if pending.func.overloadpacket is aten.lerp_:
-        before = (total - args[2] * operands[1]) / (1 - args[2])
-        operands = [before.to(pending.dtype or total.dtype).float(), total - before]
-    elif len(operands) == 2 and pending.func._schema.is_mutable:
+    if pending.old is not None:
         # The first was overwritten by the second computation.
-        added = kwargs.get("alpha", 1) * operands[1]
-        if pending.func.overloadpacket in (aten.sub, aten.sub_):
-            added = -added
-        operands = [(total - added).to(pending.dtype or total.dtype).float(), added]
+        sign = -1 if pending.func.overloadpacket is aten.sub_ else 1
+        operands = [pending.old.float(), sign * kwargs.get("alpha", 1) * operands[1]]
     return operands
 
 
@@ -656,6 +671,10 @@ def _is_plain(value: Any) -> bool:
 def _may_have_twin(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is strided, of torch's own class, and one of decisions, or of numbers in 32 bits or fewer."""
     return tensor.dtype in TWIN_DTYPES and not tensor.is_meta and not _is_strange(tensor)
+
+
+def _is_in_forward() -> bool:
+    return torch._C._current_autograd_node() is None
 
 
 def _node_of(tensors: list[torch.Tensor]) -> int | None:
@@ -759,7 +778,7 @@ def _are_comparable(pending: Pending, value: torch.Tensor) -> bool:
     operands, numbers = pending.given
     if numbers or value.numel() < _FEWEST:
         return False
-    return min(float(each.norm()) for each in operands[:2]) > _LEAST_KEPT * float(value.norm())
+    return min(float(each.float().norm()) for each in operands[:2]) > _LEAST_KEPT * float(value.norm())
 
 
 def _equals_one(total: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
