@@ -1,4 +1,4 @@
-"""Finds 16-bit tensors that persist from step to step (moving averages, schedules, counters) and that rounding leaves unchanged."""
+"""Finds 16-bit tensors that persist from step to step (averages, schedules, counters) and that rounding leaves unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.faults.measure.twins import storage_key
+from mpinspect.ranges.faults.measure.twins import reference, storage_key
 from mpinspect.ranges.records import FrozenBuffer, GrowingSum, Record
 
 aten = torch.ops.aten
@@ -98,8 +98,9 @@ class KeptSums:
         """Follow tensors that were left unchanged into a copy and out of a bound, at which they rightly stay."""
         keys = [storage_key(each) if isinstance(each, torch.Tensor) else 0 for each in args[:2]]
         if operator in _BOUNDING_IN_PLACE and _is_at_bound(args[0], args[1:]):
-            for found in (self._replacing, *self._frozen.values()):
-                found.pop(keys[0], None)
+            self._replacing.pop(keys[0], None)
+            for each in self._frozen.values():
+                each.pop(keys[0], None)
         place = next((place for place, key in enumerate(keys) if key in self._replacing), None)
         if place is None:
             return
@@ -109,7 +110,7 @@ class KeptSums:
         elif operator in _CARRYING and results and results[0].shape == args[place].shape:
             is_bound = operator in _BOUNDING and _is_at_bound(results[0], (*args[:place], *args[place + 1 :]))
             if not is_bound:
-                self._replacing[storage_key(results[0])] = found._replace(new=_reference(results[0]))
+                self._replacing[storage_key(results[0])] = found._replace(new=reference(results[0]))
 
     def keeps(self, tensor: Any) -> bool:
         """Return whether an operand is a tensor that is older than the step, and neither a weight nor a gradient."""
@@ -143,7 +144,7 @@ class KeptSums:
             return
         before, key = kept.float(), storage_key(kept)
         if record := self._unchanged(value, before, local() - before, key, describe):
-            self._replacing[storage_key(value)] = _Frozen(record, key, _reference(kept), _reference(value))
+            self._replacing[storage_key(value)] = _Frozen(record, key, reference(kept), reference(value))
 
     def _unchanged(
         self, value: torch.Tensor, before: torch.Tensor, change: torch.Tensor, key: int, describe: _Describe
@@ -170,7 +171,7 @@ class KeptSums:
             unit = eps * 2.0 ** math.floor(math.log2(total))
             record = describe(GrowingSum, total=total, term=size, unit=unit, stops_at=2 * size / eps)
             named = replace(record, names=(*record.names, self._buffers.get(storage_key(value), "")))
-            self._growing.append((_reference(value), named))
+            self._growing.append((reference(value), named))
 
     def records(self) -> list[Record]:
         """Return the tensors that their changes leave as they were, and the sums that will stop growing."""
@@ -190,13 +191,7 @@ def _mostly(condition: torch.Tensor) -> bool:
 
 def _is_at_bound(value: torch.Tensor, bounds: Iterable[Any]) -> bool:
     """Return whether most elements equal one of the numbers or tensors that bound them, as the value's format rounds it."""
-    return any(
-        _mostly(value == torch.as_tensor(each).to(value.dtype)) for each in bounds if each is not None
-    )
-
-
-def _reference(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return any(_mostly(value == torch.as_tensor(each).to(value.dtype)) for each in bounds if each is not None)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.numeric.exponents import ratio
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.faults.measure.twins import (
@@ -30,6 +33,7 @@ from mpinspect.ranges.faults.measure.twins import (
     have_one_layout,
     is_equal,
     is_finite,
+    reference,
     storage_key,
 )
 from mpinspect.ranges.records import (
@@ -41,6 +45,7 @@ from mpinspect.ranges.records import (
     LostSum,
     Positions,
     Record,
+    RoundedArgument,
     Ties,
 )
 from mpinspect.reporting.words import filled, number_of
@@ -60,14 +65,25 @@ _SUMS = frozenset(
 )
 _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
 #: Operators that may make a large relative error of a small one.
-_AMPLIFYING = _ADDITIONS | {aten.lerp_} | {
-    *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
-}
+_AMPLIFYING = (
+    _ADDITIONS
+    | {aten.lerp_}
+    | {
+        *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
+    }
+)
 _PRODUCTS = frozenset({aten.mm, aten.addmm})
 #: Multiplications from which on a product takes longer than choosing its kernel.
 _LARGE_PRODUCT = 1 << 24
 #: Operators that change no value but by its dtype.
 _CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
+#: Operators that are infinite, or have an infinite derivative, at zero, and the place of the argument.
+_EDGES = {
+    **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.log, aten.log2, aten.reciprocal, aten.pow), 0),
+    aten.div: 1,
+}
+#: Operators whose result has values of their first argument.
+_CARRYING = _CASTS | {aten.clamp, aten.clamp_min, aten.clamp_max, aten.relu, aten.abs}
 #: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
 _DECIDING = frozenset(
     {
@@ -97,6 +113,8 @@ _ABSORBED = 0.5
 _FEWEST = 64
 #: The fewest rows of scores of which a top k is judged, and the least share of them whose choice is arbitrary.
 _FEWEST_ROWS, _LEAST_TIED = 8, 0.01
+#: The least error of an argument near zero, relative to its exact value.
+_FAR_OFF = 0.5
 #: The inherited error after a difference, and before it.
 _CANCELLED, _UNCANCELLED = 0.3, 0.05
 
@@ -147,6 +165,7 @@ class SecondComputation:
             storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
         }
         self._kept = KeptSums((parameter for _, parameter in self._parameters), narrow)
+        self._choices = Choices()
         self._numbers = RoundedNumbers(self._kept.is_old)
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
@@ -169,6 +188,10 @@ class SecondComputation:
         #: The norms of (error times gradient of the loss) by sequence number, and the sequence number by the record's id.
         self._effects: dict[int, float] = {}
         self._nodes: dict[int, int] = {}
+        #: By operator, the argument near zero that was furthest from its exact value.
+        self._arguments: dict[str, RoundedArgument] = {}
+        #: The lines of sums and differences, by the storage of their result.
+        self._lines_of: dict[int, tuple[StorageWeakRef, str]] = {}
         #: Additions of few elements, by line: each alone may be absorbed by chance.
         self._repeated: defaultdict[str, list[AbsorbedOperand]] = defaultdict(list)
 
@@ -181,6 +204,8 @@ class SecondComputation:
         try:
             if self._errors:
                 self._weigh(args)
+            if self._choices:
+                self._choices.use(func, _leaves((*args, *kwargs.values())))
             return self._prepare(func, args, kwargs)
         except Exception:
             self.skipped[func.overloadpacket.__name__] += 1
@@ -205,7 +230,8 @@ class SecondComputation:
             self._forget(mutated)
             return None
         has_twin = any(self.twin(each) is not None for each in tensors)
-        if not has_twin and not any(each.dtype in _NARROW for each in tensors) and kwargs.get("dtype") not in _NARROW:
+        is_narrow = any(each.dtype in _NARROW for each in tensors) or kwargs.get("dtype") in _NARROW
+        if not (has_twin or is_narrow or func.overloadpacket in SEARCHING):
             return None
         if self._is_used_up():
             self._end()
@@ -257,7 +283,9 @@ class SecondComputation:
             if func.overloadpacket is aten.topk:
                 self._compare_choice(pending, frame)
             args, kwargs = pending.arguments
-            twins = _plain(_run(func, args, kwargs))
+            exact = _run(func, args, kwargs)
+            self._compare_choices(pending, result, exact, frame)
+            twins = _plain(exact)
             given = {storage_key(each) for each in _leaves(args) if isinstance(each, torch.Tensor)}
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
@@ -302,6 +330,8 @@ class SecondComputation:
         # An operator that overwrites its arguments can be run again only once.
         local = cache(partial(_local, pending, twin))
         is_rounded = value.dtype in _NARROW and _is_in_forward()
+        if pending.exact is not None and _is_in_forward():
+            self._compare_argument(pending, value, frame)
         if not is_finite(value):
             self._compare_broken(pending, value, value.float(), twin, local(), frame)
             return
@@ -315,6 +345,27 @@ class SecondComputation:
             if value.numel() >= _FEWEST:
                 self._compare_errors(pending, value, twin, frame)
 
+    def _compare_argument(self, pending: Pending, value: torch.Tensor, frame: FrameType) -> None:
+        """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
+        operator, given = pending.func.overloadpacket, pending.given[0]
+        if operator in _ADDITIONS:
+            self._lines_of[storage_key(value)] = reference(value), innermost_line(frame)
+        elif operator in _CARRYING and _is_plain(given[0]) and storage_key(given[0]) in self._lines_of:
+            self._lines_of[storage_key(value)] = reference(value), self._lines_of[storage_key(given[0])][1]
+        if operator not in _EDGES or not _is_plain(argument := given[_EDGES[operator]]):
+            return
+        exact = pending.arguments[0][_EDGES[operator]]
+        # An exact zero is the script's own.
+        error = ((argument.float() - exact) / exact).abs().nan_to_num(0, 0)
+        worst, elements = int(error.argmax()), float((error >= _FAR_OFF).sum())
+        name = operator.__name__
+        if not elements or (name in self._arguments and elements <= self._arguments[name].elements):
+            return
+        figures = {"given": float(argument.flatten()[worst]), "exact": float(exact.flatten()[worst])}
+        record = self._record(RoundedArgument, pending, argument, frame, elements=elements, of=error.numel(), **figures)
+        _, difference = self._lines_of.get(storage_key(argument), (None, ""))
+        self._arguments[name] = replace(record, names=(*record.names, difference))
+
     def _compare_kept(
         self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], frame: FrameType
     ) -> None:
@@ -322,7 +373,8 @@ class SecondComputation:
         args, operator = pending.given[0], pending.func.overloadpacket
         describe = partial(self._record, pending=pending, result=value, frame=frame)
         if pending.old is not None and self._kept.keeps(args[0]):
-            self._kept.changed(value, *_operands(pending, local()), describe)
+            before, change = _operands(pending, local())
+            self._kept.changed(value, before, change, describe)
         elif operator in CHANGING:
             for kept in args[: 1 + (operator is aten.mul)]:
                 if self._kept.keeps(kept):
@@ -417,14 +469,16 @@ class SecondComputation:
         is_tied = (last == best[..., 1]) & (exact[..., 0] != exact[..., 1]) & (last != 0) & last.isfinite()
         share = float(is_tied.float().mean())
         if share >= _LEAST_TIED:
-            record = self._record(Ties, pending, scores, frame, fraction=share, k=k, scores=scores.shape[dim])
-            self._found[Ties].append(replace(record, text=str(self._narrow).removeprefix("torch.")))
+            figures = {"fraction": share, "k": k, "scores": scores.shape[dim], "text": dtype_name(self._narrow)}
+            self._found[Ties].append(self._record(Ties, pending, scores, frame, **figures))
 
     def _compare_integers(self, pending: Pending, value: Any, frame: FrameType) -> None:
         """Record whole numbers that were rounded before they are made integers."""
         exact = pending.arguments[0][0]
-        is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
-        if not pending.is_cast or pending.exact is None or not is_integer or not bool((exact == exact.round()).all()):
+        if not _is_integer(value) or pending.exact is None:
+            return
+        if not pending.is_cast or not bool((exact == exact.round()).all()):
+            self._compare_choices(pending, value, exact.to(value.dtype), frame)
             return
         differ = (value.float() - exact).abs()
         if bool(differ.any()):
@@ -432,6 +486,25 @@ class SecondComputation:
             given, wanted = float(value.flatten()[worst]), float(exact.flatten()[worst])
             changed, of = float(differ.count_nonzero()), float(value.numel())
             self._add(ChangedIntegers, pending, value, frame, None, changed=changed, of=of, given=given, exact=wanted)
+
+    def _compare_choices(self, pending: Pending, result: Any, exact: Any, frame: FrameType) -> None:
+        """Record integers that follow from rounding errors."""
+        operator, given = pending.func.overloadpacket, pending.given[0]
+        table = given[SEARCHING[operator]] if operator in SEARCHING else None
+        if not _is_in_forward():
+            return
+        describe = partial(self._record, pending=pending, result=result, frame=frame, text=dtype_name(self._narrow))
+        if pending.exact is None:
+            if table is not None:
+                self._choices.searched(table, describe)
+            return
+        if operator in ROUNDING:
+            self._choices.rounded(result, given[0], pending.arguments[0][0])
+        if operator not in CHOOSING:
+            return
+        for value, wanted in zip(_leaves([result]), _leaves([exact]), strict=True):
+            if _is_integer(value):
+                self._choices.chosen(given[0], value, wanted, table, describe)
 
     def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
         """Record a result that is mostly the error of its inputs."""
@@ -477,9 +550,7 @@ class SecondComputation:
         """Return how much a record's error changes the loss, to first order; None if that is unknown."""
         return self._effects.get(self._nodes.get(id(record), -1))
 
-    def _record(
-        self, kind: type[Any], pending: Pending, result: torch.Tensor, frame: FrameType, **figures: float
-    ) -> Any:
+    def _record(self, kind: type[Any], pending: Pending, result: torch.Tensor, frame: FrameType, **figures: Any) -> Any:
         node = torch._C._current_autograd_node()
         if node is None:
             module, phase = self._module(), "forward"
@@ -487,9 +558,10 @@ class SecondComputation:
             module, phase = self._modules.get(node._sequence_nr(), ""), "backward"
         names = (pending.func.overloadpacket.__name__, innermost_line(frame), phase)
         # The dtype in which numbers were rounded before they became integers.
-        rounded = result.dtype if result.is_floating_point() else pending.dtype
+        is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
+        rounded = result.dtype if is_float else pending.dtype
         dtype = str(rounded).removeprefix("torch.")
-        return kind(name=module, names=names, text=dtype, **figures)
+        return kind(**{"name": module, "names": names, "text": dtype, **figures})
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -505,6 +577,7 @@ class SecondComputation:
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
+        found += [*self._arguments.values(), *self._choices.used]
         worsts: tuple[tuple[type[Record], str], ...] = (
             (LostSum, "error"),
             (AbsorbedOperand, "error"),
@@ -671,6 +744,13 @@ def _is_plain(value: Any) -> bool:
 def _may_have_twin(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is strided, of torch's own class, and one of decisions, or of numbers in 32 bits or fewer."""
     return tensor.dtype in TWIN_DTYPES and not tensor.is_meta and not _is_strange(tensor)
+
+
+def _is_integer(value: Any) -> bool:
+    """Return whether a value is a tensor of integers."""
+    return isinstance(value, torch.Tensor) and not (
+        value.is_floating_point() or value.is_complex() or value.dtype is torch.bool
+    )
 
 
 def _is_in_forward() -> bool:

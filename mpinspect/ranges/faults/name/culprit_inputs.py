@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
+    AnyRecord,
     BornInfinite,
     BrokenAlike,
     Examined,
@@ -18,7 +19,9 @@ from mpinspect.ranges.records import (
     ExaminedMask,
     ExaminedTarget,
     ExaminedZeroRow,
+    Record,
     ReplacedBeforeStep,
+    RoundedArgument,
     WeightGrowth,
 )
 from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event
@@ -208,6 +211,11 @@ class _Argument(Sentences):
     )
     ALL_BROKEN = "In step {step} {place} computes {operator}{line}{places}: the values computed from it are not finite."
 
+    ROUNDED = (
+        "In step {rounded.step}, which was computed twice, {rounded.elements:.0f} of its {rounded.of:.0f} arguments were mostly "
+        "rounding error{difference}: one was {rounded.given:.3g} in 16 bits and {rounded.exact:.3g} in FP32."
+    )
+
     AT_AN_EDGE = (
         "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the "
         "gradient of the discarded value is computed too."
@@ -217,6 +225,7 @@ class _Argument(Sentences):
         "Compute the terms of this difference in FP32, from inputs in FP32: rounding to 16 bits makes an error of up to 0.4% of "
         "the largest term, which may exceed the difference."
     )
+    EQUAL_TERMS = "Clamp it as well: a difference of equal terms is zero in FP32, too."
     COUNT_TARGETS = "Divide by the number of targets that count, at least 1, or leave such a batch out."
     CTC = (
         "Leave out the samples whose target, with a blank between equal labels, is longer than its input, or lengthen the "
@@ -301,18 +310,25 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         fix, code = next(
             (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
         )
+        rounded = _of_operation(case.recorded(RoundedArgument), measured)
+        difference = rounded.names[-1] if rounded else ""
+        also = _Argument.EQUAL_TERMS.when(difference and fix is _Argument.AT_AN_EDGE)
+        if also:
+            fix, code = _REMEDIES["rounded to 16 bits"]
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
         yield Found(
-            (_effect(measured, event), _aftermath(case, event)),
+            (_effect(measured, event), _Argument.ROUNDED.when(rounded), _aftermath(case, event)),
             {"operator": measured.text, "elements": measured.elements, "rows": list(measured.names)},
             {
                 "place": _place(module, event),
                 "line": filled(" in {}", _line(case, measured)),
                 "places": bracketed(_elements(measured), _rows(measured)),
                 "expression": code and code.value,
+                "rounded": rounded,
+                "difference": filled(", after the sum or difference in {}", difference),
             },
-            (fix, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
+            (fix, also, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
             _Argument.WITHOUT_AUTOCAST.when(code and is_narrow) or code,
             layer=module,
             is_mild=event is None,
@@ -335,13 +351,20 @@ _DESCRIBED = {
 
 
 def _line(case: Case, measured: Examined) -> str:
-    """Return the line of the operation in the user's code, if the step was computed twice and is not finite there."""
-    for record in (*case.recorded(BornInfinite), *case.recorded(BrokenAlike)):
-        operator, line, phase = record.names[:3]
+    """Return the line of the operation in the user's code, if a step in which it is singular was computed twice."""
+    kinds: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, RoundedArgument)
+    found = _of_operation((record for kind in kinds for record in case.recorded(kind)), measured)
+    return found.names[1] if found else ""
+
+
+def _of_operation(records: Iterable[AnyRecord], measured: Examined) -> AnyRecord | None:
+    """Return the first record of a step computed twice that belongs to the same operation of a forward."""
+    for record in records:
+        operator, _, phase = record.names[:3]
         words = _DESCRIBED.get(operator.rstrip("_"))
         if phase == "forward" and words and words in measured.text:
-            return line
-    return ""
+            return record
+    return None
 
 
 def _effect(measured: Examined, event: Event | None) -> _Argument:
