@@ -601,7 +601,7 @@ class ChangedIntegers(Record, kind="second-integers"):
 
 @dataclass(frozen=True, kw_only=True)
 class ChangedChoices(Record, kind="second-choices"):
-    """Integers that 16-bit numbers decide, other than in FP32, and that are used as indices or weights.
+    """Integers or a mask that 16-bit numbers decide, other than in FP32, and that are used as indices, weights or conditions.
 
     Args:
         changed: how many of the ``of`` elements; 0 of 0 if only the table is known.
@@ -617,6 +617,11 @@ class ChangedChoices(Record, kind="second-choices"):
     whole: float | None = None
     entries: float | None = None
     distinct: float | None = None
+
+    @property
+    def is_of_crowded_table(self) -> bool:
+        """Whether most entries of the searched table equal another one."""
+        return self.entries is not None and (self.distinct or 0) * 2 <= self.entries
 
 
 @dataclass(frozen=True, kw_only=True)

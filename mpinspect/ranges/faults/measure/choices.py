@@ -20,13 +20,14 @@ CHOOSING = frozenset({aten._to_copy, aten.argmax, aten.argmin, aten.max, aten.mi
 #: The place of the table among the arguments of a search.
 SEARCHING = {aten.searchsorted: 0, aten.bucketize: 1}
 ROUNDING = frozenset({aten.floor, aten.ceil})
-#: Operators that use integers as indices or weights, or compute them.
+#: Operators that use integers and masks as indices, conditions or weights, or compute with them.
 _USING = frozenset(
     {
         *(aten.index, aten.index_select, aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_),
         *(aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten.embedding),
         *(aten.gather, aten.take, aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_),
         *(aten.scatter_reduce, aten.scatter_reduce_, aten.nll_loss_forward),
+        *(aten.where, aten.masked_fill, aten.masked_fill_, aten.masked_select, aten.masked_scatter, aten.mul_),
         *(aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.mul, aten.remainder, aten.floor_divide),
         *(aten.clamp, aten.clamp_, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum),
     }
@@ -86,11 +87,11 @@ class Choices:
         table: torch.Tensor | None,
         describe: _Describe,
     ) -> None:
-        """Compare the integers that an operator has made with the exact ones. Waits for the device.
+        """Compare the integers or the mask that an operator has made with the exact ones. Waits for the device.
 
         Args:
             source: the operator's first argument.
-            value, exact: the integers, and those that it makes of exact arguments.
+            value, exact: the integers or the mask, and those that it makes of exact arguments.
             table: the sorted numbers that were searched; None for other operators.
             describe: makes a record of a class at this line, with figures.
         """
@@ -98,7 +99,7 @@ class Choices:
         changed, of = float(differ.count_nonzero()), value.numel()
         if of < _FEWEST or changed < _LEAST_CHANGED * of:
             return
-        worst = int((value - exact).abs().argmax())
+        worst = int((value.float() - exact.float()).abs().argmax())
         figures = {"given": float(value.flatten()[worst]), "exact": float(exact.flatten()[worst])}
         if storage_key(source) in self._whole:
             figures["whole"] = self._whole[storage_key(source)][1]

@@ -21,10 +21,9 @@ aten = torch.ops.aten
 _REPLACING = frozenset({aten.zero_, aten.fill_, aten.copy_, aten.uniform_, aten.normal_})
 _MOVING = frozenset({aten.stack, aten.cat, aten.clone, aten.index, aten.index_select})
 _WEIGHING = frozenset({aten.mul_, aten.div_, aten.lerp_, aten.pow_})
-#: Operators whose result bounds or carries their operand.
+#: Operators that bound a tensor.
 _BOUNDING = frozenset({aten.clamp, aten.clamp_min, aten.clamp_max, aten.maximum, aten.minimum})
 _BOUNDING_IN_PLACE = frozenset({aten.clamp_, aten.clamp_min_, aten.clamp_max_})
-_CARRYING = _BOUNDING | {aten.add, aten.sub, aten.clone}
 #: Operators that compute a tensor's new values from its old ones, in place and otherwise. Sums have a judgement of their own.
 CHANGING_IN_PLACE = frozenset(
     {
@@ -33,6 +32,7 @@ CHANGING_IN_PLACE = frozenset(
     }
 )
 CHANGING = frozenset({aten.mul, aten.div, aten.lerp, aten.addcmul, aten.addcdiv, aten.pow})
+_CARRYING = _BOUNDING | CHANGING | {aten.add, aten.sub, aten.clone}
 #: The least share of elements that an operator leaves unchanged, of those that it changes in FP32.
 _UNCHANGED = 0.5
 #: The largest number of elements of a sum that is taken for one of losses or counts.
@@ -108,8 +108,9 @@ class KeptSums:
         if operator is aten.copy_ and keys[0] == found.key:
             self._frozen[found.record.names[1]][found.key] = found.record
         elif operator in _CARRYING and results and results[0].shape == args[place].shape:
-            is_bound = operator in _BOUNDING and _is_at_bound(results[0], (*args[:place], *args[place + 1 :]))
-            if not is_bound:
+            others = (*args[:place], *args[place + 1 :])
+            is_bound = operator in _BOUNDING and _is_at_bound(results[0], others)
+            if not is_bound and (operator not in CHANGING or _mostly(results[0] == args[place])):
                 self._replacing[storage_key(results[0])] = found._replace(new=reference(results[0]))
 
     def keeps(self, tensor: Any) -> bool:

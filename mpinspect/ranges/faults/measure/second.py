@@ -276,7 +276,7 @@ class SecondComputation:
                 self._compare_integers(pending, result, frame)
                 return
             if _is_decision(result):
-                self._keep_decision(pending, result)
+                self._keep_decision(pending, result, frame)
                 return
             if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0], frame):
                 return
@@ -348,11 +348,12 @@ class SecondComputation:
     def _compare_argument(self, pending: Pending, value: torch.Tensor, frame: FrameType) -> None:
         """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
         operator, given = pending.func.overloadpacket, pending.given[0]
-        if operator in _ADDITIONS:
+        if operator in _ADDITIONS or operator is aten.rsub:
             self._lines_of[storage_key(value)] = reference(value), innermost_line(frame)
         elif operator in _CARRYING and _is_plain(given[0]) and storage_key(given[0]) in self._lines_of:
             self._lines_of[storage_key(value)] = reference(value), self._lines_of[storage_key(given[0])][1]
-        if operator not in _EDGES or not _is_plain(argument := given[_EDGES[operator]]):
+        is_smooth = operator is aten.pow and not (isinstance(given[1], (int, float)) and given[1] < 1)
+        if operator not in _EDGES or is_smooth or not _is_plain(argument := given[_EDGES[operator]]):
             return
         exact = pending.arguments[0][_EDGES[operator]]
         # An exact zero is the script's own.
@@ -488,7 +489,7 @@ class SecondComputation:
             self._add(ChangedIntegers, pending, value, frame, None, changed=changed, of=of, given=given, exact=wanted)
 
     def _compare_choices(self, pending: Pending, result: Any, exact: Any, frame: FrameType) -> None:
-        """Record integers that follow from rounding errors."""
+        """Record integers and masks that follow from rounding errors."""
         operator, given = pending.func.overloadpacket, pending.given[0]
         table = given[SEARCHING[operator]] if operator in SEARCHING else None
         if not _is_in_forward():
@@ -500,10 +501,10 @@ class SecondComputation:
             return
         if operator in ROUNDING:
             self._choices.rounded(result, given[0], pending.arguments[0][0])
-        if operator not in CHOOSING:
+        if operator not in CHOOSING | _DECIDING:
             return
         for value, wanted in zip(_leaves([result]), _leaves([exact]), strict=True):
-            if _is_integer(value):
+            if _is_integer(value) or value.dtype is torch.bool:
                 self._choices.chosen(given[0], value, wanted, table, describe)
 
     def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
@@ -658,11 +659,12 @@ class SecondComputation:
             self._twins.share(value, source, twin, pending.is_cast)
         return True
 
-    def _keep_decision(self, pending: Pending, value: torch.Tensor) -> None:
+    def _keep_decision(self, pending: Pending, value: torch.Tensor, frame: FrameType) -> None:
         args, kwargs = pending.arguments
         if pending.func.overloadpacket in _DECIDING:
             decided = pending.func(*args, **kwargs)
             if not torch.equal(value, decided):
+                self._compare_choices(pending, value, decided, frame)
                 self._twins.add(value, decided, is_cast=False)
                 return
         self._forget([value])

@@ -353,8 +353,8 @@ def _sum_stops(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: A sum that is set to zero again in time only rounds its terms. A number at the bound of a clamp is left out. That it will stop is inferred from one addition a
-    step, and information if it would not within the run.
+    False alarms: A sum that is set to zero again in time only rounds its terms. A number at the bound of a clamp is left out.
+    That a sum will stop is inferred from one addition a step, and information if it would not within the run.
     """
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
@@ -469,6 +469,10 @@ class _Choices(Sentences):
         "In step {step}, in {place}, {choice} of numbers in {dtype:format} makes other integers than in FP32: {changed:.0f} of "
         "{of:.0f}, such as {given:.0f} in place of {exact:.0f}. They are used as indices or weights."
     )
+    OTHER_MASK = (
+        "In step {step}, in {place}, {choice} decides otherwise of numbers in {dtype:format} than in FP32, in {changed:.0f} of "
+        "{of:.0f} elements. The result is used as a mask."
+    )
     NO_FRACTION = (
         "{whole:percent} of these numbers have a fraction in FP32 and none in {dtype:format}, so that their floor is their "
         "ceiling."
@@ -478,18 +482,21 @@ class _Choices(Sentences):
         "{entries:.0f} entries: the others are never found."
     )
     OF_THEM = "{changed:.0f} of {of:.0f} results differ from FP32's."
-    DECIDE_IN_FP32 = "Compute the numbers that decide (positions, distances, scores) in FP32, from inputs in FP32, and cast afterwards."
+    DECIDE_IN_FP32 = (
+        "Compute the numbers that decide (positions, distances, scores) in FP32, from FP32 inputs, and cast afterwards."
+    )
     TABLE_IN_FP32 = "Compute and keep the table in FP32. A cast of the model casts its buffers too."
     POSITION = "position = x.float() * scale\nlow = position.floor().long()"
     CUMSUM = "table = probabilities.float().cumsum(0)  # or torch.multinomial of FP32 probabilities"
 
 
 #: In words, the operators that make integers.
-_CHOICES = {"_to_copy": "a cast to integers", "max": "a maximum", "min": "a minimum"}
+_COMPARISONS = dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "a comparison")
+_CHOICES = {"_to_copy": "a cast to integers", "max": "a maximum", "min": "a minimum", **_COMPARISONS}
 
 
 def _choices_differ(case: Case) -> Iterator[Found]:
-    """Integers that rounding decides: the floor of a position, the nearest code, the entry of a table such as a cumulative sum.
+    """Integers or a mask that rounding decides: the floor of a position, the nearest code, the entry of a cumulative sum.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
@@ -497,17 +504,21 @@ def _choices_differ(case: Case) -> Iterator[Found]:
     such as a maximum of similar scores, may matter little. Of a table that was made before the step it is inferred: it has
     nearly all numbers of its format, and most of them several times.
     """
+    by_kind: dict[bool, ChangedChoices] = {}
     for choices in _by_place(case.recorded(ChangedChoices), "changed"):
-        is_crowded = choices.entries is not None and (choices.distinct or 0) * 2 <= choices.entries
+        by_kind.setdefault(choices.is_of_crowded_table, choices)
+    for is_crowded, choices in by_kind.items():
         says = (_Choices.CROWDED, _Choices.OF_THEM.when(choices.of))
+        operator = choices.names[0]
         if not is_crowded:
-            says = (_Choices.OTHERS, _Choices.NO_FRACTION.when((choices.whole or 0) >= _MATTERS))
+            others = _Choices.OTHER_MASK.when(operator in _COMPARISONS) or _Choices.OTHERS
+            says = (others, _Choices.NO_FRACTION.when((choices.whole or 0) >= _MATTERS))
         yield _found(
             choices,
             says,
             _Choices.TABLE_IN_FP32.when(is_crowded) or _Choices.DECIDE_IN_FP32,
-            _Choices.CUMSUM.when(is_crowded) or _Choices.POSITION.when(choices.names[0] == "_to_copy"),
-            {"choice": _CHOICES.get(choices.names[0], choices.names[0])},
+            _Choices.CUMSUM.when(is_crowded) or _Choices.POSITION.when(operator == "_to_copy"),
+            {"choice": _CHOICES.get(operator, operator)},
             is_inferred=not choices.of,
         )
 
