@@ -192,7 +192,11 @@ def _mostly(condition: torch.Tensor) -> bool:
 
 def _is_at_bound(value: torch.Tensor, bounds: Iterable[Any]) -> bool:
     """Return whether most elements equal one of the numbers or tensors that bound them, as the value's format rounds it."""
-    return any(_mostly(value == torch.as_tensor(each).to(value.dtype)) for each in bounds if each is not None)
+    return any(
+        _mostly(value == torch.as_tensor(each, dtype=value.dtype, device=value.device))
+        for each in bounds
+        if each is not None
+    )
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
