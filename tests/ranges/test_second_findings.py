@@ -346,3 +346,5 @@ def test_a_zero_that_the_precision_made_is_named_with_its_difference_and_is_comp
     assert "Clamp it as well" in finding.fix
     without = findings(examined, events=(broken(4),))["argument-out-of-range"]
     assert without.fix.startswith("Add a small constant")
+    of_difference = replace(examined, text="a square root of zero, a difference of terms rounded to 16 bits, where ...")
+    assert findings(of_difference, events=(broken(4),))["argument-out-of-range"].fix == finding.fix

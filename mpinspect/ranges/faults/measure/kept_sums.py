@@ -39,6 +39,8 @@ _UNCHANGED = 0.5
 _FEW = 64
 #: The least part of a term by which a growing sum is rounded.
 _ROUNDED = 0.25
+#: The distance from its target, relative to itself, at which an average in 16 bits may stay.
+_NEAR = 2.0**-4
 
 _Describe = Callable[..., Any]
 
@@ -184,6 +186,12 @@ class KeptSums:
         frozen = (list(each.values()) for each in self._frozen.values() if each)
         found: list[Record] = [replace(each[-1], times=sum(one.times for one in each)) for each in frozen]
         return found + [record for reference, record in self._growing if not reference.expired()]  # type: ignore[no-untyped-call]
+
+
+def arrives(operator: Any, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
+    """Return whether an interpolation is fast enough to stay, once its steps are rounded away, near its target only."""
+    is_known = operator in (aten.lerp, aten.lerp_) and isinstance(args[2], (int, float))
+    return is_known and torch.finfo(dtype).eps / 2 <= _NEAR * args[2]
 
 
 def _mostly(condition: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices
-from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums
+from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.faults.measure.twins import (
     TWIN_DTYPES,
@@ -372,6 +372,8 @@ class SecondComputation:
     ) -> None:
         """Judge a change of a tensor that persists from step to step."""
         args, operator = pending.given[0], pending.func.overloadpacket
+        if arrives(operator, args, value.dtype):
+            return
         describe = partial(self._record, pending=pending, result=value, frame=frame)
         if pending.old is not None and self._kept.keeps(args[0]):
             before, change = _operands(pending, local())

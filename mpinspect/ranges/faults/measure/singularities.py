@@ -144,7 +144,8 @@ def _log(node: Any, name: str) -> _Found:
     below = given < edge
     if bool(below.any()):
         return _argument("a logarithm", _negative(node), below)
-    what = "of zero" + ", the result of a softmax" * _is_softmax(node.next_functions[0][0])
+    made = _maker(node)
+    what = _zero(node) + ", the result of a softmax" * (made is not None and made.name().startswith("Softmax"))
     return _argument("a logarithm", what, given == edge)
 
 
@@ -153,20 +154,29 @@ def _negative(node: Any) -> str:
     below = graph([node], _NEARBY)[1:]
     is_difference = any(each.name().startswith(("Sub", "Rsub")) for each in below)
     is_rounded = any(made[0].dtype.itemsize == 2 for each in below if (made := getattr(each, "_input_metadata", None)))
-    return "of a negative number" + ", a difference of terms rounded to 16 bits" * (is_difference and is_rounded)
+    return "of a negative number" + _ROUNDED_DIFFERENCE * (is_difference and is_rounded)
 
 
-def _is_softmax(node: Any) -> bool:
-    """Return whether a node returns a softmax's values, or some of them."""
+def _zero(node: Any) -> str:
+    """Return an argument that is zero in words: if it is a difference in 16 bits itself, rounding may have made it."""
+    made = _maker(node)
+    is_difference = made is not None and made.name().startswith(("Sub", "Rsub"))
+    dtypes = [each.dtype for each in getattr(made, "_input_metadata", ())[:1]]
+    return "of zero" + _ROUNDED_DIFFERENCE * (is_difference and any(dtype.itemsize == 2 for dtype in dtypes))
+
+
+def _maker(node: Any) -> Any:
+    """Return the node that made the values of a node's argument; None for a leaf."""
+    node = node.next_functions[0][0]
     while node is not None and node.name().startswith((*SAME_VALUES, *_SOME_VALUES)):
         node = node.next_functions[0][0]
-    return node is not None and node.name().startswith("Softmax")
+    return node
 
 
 def _sqrt(node: Any, name: str) -> _Found:
     result = node._saved_result
     return _argument("a square root", _negative(node), result.isnan()) or _argument(
-        "a square root", "of zero, where the root's derivative is infinite", result == 0
+        "a square root", f"{_zero(node)}, where the root's derivative is infinite", result == 0
     )
 
 
@@ -248,7 +258,7 @@ def _power(node: Any, name: str) -> _Found:
     if exponent in (0, 1):
         return None
     return _argument(operator, _negative(node), base < 0) or _argument(
-        operator, "of zero, where the power's derivative is infinite", base == 0
+        operator, f"{_zero(node)}, where the power's derivative is infinite", base == 0
     )
 
 
@@ -370,6 +380,8 @@ _NEARBY = 12
 _SOME_VALUES = ("Index", "Gather", "Select", "Slice", "Clamp")
 #: torch's number for reduction="mean".
 _MEAN = 1
+#: Follows an argument that may be rounding error.
+_ROUNDED_DIFFERENCE = ", a difference of terms rounded to 16 bits"
 #: Nodes that apply a mask to scores, and these with the nodes that may add one.
 _MASKING = ("MaskedFill", "Where", "MaskedScatter", "CopySlices", "IndexPut")
 _MAY_MASK = frozenset((*_MASKING, "Add", "Sub"))

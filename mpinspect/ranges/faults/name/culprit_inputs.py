@@ -312,9 +312,9 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         )
         rounded = _of_operation(case.recorded(RoundedArgument), measured)
         difference = rounded.names[-1] if rounded else ""
-        also = _Argument.EQUAL_TERMS.when(difference and fix is _Argument.AT_AN_EDGE)
-        if also:
+        if difference and fix is _Argument.AT_AN_EDGE:
             fix, code = _REMEDIES["rounded to 16 bits"]
+        also = _Argument.EQUAL_TERMS.when(fix is _Argument.ROUNDED_DIFFERENCE and "of zero" in measured.text)
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
         yield Found(
