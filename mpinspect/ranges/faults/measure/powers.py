@@ -13,12 +13,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
+from mpinspect.ranges.faults.measure.twins import storage_key
 from mpinspect.ranges.records import MixedPowers
 from mpinspect.runtime.user_line import innermost_line
 
@@ -60,6 +61,15 @@ _INDEPENDENT: dict[str, Power] = {
 _EPSILON = 1e-3
 #: A number may be a loss scale, or its reciprocal, from this scale on; smaller ones are too common.
 _LEAST_SCALE = 128.0
+
+
+class _Operator(NamedTuple):
+    """An operator that has run, by its name without the underscore of those in place, and its caller's frame."""
+
+    name: str
+    args: tuple[Any, ...]
+    frame: FrameType
+    in_optimizer: bool
 
 
 class PowersOfScale:
@@ -128,12 +138,12 @@ class PowersOfScale:
             for gradient in args[0]:
                 self._set(gradient, _times(self._power(gradient), self._power(args[2])))
         elif name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
-            self._fused(name, args, kwargs, frame)
+            self._fused(_Operator(name, args, frame, in_optimizer), kwargs)
         elif name.startswith("_foreach_"):
             for row, each in _rows(args, result):
-                self._one(name.removeprefix("_foreach_"), row, each, frame, in_optimizer)
+                self._one(_Operator(name.removeprefix("_foreach_"), row, frame, in_optimizer), each)
         elif not _is_view(func):
-            self._one(name, args, result, frame, in_optimizer)
+            self._one(_Operator(name, args, frame, in_optimizer), result)
 
     def records(self) -> list[MixedPowers]:
         """Return the first sum of terms with different powers, if there was one."""
@@ -141,14 +151,17 @@ class PowersOfScale:
 
     # -- operators --------------------------------------------------------------------------------------------------
 
-    def _one(self, name: str, args: tuple[Any, ...], result: Any, frame: FrameType, in_optimizer: bool) -> None:
-        is_in_place = name.endswith("_")
-        name = name.rstrip("_")
+    def _one(self, operator: _Operator, result: Any) -> None:
+        is_in_place = operator.name.endswith("_")
+        operator = operator._replace(name=operator.name.rstrip("_"))
+        name, args = operator.name, operator.args
         results = _tensors(result)
         terms = self._terms(name, args)
         power = _merged(*terms) if terms else self._result(name, args)
         if is_in_place and power == 0.0 and name in ("mul", "div"):
-            self._divided.update(_key(each) for each in results if _has_storage(each) and self._power(each) == 1.0)
+            self._divided.update(
+                storage_key(each) for each in results if _has_storage(each) and self._power(each) == 1.0
+            )
         for each in results:
             if not (each.is_floating_point() or each.is_complex()):
                 self._set(each, 0.0)
@@ -157,7 +170,7 @@ class PowersOfScale:
             else:
                 self._set(each, power)
         if terms and power is None and None not in terms:
-            self._differ(name, terms, args[:2], results, frame, in_optimizer)
+            self._differ(operator, terms, results)
 
     def _result(self, name: str, args: tuple[Any, ...]) -> Power:
         """Return the power of an operator's result."""
@@ -218,14 +231,14 @@ class PowersOfScale:
                 return None
         return 0.0
 
-    def _fused(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> None:
+    def _fused(self, operator: _Operator, kwargs: dict[str, Any]) -> None:
         """Follow an optimizer's fused step, which divides the gradients itself."""
         divided_by = kwargs.get("grad_scale")
         by = 0.0 if divided_by is None else self._power(divided_by)
-        for parameter, gradient in zip(args[0], args[1], strict=False):
+        for parameter, gradient in zip(*operator.args[:2], strict=False):
             power = self._power(gradient)
             if by is not None and power is not None and power not in (ZERO, by):
-                self._found = self._mixed(name, (0.0, power - by), frame, "optimizer", (parameter, gradient))
+                self._found = self._mixed(operator, (0.0, power - by), "optimizer", (parameter, gradient))
                 return
 
     # -- sums -------------------------------------------------------------------------------------------------------
@@ -245,32 +258,24 @@ class PowersOfScale:
             return ZERO
         return self._factor(value, None)
 
-    def _differ(
-        self,
-        name: str,
-        powers: tuple[Power, Power],
-        terms: tuple[Any, ...],
-        results: list[torch.Tensor],
-        frame: FrameType,
-        in_optimizer: bool,
-    ) -> None:
+    def _differ(self, operator: _Operator, powers: tuple[Power, Power], results: list[torch.Tensor]) -> None:
         """Handle a sum whose terms have different powers."""
-        node = torch._C._current_autograd_node()
-        mixed = functools.partial(self._mixed, name, powers, frame)
-        if in_optimizer:
+        node, terms = torch._C._current_autograd_node(), operator.args[:2]
+        mixed = functools.partial(self._mixed, operator, powers)
+        if operator.in_optimizer:
             self._found = mixed("optimizer", terms)
         elif node is not None and "AccumulateGrad" in node.name():
-            kind = "divided" if _key(results[0]) in self._divided else "accumulated"
-            self._in_gradients[_key(results[0])] = mixed(kind, (getattr(node, "variable", None),))
+            kind = "divided" if storage_key(results[0]) in self._divided else "accumulated"
+            self._in_gradients[storage_key(results[0])] = mixed(kind, (getattr(node, "variable", None),))
         elif self._name(terms[0]):
-            self._in_gradients[_key(results[0])] = mixed("gradient", terms)
+            self._in_gradients[storage_key(results[0])] = mixed("gradient", terms)
         elif node is not None or any(isinstance(each, torch.Tensor) and each.requires_grad for each in terms):
             # Any other sum may be of a log.
             is_number = not all(isinstance(each, torch.Tensor) for each in terms)
             self._found = mixed("number" if is_number else "values", terms)
 
     def _mixed(
-        self, name: str, powers: tuple[Power, Power], frame: FrameType, kind: str, terms: tuple[Any, ...]
+        self, operator: _Operator, powers: tuple[Power, Power], kind: str, terms: tuple[Any, ...]
     ) -> MixedPowers | None:
         first, second = powers
         if self._scale <= 1.0 or first is None or second is None:
@@ -279,7 +284,7 @@ class PowersOfScale:
         return MixedPowers(
             name=named or self._module(),
             text=kind,
-            names=(name, innermost_line(frame)),
+            names=(operator.name, innermost_line(operator.frame)),
             loss_scale=self._scale,
             first=first,
             second=second,
@@ -287,7 +292,7 @@ class PowersOfScale:
 
     def _takes(self, tensors: list[torch.Tensor]) -> None:
         """Record the sums in gradients that a scaler divides or an optimizer takes."""
-        taken = [self._in_gradients.get(_key(each)) for each in tensors if _has_storage(each)]
+        taken = [self._in_gradients.get(storage_key(each)) for each in tensors if _has_storage(each)]
         found = [each for each in taken if each is not None]
         if found:
             self._found = replace(found[0], names=(*found[0].names, *dict.fromkeys(each.name for each in found)))
@@ -304,7 +309,7 @@ class PowersOfScale:
     def _power(self, tensor: Any) -> Power:
         if not isinstance(tensor, torch.Tensor) or not _has_storage(tensor):
             return None
-        known = self._known.get(_key(tensor))
+        known = self._known.get(storage_key(tensor))
         if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
             return known[1]
         if torch._C._current_autograd_node() is not None:
@@ -319,11 +324,6 @@ class PowersOfScale:
             if power == ZERO or known is None or known[0].expired():  # type: ignore[no-untyped-call]
                 self._in_gradients.pop(storage._cdata, None)
             self._known[storage._cdata] = (StorageWeakRef(storage), power)  # type: ignore[no-untyped-call]
-
-
-def _key(tensor: torch.Tensor) -> int:
-    """Return the key of a tensor's storage, unique while the storage lives."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _times(first: Power, second: Power) -> Power:

@@ -131,6 +131,7 @@ class Pending(NamedTuple):
         is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
         node: the sequence number of its autograd node; None if it has none.
         old: the 16-bit values that an operator of the forward changes in place, before it does; None for other operators.
+        frame: its caller's, once it has run.
     """
 
     func: Any
@@ -142,6 +143,7 @@ class Pending(NamedTuple):
     is_cast: bool
     node: int | None
     old: torch.Tensor | None
+    frame: Any = None
 
 
 class SecondComputation:
@@ -263,7 +265,7 @@ class SecondComputation:
 
     def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
         """Run the operator again on the twins of its arguments, and compare the results."""
-        func = pending.func
+        func, pending = pending.func, pending._replace(frame=frame)
         name = func.overloadpacket.__name__
         results = _plain(result)
         self._kept.ran(func, pending.given[0], results)
@@ -273,25 +275,25 @@ class SecondComputation:
             return
         try:
             if func.overloadpacket is aten._to_copy and not results:
-                self._compare_integers(pending, result, frame)
+                self._compare_integers(pending, result)
                 return
             if _is_decision(result):
-                self._keep_decision(pending, result, frame)
+                self._keep_decision(pending, result)
                 return
-            if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0], frame):
+            if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0]):
                 return
             if func.overloadpacket is aten.topk:
-                self._compare_choice(pending, frame)
+                self._compare_choice(pending)
             args, kwargs = pending.arguments
             exact = _run(func, args, kwargs)
-            self._compare_choices(pending, result, exact, frame)
+            self._compare_choices(pending, result, exact)
             twins = _plain(exact)
             given = {storage_key(each) for each in _leaves(args) if isinstance(each, torch.Tensor)}
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
                     if not place:
                         # Further results serve the backward only, and may be written partially.
-                        self._compare(pending, value, twin, frame)
+                        self._compare(pending, value, twin)
                     self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
                     given.add(storage_key(twin))
         except Exception:
@@ -325,31 +327,31 @@ class SecondComputation:
 
     # -- comparing --------------------------------------------------------------------------------------------------
 
-    def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
+    def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         operator = pending.func.overloadpacket
         # An operator that overwrites its arguments can be run again only once.
         local = cache(partial(_local, pending, twin))
         is_rounded = value.dtype in _NARROW and _is_in_forward()
         if pending.exact is not None and _is_in_forward():
-            self._compare_argument(pending, value, frame)
+            self._compare_argument(pending, value)
         if not is_finite(value):
-            self._compare_broken(pending, value, value.float(), twin, local(), frame)
+            self._compare_broken(pending, value, twin, local())
             return
         if is_rounded and pending.node is None:
-            self._compare_kept(pending, value, local, frame)
+            self._compare_kept(pending, value, local)
         if operator in _SUMS and value.dtype in _NARROW:
-            self._compare_sum(pending, value, local(), frame)
+            self._compare_sum(pending, value, local())
         elif operator in _AMPLIFYING:
             if operator in _ADDITIONS and is_rounded:
-                self._compare_addition(pending, value, local, frame)
+                self._compare_addition(pending, value, local)
             if value.numel() >= _FEWEST:
-                self._compare_errors(pending, value, twin, frame)
+                self._compare_errors(pending, value, twin)
 
-    def _compare_argument(self, pending: Pending, value: torch.Tensor, frame: FrameType) -> None:
+    def _compare_argument(self, pending: Pending, value: torch.Tensor) -> None:
         """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
         operator, given = pending.func.overloadpacket, pending.given[0]
         if operator in _ADDITIONS or operator is aten.rsub:
-            self._lines_of[storage_key(value)] = reference(value), innermost_line(frame)
+            self._lines_of[storage_key(value)] = reference(value), innermost_line(pending.frame)
         elif operator in _CARRYING and _is_plain(given[0]) and storage_key(given[0]) in self._lines_of:
             self._lines_of[storage_key(value)] = reference(value), self._lines_of[storage_key(given[0])][1]
         is_smooth = operator is aten.pow and not (isinstance(given[1], (int, float)) and given[1] < 1)
@@ -363,18 +365,16 @@ class SecondComputation:
         if not elements or (name in self._arguments and elements <= self._arguments[name].elements):
             return
         figures = {"given": float(argument.flatten()[worst]), "exact": float(exact.flatten()[worst])}
-        record = self._record(RoundedArgument, pending, argument, frame, elements=elements, of=error.numel(), **figures)
+        record = self._record(RoundedArgument, pending, argument, elements=elements, of=error.numel(), **figures)
         _, difference = self._lines_of.get(storage_key(argument), (None, ""))
         self._arguments[name] = replace(record, names=(*record.names, difference))
 
-    def _compare_kept(
-        self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], frame: FrameType
-    ) -> None:
+    def _compare_kept(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
         """Judge a change of a tensor that persists from step to step."""
         args, operator = pending.given[0], pending.func.overloadpacket
         if arrives(operator, args, value.dtype):
             return
-        describe = partial(self._record, pending=pending, result=value, frame=frame)
+        describe = partial(self._record, pending=pending, result=value)
         if pending.old is not None and self._kept.keeps(args[0]):
             before, change = _operands(pending, local())
             self._kept.changed(value, before, change, describe)
@@ -383,47 +383,37 @@ class SecondComputation:
                 if self._kept.keeps(kept):
                     self._kept.replaced(value, kept, local, describe)
 
-    def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor, frame: FrameType) -> None:
+    def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor) -> None:
         """Record a sum that has lost terms."""
         wide = value.float()
         error = ratio(float((wide - local).norm()), float(local.norm()))
         if error >= _LOST:
             worst = int((wide - local).abs().argmax())
             given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
-            self._add(LostSum, pending, value, frame, wide - local, error=error, value=given, exact=exact)
+            self._add(LostSum, pending, value, wide - local, error=error, value=given, exact=exact)
 
-    def _compare_broken(
-        self,
-        pending: Pending,
-        value: torch.Tensor,
-        wide: torch.Tensor,
-        twin: torch.Tensor,
-        local: torch.Tensor,
-        frame: FrameType,
-    ) -> None:
+    def _compare_broken(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: torch.Tensor) -> None:
         """Record infinities and NaNs: which are of the precision, and which the exact computation has too."""
-        broken = ~wide.isfinite()
+        broken, of = ~value.isfinite(), float(value.numel())
         born, of_precision = broken & local.isfinite(), broken & twin.isfinite()
         if bool(born.any()) and value.dtype in _NARROW:
             largest = float(local[born].abs().max())
-            figures = {"elements": float(born.sum()), "of": float(value.numel()), "largest": largest}
-            self._add(BornInfinite, pending, value, frame, None, **figures)
-        elif bool(of_precision.any()) and not self._found.get(BornInfinite):
-            figures = {"elements": float(of_precision.sum()), "of": float(value.numel()), "largest": 0.0}
-            self._add(BornInfinite, pending, value, frame, None, **figures)
-        elif not self._found.get(BornInfinite):
+            self._add(BornInfinite, pending, value, elements=float(born.sum()), of=of, largest=largest)
+        elif self._found.get(BornInfinite):
+            return
+        elif bool(of_precision.any()):
+            self._add(BornInfinite, pending, value, elements=float(of_precision.sum()), of=of, largest=0.0)
+        else:
             # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take.
-            broken &= wide != -torch.inf
+            broken &= value != -torch.inf
             if bool(broken.any()):
-                figures = {"elements": float(broken.sum()), "of": float(value.numel())}
                 # An operator that overwrote its input can't show it.
                 is_seen = not pending.func._schema.is_mutable
                 from_finite = is_seen and all(map(is_finite, _plain(pending.given[0])))
-                self._add(BrokenAlike, pending, value, frame, None, **figures, from_finite=from_finite)
+                elements = float(broken.sum())
+                self._add(BrokenAlike, pending, value, elements=elements, of=of, from_finite=from_finite)
 
-    def _compare_addition(
-        self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], frame: FrameType
-    ) -> None:
+    def _compare_addition(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
         is_in_place = pending.func._schema.is_mutable
         given = pending.given[0][:2]
@@ -436,7 +426,7 @@ class SecondComputation:
             return
         wide, operands = value.float(), _operands(pending, local())
         if is_kept and not is_in_place and len(operands) == 2:
-            describe = partial(self._record, pending=pending, result=value, frame=frame)
+            describe = partial(self._record, pending=pending, result=value)
             by_size = sorted(zip(operands, given, strict=True), key=lambda each: float(each[0].abs().max()))
             if self._kept.keeps(by_size[1][1]):
                 self._kept.added(value, by_size[1][0], by_size[0][0], describe)
@@ -449,13 +439,12 @@ class SecondComputation:
         unchanged = float((local() != 0).logical_and(_equals_one(wide, operands)).float().mean())
         figures = {"error": error / least, "unchanged": unchanged, "size": least / value.numel() ** 0.5}
         if value.numel() >= _FEWEST:
-            self._add(AbsorbedOperand, pending, value, frame, wide - local(), **figures)
+            self._add(AbsorbedOperand, pending, value, wide - local(), **figures)
         else:
-            self._repeated[innermost_line(frame)].append(
-                self._record(AbsorbedOperand, pending, value, frame, **figures)
-            )
+            record = self._record(AbsorbedOperand, pending, value, **figures)
+            self._repeated[record.names[1]].append(record)
 
-    def _compare_choice(self, pending: Pending, frame: FrameType) -> None:
+    def _compare_choice(self, pending: Pending) -> None:
         """Record a top k whose last score ties, in enough rows, with one that is left out, where the exact scores differ."""
         scores, k, dim, largest, _ = (*pending.given[0], -1, True, True)[:5]
         twin = self.twin(scores)
@@ -473,30 +462,30 @@ class SecondComputation:
         share = float(is_tied.float().mean())
         if share >= _LEAST_TIED:
             figures = {"fraction": share, "k": k, "scores": scores.shape[dim], "text": dtype_name(self._narrow)}
-            self._found[Ties].append(self._record(Ties, pending, scores, frame, **figures))
+            self._found[Ties].append(self._record(Ties, pending, scores, **figures))
 
-    def _compare_integers(self, pending: Pending, value: Any, frame: FrameType) -> None:
+    def _compare_integers(self, pending: Pending, value: Any) -> None:
         """Record whole numbers that were rounded before they are made integers."""
         exact = pending.arguments[0][0]
         if not _is_integer(value) or pending.exact is None:
             return
         if not pending.is_cast or not bool((exact == exact.round()).all()):
-            self._compare_choices(pending, value, exact.to(value.dtype), frame)
+            self._compare_choices(pending, value, exact.to(value.dtype))
             return
         differ = (value.float() - exact).abs()
         if bool(differ.any()):
             worst = int(differ.argmax())
             given, wanted = float(value.flatten()[worst]), float(exact.flatten()[worst])
             changed, of = float(differ.count_nonzero()), float(value.numel())
-            self._add(ChangedIntegers, pending, value, frame, None, changed=changed, of=of, given=given, exact=wanted)
+            self._add(ChangedIntegers, pending, value, changed=changed, of=of, given=given, exact=wanted)
 
-    def _compare_choices(self, pending: Pending, result: Any, exact: Any, frame: FrameType) -> None:
+    def _compare_choices(self, pending: Pending, result: Any, exact: Any) -> None:
         """Record integers and masks that follow from rounding errors."""
         operator, given = pending.func.overloadpacket, pending.given[0]
         table = given[SEARCHING[operator]] if operator in SEARCHING else None
         if not _is_in_forward():
             return
-        describe = partial(self._record, pending=pending, result=result, frame=frame, text=dtype_name(self._narrow))
+        describe = partial(self._record, pending=pending, result=result, text=dtype_name(self._narrow))
         if pending.exact is None:
             if table is not None:
                 self._choices.searched(table, describe)
@@ -509,7 +498,7 @@ class SecondComputation:
             if _is_integer(value) or value.dtype is torch.bool:
                 self._choices.chosen(given[0], value, wanted, table, describe)
 
-    def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
+    def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         """Record a result that is mostly the error of its inputs."""
         inherited = _relative(value, twin)
         if not inherited >= _CANCELLED:
@@ -517,18 +506,18 @@ class SecondComputation:
         before = self._errors_of(_leaves(pending.given[0])) if pending.before is None else pending.before
         if before <= _UNCANCELLED:
             off = value.float() - twin
-            self._add(AmplifiedError, pending, value, frame, off, before=before, after=inherited)
+            self._add(AmplifiedError, pending, value, off, before=before, after=inherited)
 
     def _add(
         self,
         kind: type[Any],
         pending: Pending,
         result: torch.Tensor,
-        frame: FrameType,
-        off: torch.Tensor | None,
+        off: torch.Tensor | None = None,
         **figures: float,
     ) -> None:
-        record = self._record(kind, pending, result, frame, **figures)
+        """Record an operator's result; ``off``: its error, if the error's effect on the loss may become known."""
+        record = self._record(kind, pending, result, **figures)
         self._found[kind].append(record)
         if off is not None and pending.node is not None and self._errors_bytes + off.nbytes <= _MOST_ERRORS:
             self._errors[pending.node] = off
@@ -553,13 +542,13 @@ class SecondComputation:
         """Return how much a record's error changes the loss, to first order; None if that is unknown."""
         return self._effects.get(self._nodes.get(id(record), -1))
 
-    def _record(self, kind: type[Any], pending: Pending, result: torch.Tensor, frame: FrameType, **figures: Any) -> Any:
+    def _record(self, kind: type[Any], pending: Pending, result: torch.Tensor, **figures: Any) -> Any:
         node = torch._C._current_autograd_node()
         if node is None:
             module, phase = self._module(), "forward"
         else:
             module, phase = self._modules.get(node._sequence_nr(), ""), "backward"
-        names = (pending.func.overloadpacket.__name__, innermost_line(frame), phase)
+        names = (pending.func.overloadpacket.__name__, innermost_line(pending.frame), phase)
         # The dtype in which numbers were rounded before they became integers.
         is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
         rounded = result.dtype if is_float else pending.dtype
@@ -650,23 +639,23 @@ class SecondComputation:
         elif not is_equal(value, twin):
             self._twins.add(value, twin, is_cast, is_ours)
 
-    def _keep_cast(self, pending: Pending, value: torch.Tensor, frame: FrameType) -> bool:
+    def _keep_cast(self, pending: Pending, value: torch.Tensor) -> bool:
         """Let the result of a cast have the FP32 values of its argument. Return False if it needs a copy."""
         source, twin = pending.given[0][0], pending.arguments[0][0]
         is_exact = not _is_plain(source) or (source.dtype in _NARROW and self.twin(source) is None)
         if is_exact or not value.numel() or not have_one_layout(value, twin):
             return False
-        self._compare(pending, value, twin, frame)
+        self._compare(pending, value, twin)
         if not is_equal(value, twin):
             self._twins.share(value, source, twin, pending.is_cast)
         return True
 
-    def _keep_decision(self, pending: Pending, value: torch.Tensor, frame: FrameType) -> None:
+    def _keep_decision(self, pending: Pending, value: torch.Tensor) -> None:
         args, kwargs = pending.arguments
         if pending.func.overloadpacket in _DECIDING:
             decided = pending.func(*args, **kwargs)
             if not torch.equal(value, decided):
-                self._compare_choices(pending, value, decided, frame)
+                self._compare_choices(pending, value, decided)
                 self._twins.add(value, decided, is_cast=False)
                 return
         self._forget([value])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.name.case import Case, is_power_of_two
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     ChangedBeforeStep,
@@ -184,7 +184,7 @@ def _divided_by_another_scale(case: Case) -> Iterator[Found]:
     ]
     errors = [each.factor * (each.multiplied_by or 1.0) for each in changed]
     other = [(each, error) for each, error in zip(changed, errors, strict=True) if abs(error - 1) > _SAME]
-    if not other or 2 * len(other) > len(changed) or not all(_is_power(error) for _, error in other):
+    if not other or 2 * len(other) > len(changed) or not all(is_power_of_two(error) for _, error in other):
         return
     first, error = other[0]
     yield Found.of(
@@ -196,11 +196,6 @@ def _divided_by_another_scale(case: Case) -> Iterator[Found]:
         words={"error": error},
         evidence={"divided_by": 1 / first.factor},
     )
-
-
-def _is_power(number: float) -> bool:
-    """Return whether a positive number is a power of two, up to rounding."""
-    return abs(math.log2(number) - round(math.log2(number))) <= _SAME
 
 
 # -- sums of different powers -------------------------------------------------------------------------------------------
