@@ -616,6 +616,48 @@ class ChangedIntegers(Record, kind="second-integers"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChangedChoices(Record, kind="second-choices"):
+    """Integers or a mask that 16-bit numbers decide, other than in FP32, and that are used as indices, weights or conditions.
+
+    Args:
+        changed: how many of the ``of`` elements; 0 of 0 if only the table is known.
+        given, exact: the element that changed most, and its value without rounding.
+        whole: the share of the numbers that have a fraction in FP32 alone, if a floor or a ceiling was taken.
+        entries, distinct: the entries of the table that was searched, and how many of them differ.
+    """
+
+    changed: float = 0
+    of: float = 0
+    given: float = 0
+    exact: float = 0
+    whole: float | None = None
+    entries: float | None = None
+    distinct: float | None = None
+
+    @property
+    def is_of_crowded_table(self) -> bool:
+        """Whether most entries of the searched table equal another one."""
+        return self.entries is not None and (self.distinct or 0) * 2 <= self.entries
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedArgument(Record, kind="second-argument"):
+    """Arguments near zero of an operator that is singular there, which are mostly rounding error.
+
+    The line of the sum or difference that made them, if known, is the last of ``names``.
+
+    Args:
+        elements: how many of the ``of`` elements.
+        given, exact: the element that is furthest off, and its exact value.
+    """
+
+    elements: float
+    of: float
+    given: float
+    exact: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class MixedPowers(Record, kind="mixed-powers"):
     """A sum of two terms that carry different powers of the loss scale.
 
