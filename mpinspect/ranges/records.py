@@ -192,7 +192,6 @@ class ChangedBeforeStep(Change, kind="changed-before-step"):
         nans: how many were not finite after the change.
         masters: True if the gradients are compared with master weights' gradients.
         multiplied_by: the constant factor that the loop itself (not a scaler) applied to the loss; None without one.
-        without: how many masters received no gradient.
     """
 
     zeroed: float
@@ -200,7 +199,6 @@ class ChangedBeforeStep(Change, kind="changed-before-step"):
     not_finite: float = 0.0
     masters: bool | None = None
     nans: float | None = None
-    without: float | None = None
     multiplied_by: float | None = None
 
 

@@ -1439,7 +1439,7 @@ def test_a_loop_that_unscales_into_its_masters_needs_no_scaler():
     assert contradictions(report) == []
     (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
     assert said.severity == "info"
-    assert "the gradients that its optimizer gets are 1024 times smaller than the backward's" in said.message
+    assert "The gradients that its optimizer gets are 1024 times smaller than the backward's" in said.message
     assert [(event.step, event.skipped, event.story) for event in report.events] == [(5, True, DROPPED)]
     assert any("The loop dropped the gradients of the step." in finding.message for finding in report.findings)
     assert report.verdict.healthy
@@ -1710,7 +1710,7 @@ def test_a_module_that_never_ran_is_an_info_finding():
 
 def test_replaced_parameters_left_in_the_optimizer_are_always_reported():
     (said,) = named(replaced_behind_the_optimizer(True), "parameters-not-optimized")
-    assert "holds 2 tensors that never got a gradient and are not in the model" in said.message
+    assert "holds 2 tensors outside of the model that never got a gradient" in said.message
     assert not {"gradients-zeroed", "gradients-missing"} & {
         each.id for each in replaced_behind_the_optimizer(True).findings
     }

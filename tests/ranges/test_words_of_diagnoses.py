@@ -88,7 +88,7 @@ def test_the_number_of_further_steps_follows_the_first_step():
     assert found("unscale-missing", *clipped, progress=progress).message == (
         "In step 2, and in 2 more of the few steps that are checked for this, the gradients were clipped while they were still "
         "multiplied by the loss scale of 1024 (2^10): the result was 0.0012 times as large. The limit was meant for the true "
-        "gradients, 1024 times smaller."
+        "gradients, smaller by that scale."
     )
 
 
@@ -225,7 +225,7 @@ def test_a_mask_counts_the_rows_that_it_hides():
     figures = {"elements": 10.0, "rows": 1.0, "of_rows": 16.0}
     masked = Measurement("examined-mask", "attn", 9, figures, ("2",), "a softmax of a row of only -inf")
     message = found("mask-hides-whole-row", masked).message
-    told = "a mask hides all scores of 10 rows (index 2 of the first dimension): their softmax is 0/0, which is NaN."
+    told = "a mask hides all scores of 10 rows (index 2 of the first dimension), whose softmax is 0/0, which is NaN."
     assert message == f"In step 9, in 'attn', {told}"
 
 

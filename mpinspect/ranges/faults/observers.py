@@ -21,6 +21,7 @@ from mpinspect.ranges.faults.measure.handed_over import HandedOver
 from mpinspect.ranges.faults.measure.ledger import Ledger
 from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
 from mpinspect.ranges.faults.measure.masters import Masters
+from mpinspect.ranges.faults.measure.measuring import Run
 from mpinspect.ranges.faults.measure.new_scalers import NewScalers
 from mpinspect.ranges.faults.measure.overflowed_norms import OverflowedNorms
 
@@ -35,18 +36,9 @@ def diagnosing_observers(
 ) -> tuple[Observer, ...]:
     """Return all of them, to follow the watch: some react to the events that it records at the step's end."""
     asked = (RecipeLosses(recipes, recording),) if recipes else ()
-    masters = Masters(parameters, optimizers)
-    return (
-        Ledger(parameters, optimizers, masters, clock, recording, layers),
-        NewScalers(recording),
-        MasterGradients(masters, clock, recording),
-        HandedOver(parameters, optimizers, masters, clock, recording),
-        Averages(parameters, optimizers, clock, recording),
-        Averaged(optimizers, clock, recording),
-        Accumulation(clock, recording),
-        Buffers(layers, clock, recording),
-        Autocasts(parameters, clock, recording),
-        Examination(layers, parameters, clock, recording),
-        OverflowedNorms(clock, recording),
-        *asked,
+    run = Run(layers, parameters, optimizers, Masters(parameters, optimizers), clock, recording)
+    kinds = (
+        *(Ledger, NewScalers, MasterGradients, HandedOver, Averages, Averaged, Accumulation, Buffers, Autocasts),
+        *(Examination, OverflowedNorms),
     )
+    return (*(kind(run) for kind in kinds), *asked)

@@ -7,38 +7,30 @@ from functools import partial
 import torch
 
 from mpinspect.ranges import records
-from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.capture.observations import Backward, Observer, ParameterGradient
-from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.capture.observations import Backward, ParameterGradient
 from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.measuring import NARROW, Measuring, Run, Sent
 
-_DTYPES = (torch.float16, torch.bfloat16)
 #: Maximum number of gradient elements that are copied from one backward to the next.
 _MOST_COPIED = 1 << 24
 #: Maximum number of recorded steps, and of recorded parameters per step (the parameters that lose most).
 _MOST_STEPS, _MOST_PARAMETERS = 3, 3
 
 
-class Accumulation(Observer):
+class Accumulation(Measuring):
     """Compares .grad before and after each micro-batch of measured steps: an element that adding a non-zero gradient did not
     change has lost that gradient. Only a step's last micro-batch is recorded, whose gradient is added to the largest sum.
-
-    Args:
-        clock: the run's step clock.
-        recording: receives the measurements.
     """
 
-    def __init__(self, clock: StepClock, recording: Recording) -> None:
-        self._clock, self._recording = clock, recording
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self._steps = 0
         #: Copies of the accumulated gradients, by the parameter's id, from the end of one backward to the end of the next.
         self._before: dict[int, torch.Tensor] = {}
         #: Numbers of lost and of non-zero elements, still on the device, with the dtype, by name; and their micro-batch.
         self._lost: dict[str, tuple[torch.Tensor, str]] = {}
         self._micro_batch = 0
-        self._arrivals = Arrivals()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
@@ -57,7 +49,7 @@ class Accumulation(Observer):
         for each in gradients:
             parameter = each.watched.parameter
             total = parameter.grad
-            if total is None or total.dtype not in _DTYPES or not (is_plain(total) and is_plain(each.values)):
+            if total is None or total.dtype not in NARROW or not (is_plain(total) and is_plain(each.values)):
                 continue
             earlier = before.get(id(parameter))
             if earlier is not None and earlier.shape == total.shape and each.values.data_ptr() != total.data_ptr():
@@ -71,29 +63,20 @@ class Accumulation(Observer):
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the parameters that lost most, with the sums over all."""
-        self._arrivals.take()
+        super().end_step(step, sampled)
         lost, self._lost = self._lost, {}
         self._before.clear()
-        if not self.at_work or not lost:
-            return
-        self._steps += 1
-        by_device: dict[torch.device, list[tuple[str, str, torch.Tensor]]] = {}
-        for name, (counts, dtype) in lost.items():
-            by_device.setdefault(counts.device, []).append((name, dtype, counts))
-        copies = [HostCopy(torch.stack([counts for *_, counts in group])) for group in by_device.values()]
-        named = [(name, dtype) for group in by_device.values() for name, dtype, _ in group]
-        self._arrivals.call(copies, partial(self._record, step, named, copies, self._micro_batch + 1))
+        if self.at_work and lost:
+            self._steps += 1
+            counts = Sent.of((name, counts) for name, (counts, _) in lost.items())
+            dtypes = {name: dtype for name, (_, dtype) in lost.items()}
+            self._arrivals.call(counts.copies, partial(self._tell, step, dtypes, counts, self._micro_batch + 1))
 
-    def run_ends(self) -> None:
-        """Record the steps whose counts are still being copied to the host."""
-        self._arrivals.take(wait=True)
-
-    def _record(self, step: int, named: list[tuple[str, str]], copies: list[HostCopy], micro_batches: int) -> None:
-        counts = (pair for copy in copies for pair in copy.values().tolist())
-        rows = [(*each, *pair) for each, pair in zip(named, counts, strict=True)]
+    def _tell(self, step: int, dtypes: dict[str, str], counts: Sent, micro_batches: int) -> None:
+        rows = [(name, dtypes[name], *pair) for name, pair in counts.read().items()]
         rows.sort(key=lambda row: row[2] / max(row[3], 1), reverse=True)
         for name, dtype, missed, added in rows[:_MOST_PARAMETERS]:
-            self._recording.record(
+            self._record(
                 records.Accumulation(
                     name=name,
                     step=step,

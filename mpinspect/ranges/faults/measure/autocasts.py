@@ -7,28 +7,18 @@ weights but not the casts, so the next forward in the same region computes with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import torch
 
-from mpinspect.ranges.capture.layers import WatchedParameter
-from mpinspect.ranges.capture.observations import Observer
-from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 from mpinspect.ranges.records import AutocastElsewhere, StaleCasts
 
 
-class Autocasts(Observer):
-    """Records regions for another device type than the model's, and forwards with outdated casts of weights.
+class Autocasts(Measuring):
+    """Records regions for another device type than the model's, and forwards with outdated casts of weights."""
 
-    Args:
-        parameters: the model's parameters.
-        clock: the run's step clock.
-        recording: receives the records.
-    """
-
-    def __init__(self, parameters: Sequence[WatchedParameter], clock: StepClock, recording: Recording) -> None:
-        self._parameters, self._clock, self._recording = parameters, clock, recording
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         #: Number of regions by device type.
         self._opened: Counter[str] = Counter()
         #: The devices of the FP32 weights, which autocast casts there; None: to be looked up.
@@ -40,7 +30,7 @@ class Autocasts(Observer):
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Observe the backwards of measured steps, and look up again where the weights are."""
-        self.at_work = self._clock.measured
+        super().begin_step(sampled, watched)
         if self.at_work:
             self._devices = None
 
@@ -77,9 +67,9 @@ class Autocasts(Observer):
     def run_ends(self) -> None:
         """Record the outdated casts, and the regions for another device type."""
         if self._stale:
-            self._recording.record(StaleCasts(step=self._first_stale, steps=self._stale))
+            self._record(StaleCasts(step=self._first_stale, steps=self._stale))
         devices = {each.parameter.device.type for each in self._parameters}
         asked = [device for device, times in self._opened.items() if times]
         if asked and not devices.intersection(asked):
             names = (" and ".join(sorted(asked)), " and ".join(sorted(devices)))
-            self._recording.record(AutocastElsewhere(names=names, regions=sum(self._opened.values())))
+            self._record(AutocastElsewhere(names=names, regions=sum(self._opened.values())))

@@ -10,12 +10,10 @@ import torch
 from mpinspect.counting.fastest import count
 from mpinspect.counting.layout import decode
 from mpinspect.numeric.exponents import ExponentHistogram, merge
-from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
+from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.capture.observations import Backward, Observer
-from mpinspect.ranges.capture.optimizers import ModelOptimizers
-from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.capture.observations import Backward
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 from mpinspect.ranges.session import Measurement
 from mpinspect.runtime.distributed import copy_held, has_process_group
 
@@ -23,24 +21,20 @@ from mpinspect.runtime.distributed import copy_held, has_process_group
 AVERAGED = "gradients-averaged"
 
 
-class Averaged(Observer):
+class Averaged(Measuring):
     """Counts ``.grad`` of all parameters together when the optimizer steps: averaged, unscaled, and clipped where the script
     clips. Works only on the first rank, in the first sampled step at or after 0, 1, 2, 4, 8, ...
 
-    Args:
-        optimizers: the optimizers of the parameters.
-        clock: the run's step clock.
-        recording: receives the measurements: figures are elements by exponent ("-12"), and "zeros" and "nonfinite".
+    The figures of the measurement are elements by exponent ("-12"), and "zeros" and "nonfinite".
     """
 
-    def __init__(self, optimizers: ModelOptimizers, clock: StepClock, recording: Recording) -> None:
-        self._optimizers, self._clock, self._recording = optimizers, clock, recording
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self._next_step = 0
         #: Whether a backward has reached the model in this step.
         self._has_gradients = False
         #: The rows counted in this step, by device and length.
         self._rows: dict[tuple[torch.device, int], list[torch.Tensor]] = defaultdict(list)
-        self._arrivals = Arrivals()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in the first sampled step at or after twice the last counted step's number."""
@@ -69,18 +63,14 @@ class Averaged(Observer):
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the counts that have reached the host."""
-        self._arrivals.take()
+        super().end_step(step, sampled)
         if self._rows and sampled:
             self._next_step = max(2 * step, 1)
             copies = [HostCopy(torch.stack(group)) for group in self._rows.values()]
-            self._arrivals.call(copies, partial(self._record, step, copies))
+            self._arrivals.call(copies, partial(self._tell, step, copies))
         self._rows.clear()
 
-    def run_ends(self) -> None:
-        """Record the counts that are still being copied to the host."""
-        self._arrivals.take(wait=True)
-
-    def _record(self, step: int, copies: list[HostCopy]) -> None:
+    def _tell(self, step: int, copies: list[HostCopy]) -> None:
         rows = [row for copy in copies for row in copy.values()]
         self._recording.measured(Measurement(AVERAGED, "", step, _figures(merge(map(decode, rows)))))
 

@@ -11,14 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
+from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
-from mpinspect.ranges.capture.observations import Observer
-from mpinspect.ranges.capture.optimizers import ModelOptimizers
-from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.measuring import NARROW, Measuring, Run
 from mpinspect.ranges.records import Average
 from mpinspect.runtime.garbage_collection import living
 
@@ -31,12 +28,11 @@ _ELEMENTS = 4096
 #: A tensor belongs to another network if its mean distance from every weight of its shape exceeds this multiple of the
 #: weight's mean magnitude.
 _FARTHEST = 0.5
-_DTYPES = (torch.float16, torch.bfloat16)
 _MOST_NAMES = 20
 _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 #: The attributes of possible copies, for ``living``. Holding any other tensor is a risk: if another thread's backward frees it
 #: meanwhile, torch 2.6 warns, and the backward fails if warnings are errors. A nested tensor has no shape.
-_MAY_BE_COPIES = (attrgetter("dtype", "is_leaf", "is_nested"), frozenset((dtype, True, False) for dtype in _DTYPES))
+_MAY_BE_COPIES = (attrgetter("dtype", "is_leaf", "is_nested"), frozenset((dtype, True, False) for dtype in NARROW))
 _SHAPE = attrgetter("shape")
 
 
@@ -47,38 +43,27 @@ class _Copy(NamedTuple):
     weight: WatchedParameter
 
 
-class Averages(Observer):
-    """Finds tensors that look like copies of the model's weights, and compares their values later. Holds none of the tensors.
+class Averages(Measuring):
+    """Finds tensors that look like copies of the model's weights, and compares their values later.
 
-    Args:
-        parameters: the model's parameters.
-        optimizers: the optimizers of the parameters; their states do not count as copies.
-        clock: the run's step clock.
-        recording: receives the measurement.
+    Holds none of the tensors. The optimizers' states do not count as copies.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[WatchedParameter],
-        optimizers: ModelOptimizers,
-        clock: StepClock,
-        recording: Recording,
-    ) -> None:
-        self._parameters, self._optimizers, self._clock, self._recording = parameters, optimizers, clock, recording
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self._copies: dict[int, _Copy] = {}
         self._first_step = 0
-        self._arrivals = Arrivals()
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Search for copies of the weights at the end of certain measured steps."""
-        self._arrivals.take()
+        super().end_step(step, sampled)
         if self._clock.measured and step in _LOOKED_FOR and self._optimizers.any_stepped:
             self._find(step)
 
     @torch.no_grad()
     def run_ends(self) -> None:
         """Record the copies if most of their elements that differ from the weights stayed the same although they were written."""
-        self._arrivals.take(wait=True)
+        super().run_ends()
         counts: list[torch.Tensor] = []
         names: set[str] = set()
         writes, dtype = 0, ""
@@ -101,9 +86,8 @@ class Averages(Observer):
         unmoved, lagging = torch.stack(counts).sum(0).tolist()
         if lagging and unmoved >= _MOST_UNMOVED * lagging:
             of = tuple(each.name for each in self._parameters if each.name in names)[:_MOST_NAMES]
-            self._recording.record(
+            self._record_names(
                 Average(
-                    name=of[0],
                     step=self._first_step,
                     names=of,
                     text=dtype,

@@ -31,7 +31,6 @@ _LEAST_SPREAD, _FOLLOWED = 4.0, 0.7
 #: Minimum share of each sign in the state, and in its product with the weights: weight decay gives a momentum the weight's
 #: sign.
 _FEWEST_OF_A_SIGN = 0.3
-_DTYPES = (torch.float16, torch.bfloat16)
 
 _Optimizer = torch.optim.Optimizer
 _Values = npt.NDArray[np.float64]
@@ -133,7 +132,8 @@ def _sixteen_bit_weights(optimizer: _Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             part = local_part(parameter)
-            if is_plain(part) and part.dtype in _DTYPES and isinstance(optimizer.state.get(parameter), dict):
+            is_narrow = is_plain(part) and part.dtype in (torch.float16, torch.bfloat16)
+            if is_narrow and isinstance(optimizer.state.get(parameter), dict):
                 yield parameter
 
 

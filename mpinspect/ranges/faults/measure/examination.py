@@ -12,20 +12,16 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.graph import graph
-from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.capture.layers import Layer, WatchedParameter
-from mpinspect.ranges.capture.observations import Call, Observer
-from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.capture.observations import Call
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.loss_terms import is_wide_on_cuda, narrow_term, operations
+from mpinspect.ranges.faults.measure.measuring import NARROW, Measuring, Run, Sent
 from mpinspect.ranges.faults.measure.singularities import (
     Rows,
     Singular,
@@ -66,18 +62,6 @@ _MOST_COMPARED = 16
 _LOSS_GROWN = 100.0
 
 
-class _Norms(NamedTuple):
-    """Norms of weights, being copied to the host: one copy for each device and dtype, in the order of the names."""
-
-    names: list[str]
-    copies: list[HostCopy]
-
-    def read(self) -> dict[str, float]:
-        """Return the norms by name. Waits for the device if the copies are not complete."""
-        found = [value for copy in self.copies for value in copy.values().tolist()]
-        return dict(zip(self.names, found, strict=True))
-
-
 #: The records of singular operations, by their kind.
 _KINDS: dict[str, type[Examined]] = {
     "argument": ExaminedArgument,
@@ -88,21 +72,11 @@ _KINDS: dict[str, type[Examined]] = {
 }
 
 
-class Examination(Observer):
-    """Examines the first few steps with a non-finite loss or gradient. Must run after the watch.
+class Examination(Measuring):
+    """Examines the first few steps with a non-finite loss or gradient. Must run after the watch."""
 
-    Args:
-        layers: the model's modules.
-        parameters: the model's parameters.
-        clock: the run's step clock.
-        recording: receives the measurements, and holds the events.
-    """
-
-    def __init__(
-        self, layers: Sequence[Layer], parameters: Sequence[WatchedParameter], clock: StepClock, recording: Recording
-    ) -> None:
-        self._clock, self._recording = clock, recording
-        self._parameters = parameters
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self._events = self._examined = 0
         #: The first parameter's device when all parameters were last found on the CPU, or not.
         self._device: torch.device | None = None
@@ -134,8 +108,7 @@ class Examination(Observer):
         #: The sequence numbers of the graph nodes that made modules' outputs.
         self._ends: set[int] = set()
         #: Norms of the weights and of some of their rows before the first step, and the names of the weights recorded as grown.
-        self._began: tuple[_Norms, _Norms] | None = None
-        self._arrivals = Arrivals()
+        self._began: tuple[Sent, Sent] | None = None
         self._grown: set[str] = set()
         self._told_loss = self._told_term = False
         self._first_loss: float | None = None
@@ -233,7 +206,7 @@ class Examination(Observer):
             return
         batch = self._batch_not_finite()
         if batch is not None:
-            self._record(ExaminedBatch, step, int(batch.sum()), Rows.where(batch))
+            self._tell_examined(ExaminedBatch, step, int(batch.sum()), Rows.where(batch))
             return
         self._compare_norms(step, norms)
         if self._tell_graphless(step):
@@ -256,7 +229,7 @@ class Examination(Observer):
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the singular operations found, near a finite loss if the backward was not finite; compare the weights' norms."""
-        self._arrivals.take()
+        super().end_step(step, sampled)
         events, self._events = self._events, len(self._recording.events)
         new = self._recording.events[events : self._events]
         self._forward_broke = any(event.phase == "forward" for event in new)
@@ -283,10 +256,6 @@ class Examination(Observer):
             rows = self._weight_norms(_MOST_COMPARED)
             self._arrivals.call(rows.copies, partial(self._compare_rows, step, rows))
 
-    def run_ends(self) -> None:
-        """Compare the norms that are still being copied to the host."""
-        self._arrivals.take(wait=True)
-
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _earliest(self, nodes: Sequence[object]) -> Singular | None:
@@ -299,7 +268,7 @@ class Examination(Observer):
         """Record the operations of a loss that is not finite."""
         made = operations(starts, self._ends, self._products)
         dtype = optional(made.dtype, dtype_name, "")
-        self._recording.record(BrokenLoss(step=self._clock.step, names=made.names, text=dtype, in_half=made.in_half))
+        self._record(BrokenLoss(step=self._clock.step, names=made.names, text=dtype, in_half=made.in_half))
 
     def _batch_not_finite(self) -> torch.Tensor | None:
         """Return where the first non-finite input of the model is not finite; None if all (that still exist) are finite.
@@ -333,7 +302,7 @@ class Examination(Observer):
                 continue
             rows = broken.flatten(1).any(1)
             if bool((tensor.flatten(1)[rows] == 0).all()):
-                self._record(ExaminedZeroRow, step, int(broken.sum()), Rows.where(rows), "a division", path)
+                self._tell_examined(ExaminedZeroRow, step, int(broken.sum()), Rows.where(rows), "a division", path)
                 return True
         return False
 
@@ -342,7 +311,7 @@ class Examination(Observer):
         by = next((each.name for each in self._parameters if each.parameter is found.by), None)
         if by is not None:
             text = text.replace("a tensor that takes a gradient", f"the parameter {by!r}")
-        self._record(
+        self._tell_examined(
             _KINDS[found.kind],
             step,
             found.elements,
@@ -352,7 +321,7 @@ class Examination(Observer):
             bits=found.bits,
         )
 
-    def _record(
+    def _tell_examined(
         self,
         kind: type[Examined],
         step: int,
@@ -372,17 +341,17 @@ class Examination(Observer):
             of_rows=rows.of,
             **figures,  # type: ignore[arg-type]
         )
-        self._recording.record(record)
+        self._record(record)
 
     def _look_at_dtype(self, losses: list[torch.Tensor]) -> None:
         """Record in a measured step, once, a loss that is computed in 16 bits: its dtype, and the operators nearest to it."""
         if self._told_loss or not self._clock.measured:
             return
         for loss in losses:
-            if loss.dtype in (torch.float16, torch.bfloat16) and loss.numel() == 1:
+            if loss.dtype in NARROW and loss.numel() == 1:
                 operators = [node.name().partition("Backward")[0] for node in graph([loss.grad_fn], 12)]
                 self._told_loss = True
-                self._recording.record(
+                self._record(
                     WholeLoss(
                         step=self._clock.step,
                         names=tuple(operators),
@@ -400,7 +369,7 @@ class Examination(Observer):
         term = narrow_term([loss.grad_fn for loss in losses], self._ends)
         if term is not None:
             self._told_term = True
-            self._recording.record(
+            self._record(
                 LossTerm(
                     step=self._clock.step,
                     names=term.operators,
@@ -411,21 +380,12 @@ class Examination(Observer):
             )
 
     @torch.no_grad()
-    def _weight_norms(self, most_rows: float = math.inf) -> _Norms:
-        """Return the norms of the weights of two dimensions or more, or of evenly spread rows of each."""
+    def _weight_norms(self, most_rows: float = math.inf) -> Sent:
+        """Return the norms of the weights of two dimensions or more, or of evenly spread rows of each, in FP32 or FP64."""
         watched = [each for each in self._parameters if is_plain(each.parameter) and each.parameter.dim() >= 2]
-        groups: dict[tuple[torch.device, torch.dtype], list[WatchedParameter]] = {}
-        for each in watched:
-            dtype = torch.promote_types(each.parameter.dtype, torch.float32)
-            groups.setdefault((each.parameter.device, dtype), []).append(each)
-        found = _Norms([], [])
-        for (_, dtype), members in groups.items():
-            weights = [_spread_rows(each.parameter, most_rows) for each in members]
-            found.names.extend(each.name for each in members)
-            found.copies.append(HostCopy(torch.stack(torch._foreach_norm(weights, 2, dtype=dtype))))
-        return found
+        return Sent.of(((each.name, _spread_rows(each.parameter, most_rows)) for each in watched), _norms)
 
-    def _compare_rows(self, step: int, rows: _Norms) -> None:
+    def _compare_rows(self, step: int, rows: Sent) -> None:
         """Compare the whole weights if the norm of a few rows of any has grown far."""
         began = (self._began and self._began[1].read()) or {}
         if any(grown >= _GROWN for name, grown in _ratios(rows.read(), began).items() if name not in self._grown):
@@ -449,7 +409,7 @@ class Examination(Observer):
         for name, grown in _ratios(norms, began).items():
             if name not in self._grown and _GROWN <= grown < math.inf and len(self._grown) < MOST_ROWS:
                 self._grown.add(name)
-                self._recording.record(
+                self._record(
                     WeightGrowth(
                         name=name,
                         step=step,
@@ -476,6 +436,11 @@ class Examination(Observer):
 def _ratios(norms: Mapping[str, float], began: Mapping[str, float]) -> dict[str, float]:
     """Return each norm's factor of growth; weights that began at zero are left out."""
     return {name: norm / began[name] for name, norm in norms.items() if began.get(name, 0.0) > 0}
+
+
+def _norms(weights: list[torch.Tensor]) -> torch.Tensor:
+    dtype = torch.promote_types(weights[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(weights, 2, dtype=dtype))
 
 
 def _spread_rows(weight: torch.Tensor, most: float) -> torch.Tensor:

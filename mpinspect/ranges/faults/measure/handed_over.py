@@ -9,29 +9,26 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
+from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import is_plain, read_largest
 from mpinspect.ranges.capture.layers import WatchedParameter
-from mpinspect.ranges.capture.observations import Backward, Call, Observer, ParameterGradient
-from mpinspect.ranges.capture.optimizers import ModelOptimizers
-from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import StepClock
-from mpinspect.ranges.faults.measure.masters import Masters
+from mpinspect.ranges.capture.observations import Backward, Call, ParameterGradient
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
 from mpinspect.ranges.records import (
     ChangedBeforeStep,
     ChangedWhileScaled,
     LeftOver,
+    MastersGivenSmaller,
     MissingGradients,
     NotOptimized,
-    Record,
     ReplacedBeforeStep,
     Stale,
     SteppedWhileScaled,
@@ -42,64 +39,41 @@ from mpinspect.runtime.distributed import has_process_group
 
 #: Number of steps observed after each event, and the maximum number of such steps in a run.
 _AFTER_EVENT, _MOST_AFTER_EVENTS = 3, 30
-#: Maximum number of records of one kind.
-_MOST_RECORDS = 10
 #: Maximum number of a step's backwards that are preceded by a reading of the gradients.
 _MOST_BACKWARDS = 4
-#: Maximum number of names in one record.
-_MOST_NAMES = 200
 #: How a module was called, by whether its calls had a graph (None: no call): the name of a flag of ``MissingGradients``.
 _HOW_CALLED = {None: "not_called", True: "called", False: "without_graph"}
 #: Ratios that differ by at most this relative amount count as equal, because FP32 rounds each element separately.
 _SAME = 1e-3
+#: Gradients that are smaller by this factor or more at the masters count as divided, for example by a loss scale.
+_DIVIDED = 2.0
 
 
-@dataclass(frozen=True)
-class Magnitudes:
-    """The largest magnitude of each gradient, being copied to the host.
+class Magnitudes(NamedTuple):
+    """The largest magnitude of each gradient, and the 2-norms of the FP16 ones, computed in FP32, on their way to the host."""
 
-    Args:
-        names: the parameters' names.
-        values: the magnitudes, one copy for each device and dtype, in the order of the names.
-        squares: the 2-norms of the FP16 gradients, computed in FP32, one copy for each device.
-    """
-
-    names: list[str] = field(default_factory=list)
-    values: list[HostCopy] = field(default_factory=list)
-    squares: list[HostCopy] = field(default_factory=list)
+    values: Sent
+    norms: Sent
 
     def copies(self) -> list[HostCopy]:
         """Return the copies that the other methods read."""
-        return self.values + self.squares
-
-    def read(self) -> dict[str, float]:
-        """Return the magnitudes by name. Waits for the device if the copies are not complete."""
-        found = [value for part in self.values for value in part.values().tolist()]
-        return dict(zip(self.names, found, strict=True))
+        return self.values.copies + self.norms.copies
 
     def sum_of_squares(self) -> float:
-        """Return the sum of squares of all finite FP16 gradients together. Waits like ``read``."""
-        found = (value for part in self.squares for value in part.values().tolist())
-        return math.fsum(value**2 for value in found if math.isfinite(value))
+        """Return the sum of squares of all finite FP16 gradients together. Waits for the device like ``Sent.read``."""
+        return math.fsum(norm**2 for norm in self.norms.read().values() if math.isfinite(norm))
 
 
 @torch.no_grad()
 def magnitudes(parameters: Iterable[WatchedParameter]) -> Magnitudes:
     """Return the largest magnitude of each plain gradient, NaN if it holds a NaN. Takes one call per dtype; never waits."""
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[torch.Tensor]]] = {}
-    for watched in parameters:
-        gradient = watched.parameter.grad
-        if gradient is not None and is_plain(gradient):
-            names, tensors = groups.setdefault((gradient.device, gradient.dtype), ([], []))
-            names.append(watched.name)
-            tensors.append(gradient)
-    found = Magnitudes()
-    for (_, dtype), (names, tensors) in groups.items():
-        found.names.extend(names)
-        found.values.append(HostCopy(_largest(tensors)))
-        if dtype is torch.float16:
-            found.squares.append(HostCopy(torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))))
-    return found
+    found = [(each.name, grad) for each in parameters if is_plain(grad := each.parameter.grad)]
+    in_half = [(name, gradient) for name, gradient in found if gradient.dtype is torch.float16]
+    return Magnitudes(Sent.of(found, _largest), Sent.of(in_half, _norms))
+
+
+def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
 
 
 def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -111,35 +85,19 @@ def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([abs(read_largest(tensor)) for tensor in tensors], dtype=torch.float64, device="cpu")
 
 
-class Records:
-    """Records measurements: at most ``_MOST_RECORDS`` of each kind, each with at most ``_MOST_NAMES`` names.
-
-    Args:
-        recording: receives them.
-    """
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self._made: Counter[type[Record]] = Counter()
-
-    def add(self, record: Record) -> None:
-        """Store a record under the first of its names; it must have at least one."""
-        self._made[type(record)] += 1
-        if self._made[type(record)] <= _MOST_RECORDS:
-            self._recording.record(replace(record, name=record.names[0], names=record.names[:_MOST_NAMES]))
-
-
 @dataclass
 class _Step:
     """The evidence of one step, judged when its magnitudes have reached the host.
 
     Args:
+        is_measured: whether all observers measure in this step; False in the steps after an event.
         moments: the gradients' magnitudes by moment of the step.
         left: the gradients' magnitudes at the beginning of each of the step's backwards.
         places, in_place: the gradients' addresses when the step's first backward began, and the parameters whose gradients had
             the same address at the optimizer's step.
         arrived: the parameters that received a gradient.
-        stepping: the parameters that an optimizer steps.
+        stepping, with_masters: the parameters that an optimizer steps, and those whose masters it steps.
+        backwards: the number of the step's backwards.
         is_scaled: whether a scaler multiplied losses.
         multiplied_by: the constant factor that the loop applied to the loss of the last backward; None without one.
         scaled, still_scaled: the parameters with gradients from a scaled backward, and the subset that an optimizer stepped
@@ -151,12 +109,15 @@ class _Step:
             last unscaled gradients again.
     """
 
-    moments: dict[str, Magnitudes] = field(default_factory=lambda: defaultdict(Magnitudes))
+    is_measured: bool = False
+    moments: dict[str, list[Magnitudes]] = field(default_factory=lambda: defaultdict(list))
     left: list[Magnitudes] = field(default_factory=list)
     places: dict[str, int] = field(default_factory=dict)
     in_place: set[str] = field(default_factory=set)
     arrived: set[str] = field(default_factory=set)
     stepping: set[str] = field(default_factory=set)
+    with_masters: set[str] = field(default_factory=set)
+    backwards: int = 0
     is_scaled: bool = False
     multiplied_by: float | None = None
     scaled: set[str] = field(default_factory=set)
@@ -165,44 +126,30 @@ class _Step:
     never_scaled: set[str] = field(default_factory=set)
     unscaled: dict[str, int] = field(default_factory=dict)
     kept: Magnitudes | None = None
-    again: tuple[Magnitudes, Mapping[str, int]] = field(default_factory=lambda: (Magnitudes(), {}))
+    again: tuple[Magnitudes, Mapping[str, int]] | None = None
 
     def copies(self) -> list[HostCopy]:
         """Return the copies that judging the step reads."""
-        found = [*self.moments.values(), *self.left, self.again[0]]
+        found = [*(each for parts in self.moments.values() for each in parts), *self.left, *(self.again or ())[:1]]
         return [copy for each in found for copy in each.copies()]
 
     def read(self, moment: str) -> dict[str, float]:
         """Return the magnitudes at a moment, by name."""
-        return self.moments[moment].read()
+        return {name: value for part in self.moments[moment] for name, value in part.values.read().items()}
 
 
-class HandedOver(Observer):
-    """Compares gradients between a backward's end and the optimizer's step.
+class HandedOver(Measuring):
+    """Compares gradients between a backward's end and the optimizer's step, or their masters' gradients at that step.
 
-    Args:
-        parameters: the model's parameters.
-        optimizers: the optimizers of the parameters.
-        masters: the copies of the weights that optimizers step in their place.
-        clock: the run's step clock.
-        recording: receives the measurements; none in a distributed run, where the time of averaging the gradients is unknown.
+    Records nothing in a distributed run, where the time of averaging the gradients is unknown.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[WatchedParameter],
-        optimizers: ModelOptimizers,
-        masters: Masters,
-        clock: StepClock,
-        recording: Recording,
-    ) -> None:
-        self._parameters, self._optimizers, self._clock, self._recording = parameters, optimizers, clock, recording
-        self._masters = masters
-        self._records = Records(recording)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self._events = self._armed = self._armed_in_all = 0
         self._now = _Step()
-        #: The steps whose magnitudes have not reached the host.
-        self._arrivals = Arrivals()
+        #: For each measured step, the common factor of division on the way to the masters; NaN without one.
+        self._divisors: list[float] = []
         #: The parameters that ever received a gradient, and the parameters that an optimizer steps.
         self._ever: set[str] = set()
         self._optimized: set[str] = set()
@@ -218,7 +165,7 @@ class HandedOver(Observer):
         self._armed -= self._armed > 0
         self._armed_in_all += is_armed
         self.at_work = self.wants_backward_end = (self._clock.measured or is_armed) and not has_process_group()
-        self._now = _Step()
+        self._now = _Step(self._clock.measured)
 
     def called(self, call: Call) -> None:
         """Record that a module was called, and whether a graph was built."""
@@ -260,9 +207,11 @@ class HandedOver(Observer):
 
     def backward_ends(self) -> None:
         """Record the gradients after a backward, and drop earlier records: a closure may run a backward within the step."""
+        self._now.backwards += 1
         self._now.moments.clear()
         self._now.stepping.clear()
-        self._now.moments["given"] = magnitudes(self._parameters)
+        self._now.with_masters.clear()
+        self._add("given", self._parameters)
 
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients before a scaler unscales them."""
@@ -294,11 +243,13 @@ class HandedOver(Observer):
         self._masters.optimizer_steps(optimizer)
         masters = list(self._masters.of(optimizer))
         if masters:
-            self._optimized.update(master.name for master in masters)
+            self._now.with_masters.update(master.name for master in masters)
+            self._optimized |= self._now.with_masters
             self._add("masters", masters)
         # A fused optimizer receives the scale and divides by it within its step.
         if self._now.is_scaled and getattr(optimizer, "grad_scale", None) is None:
-            self._now.still_scaled |= (names & self._now.scaled).difference(self._now.moments["unscaled"].names)
+            divided = (name for each in self._now.moments["unscaled"] for names in each.values.names for name in names)
+            self._now.still_scaled |= (names & self._now.scaled).difference(divided)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped: gradients still present at the next backward are left over."""
@@ -313,7 +264,7 @@ class HandedOver(Observer):
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Compare the magnitudes at the four moments, for the steps whose copies are complete; record the differences."""
-        self._arrivals.take()
+        super().end_step(step, sampled)
         if not self.at_work:
             return
         now, ever = self._now, frozenset(self._ever)
@@ -321,8 +272,14 @@ class HandedOver(Observer):
         self._arrivals.call(now.copies(), partial(self._judge, step, now, ever))
 
     def run_ends(self) -> None:
-        """Record optimized parameters that never had a gradient, and parameters with gradients that belong to no optimizer."""
-        self._arrivals.take(wait=True)
+        """Record the masters' divisor, optimized parameters without a gradient, and parameters with one but no optimizer."""
+        super().run_ends()
+        self._masters.settle()
+        if self._divisors and all(divisor >= _DIVIDED for divisor in self._divisors):
+            weights = tuple(each.name for each in self._masters.weights())
+            least, most, steps = min(self._divisors), max(self._divisors), len(self._divisors)
+            found = MastersGivenSmaller(step=self._clock.step, names=weights, least=least, most=most, steps=steps)
+            self._record_names(found)
         if not self._optimized or not self._ever:
             return
         never, only_ever = self._optimized - self._ever, self._ever - self._optimized
@@ -331,7 +288,7 @@ class HandedOver(Observer):
             if watched.parameter.requires_grad and watched.name in never:
                 missing.setdefault(self._how_called(watched.owner), []).append(watched.name)
         for how, names in missing.items():
-            self._records.add(
+            self._record_names(
                 MissingGradients(step=self._clock.step, names=tuple(names), of=len(self._parameters), **{how: True})  # type: ignore[arg-type]
             )
         left_out = [watched for watched in self._parameters if watched.name in only_ever]
@@ -341,7 +298,7 @@ class HandedOver(Observer):
             share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
             names_left_out = tuple(watched.name for watched in left_out)
             idle = self._masters.idle()
-            self._records.add(NotOptimized(step=self._clock.step, names=names_left_out, fraction=share, idle=idle))
+            self._record_names(NotOptimized(step=self._clock.step, names=names_left_out, fraction=share, idle=idle))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -351,6 +308,8 @@ class HandedOver(Observer):
         given = seen.read("given")
         if given:
             self._compare(step, seen, given)
+        if seen.is_measured and seen.backwards and seen.with_masters:
+            self._compare_masters(step, seen, {name: given[name] for name in given if name in seen.with_masters})
         self._find_left_over(step, seen, len(given))
 
     def _how_called(self, module: str) -> str:
@@ -361,11 +320,7 @@ class HandedOver(Observer):
 
     def _add(self, moment: str, parameters: Iterable[WatchedParameter]) -> None:
         """Add an optimizer's gradients to the record of a moment."""
-        new = magnitudes(parameters)
-        old = self._now.moments[moment]
-        self._now.moments[moment] = Magnitudes(
-            old.names + new.names, old.values + new.values, old.squares + new.squares
-        )
+        self._now.moments[moment].append(magnitudes(parameters))
 
     def _compare(self, step: int, seen: _Step, given: Mapping[str, float]) -> None:
         scaled, unscaled, handed = seen.read("scaled"), seen.read("unscaled"), seen.read("handed")
@@ -374,44 +329,78 @@ class HandedOver(Observer):
         self._find_divided_too_often(step, seen, scaled)
         changed = ratios(given, scaled)
         if any(ratio != 1 for ratio in changed.values()):
-            self._records.add(ChangedWhileScaled(step=step, names=_named(changed), **described(changed)._asdict()))
+            self._record_names(ChangedWhileScaled(step=step, names=_named(changed), **described(changed)._asdict()))
         # The changes between the last known gradients (after unscaling if there is a scaler) and the optimizer's step.
-        before = unscaled or given
+        before, moment = (unscaled, "unscaled") if unscaled else (given, "given")
         factors = ratios(before, handed)
         zeroed = [name for name, ratio in factors.items() if ratio == 0 or math.isnan(ratio)]
-        if factors and (zeroed or any(ratio != 1 for ratio in factors.values())):
-            self._records.add(
-                ChangedBeforeStep(
-                    step=step,
-                    names=tuple(zeroed) or _named(factors),
-                    **described(factors)._asdict(),
-                    zeroed=len(zeroed),
-                    sum_of_squares=seen.moments["unscaled" if unscaled else "given"].sum_of_squares(),
-                    not_finite=sum(not math.isfinite(value) for value in before.values()),
-                    nans=sum(not math.isfinite(value) for value in handed.values()),
-                    multiplied_by=None if seen.is_scaled else seen.multiplied_by,
-                )
-            )
+        if zeroed or any(ratio != 1 for ratio in factors.values()):
+            by = None if seen.is_scaled else seen.multiplied_by
+            self._record_change(step, before, handed, seen.moments[moment], zeroed, multiplied_by=by)
         still_scaled = {name: ratio for name, ratio in ratios(given, handed).items() if name in seen.still_scaled}
         if still_scaled:
-            self._records.add(
+            self._record_names(
                 SteppedWhileScaled(step=step, names=tuple(still_scaled), **described(still_scaled)._asdict())
             )
-        broken = [name for name, value in given.items() if not math.isfinite(value)]
-        replaced = [name for name in broken if math.isfinite(handed.get(name, math.nan))]
+        replaced = [name for name in _broken(given) if math.isfinite(handed.get(name, math.nan))]
         if replaced:
-            self._records.add(ReplacedBeforeStep(step=step, names=tuple(replaced), of=len(given)))
+            self._record_names(ReplacedBeforeStep(step=step, names=tuple(replaced), of=len(given)))
+
+    def _record_change(
+        self,
+        step: int,
+        before: Mapping[str, float],
+        after: Mapping[str, float],
+        moment: Sequence[Magnitudes],
+        zeroed: Sequence[str],
+        **figures: Any,
+    ) -> None:
+        """Record a change from ``before``, the values of a moment, to ``after``, the values that the optimizer receives."""
+        factors = ratios(before, after)
+        self._record_names(
+            ChangedBeforeStep(
+                step=step,
+                names=tuple(zeroed) or _named(factors),
+                **described(factors)._asdict(),
+                zeroed=len(zeroed),
+                sum_of_squares=math.fsum(part.sum_of_squares() for part in moment),
+                not_finite=len(_broken(before)),
+                nans=len(_broken(after)),
+                **figures,
+            )
+        )
+
+    def _compare_masters(self, step: int, seen: _Step, given: Mapping[str, float]) -> None:
+        """Record gradients that became zero (None counts as zero) or finite on their way to the masters."""
+        handed, broken = seen.read("masters"), _broken(given)
+        if broken and not handed:
+            # A loop may skip a step by passing no gradients to its optimizer.
+            return
+        handed = dict.fromkeys(given, 0.0) | handed
+        factors = ratios(given, handed)
+        change = described(factors)
+        self._divisors.append(1 / change.factor if change.is_uniform and change.factor else math.nan)
+        # With several backwards an earlier one may have been infinite, so only a single one is judged.
+        is_single = seen.backwards == 1
+        zeroed = [name for name, ratio in factors.items() if ratio == 0 or (is_single and math.isnan(ratio))]
+        if zeroed:
+            self._record_change(step, given, handed, seen.moments["given"], zeroed, masters=True)
+        replaced = [name for name in broken if is_single and 0 < handed[name] < math.inf]
+        if replaced:
+            self._record_names(ReplacedBeforeStep(step=step, names=tuple(replaced), of=len(given)))
 
     def _find_divided_too_often(self, step: int, seen: _Step, scaled: Mapping[str, float]) -> None:
         """Record gradients that a scaler divided a second time, or whose loss no scaler had scaled."""
         never = [name for name in scaled if name in seen.never_scaled and scaled[name] > 0]
         if never:
-            self._records.add(UnscaledNeverScaled(step=step, names=tuple(never), of=len(scaled)))
+            self._record_names(UnscaledNeverScaled(step=step, names=tuple(never), of=len(scaled)))
+        if seen.again is None:
+            return
         kept, counts = seen.again
-        again = [name for name, value in kept.read().items() if value > 0 and name in counts]
+        again = [name for name, value in kept.values.read().items() if value > 0 and name in counts]
         if again:
             times = max(counts[name] for name in again)
-            self._records.add(UnscaledAgain(step=step, names=tuple(again), of=len(counts), times=times))
+            self._record_names(UnscaledAgain(step=step, names=tuple(again), of=len(counts), times=times))
 
     def _find_stale(self, step: int, seen: _Step, ever: frozenset[str]) -> None:
         """Record the gradients that the optimizer received although no backward of this step produced them."""
@@ -420,22 +409,20 @@ class HandedOver(Observer):
         handed = seen.read("handed") | seen.read("masters")
         stale = [name for name, value in handed.items() if value > 0 and name in ever and name not in seen.arrived]
         if stale:
-            self._records.add(Stale(step=step, names=tuple(stale), parameters=len(stale), of=len(handed)))
+            self._record_names(Stale(step=step, names=tuple(stale), parameters=len(stale), of=len(handed)))
 
     def _gradients_places(self) -> dict[str, int]:
         """Return the address of each plain gradient's memory."""
         gradients = ((watched.name, watched.parameter.grad) for watched in self._parameters)
-        return {
-            name: gradient.data_ptr() for name, gradient in gradients if gradient is not None and is_plain(gradient)
-        }
+        return {name: gradient.data_ptr() for name, gradient in gradients if is_plain(gradient)}
 
     def _find_left_over(self, step: int, seen: _Step, number: int) -> None:
         """Record gradients left over at the step's first backward, unless a later backward began with zeros (zero_grad())."""
-        left = [found.read() for found in seen.left]
+        left = [found.values.read() for found in seen.left]
         old = [name for first in left[:1] for name, value in first.items() if value > 0 and name in seen.in_place]
         if old and all(any(value > 0 for value in values.values()) for values in left):
             largest = max(left[0].values())
-            self._records.add(LeftOver(step=step, names=tuple(old), parameters=len(old), of=number, largest=largest))
+            self._record_names(LeftOver(step=step, names=tuple(old), parameters=len(old), of=number, largest=largest))
 
 
 def _constant_factor(losses: Sequence[torch.Tensor]) -> float | None:
@@ -465,6 +452,10 @@ def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str,
         for name, value in before.items()
         if name in after and math.isfinite(value) and value > 0
     }
+
+
+def _broken(values: Mapping[str, float]) -> list[str]:
+    return [name for name, value in values.items() if not math.isfinite(value)]
 
 
 def _named(ratios: Mapping[str, float]) -> tuple[str, ...]:

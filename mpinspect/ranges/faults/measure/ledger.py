@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from mpinspect.ranges.capture.layers import Layer, WatchedParameter
-from mpinspect.ranges.capture.observations import Call, Observer
-from mpinspect.ranges.capture.optimizers import ModelOptimizers, states_of
-from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.capture.observations import Call
+from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.compensation import Compensation
 from mpinspect.ranges.faults.measure.converted import asked_for, converted_layers
-from mpinspect.ranges.faults.measure.masters import Masters
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 from mpinspect.ranges.session import LayersRecord, OptimizerRecord, Precision, ScalerRecord
 from mpinspect.runtime.device import random_state
 from mpinspect.runtime.distributed import local_part, sharded_sum_in, summed_in
@@ -27,35 +24,16 @@ from mpinspect.runtime.distributed import local_part, sharded_sum_in, summed_in
 _SETTINGS = ("lr", "weight_decay", "eps", "momentum")
 
 
-class Ledger(Observer):
-    """Records dtypes in measured steps. Reads no tensor values, except a few elements of the states of 16-bit weights.
+class Ledger(Measuring):
+    """Records dtypes in measured steps. Reads no tensor values, except a few elements of the states of 16-bit weights."""
 
-    Args:
-        parameters: the model's parameters.
-        optimizers: the optimizers of the parameters.
-        masters: the copies of the weights that optimizers step in their place.
-        clock: the run's step clock.
-        recording: receives the ledger.
-        layers: the model's modules.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[WatchedParameter],
-        optimizers: ModelOptimizers,
-        masters: Masters,
-        clock: StepClock,
-        recording: Recording,
-        layers: Sequence[Layer] = (),
-    ) -> None:
-        self._layers = layers
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         #: The layers with products, read once, when an optimizer is about to step: recipes and gradients are known by then.
         self._products: tuple[LayersRecord, ...] | None = None
         self._asked: tuple[str, ...] = ()
         #: Found at the end of the first measured step, when the hooks that sum gradients are in place.
         self._summed_in: tuple[str, ...] | None = None
-        self._clock, self._optimizers, self._recording = clock, optimizers, recording
-        self._parameters, self._masters = parameters, masters
         self._gradients: Counter[str] = Counter()
         #: Dtypes in the order of observation (dicts as ordered sets).
         self._autocast: dict[str, None] = {}
@@ -71,10 +49,6 @@ class Ledger(Observer):
         #: them.
         self._draws: dict[int, bool] = {}
         self._compensation = Compensation()
-
-    def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Activate this observer in measured steps."""
-        self.at_work = self._clock.measured
 
     def called(self, call: Call) -> None:
         """Record the autocast dtype around a training forward, and the dtypes of its outputs."""
@@ -129,7 +103,7 @@ class Ledger(Observer):
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the ledger as far as it is known."""
         if self.at_work:
-            self._record()
+            self._tell()
 
     def run_ends(self) -> None:
         """Record the final ledger: a run may break off within a step, and values from a device may have arrived since."""
@@ -138,9 +112,9 @@ class Ledger(Observer):
             record = self._stepped.get(id(optimizer))
             if record is not None:
                 self._stepped[id(optimizer)] = replace(record, compensation=self._compensation.of(optimizer))
-        self._record()
+        self._tell()
 
-    def _record(self) -> None:
+    def _tell(self) -> None:
         self._recording.dtypes(
             Precision(
                 _elements(watched.parameter for watched in self._parameters),

@@ -6,8 +6,7 @@ import weakref
 from typing import Any
 
 from mpinspect.ranges import records
-from mpinspect.ranges.capture.observations import Observer
-from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 
 #: Number of steps with a new scaler before the first record, which does not wait for the run's end: it may be killed.
 _MANY = 3
@@ -15,15 +14,11 @@ _MANY = 3
 _MOST_STEPS = 64
 
 
-class NewScalers(Observer):
-    """Counts steps with a scaler, and steps with a new one. Works in the first sampled or watched steps; reads no tensor.
+class NewScalers(Measuring):
+    """Counts steps with a scaler, and steps with a new one. Works in the first sampled or watched steps; reads no tensor."""
 
-    Args:
-        recording: receives the measurement.
-    """
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         # A deleted scaler's id is soon reused.
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._is_scaled = self._is_new = False
@@ -51,12 +46,12 @@ class NewScalers(Observer):
         self._steps += 1
         self._new += self._is_new
         if self._new == self._steps == _MANY:
-            self._record()
+            self._tell()
 
     def run_ends(self) -> None:
         """Record the counts of the run."""
         if self._new >= _MANY:
-            self._record()
+            self._tell()
 
-    def _record(self) -> None:
-        self._recording.record(records.NewScalers(step=self._first, new=self._new, steps=self._steps))
+    def _tell(self) -> None:
+        self._record(records.NewScalers(step=self._first, new=self._new, steps=self._steps))

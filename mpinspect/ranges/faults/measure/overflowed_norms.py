@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from mpinspect.ranges.capture.graph import graph
-from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
+from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.capture.observations import Call, Observer
-from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.capture.observations import Call
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 from mpinspect.ranges.faults.measure.module_spans import ModuleSpans
 from mpinspect.ranges.faults.measure.singularities import SAME_VALUES, is_packed
 from mpinspect.ranges.records import OverflowedNorm
@@ -53,21 +52,15 @@ class _Root(NamedTuple):
     elements: torch.Tensor
 
 
-class OverflowedNorms(Observer):
-    """Reads the roots in the graph of a finite loss, in measured steps with FP16 inputs or outputs of a module.
+class OverflowedNorms(Measuring):
+    """Reads the roots in the graph of a finite loss, in measured steps with FP16 inputs or outputs of a module."""
 
-    Args:
-        clock: the run's step clock.
-        recording: receives the measurements.
-    """
-
-    def __init__(self, clock: StepClock, recording: Recording) -> None:
-        self._clock, self._recording = clock, recording
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self._spans = ModuleSpans()
         #: Whether any module's input or output in this step was FP16.
         self._is_narrow = False
         self._told: set[str] = set()
-        self._arrivals = Arrivals()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
@@ -110,12 +103,8 @@ class OverflowedNorms(Observer):
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Forget the step's modules; record the roots that have reached the host."""
-        self._arrivals.take()
+        super().end_step(step, sampled)
         self._forget()
-
-    def run_ends(self) -> None:
-        """Record the roots that are still being copied to the host."""
-        self._arrivals.take(wait=True)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -138,7 +127,7 @@ class OverflowedNorms(Observer):
             return
         self._told.add(module)
         number = root.shape.numel()
-        self._recording.record(
+        self._record(
             OverflowedNorm(
                 name=module,
                 step=step,

@@ -41,26 +41,13 @@ class _Running(Sentences):
         "zero."
     )
 
-    KEEP_IN_FP32 = (
-        "Keep normalisations and their statistics in FP32, and reset the running statistics; before the model is evaluated, run "
-        "training batches through it in train(), which computes them again."
-    )
-    KEEP_IN_FP32_NOT_FP16 = (
-        "Keep normalisations and their statistics in FP32 (a variance exceeds 65504 long before the values do), and reset the "
-        "running statistics; before the model is evaluated, run training batches through it in train(), which computes them "
-        "again."
-    )
-    FIND_LARGE_VALUES = (
-        "Find the cause of the values that are too large, infinite or NaN, and reset the running statistics; before the model is "
-        "evaluated, run training batches through it in train(), which computes them again."
-    )
-    REPAIR_BATCH = (
-        "Repair the batch, which was not finite in step {origin_step}{why}, and reset the running statistics; before the model "
-        "is evaluated, run training batches through it in train(), which computes them again."
-    )
-    REPAIR_FORWARD = (
-        "Repair the forward of {origin}, which was not finite in step {origin_step}{why}, and reset the running statistics; "
-        "before the model is evaluated, run training batches through it in train(), which computes them again."
+    KEEP_IN_FP32 = "Keep normalisations and their statistics in FP32{why_fp32}."
+    FIND_LARGE_VALUES = "Find the cause of the values that are too large, infinite or NaN."
+    REPAIR_BATCH = "Repair the batch, which was not finite in step {origin_step}{why}."
+    REPAIR_FORWARD = "Repair the forward of {origin}, which was not finite in step {origin_step}{why}."
+    COMPUTE_AGAIN = (
+        "Then reset the running statistics; before the model is evaluated, run training batches through it in train(), which "
+        "computes them again."
     )
     KEEP_ALL_IN_FP32 = "Keep the statistics of all normalisations in FP32, or take a larger momentum."
     TO_FP32 = "model.get_submodule({path}).float()"
@@ -104,9 +91,10 @@ def _not_finite(broken: Sequence[Statistics], case: Case) -> Found:
             "origin": origin and module_named(origin.module),
             "origin_step": origin and origin.step,
             "why": origin and bracketed(origin.explanation),
+            "why_fp32": " (a variance exceeds 65504 long before the values do)" * (dtype == FLOAT16.name),
             "buffers": " and ".join(buffers),
         },
-        _repair(dtype, origin),
+        (_repair(dtype, origin), _Running.COMPUTE_AGAIN),
         (_Running.TO_FP32.when(dtype != "float32"), _Running.RESET),
         layer=module,
         is_grave=True,
@@ -116,7 +104,7 @@ def _not_finite(broken: Sequence[Statistics], case: Case) -> Found:
 
 def _repair(dtype: str, origin: Event | None) -> _Running:
     if dtype != "float32":
-        return _Running.KEEP_IN_FP32_NOT_FP16.when(dtype == FLOAT16.name) or _Running.KEEP_IN_FP32
+        return _Running.KEEP_IN_FP32
     if origin is None:
         return _Running.FIND_LARGE_VALUES
     return _Running.REPAIR_BATCH.when(origin.given) or _Running.REPAIR_FORWARD
@@ -146,11 +134,7 @@ def _stuck(stuck: Sequence[Statistics]) -> Found:
 class _Loss(Sentences):
     OVERFLOWED = (
         "The loss is computed in {dtype:format}, and in step {step}, which was examined, it is {value:g}: a square or a sum "
-        "inside it exceeds {largest:g}."
-    )
-    OVERFLOWED_ALONE = (
-        "The loss is computed in {dtype:format}, and in step {step}, which was examined, it is {value:g}: a square or a sum "
-        "inside it exceeds {largest:g}; the gradients are still finite."
+        "inside it exceeds {largest:g}{although}."
     )
     CANCELS = (
         "The loss is computed in {dtype:format} (autograd's {made_by}): each of its terms is rounded to {bits} bits (a relative "
@@ -211,10 +195,10 @@ def _whole_loss(loss: WholeLoss, case: Case) -> Found:
     with_target = any(operator in ("Mul", "KlDiv") for operator in loss.names)
     is_harmless = not overflowed and _is_rounded_once(loss)
     # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
-    says, severity = _Loss.CANCELS, "warning"
+    says, severity, although = _Loss.CANCELS, "warning", ""
     if overflowed:
         broke = any(event.step == loss.step and event.gradients_finite is False for event in case.events)
-        says, severity = _Loss.OVERFLOWED.when(broke) or _Loss.OVERFLOWED_ALONE, "error"
+        says, severity, although = _Loss.OVERFLOWED, "error", "; the gradients are still finite" * (not broke)
     elif is_harmless:
         says, severity = _Loss.ROUNDED_ONCE, "info"
     fix, code = _Loss.IN_FP32, _Loss.CAST
@@ -223,7 +207,7 @@ def _whole_loss(loss: WholeLoss, case: Case) -> Found:
     return Found(
         (says, _on_a_cpu_only(loss, case)),
         {"value": value if loss.is_known else None, "dtype": loss.text, "operators": list(loss.names)},
-        {**_rounding(loss), "value": value, "largest": FORMATS[loss.text].max_finite},
+        {**_rounding(loss), "value": value, "largest": FORMATS[loss.text].max_finite, "although": although},
         fix.when(not is_harmless),
         code.when(not is_harmless),
         severity=severity,
@@ -262,18 +246,17 @@ def _on_a_cpu_only(loss: WholeLoss | LossTerm, case: Case) -> _Loss | None:
 
 
 class _Norm(Sentences):
-    ALL_ZERO = (
-        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: "
-        "everything that is divided by that root became zero. It is finite, so no infinity or NaN shows it."
+    INFINITE = (
+        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite."
     )
+    ALL_ZERO = "Everything that is divided by that root became zero. It is finite, so no infinity or NaN shows it."
     ROWS_ZERO = (
-        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: in "
-        "{elements} of {of} rows the values divided by that root became zero. They are finite, so no infinity or NaN shows "
-        "it."
+        "In {elements} of {of} rows the values divided by that root became zero. They are finite, so no infinity or "
+        "NaN shows it."
     )
     ELEMENTS_ZERO = (
-        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite: the "
-        "values divided by {elements} of that root's {of} elements became zero. They are finite, so no infinity or NaN shows it."
+        "The values divided by {elements} of that root's {of} elements became zero. They are finite, so no infinity or NaN shows "
+        "it."
     )
     ELSEWHERE = "The same was found in {others}."
     IN_FP32 = (
@@ -306,7 +289,7 @@ def _norm_overflows(case: Case) -> Iterator[Found]:
     elif first.is_by_row:
         says = _Norm.ROWS_ZERO
     yield Found(
-        (says, _Norm.ELSEWHERE.when(others)),
+        (_Norm.INFINITE, says, _Norm.ELSEWHERE.when(others)),
         {
             "elements": elements,
             "of": of,
@@ -327,11 +310,7 @@ def _norm_overflows(case: Case) -> Iterator[Found]:
 class _Whole(Sentences):
     COLLAPSED = (
         "In {module} {which} are in {dtype:format}, which keeps {after:.0f} of these {before:.0f} distinct: neighbours become "
-        "one position, timestep or index."
-    )
-    COLLAPSED_BEFORE_USE = (
-        "In {module} {which} are in {dtype:format}, which keeps {after:.0f} of these {before:.0f} distinct: neighbours become "
-        "one position, timestep or index before they {used}."
+        "one position, timestep or index{before_use}."
     )
     ANGLES = "Compute positions, and everything derived from them, in FP32; cast only the cosines and sines."
     SUMS = "Add up in integers."
@@ -362,15 +341,15 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
             fix, code = _Whole.SUMS, _Whole.INTEGER_SUMS
         elif used in ("", "get a sine or cosine"):
             fix, code = _Whole.ANGLES, _Whole.WIDE_ANGLES
-        yield Found(
-            _Whole.COLLAPSED_BEFORE_USE.when(used) or _Whole.COLLAPSED,
-            {**measured.figures, "dtype": measured.text},
-            {"module": module_named(measured.name), "which": _whole_numbers(measured, operator), "used": used},
-            fix,
-            code,
-            layer=measured.name,
-            is_inferred=not measured.is_table,
-            step=measured.step,
+        words = {
+            "module": module_named(measured.name),
+            "which": _whole_numbers(measured, operator),
+            "dtype": measured.text,
+            "before_use": filled(" before they {}", used),
+        }
+        more = {"layer": measured.name, "is_inferred": not measured.is_table}
+        yield Found.of(
+            case, [measured], _Whole.COLLAPSED, fix, code, words=words, evidence={"dtype": measured.text}, **more
         )
 
 
@@ -403,15 +382,8 @@ def _router_ties(case: Case) -> Iterator[Found]:
     count.
     """
     for measured in case.recorded(Ties):
-        yield Found(
-            _Tied.TIED,
-            {**measured.figures, "dtype": measured.text},
-            {"module": module_named(measured.name)},
-            _Tied.IN_FP32,
-            _Tied.WIDE,
-            layer=measured.name,
-            step=measured.step,
-        )
+        words = {"module": module_named(measured.name), "dtype": measured.text}
+        yield Found.of(case, [measured], _Tied.TIED, _Tied.IN_FP32, _Tied.WIDE, words=words, layer=measured.name)
         return
 
 

@@ -132,15 +132,10 @@ def _is_of_targets(measured: Examined, event: Event | None) -> bool:
 
 
 class _Mask(Sentences):
-    ROW = "{when} a mask hides all scores of 1 row{places}: its softmax is 0/0, which is NaN."
-    ROWS = "{when} a mask hides all scores of {elements:.0f} rows{places}: their softmax is 0/0, which is NaN."
+    ROWS = "{when} a mask hides all scores of {count:count row}{places}, whose softmax is 0/0, which is NaN."
     KEEP_A_KEY = (
         "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
-        "torch.finfo(scores.dtype).min."
-    )
-    KEEP_A_KEY_IN_16_BITS = (
-        "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
-        "torch.finfo(scores.dtype).min (float32's becomes -inf in 16 bits)."
+        "torch.finfo(scores.dtype).min{in_16_bits}."
     )
     CAUSES = "Possible causes: an empty sample, padding on the wrong side, a mask that is applied twice."
     UNMASK = "# True: visible. A row without keys gets them all; ignore it in the loss\nmask[~mask.any(-1)] = True"
@@ -154,13 +149,13 @@ def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
     """
     for measured in case.recorded(ExaminedMask):
         module, elements = _module(case, measured), measured.elements
-        is_narrow = run_format(case.session) in (FLOAT16, BFLOAT16)
+        in_16_bits = " (float32's becomes -inf in 16 bits)" * (run_format(case.session) in (FLOAT16, BFLOAT16))
         places = bracketed(_rows(measured, "index", "indices", "the first dimension"))
         yield Found(
-            (_Mask.ROW.when(elements == 1) or _Mask.ROWS, _aftermath(case, _event_at(case, measured.step))),
+            (_Mask.ROWS, _aftermath(case, _event_at(case, measured.step))),
             {"elements": elements, "rows": list(measured.names)},
-            {"when": _when(measured.step, module), "places": places},
-            (_Mask.KEEP_A_KEY_IN_16_BITS.when(is_narrow) or _Mask.KEEP_A_KEY, _Mask.CAUSES),
+            {"when": _when(measured.step, module), "count": int(elements), "places": places, "in_16_bits": in_16_bits},
+            (_Mask.KEEP_A_KEY, _Mask.CAUSES),
             _Mask.UNMASK,
             layer=module,
             step=measured.step,
@@ -375,29 +370,16 @@ def _is_narrow(measured: Examined, case: Case) -> bool:
 
 
 class _Weights(Sentences):
-    BROKE_THE_FORWARD = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
-        "the start, and in step {before} the forward was no longer finite."
-    )
-    BROKE_THE_BACKWARD = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
-        "the start, and in step {before} the backward was no longer finite."
-    )
-    RAISED_THE_LOSS = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
-        "the start, and the loss to {loss_ratio:.2g} times the first one."
-    )
     GREW = (
         "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
         "the start."
     )
+    BROKE_THE_FORWARD = "In step {before} the forward was no longer finite."
+    BROKE_THE_BACKWARD = "In step {before} the backward was no longer finite."
+    RAISED_THE_LOSS = "The loss had grown to {loss_ratio:.2g} times the first one."
     LOWER_RATE = (
-        "Lower the learning rate (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different "
-        "precision or loss scale does not help."
-    )
-    LOWER_SCHEDULED_RATE = (
-        "Lower the largest learning rate of the scheduler (to a tenth, and again if need be), with a warm-up or with clipped "
-        "gradients. A different precision or loss scale does not help."
+        "Lower the {rate} (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different precision or "
+        "loss scale does not help."
     )
     NEW_OPTIMIZER = "optimizer = torch.optim.{optimizer}(model.parameters(), lr={lower:g})"
     NEW_RATE_OF_GROUP = 'optimizer.param_groups[{group:.0f}]["lr"] = {lower:g}'
@@ -430,11 +412,12 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     rate, initial = first.lr, first.initial_lr
     is_scheduled = initial is not None and initial != rate
     yield Found(
-        _consequence(broken, before, loss_ratio),
+        (_Weights.GREW, _consequence(broken, before, loss_ratio)),
         {"ratios": {each.name: each.ratio for each in grown}, "lr": rate},
         {
             "at_rate": _at_rate(rate, initial, first.group),
             "grown": [each.name for each in at_once],
+            "rate": ("learning rate", "largest learning rate of the scheduler")[is_scheduled],
             "ratio": ratio,
             "before": before,
             "loss_ratio": loss_ratio,
@@ -442,7 +425,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
             "lower": (rate or 0.0) / 10,
             "group": first.group,
         },
-        _Weights.LOWER_SCHEDULED_RATE.when(is_scheduled) or _Weights.LOWER_RATE,
+        _Weights.LOWER_RATE,
         (_new_rate(first, is_scheduled), _Weights.CLIP),
         layer=first.name.rpartition(".")[0] or first.name,
         is_inferred=True,
@@ -454,9 +437,9 @@ def _has_singularity(case: Case, step: int) -> bool:
     return any(isinstance(each, _SINGULAR) and each.step == step for each in case.recorded(Examined))
 
 
-def _consequence(broken: list[Event], before: int, loss_ratio: float) -> _Weights:
+def _consequence(broken: list[Event], before: int, loss_ratio: float) -> _Weights | None:
     if not broken:
-        return _Weights.RAISED_THE_LOSS.when(loss_ratio) or _Weights.GREW
+        return _Weights.RAISED_THE_LOSS.when(loss_ratio)
     in_forward = any(event.step == before and event.phase != "backward" for event in broken)
     return _Weights.BROKE_THE_FORWARD.when(in_forward) or _Weights.BROKE_THE_BACKWARD
 

@@ -181,13 +181,9 @@ def _harmless(events: Sequence[Event]) -> Found:
 
 class _Forward(Sentences):
     BROKE = "The forward was not finite in {when}{period}, where {place}{made_by}{cause}."
-    BACKED_OFF_ONCE = (
-        "The loss scale was backed off for it once, which can't help: the forward does not depend on it, and every such step "
-        "only halves the scale."
-    )
     BACKED_OFF = (
-        "The loss scale was backed off for it {skipped_steps} times, which can't help: the forward does not depend on it, and "
-        "every such step only halves the scale."
+        "The loss scale was backed off for it {times}, which can't help: the forward does not depend on it, and every such step "
+        "only halves the scale."
     )
     NO_SCALE_HELPS = "No loss scale repairs a forward."
 
@@ -197,15 +193,15 @@ def _forward(events: Sequence[Event], session: Session) -> Found:
     steps = sorted({event.step for event in events})
     skipped = len({event.step for event in events if event.skipped})
     when = _steps(len(steps), first.step)
-    useless = by_number(skipped, _Forward.BACKED_OFF_ONCE, _Forward.BACKED_OFF).when(skipped)
     inspect, words = where_to_inspect(first, session)
     return Found(
-        (_Forward.BROKE, useless),
+        (_Forward.BROKE, _Forward.BACKED_OFF.when(skipped)),
         {**_evidence(first), "steps": len(steps), "skipped_steps": skipped},
         {
             **words,
             "when": f"each of the {when}" if len(steps) == session.progress.steps > 1 else when,
             "period": period(steps),
+            "times": by_number(skipped, "once", f"{skipped} times"),
             "place": _place(first),
             "made_by": loss_made_by(first, session),
             "cause": bracketed(first.explanation),
@@ -222,11 +218,7 @@ def _forward(events: Sequence[Event], session: Session) -> Found:
 class _Backward(Sentences):
     BROKE = "The backward was not finite in {when}, where {place}."
     SCALE_TOO_HIGH = "The forward was finite, so a loss scale of {loss_scale:.15g} is too high."
-    FACTOR_TOO_HIGH = "The forward was finite, so the factor that multiplies the loss is too high."
-    FACTOR_TOO_HIGH_NOW = (
-        "The forward was finite, so the factor that multiplies the loss is too high (the loss's largest finite magnitude in the "
-        "steps before was {largest:.3g})."
-    )
+    FACTOR_TOO_HIGH = "The forward was finite, so the factor that multiplies the loss is too high{at_loss}."
     SCALE_IS_INNOCENT = (
         "It was not finite at a loss scale of {lowest:.3g} either: a still lower one is unlikely to help."
     )
@@ -237,17 +229,11 @@ class _Backward(Sentences):
         "scale by hand, seems to drop such gradients."
     )
     SURVIVED = (
-        "The optimizer stepped in step {stepped} and the forwards after it are finite: no infinity or NaN "
-        "reached a weight."
+        "The optimizer stepped in step {stepped} and the forwards after it are finite: no infinity or NaN reached a "
+        "weight."
     )
-    SURVIVED_REPLACED = (
-        "The optimizer stepped in step {stepped} and the forwards after it are finite: no infinity or NaN reached a weight, "
-        "since it was dropped or replaced on its way."
-    )
-    SURVIVED_MASKED = (
-        "The optimizer stepped in step {stepped} and the forwards after it are finite: no infinity or NaN reached a weight, "
-        "since it was masked (by a ReLU, say), dropped or replaced on its way."
-    )
+    REPLACED = "It was dropped or replaced on its way."
+    MASKED = "It was masked (by a ReLU, say), dropped or replaced on its way."
     DAMAGED = (
         "The optimizer stepped on it in step {stepped}, so the weights are damaged, and later infinities and NaNs may come from "
         "that."
@@ -260,12 +246,9 @@ class _Backward(Sentences):
         "The scaler doubles its scale after {interval:g} steps without an overflow (growth_interval={interval:g}; torch's "
         "default is {default_interval}), and so overflows again and again."
     )
-    SCALER_SKIPPED = "The scaler skipped the step."
-    SCALER_SKIPPED_ALL = "The scaler skipped them all."
-    LOOP_DROPPED = "The loop dropped the gradients of the step."
-    LOOP_DROPPED_ALL = "The loop dropped the gradients of them all."
-    ONE_OF_BOTH = "The scaler or the loop discarded the step."
-    ONE_OF_BOTH_ALL = "The scaler or the loop discarded them all."
+    SCALER_SKIPPED = "The scaler skipped {all}."
+    LOOP_DROPPED = "The loop dropped the gradients of {all}."
+    ONE_OF_BOTH = "The scaler or the loop discarded {all}."
 
     SMALLER_SCALE = "Take a smaller loss scale; torch.amp.GradScaler, which skips such steps, finds one by itself."
     NO_SCALE = "Train without a loss scale (1): none is needed."
@@ -276,13 +259,9 @@ class _Backward(Sentences):
         "torch._inductor.config.emulate_precision_casts = True, which rounds where eager code rounds, and do not "
         "compile modules that still differ."
     )
-    LOOK_AFTER = (
-        "Look at the code after {module}, first at the loss: a division by zero, a square root or logarithm at zero, an "
-        "overflow. torch.amp.GradScaler would skip such steps, but not remove their cause."
-    )
-    LOOK_IN = (
-        "Look at the backward of {module}: a division by zero, a square root or logarithm at zero, an overflow. "
-        "torch.amp.GradScaler would skip such steps, but not remove their cause."
+    LOOK = (
+        "Look at the {code}: a division by zero, a square root or logarithm at zero, an overflow. torch.amp.GradScaler would "
+        "skip such steps, but not remove their cause."
     )
     RESTART = "Start again from a checkpoint before that step."
 
@@ -298,7 +277,7 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
     count = max(len(steps), skipped)
     stepped = next((event for event in events if event.story == TAKEN), None)
     severity, outcome, fix = _outcome(events, case, skipped, count)
-    interval = _short_interval(session)
+    interval, largest = _short_interval(session), max(first.last_maxima, default=0.0)
     lowest = _lowest_scale(events)
     is_never = session.progress.weights_moved is False and session.progress.backwards
     return Found(
@@ -307,14 +286,16 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
             None if case.is_explained else _scale_too_high(first, events),
             _Backward.SCALE_IS_INNOCENT.when(lowest <= LOWEST_USEFUL_SCALE),
             _Backward.NEVER_UPDATED.when(is_never),
-            outcome,
-            _Backward.GROWS_OFTEN.when(outcome is _Backward.SKIPS_TOO_OFTEN and interval),
+            *outcome,
+            _Backward.GROWS_OFTEN.when(_Backward.SKIPS_TOO_OFTEN in outcome and interval),
         ),
         {**_evidence(first), "steps": count, "skipped_steps": skipped},
         {
             "when": _steps(count, first.step),
             "place": _place(first),
-            "largest": max(first.last_maxima, default=0.0),
+            "at_loss": filled(" (the loss's largest finite magnitude in the steps before was {:.3g})", largest or None),
+            "all": by_number(count, "the step", "them all"),
+            "code": _code(first),
             "lowest": lowest,
             "backwards": session.progress.backwards,
             "stepped": stepped and stepped.step,
@@ -322,7 +303,6 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
             "interval": interval,
             "default_interval": LONGEST_GROWTH_INTERVAL,
             "recommended": case.advised.advice.recommended,
-            "module": module_named(first.module),
         },
         fix,
         layer=first.module,
@@ -333,39 +313,37 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
 
 def _outcome(
     events: Sequence[Event], case: Case, skipped: int, count: int
-) -> tuple[str, _Backward | None, tuple[_Backward, ...]]:
+) -> tuple[str, tuple[_Backward, ...], tuple[_Backward, ...]]:
     """Return the severity, what became of the steps, and the fix."""
-    session, first = case.session, _earliest(events)
+    session = case.session
     stepped = next((event for event in events if event.story == TAKEN), None)
     if stepped is not None and survived(stepped, session):
         if _drops_by_itself(session):
-            return "info", _Backward.DROPPED_BY_HAND, ()
+            return "info", (_Backward.DROPPED_BY_HAND,), ()
         return "warning", _survived(stepped, case), (_remedy(events, case),)
     if stepped is not None:
-        return "error", _Backward.DAMAGED, (_remedy(events, case), _Backward.RESTART)
+        return "error", (_Backward.DAMAGED,), (_remedy(events, case), _Backward.RESTART)
     if not all(event.skipped for event in events):
-        return "warning", None, (_remedy(events, case),)
+        return "warning", (), (_remedy(events, case),)
     if _lowest_scale(events) <= LOWEST_USEFUL_SCALE:
-        return "warning", _Backward.SKIPPED, (_look(first),)
+        return "warning", (_Backward.SKIPPED,), (_Backward.LOOK,)
     if _keeps_skipping(sorted({event.step for event in events}), skipped, session):
-        return "warning", _Backward.SKIPS_TOO_OFTEN, (_take(case.advised.advice),)
-    return "info", _discarded(events, count), ()
+        return "warning", (_Backward.SKIPS_TOO_OFTEN,), (_take(case.advised.advice),)
+    return "info", (_discarded(events),), ()
 
 
-def _survived(stepped: Event, case: Case) -> _Backward:
+def _survived(stepped: Event, case: Case) -> tuple[_Backward, ...]:
     if case.is_explained:
-        return _Backward.SURVIVED
+        return (_Backward.SURVIVED,)
     # A weight's own gradient meets no ReLU.
-    return _Backward.SURVIVED_REPLACED.when(stepped.what == WEIGHT_GRADIENT) or _Backward.SURVIVED_MASKED
+    return _Backward.SURVIVED, _Backward.REPLACED.when(stepped.what == WEIGHT_GRADIENT) or _Backward.MASKED
 
 
-def _discarded(events: Sequence[Event], count: int) -> _Backward:
+def _discarded(events: Sequence[Event]) -> _Backward:
     stories = {event.story for event in events}
     if len(stories) > 1:
-        return by_number(count, _Backward.ONE_OF_BOTH, _Backward.ONE_OF_BOTH_ALL)
-    if stories == {DROPPED}:
-        return by_number(count, _Backward.LOOP_DROPPED, _Backward.LOOP_DROPPED_ALL)
-    return by_number(count, _Backward.SCALER_SKIPPED, _Backward.SCALER_SKIPPED_ALL)
+        return _Backward.ONE_OF_BOTH
+    return _Backward.LOOP_DROPPED.when(stories == {DROPPED}) or _Backward.SCALER_SKIPPED
 
 
 def _short_interval(session: Session) -> float | None:
@@ -390,11 +368,12 @@ def _remedy(events: Sequence[Event], case: Case) -> _Backward:
         return _take(case.advised.advice)
     if first.what == WEIGHT_GRADIENT and case.progress.hides(first.module):
         return _Backward.SEARCH_COMPILED
-    return _look(first)
+    return _Backward.LOOK
 
 
-def _look(first: Event) -> _Backward:
-    return _Backward.LOOK_AFTER.when(first.after) or _Backward.LOOK_IN
+def _code(first: Event) -> str:
+    """Return in words the code whose gradients were not finite."""
+    return ("backward of {}", "code after {}, first at the loss")[bool(first.after)].format(module_named(first.module))
 
 
 def _lowest_scale(events: Sequence[Event]) -> float:
@@ -409,7 +388,7 @@ def _scale_too_high(first: Event, events: Sequence[Event]) -> _Backward | None:
         return None
     if first.loss_scale is not None:
         return _Backward.SCALE_TOO_HIGH
-    return _Backward.FACTOR_TOO_HIGH_NOW.when(any(first.last_maxima)) or _Backward.FACTOR_TOO_HIGH
+    return _Backward.FACTOR_TOO_HIGH
 
 
 def _take(advice: LossScaleAdvice) -> _Backward:
@@ -440,8 +419,7 @@ def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> boo
 
 
 class _Counts(Sentences):
-    IN_ACTIVATIONS = "There are {infs} infinities and {nans} NaNs in the activations of {names:some}."
-    IN_GRADIENTS = "There are {infs} infinities and {nans} NaNs in gradients of {names:some}."
+    HELD = "There are {infs} infinities and {nans} NaNs in {what} of {names:some}."
     WATCH = "Run with watch=True to learn in which step and module that begins."
 
 
@@ -454,9 +432,9 @@ def _from_counts(case: Case) -> Iterator[Found]:
         return
     elements = {name: sum(getattr(case.totals[key].histogram, name) for key in broken) for name in ("infs", "nans")}
     yield Found(
-        _Counts.IN_ACTIVATIONS.when(in_forward) or _Counts.IN_GRADIENTS,
+        _Counts.HELD,
         {**elements, "layers": len(names)},
-        {"names": names},
+        {"names": names, "what": ("gradients", "the activations")[bool(in_forward)]},
         _Counts.WATCH,
         layer=names[0],
         is_mild=not in_forward,
@@ -464,13 +442,9 @@ def _from_counts(case: Case) -> Iterator[Found]:
 
 
 class _Unwatched(Sentences):
-    WATCH_OFF = (
-        "{skipped_steps} of {steps} steps were skipped for their gradients, and the watch was off: in which layer these turned "
+    SKIPPED = (
+        "{skipped_steps} of {steps} steps were skipped for their gradients, and the watch{off}: in which layer these turned "
         "infinite or NaN is not known."
-    )
-    WATCH_LIMITED = (
-        "{skipped_steps} of {steps} steps were skipped for their gradients, and the watch, whose time was limited, checked none "
-        "of them: in which layer these turned infinite or NaN is not known."
     )
     TOO_OFTEN = "That is more than a dynamic scaler's probing explains."
     WATCH = "To have it named, watch every step: watch=True without max_overhead, or mpinspect run --max-overhead none."
@@ -486,9 +460,10 @@ def _unwatched_skips(case: Case) -> Iterator[Found]:
         return
     is_often = skipped >= FEWEST_SKIPS and skipped > SKIPPED_TOLERANCE * progress.steps
     yield Found(
-        (_Unwatched.WATCH_LIMITED.when(info.watch) or _Unwatched.WATCH_OFF, _Unwatched.TOO_OFTEN.when(is_often)),
+        (_Unwatched.SKIPPED, _Unwatched.TOO_OFTEN.when(is_often)),
         {"skipped_steps": skipped, "steps": progress.steps},
-        fix=_Unwatched.WATCH,
+        {"off": (" was off", ", whose time was limited, checked none of them")[info.watch]},
+        _Unwatched.WATCH,
         is_mild=not is_often,
     )
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.name.case import Case, again, grouped
+from mpinspect.ranges.records import Record
 from mpinspect.reporting.finding import INFERRED, MEASURED, SEVERITIES, Finding
 from mpinspect.reporting.sentences import Said, Sentences, text
+from mpinspect.reporting.words import filled, with_power
+
+#: How many names the evidence lists.
+MOST_NAMES = 20
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,44 @@ class Found:
     is_mild: bool = False
     is_inferred: bool = False
     step: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        case: Case,
+        records: Sequence[Record],
+        says: Said,
+        fix: Said = (),
+        code: Said = (),
+        *,
+        words: Mapping[str, Any] | None = None,
+        evidence: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> Found:
+        """Return the occurrence that records of one class show, which began with the first.
+
+        The sentences may use the figures of the first record and these words: "again" (on the further records), "names" and
+        "modules" (of the parameters), "loss_scale" (of the step; None if unknown) and "of_scale" (the same, to follow "the loss
+        scale"). The evidence has the figures, the names and the number of records.
+
+        Args:
+            case: the run.
+            records: at least one.
+            says, fix, code: the sentences.
+            words, evidence: further ones.
+            more: further arguments.
+        """
+        first, scale = records[0], case.progress.scale_at(records[0].step)
+        figures = {**first.figures, "names": list(first.names[:MOST_NAMES]), "measured_steps": len(records)}
+        words = {
+            "again": again(records),
+            "modules": grouped(first.names),
+            "loss_scale": scale,
+            "of_scale": filled(" of {}", scale and with_power(scale)),
+            **first.figures,
+            **(words or {}),
+        }
+        return cls(says, {**figures, **(evidence or {})}, words, fix, code, **{"step": first.step, **more})
 
 
 @dataclass(frozen=True)

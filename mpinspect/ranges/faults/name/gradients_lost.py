@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16
-from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, Case, FP32Weights, again, grouped
-from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, Case, FP32Weights, grouped
+from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
 from mpinspect.ranges.records import ChangedBeforeStep, LeftOver, MastersAddedUp, MastersNotCopied, NeverUpdated, Stale
 from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import filled
 
 #: Fewest backwards without an update that count as a training that never updates.
 _FEWEST_BACKWARDS = 3
@@ -23,12 +24,8 @@ _NOTHING = 1e-6
 
 class _Never(Sentences):
     NO_STEP = (
-        "None of {backwards:.0f} backwards led to an update: no step was seen, and the weights have not changed "
+        "None of {backwards:.0f} backwards led to an update: no step{of_optimizer} was seen, and the weights have not changed "
         "since the start."
-    )
-    NO_STEP_OF = (
-        "None of {backwards:.0f} backwards led to an update: no step of its optimizer ({whose}) was seen, and the weights have "
-        "not changed since the start."
     )
     MAY_SKIP_ALL = "Gradients were infinite or NaN: a loop that skips such steps by itself may skip all."
     NOT_COPIED = (
@@ -57,12 +54,7 @@ def _never_updated(case: Case) -> Iterator[Found]:
         if measured.backwards >= _FEWEST_BACKWARDS and not case.progress.skipped_steps:
             yield _no_step(measured, case)
     for masters in case.recorded(MastersNotCopied):
-        yield Found(
-            _Never.NOT_COPIED,
-            {"steps": masters.steps, "names": list(masters.names[:20])},
-            fix=_Never.COPY,
-            code=_Never.COPY_LOOP,
-        )
+        yield Found.of(case, [masters], _Never.NOT_COPIED, _Never.COPY, _Never.COPY_LOOP, step=None)
 
 
 def _no_step(measured: NeverUpdated, case: Case) -> Found:
@@ -74,9 +66,9 @@ def _no_step(measured: NeverUpdated, case: Case) -> Found:
         if broke.forward_finite is False:
             fix, words = where_to_inspect(broke, case.session)
     return Found(
-        (_Never.NO_STEP_OF.when(measured.names) or _Never.NO_STEP, _Never.MAY_SKIP_ALL.when(broke)),
+        (_Never.NO_STEP, _Never.MAY_SKIP_ALL.when(broke)),
         {"backwards": measured.backwards, "optimizers": list(measured.names)},
-        {**words, "whose": " and ".join(dict.fromkeys(measured.names))},
+        {**words, "of_optimizer": filled(" of its optimizer ({})", " and ".join(dict.fromkeys(measured.names)))},
         fix,
         _Never.SCALER_STEP.when(case.scalers or broke) or _Never.OPTIMIZER_STEP,
     )
@@ -87,11 +79,7 @@ def _no_step(measured: NeverUpdated, case: Case) -> Found:
 
 class _Clipped(Sentences):
     ZEROS = (
-        "In step {step}{again} the gradients{whose} that the optimizer was given were zeros: {cause}, and dividing by the norm "
-        "left nothing."
-    )
-    ZEROS_OR_NANS = (
-        "In step {step}{again} the gradients{whose} that the optimizer was given were zeros or NaNs: {cause}, and dividing by "
+        "In step {step}{again} the gradients{whose} that the optimizer was given were zeros{or_nans}: {cause}, and dividing by "
         "the norm left nothing."
     )
     MASTERS_IN_FP32 = (
@@ -122,21 +110,9 @@ class _Clipped(Sentences):
 
 
 class _Zeroed(Sentences):
-    ZEROS = (
-        "In step {step}{again} the backward gave gradients, and the optimizer was given zeros: the weights learn nothing from "
-        "them."
-    )
-    ZEROS_IN_MASTERS = (
-        "In step {step}{again} the backward gave gradients, and the optimizer was given zeros in its masters: the weights learn "
+    NOTHING = (
+        "In step {step}{again} the backward gave gradients, and the optimizer was given {given}{whose}: the weights learn "
         "nothing from them."
-    )
-    FACTOR = (
-        "In step {step}{again} the backward gave gradients, and the optimizer was given {factor:.1g} times their values: the "
-        "weights learn nothing from them."
-    )
-    FACTOR_IN_MASTERS = (
-        "In step {step}{again} the backward gave gradients, and the optimizer was given {factor:.1g} times their values in its "
-        "masters: the weights learn nothing from them."
     )
     LOOK = "Look at the code between backward() and step(): zero_grad(), a mask, a factor."
     COPY = "Look at the code between backward() and step(): it is to copy the model's gradients to the masters."
@@ -177,15 +153,8 @@ def _clipped_to_zero(case: Case) -> Iterator[Found]:
         whose, fix, code = " of the masters", _Clipped.MASTERS_IN_FP32, (_Clipped.CLIP_MASTERS,)
     elif first.not_finite:
         fix, code = _Clipped.FP32_WEIGHTS, (FP32Weights.IN_BF16, _Clipped.CLIP_AND_SKIP)
-    yield Found(
-        _Clipped.ZEROS.when(first.nans == 0) or _Clipped.ZEROS_OR_NANS,
-        {**first.figures, "measured_steps": len(gone)},
-        {"again": again(gone), "whose": whose, "cause": _why_not_finite(first)},
-        fix,
-        code,
-        is_inferred=True,
-        step=first.step,
-    )
+    words = {"whose": whose, "cause": _why_not_finite(first), "or_nans": " or NaNs" * (first.nans != 0)}
+    yield Found.of(case, gone, _Clipped.ZEROS, fix, code, words=words, is_inferred=True)
 
 
 def _why_not_finite(gone: ChangedBeforeStep) -> str:
@@ -210,19 +179,13 @@ def _zeroed(case: Case) -> Iterator[Found]:
     gone = _gone(case)
     if not gone or _is_by_norm(gone[0]):
         return
-    first = gone[0]
-    zeros, factor, fix, code = _Zeroed.ZEROS, _Zeroed.FACTOR, _Zeroed.LOOK, _Zeroed.ZERO_FIRST
+    first, given = gone[0], "zeros"
+    whose, fix, code = "", _Zeroed.LOOK, _Zeroed.ZERO_FIRST
+    if not first.zeroed:
+        given = f"{first.factor:.1g} times their values"
     if first.masters:
-        zeros, factor = _Zeroed.ZEROS_IN_MASTERS, _Zeroed.FACTOR_IN_MASTERS
-        fix, code = _Zeroed.COPY, _Zeroed.COPY_LOOP
-    yield Found(
-        zeros.when(first.zeroed) or factor,
-        {**first.figures, "measured_steps": len(gone)},
-        {"again": again(gone)},
-        fix,
-        code,
-        step=first.step,
-    )
+        whose, fix, code = " in its masters", _Zeroed.COPY, _Zeroed.COPY_LOOP
+    yield Found.of(case, gone, _Zeroed.NOTHING, fix, code, words={"given": given, "whose": whose})
 
 
 # -- gradients of earlier steps -----------------------------------------------------------------------------------------
@@ -233,19 +196,14 @@ class _Sum(Sentences):
         "In step {step}{again} .grad still held the previous step's gradients when the backward began: each step "
         "uses the sum of all gradients so far."
     )
-    HELD_AND_GROWN = (
-        "In step {step}{again} .grad still held the previous step's gradients when the backward began: each step "
-        "uses the sum of all gradients so far (the largest element of .grad rose from {largest_first:.3g} to "
-        "{largest_last:.3g})."
-    )
+    GROWN = "The largest element of .grad rose from {largest_first:.3g} to {largest_last:.3g}."
     MASTERS = (
         "In step {step}{again} the optimizer stepped with the sum of this step's gradients and of the masters' earlier .grad: "
         "each step uses the sum of all gradients so far."
     )
-    MASTERS_AND_GROWN = (
-        "In step {step}{again} the optimizer stepped with the sum of this step's gradients and of the masters' earlier .grad: "
-        "each step uses the sum of all gradients so far (the largest element of the masters' .grad, in the "
-        "tensors that were compared, rose from {largest_first:.3g} to {largest_last:.3g})."
+    MASTERS_GROWN = (
+        "The largest element of the masters' .grad, in the tensors that were compared, rose from {largest_first:.3g} to "
+        "{largest_last:.3g}."
     )
     ZERO = "Zero the gradients once a step."
     ZERO_BOTH = "Zero the gradients once a step: the model's, and those of the copies that the optimizer steps."
@@ -272,34 +230,20 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
         each for each in case.recorded(MastersAddedUp) if _is_kept_whole(each, case.progress.scale_at(each.step))
     ]
     if len(masters) >= _FEWEST_LEFT_OVER:
-        first = masters[0]
-        yield Found(
-            _Sum.MASTERS_AND_GROWN.when(_has_grown(masters)) or _Sum.MASTERS,
-            {"measured_steps": len(masters), **first.figures, "names": list(first.names[:20])},
-            _growth(masters),
-            _Sum.ZERO_MASTERS,
-            _Sum.ZERO_GRAD_OF_MASTERS,
-            step=first.step,
-        )
-    left_over = case.recorded(LeftOver)
-    held = [each for each in left_over if each.parameters >= MOST_LEFT_OVER * each.of]
+        says = (_Sum.MASTERS, _Sum.MASTERS_GROWN.when(_has_grown(masters)))
+        yield Found.of(case, masters, says, _Sum.ZERO_MASTERS, _Sum.ZERO_GRAD_OF_MASTERS, words=_growth(masters))
+    held = [each for each in case.recorded(LeftOver) if each.parameters >= MOST_LEFT_OVER * each.of]
     if len(held) >= _FEWEST_LEFT_OVER:
         fix, code = _Sum.ZERO, _Sum.ZERO_GRAD
         if case.precision.has_masters:
             fix, code = _Sum.ZERO_BOTH, _Sum.ZERO_GRAD_OF_BOTH
-        yield Found(
-            _Sum.HELD_AND_GROWN.when(_has_grown(held)) or _Sum.HELD,
-            {"measured_steps": len(held), "largest": [each.largest for each in held]},
-            _growth(held),
-            fix,
-            code,
-            step=held[0].step,
-        )
+        says = (_Sum.HELD, _Sum.GROWN.when(_has_grown(held)))
+        largest = {"largest": [each.largest for each in held]}
+        yield Found.of(case, held, says, fix, code, words=_growth(held), evidence=largest)
 
 
 def _growth(found: Sequence[MastersAddedUp | LeftOver]) -> dict[str, object]:
-    first, last = (each.largest for each in (found[0], found[-1]))
-    return {"again": again(found), "largest_first": first, "largest_last": last}
+    return {"largest_first": found[0].largest, "largest_last": found[-1].largest}
 
 
 def _has_grown(found: Sequence[MastersAddedUp | LeftOver]) -> bool:
@@ -315,12 +259,8 @@ def _is_kept_whole(found: MastersAddedUp, scale: float | None) -> bool:
 
 class _Stale(Sentences):
     STEPPED = (
-        "In step {step}{again} the optimizer stepped {first} with gradients left over from an earlier step: no backward had "
-        "reached these parameters since."
-    )
-    STEPPED_AND_OTHERS = (
-        "In step {step}{again} the optimizer stepped {first}, later also {later}, with gradients left over from an earlier "
-        "step: no backward had reached these parameters since."
+        "In step {step}{again} the optimizer stepped {modules}{later} with gradients left over from an earlier step: no "
+        "backward had reached these parameters since."
     )
     ZERO_ALL = "Zero all gradients once a step, including branches that this batch does not use."
     SET_TO_NONE = "optimizer.zero_grad(set_to_none=True)"
@@ -336,15 +276,10 @@ def _stale(case: Case) -> Iterator[Found]:
         return
     names = list(dict.fromkeys(name for each in found for name in each.names))
     later = [name for name in names if name not in found[0].names]
-    yield Found(
-        _Stale.STEPPED_AND_OTHERS.when(later) or _Stale.STEPPED,
-        {"parameters": len(names), "names": names[:20], "measured_steps": len(found)},
-        {"again": again(found), "first": grouped(found[0].names), "later": grouped(later)},
-        _Stale.ZERO_ALL,
-        _Stale.SET_TO_NONE,
-        layer=names[0],
-        step=found[0].step,
-    )
+    words = {"later": filled(", later also {},", later and grouped(later))}
+    evidence = {"parameters": len(names), "names": names[:MOST_NAMES]}
+    fix, code = _Stale.ZERO_ALL, _Stale.SET_TO_NONE
+    yield Found.of(case, found, _Stale.STEPPED, fix, code, words=words, evidence=evidence, layer=names[0])
 
 
 NEVER_UPDATED = Fault("never-updated", "error", _never_updated, (_Never, Inspect))

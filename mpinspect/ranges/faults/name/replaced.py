@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from mpinspect.ranges.faults.name.case import Case, again, grouped
-from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.case import Case, grouped
+from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.records import ReplacedBeforeStep
 from mpinspect.ranges.session import Event, TensorKey, TensorWindow
 from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import filled, with_power
 
 #: Modules whose weights' gradients are sums of products with every element of the gradient at their output.
 _PRODUCTS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
@@ -22,13 +24,8 @@ class _Replaced(Sentences):
     )
     IN_BACKWARD = (
         "From step {step} on the gradients that reach the weights of {modules} held infinities or NaNs. A hook (nan_to_num) "
-        "replaced them by finite values before the scaler checked, so no step was skipped. The optimizer used the replaced "
-        "numbers."
-    )
-    IN_BACKWARD_AT_SCALE = (
-        "From step {step} on the gradients that reach the weights of {modules} held infinities or NaNs. A hook (nan_to_num) "
-        "replaced them by finite values before the scaler checked, so no step was skipped, and the scale stays at "
-        "{loss_scale:scale}. The optimizer used the replaced numbers."
+        "replaced them by finite values before the scaler checked, so no step was skipped{and_scale}. The optimizer used the "
+        "replaced numbers."
     )
     TAKE_OUT = "Remove the replacement: the scaler then skips such steps, and lowers its scale until they end."
     REPAIR = (
@@ -59,22 +56,17 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
     fix, code, words = _remedy(case)
     measured = list(case.recorded(ReplacedBeforeStep))
     if measured:
-        names = list(measured[0].names)
-        yield Found(
-            _Replaced.BEFORE_STEP,
-            {"parameters": len(names), "of": measured[0].of, "names": names[:20]},
-            {**words, "again": again(measured), "held": names},
-            fix,
-            code,
-            layer=measured[0].name,
-            step=measured[0].step,
-        )
+        words |= {"held": measured[0].names}
+        evidence = {"parameters": len(measured[0].names)}
+        layer, says = measured[0].name, _Replaced.BEFORE_STEP
+        yield Found.of(case, measured, says, fix, code, words=words, evidence=evidence, layer=layer)
     elif names := _replaced_in_backward(case):
         first = _taken(case)[0]
+        and_scale = filled(", and the scale stays at {}", first.loss_scale and with_power(first.loss_scale))
         yield Found(
-            _Replaced.IN_BACKWARD_AT_SCALE.when(first.loss_scale) or _Replaced.IN_BACKWARD,
-            {"parameters": len(names), "names": names[:20], "loss_scale": first.loss_scale},
-            {**words, "modules": grouped(names)},
+            _Replaced.IN_BACKWARD,
+            {"parameters": len(names), "names": names[:MOST_NAMES], "loss_scale": first.loss_scale},
+            {**words, "modules": grouped(names), "and_scale": and_scale},
             fix,
             code,
             layer=names[0],
@@ -123,11 +115,11 @@ def _must_overflow(at_output: TensorWindow | None, samples: int) -> bool:
     return at_output is not None and at_output.samples == samples and bool(at_output.histogram.nonfinite)
 
 
-def _remedy(case: Case) -> tuple[_Replaced, _Replaced | tuple[()], dict[str, int]]:
+def _remedy(case: Case) -> tuple[_Replaced, _Replaced | tuple[()], dict[str, Any]]:
     """Return the change to make instead of making gradients finite, its code, and their figures."""
     broken, steps = [event for event in case.events if event.gradients_finite is False], case.progress.steps
     number = len({event.step for event in broken})
-    words = {"broken": number, "all_steps": steps}
+    words: dict[str, Any] = {"broken": number, "all_steps": steps}
     if case.scalers and any(each.value == "inf" and each.forward_finite and each.loss_scale != 1 for each in broken):
         return _Replaced.TAKE_OUT, _Replaced.SCALER_SKIPS, words
     if 2 * number >= steps:

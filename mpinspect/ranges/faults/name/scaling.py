@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.faults.name.case import Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.faults.name.forward import Inspect, loss_made_by, period, was_in_half, where_to_inspect
+from mpinspect.ranges.faults.name.forward import Inspect, period, was_in_half, where_to_inspect
 from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
 from mpinspect.ranges.records import ChangedBeforeStep, MastersGivenSmaller, NewScalers
@@ -99,16 +99,11 @@ def _numbered(steps: Sequence[int]) -> str:
 class _Initial(Sentences):
     TOO_LARGE = (
         "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
-        "{opened} skipped until the scaler had lowered the scale to {at_most:scale}."
+        "{opened} skipped."
     )
-    TOO_LARGE_AND_AGAIN = (
-        "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
-        "{opened} skipped until the scaler had lowered the scale to {at_most:scale}; step {again} overflowed at that too."
-    )
-    NOT_SETTLED = (
-        "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
-        "{opened} skipped, so the scale is at most {at_most:scale}, and not settled."
-    )
+    SETTLED = "The scaler then had lowered the scale to {at_most:scale}."
+    SETTLED_TOO_HIGH = "The scaler then had lowered the scale to {at_most:scale}; step {again} overflowed at that too."
+    NOT_SETTLED = "The scale is at most {at_most:scale}, and not settled."
     BEGIN = "Begin at {start:scale}."
     BEGIN_OR_LOWER = "Begin at {start:scale} or lower."
     RUN_ON = "Continue until the scaler takes a step: that scale works."
@@ -139,10 +134,10 @@ def _initial_scale_too_high(case: Case) -> Iterator[Found]:
     start = min(settled / 2**overflows_again, advice.highest or settled, needed)
     says, fix = _Initial.NOT_SETTLED, _Initial.RUN_ON
     if is_settled:
-        says = _Initial.TOO_LARGE_AND_AGAIN.when(overflows_again) or _Initial.TOO_LARGE
+        says = _Initial.SETTLED_TOO_HIGH.when(overflows_again) or _Initial.SETTLED
         fix = _Initial.BEGIN_OR_LOWER.when(advice.needed is False) or _Initial.BEGIN
     yield Found(
-        says,
+        (_Initial.TOO_LARGE, says),
         {
             "init_scale": first,
             "settled": settled if is_settled else None,
@@ -210,18 +205,10 @@ class _Anew(Sentences):
         "A new GradScaler is made for each step ({new:.0f} in the first {steps:.0f} steps): its reaction to an overflow is "
         "lost, and the loss scale stays at {loss_scale:scale}."
     )
-    EACH_STEP_OVERFLOWS = (
-        "A new GradScaler is made for each step ({new:.0f} in the first {steps:.0f} steps): its reaction to an overflow is "
-        "lost, and the loss scale stays at {loss_scale:scale}, at which the gradients overflow: {skipped_steps} of {all_steps} "
-        "steps were skipped."
-    )
-    EACH_PERIOD = (
-        "The loss scale began again at {loss_scale:scale} every {period} steps (steps {numbers}), as with a new GradScaler, and "
-        "its search was repeated each time: {skipped_steps} of {steps} steps were skipped."
-    )
+    OVERFLOWS = "At that scale the gradients overflow: {skipped_steps} of {all_steps} steps were skipped."
     SEVERAL_TIMES = (
-        "The loss scale began again at {loss_scale:scale} several times (steps {numbers}), as with a new GradScaler, and its "
-        "search was repeated each time: {skipped_steps} of {steps} steps were skipped."
+        "The loss scale began again at {loss_scale:scale} {often} (steps {numbers}), as with a new GradScaler, and its search "
+        "was repeated each time: {skipped_steps} of {steps} steps were skipped."
     )
     ONCE_BEFORE_LOOP = "Make the scaler once, before the loop."
     ONE_FOR_RUN = (
@@ -261,7 +248,7 @@ def _scaler_made_anew(case: Case) -> Iterator[Found]:
         return
     steps, lost = case.progress.steps, len([event for event in _skips(case) if event.skipped])
     yield Found(
-        _Anew.EACH_STEP_OVERFLOWS.when(lost) or _Anew.EACH_STEP,
+        (_Anew.EACH_STEP, _Anew.OVERFLOWS.when(lost)),
         {**made.figures, "loss_scale": case.session.scale_history()[0].scale, "skipped_steps": lost},
         {"all_steps": steps},
         _Anew.ONCE_BEFORE_LOOP,
@@ -280,9 +267,9 @@ def _search_repeated(case: Case) -> Iterator[Found]:
     period = _only([after - before for before, after in pairwise([0, *restarts])])
     scale = next(change.scale for change in case.session.scale_history() if change.scale)
     yield Found(
-        _Anew.EACH_PERIOD.when(period) or _Anew.SEVERAL_TIMES,
+        _Anew.SEVERAL_TIMES,
         {"loss_scale": scale, "restarts": restarts, "period": period, "skipped_steps": lost, "steps": steps},
-        {"numbers": _numbered(restarts)},
+        {"numbers": _numbered(restarts), "often": filled("every {} steps", period) or "several times"},
         _Anew.ONE_FOR_RUN,
         _Anew.SAVE_AND_LOAD,
         is_grave=lost >= _MOST * steps,
@@ -302,17 +289,14 @@ def _only(gaps: Sequence[int]) -> int | None:
 
 
 class _High(Sentences):
-    SKIPPED = (
+    STAYS = (
         "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
-        "finite: {skipped} of {steps} steps were skipped, without any update."
+        "finite."
     )
-    STEPPED = (
-        "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
-        "finite: the optimizer stepped on infinities in step {stepped_in}."
-    )
+    SKIPPED = "{skipped} of {steps} steps were skipped, without any update."
+    STEPPED = "The optimizer stepped on infinities in step {stepped_in}."
     STEPPED_ON_REPLACED = (
-        "The loss scale stays at {loss_scale:scale}, at which the gradients overflow from step {step} on while the forward is "
-        "finite: the optimizer still stepped ({stepped} of {steps} steps), on gradients that had been made finite."
+        "The optimizer still stepped ({stepped} of {steps} steps), on gradients that had been made finite."
     )
     TAKE_REPLACEMENT_OUT = "Remove the replacement: the scaler then lowers the scale by itself."
     DYNAMIC = "Let a dynamic scaler find the scale."
@@ -355,7 +339,10 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
     if is_never_updated and not stepped and not backoff:
         fix, code = _High.UPDATE, _High.STEP_AND_UPDATE
     yield Found(
-        _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped) or _High.SKIPPED,
+        (
+            _High.STAYS,
+            _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped) or _High.SKIPPED,
+        ),
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
         {
             "skipped": len(skips),
@@ -446,16 +433,11 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
 
 
 class _Shared(Sentences):
-    NONE_OVERFLOWED = (
-        "The loss scale fell by {powers_of_two:.0f} powers of two, and none of this model's steps overflowed: another loss or "
+    FELL = (
+        "The loss scale fell by {powers_of_two:.0f} powers of two, and {own} of this model's steps overflowed: another loss or "
         "optimizer that uses the same GradScaler overflows and lowers the scale for this one."
     )
-    FEW_OVERFLOWED = (
-        "The loss scale fell by {powers_of_two:.0f} powers of two, and only {own_overflows} of this model's steps overflowed: "
-        "another loss or optimizer that uses the same GradScaler overflows and lowers the scale for this one."
-    )
-    NOTHING_LOST = "This did no harm: {lowest:scale}, the lowest, still serves it."
-    NOTHING_LOST_YET = "This did no harm so far: {lowest:scale}, the lowest, still serves it."
+    NOTHING_LOST = "This did no harm{so_far}: {lowest:scale}, the lowest, still serves it."
     ONE_EACH = "Give each network (each loss with an optimizer of its own) a scaler of its own."
     OF_ITS_OWN = "scaler = torch.amp.GradScaler(device_type)  # one that scales this network's loss alone"
 
@@ -482,11 +464,10 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
     least = case.advised.advice.lowest
     still_serves = bool(least and lowest >= least)
     is_harmless = still_serves and 2 * moves[-1] < case.progress.steps
-    outcome = _Shared.NOTHING_LOST.when(is_harmless) or _Shared.NOTHING_LOST_YET.when(still_serves)
     yield Found(
-        (_Shared.FEW_OVERFLOWED.when(own) or _Shared.NONE_OVERFLOWED, outcome),
+        (_Shared.FELL, _Shared.NOTHING_LOST.when(still_serves)),
         {"powers_of_two": fell, "own_overflows": own},
-        {"lowest": lowest},
+        {"lowest": lowest, "so_far": " so far" * (not is_harmless), "own": (own and f"only {own}") or "none"},
         _Shared.ONE_EACH.when(not is_harmless),
         _Shared.OF_ITS_OWN.when(not is_harmless),
         is_mild=is_harmless,
@@ -496,12 +477,8 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
 
 
 class _Recurs(Sentences):
-    AT_INTERVALS = (
-        "Every {period} steps ({numbers}) the gradients overflow{where}, although {despite}: it was {scale_first:scale} at the "
-        "first and {scale_last:scale} at the last. The gradients of these steps are larger than in the steps between."
-    )
-    AGAIN_AND_AGAIN = (
-        "In steps {numbers} the gradients overflow{where}, although {despite}: it was {scale_first:scale} at the first and "
+    OVERFLOWS = (
+        "{when} the gradients overflow{where}, although {despite}: it was {scale_first:scale} at the first and "
         "{scale_last:scale} at the last. The gradients of these steps are larger than in the steps between."
     )
     NEVER_ACTS = (
@@ -527,12 +504,14 @@ def _overflow_recurs(case: Case) -> Iterator[Found]:
     scales = [event.loss_scale or 0.0 for event in recurring]
     period = _only([after - before for before, after in pairwise(steps)])
     goes_on = period is not None and steps[-1] + period >= case.progress.steps
+    numbers = _numbered(steps)
     never_acts = goes_on and all(event.story == SKIPPED for event in recurring)
     yield Found(
-        (_Recurs.AT_INTERVALS.when(period) or _Recurs.AGAIN_AND_AGAIN, _Recurs.NEVER_ACTS.when(never_acts)),
+        (_Recurs.OVERFLOWS, _Recurs.NEVER_ACTS.when(never_acts)),
         {"steps": steps, "period": period, "scales": scales},
         {
-            "numbers": _numbered(steps),
+            "numbers": numbers,
+            "when": filled(f"Every {{}} steps ({numbers})", period) or f"In steps {numbers}",
             "where": _common_place(recurring),
             "despite": _despite(scales),
             "scale_first": scales[0],
@@ -617,13 +596,9 @@ def _periodic(case: Case) -> list[Event]:
 
 
 class _ForForward(Sentences):
-    LOSS = (
-        "The scaler backed off in {steps} steps because the loss itself{made_by} was not finite, from step {first_step} "
+    BACKED_OFF = (
+        "The scaler backed off in {steps} steps because {what} itself{made_by} was not finite, from step {first_step} "
         "on{period}: the loss scale is not the cause, and every such step halves it."
-    )
-    FORWARD = (
-        "The scaler backed off in {steps} steps because the forward itself was not finite, from step {first_step} on{period}: "
-        "the loss scale is not the cause, and every such step halves it."
     )
     LOSS_IN_FP32 = (
         "Something in the loss function{made_by} exceeds 65504, FP16's maximum. Compute it in FP32, from outputs in FP32, or "
@@ -650,17 +625,17 @@ def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
     if len(steps) < _FEWEST_STEPS:
         return
     first = min(broken, key=lambda event: event.step)
-    says, in_fp32, code = _ForForward.FORWARD, _ForForward.FORWARD_IN_FP32, _ForForward.WITHOUT_AUTOCAST
+    what, in_fp32, code = "the forward", _ForForward.FORWARD_IN_FP32, _ForForward.WITHOUT_AUTOCAST
     if first.what in LOSSES:
-        says, in_fp32, code = _ForForward.LOSS, _ForForward.LOSS_IN_FP32, _ForForward.CAST_OUTPUT
+        what, in_fp32, code = "the loss", _ForForward.LOSS_IN_FP32, _ForForward.CAST_OUTPUT
     inspect, words = where_to_inspect(first, case.session)
     is_too_large = run_format(case.session) == FLOAT16 and was_in_half(first, case.session)
     yield Found(
-        says,
+        _ForForward.BACKED_OFF,
         {"steps": len(steps), "first_step": steps[0]},
         {
             **words,
-            "made_by": loss_made_by(first, case.session),
+            "what": what,
             "module": module_named(first.module),
             "period": period(steps),
         },
@@ -675,14 +650,12 @@ def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
 
 
 class _OfNoUse(Sentences):
-    MAY_SKIP = (
-        "The run computes in {format:format}, whose range is FP32's, and multiplies its loss by a scale that it does not need; "
-        "if something became infinite or NaN, the scaler would silently skip that step."
+    NOT_NEEDED = (
+        "The run computes in {format:format}, whose range is FP32's, and multiplies its loss by a scale that it does "
+        "not need."
     )
-    SKIPPED = (
-        "The run computes in {format:format}, whose range is FP32's, and multiplies its loss by a scale that it does not need; "
-        "the scaler skipped {skipped_steps} steps, so that infinities and NaNs went unnoticed."
-    )
+    MAY_SKIP = "If something became infinite or NaN, the scaler would silently skip that step."
+    SKIPPED = "The scaler skipped {skipped_steps} steps, so that infinities and NaNs went unnoticed."
     TAKE_OUT = "Take the scaler out, or switch it off."
     DISABLED = "scaler = torch.amp.GradScaler(enabled=False)"
 
@@ -697,7 +670,7 @@ def _scaler_of_no_use(case: Case) -> Iterator[Found]:
         return
     skipped = case.progress.skipped_steps
     yield Found(
-        _OfNoUse.SKIPPED.when(skipped) or _OfNoUse.MAY_SKIP,
+        (_OfNoUse.NOT_NEEDED, _OfNoUse.SKIPPED.when(skipped) or _OfNoUse.MAY_SKIP),
         {"format": format.name, "skipped_steps": skipped},
         fix=_OfNoUse.TAKE_OUT,
         code=_OfNoUse.DISABLED,
@@ -706,32 +679,18 @@ def _scaler_of_no_use(case: Case) -> Iterator[Found]:
 
 
 class _Missing(Sentences):
+    NO_SCALER = "The run computes in FP16 and no GradScaler was seen."
     BY_HAND = (
-        "The run computes in FP16 and no GradScaler was seen; the gradients that its optimizer gets are {times} times smaller "
-        "than the backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the scale is not known, nor "
-        "whether the loop skips steps that overflow."
+        "The gradients that its optimizer gets are {times} times smaller than the backward's, as in a loop that multiplies its "
+        "loss by a scale by hand{clips}: the scale is not known{nor_skips}."
     )
-    BY_HAND_SKIPS = (
-        "The run computes in FP16 and no GradScaler was seen; the gradients that its optimizer gets are {times} times smaller "
-        "than the backward's, as in a loop that multiplies its loss by a scale by hand{clips}: the scale is not known."
-    )
-    STEPPED_ON_OVERFLOW = (
-        "The run computes in FP16 and no GradScaler was seen: nothing skips a step that overflows, as step "
-        "{broken_step} did."
-    )
-    OVERFLOWED = (
-        "The run computes in FP16 and no GradScaler was seen: step {broken_step} overflowed, and whether the loop skips such "
-        "steps is not known."
-    )
+    STEPPED_ON_OVERFLOW = "Nothing skips a step that overflows, as step {broken_step} did."
+    OVERFLOWED = "Step {broken_step} overflowed, and whether the loop skips such steps is not known."
     FLUSHES_AND_DROPS = (
-        "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and the loop itself "
-        "drops gradients that overflow, as in step {broken_step}."
+        "Gradients of 2^-25 and below become zero, and the loop itself drops gradients that overflow, as in step "
+        "{broken_step}."
     )
-    FLUSHES = (
-        "The run computes in FP16 and no GradScaler was seen: gradients of 2^-25 and below become zero, and no scaler skips a "
-        "step that overflows."
-    )
-
+    FLUSHES = "Gradients of 2^-25 and below become zero, and no scaler skips a step that overflows."
     GIVE_SCALE = "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
     IN_BF16 = "Compute in BF16, where such gradients are finite and nothing has to be scaled."
     FP32_WEIGHTS_IN_BF16 = (
@@ -786,9 +745,13 @@ def _scaled_by_hand(divisors: tuple[float, float], dropped: Event | None, case: 
         times = f"{least} to {most}"
         clips = ", which it changes" if all(map(_is_power, divisors)) else ", and may clip"
     return Found(
-        _Missing.BY_HAND_SKIPS.when(dropped) or _Missing.BY_HAND,
+        (_Missing.NO_SCALER, _Missing.BY_HAND),
         {"backwards": case.progress.backwards, "least": divisors[0], "most": divisors[1]},
-        {"times": times, "clips": clips},
+        {
+            "times": times,
+            "clips": clips,
+            "nor_skips": ", nor whether the loop skips steps that overflow" * (not dropped),
+        },
         _Missing.GIVE_SCALE,
         is_mild=True,
     )
@@ -806,7 +769,7 @@ def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
     is_stepped = first.story == TAKEN and not survived(first, case.session)
     in_half = FLOAT16.name in case.precision.weights
     return Found(
-        _Missing.STEPPED_ON_OVERFLOW.when(is_stepped) or _Missing.OVERFLOWED,
+        (_Missing.NO_SCALER, _Missing.STEPPED_ON_OVERFLOW.when(is_stepped) or _Missing.OVERFLOWED),
         _evidence(case),
         {"broken_step": first.step},
         _Missing.FP32_WEIGHTS_IN_BF16.when(in_half) or _Missing.IN_BF16,
@@ -815,7 +778,7 @@ def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
 
 
 def _unscaled(dropped: Event | None, case: Case) -> Found:
-    says = _Missing.FLUSHES_AND_DROPS.when(dropped) or _Missing.FLUSHES
+    says = (_Missing.NO_SCALER, _Missing.FLUSHES_AND_DROPS.when(dropped) or _Missing.FLUSHES)
     words = {"broken_step": dropped and dropped.step}
     if case.precision.has_masters:
         # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.case import Case
@@ -81,9 +81,14 @@ def _place(record: Record) -> dict[str, object]:
     }
 
 
-def _evidence(record: Record) -> dict[str, object]:
+def _found(
+    record: Record, says: Said, fix: Said, code: Said = (), words: Mapping[str, object] | None = None, **more: Any
+) -> Found:
+    """Return the occurrence that a record shows, at its operator; the sentences may use its figures and its place."""
     operator, line, phase = record.names[:3]
-    return {"operator": operator, "line": line, "phase": phase, "dtype": record.text, **record.figures}
+    evidence = {"operator": operator, "line": line, "phase": phase, "dtype": record.text, **record.figures}
+    words = {**_place(record), "measured": record.step, **(words or {})}
+    return Found(says, evidence, words, fix, code, **{"layer": record.name, "step": record.step, **more})
 
 
 class _Gradients(Sentences):
@@ -155,17 +160,12 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     first = _first_event(case, phase)
     is_later, layer, step = _beginning(born, first)
     began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
-    yield Found(
+    yield _found(
+        born,
         (began.when(is_later), _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS),
-        _evidence(born),
-        {
-            **_place(born),
-            "count": int(born.elements),
-            "measured": born.step,
-            "first_place": first and first.place,
-        },
         fix,
         code,
+        {"count": int(born.elements), "first_place": first and first.place},
         layer=layer,
         is_grave=first is not None,
         step=step,
@@ -242,17 +242,12 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
         if not case.progress.steps or (first is not None and first.step <= alike.step):
             is_later, layer, step = _beginning(alike, first)
             lowered = len({event.step for event in broken if event.skipped})
-            yield Found(
+            words = {"count": int(alike.elements), "lowered": lowered, "first_place": first and first.place}
+            yield _found(
+                alike,
                 (_Born.FIRST.when(is_later), _Alike.IN_FP32_TOO),
-                _evidence(alike),
-                {
-                    **_place(alike),
-                    "count": int(alike.elements),
-                    "lowered": lowered,
-                    "measured": alike.step,
-                    "first_place": first and first.place,
-                },
                 (_Alike.INPUTS.when(first), _Alike.NEW_SCALER.when(lowered > 1)),
+                words=words,
                 layer=layer,
                 severity="info" if first is None else "error",
                 step=step,
@@ -282,16 +277,8 @@ def _sum_loses_terms(case: Case) -> Iterator[Found]:
     for lost in _by_place(case.recorded(LostSum), "error"):
         also, words = _gradients(lost)
         is_fault = also is not None or lost.error >= _MOST_OF_IT
-        yield Found(
-            (_Sum.LOSES, also),
-            _evidence(lost),
-            {**_place(lost), **words},
-            _Sum.IN_FP32.when(is_fault),
-            _Sum.CAST.when(is_fault),
-            layer=lost.name,
-            is_mild=not is_fault,
-            step=lost.step,
-        )
+        fix, code = _Sum.IN_FP32.when(is_fault), _Sum.CAST.when(is_fault)
+        yield _found(lost, (_Sum.LOSES, also), fix, code, words, is_mild=not is_fault)
 
 
 class _Absorbed(Sentences):
@@ -324,16 +311,7 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
         says, fix, code = _Absorbed.NOTHING_CHANGES, _Absorbed.STREAM_IN_FP32, _Absorbed.CAST
         if absorbed.times > 1:
             says, fix, code = _Absorbed.SUM_STOPS, _Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32
-        yield Found(
-            (says, also),
-            _evidence(absorbed),
-            {**_place(absorbed), **words},
-            fix.when(is_fault),
-            code.when(is_fault),
-            layer=absorbed.name,
-            is_mild=not is_fault,
-            step=absorbed.step,
-        )
+        yield _found(absorbed, (says, also), fix.when(is_fault), code.when(is_fault), words, is_mild=not is_fault)
 
 
 class _Kept(Sentences):
@@ -372,14 +350,12 @@ def _sum_stops(case: Case) -> Iterator[Found]:
         if not buffer and case.has(Average):
             # Another fault names this average already.
             continue
-        yield Found(
+        yield _found(
+            frozen,
             _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS,
-            _evidence(frozen),
-            {**_place(frozen), "buffer": buffer, "name": buffer.rpartition(".")[2]},
             _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.IN_FP32,
             _Kept.REGISTER.when(buffer) or _Kept.CAST,
-            layer=frozen.name,
-            step=frozen.step,
+            {"buffer": buffer, "name": buffer.rpartition(".")[2]},
         )
     stopped = {frozen.names[:2] for frozen in case.recorded(FrozenBuffer)}
     for growing in _by_place(case.recorded(GrowingSum), "total"):
@@ -388,17 +364,8 @@ def _sum_stops(case: Case) -> Iterator[Found]:
         if growing.names[:2] in stopped or (not stops and growing.term % growing.unit == 0):
             # It has stopped, or loses nothing before the run ends.
             continue
-        yield Found(
-            _Kept.WILL_STOP,
-            _evidence(growing),
-            _place(growing),
-            _Kept.NUMBER,
-            _Kept.ITEM,
-            layer=growing.name,
-            is_mild=not stops,
-            is_inferred=True,
-            step=growing.step,
-        )
+        fix, code = _Kept.NUMBER, _Kept.ITEM
+        yield _found(growing, _Kept.WILL_STOP, fix, code, is_mild=not stops, is_inferred=True)
 
 
 class _Left(Sentences):
@@ -435,12 +402,11 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
             _, _, step = _beginning(born, first)
         off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "far more than itself"
-        yield Found(
+        yield _found(
+            cancelled,
             (_Left.CANCELS.when(is_difference) or _Left.AMPLIFIES, also, _Left.BREAKS.when(born)),
-            _evidence(cancelled),
-            {**_place(cancelled), **words, "off": off, "measured": cancelled.step},
             (_Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32).when(not is_mild),
-            layer=cancelled.name,
+            words={**words, "off": off},
             is_grave=born is not None,
             is_mild=is_mild,
             step=step,
@@ -477,15 +443,7 @@ def _integers_rounded(case: Case) -> Iterator[Found]:
     False alarms: It is measured: all were whole numbers before the cast, and some are others after it.
     """
     for changed in _by_place(case.recorded(ChangedIntegers), "changed"):
-        yield Found(
-            _Integers.CHANGED,
-            _evidence(changed),
-            _place(changed),
-            _Integers.APART,
-            _Integers.CAST_THE_REST,
-            layer=changed.name,
-            step=changed.step,
-        )
+        yield _found(changed, _Integers.CHANGED, _Integers.APART, _Integers.CAST_THE_REST)
 
 
 FAULTS = (

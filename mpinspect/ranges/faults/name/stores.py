@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.precision import SQUARES
-from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights, again
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten
@@ -340,16 +340,9 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
     False alarms: A loop that loads other weights on purpose, and sets the masters to them, is reported if it does so between two
     measured steps.
     """
-    found = list(case.recorded(MastersOverwritten))
-    for first in found[:1]:
-        yield Found(
-            _Masters.OVERWRITTEN,
-            {"changed": first.changed, "parameters": len(first.names), "measured_steps": len(found)},
-            {"again": again(found)},
-            _Masters.ONE_WAY,
-            _Masters.SAVE,
-            step=first.step,
-        )
+    if found := list(case.recorded(MastersOverwritten)):
+        evidence = {"parameters": len(found[0].names)}
+        yield Found.of(case, found, _Masters.OVERWRITTEN, _Masters.ONE_WAY, _Masters.SAVE, evidence=evidence)
 
 
 # -- averages and accumulated gradients ---------------------------------------------------------------------------------

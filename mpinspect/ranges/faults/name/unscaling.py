@@ -1,21 +1,23 @@
-"""Faults of the division by the loss scale: left out, too late, or done more than once."""
+"""Faults by which gradients carry a wrong power of the loss scale: divided by it too late, too often or by another, or mixed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from mpinspect.ranges.faults.name.case import Case, again, grouped
+from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     ChangedBeforeStep,
     ChangedWhileScaled,
+    MixedPowers,
     SteppedWhileScaled,
     UnscaledAgain,
     UnscaledNeverScaled,
 )
+from mpinspect.ranges.session import module_named
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import filled, with_power
 
 #: Ratios that differ by at most this relative amount count as equal.
 _SAME = 0.01
@@ -27,27 +29,17 @@ _MOST_MICRO_BATCHES = 1024
 
 class _Unscale(Sentences):
     CLIPPED = (
-        "In step {step}{again} the gradients were clipped while they were still multiplied by the loss scale of "
-        "{loss_scale:scale}: the result was {factor:.2g} times as large. The limit was meant for the true gradients, "
-        "{loss_scale:factor} times smaller."
+        "In step {step}{again} the gradients were clipped while they were still multiplied by the loss scale{of_scale}: the "
+        "result was {factor:.2g} times as large. The limit was meant for the true gradients, smaller by that scale."
     )
     CHANGED = (
         "In step {step}{again} the gradients were changed, or clipped value by value, while they were still multiplied by the "
-        "loss scale of {loss_scale:scale}: the result was {factor:.2g} times as large. The limit was meant for the true "
-        "gradients, {loss_scale:factor} times smaller."
-    )
-    CLIPPED_AT_UNKNOWN_SCALE = (
-        "In step {step}{again} the gradients were clipped while they were still multiplied by the loss scale: the result was "
-        "{factor:.2g} times as large. The limit was meant for the true gradients, smaller by the loss scale."
-    )
-    CHANGED_AT_UNKNOWN_SCALE = (
-        "In step {step}{again} the gradients were changed, or clipped value by value, while they were still multiplied by the "
-        "loss scale: the result was {factor:.2g} times as large. The limit was meant for the true gradients, smaller by the "
-        "loss scale."
+        "loss scale{of_scale}: the result was {factor:.2g} times as large. The limit was meant for the true gradients, smaller "
+        "by that scale."
     )
     STEPPED = (
-        "In step {step} the optimizer stepped with gradients that were still multiplied by the loss scale of "
-        "{loss_scale:scale}: scaler.scale() was called, and neither scaler.step() nor scaler.unscale_()."
+        "In step {step} the optimizer stepped with gradients that were still multiplied by the loss scale{of_scale}: "
+        "scaler.scale() was called, and neither scaler.step() nor scaler.unscale_()."
     )
     UNSCALE_FIRST = "Unscale before clipping or reading gradients."
     LET_SCALER_STEP = (
@@ -77,35 +69,17 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
     scales = {change.scale for change in case.progress.scales}
     is_scaled = not scales <= {1.0, None}
     if changed and is_scaled and not _is_divided_by_hand(case, changed) and not _is_average(changed):
-        yield _clipped(changed, case)
-    for measured in case.recorded(SteppedWhileScaled):
-        scale, factor = case.progress.scale_at(measured.step), measured.factor
-        if scale and scale > 1 and factor * scale > _UNSCALED_BY_HAND:
-            yield Found(
-                _Unscale.STEPPED,
-                {"loss_scale": scale, "factor": factor, "parameters": len(measured.names)},
-                fix=_Unscale.LET_SCALER_STEP,
-                code=_Unscale.SCALER_STEP,
-                is_grave=True,
-                step=measured.step,
-            )
+        says, code = _Unscale.CHANGED, _Unscale.CLIP_VALUE
+        if changed[0].is_uniform:
+            says, code = _Unscale.CLIPPED, _Unscale.CLIP_NORM
+        scale = case.progress.scale_at(changed[0].step)
+        yield Found.of(case, changed, says, _Unscale.UNSCALE_FIRST, code, evidence={"loss_scale": scale})
+    for stepped in case.recorded(SteppedWhileScaled):
+        scale = case.progress.scale_at(stepped.step)
+        if scale and scale > 1 and stepped.factor * scale > _UNSCALED_BY_HAND:
+            says, fix, code = _Unscale.STEPPED, _Unscale.LET_SCALER_STEP, _Unscale.SCALER_STEP
+            yield Found.of(case, [stepped], says, fix, code, evidence={"loss_scale": scale}, is_grave=True)
             return
-
-
-def _clipped(changed: Sequence[ChangedWhileScaled], case: Case) -> Found:
-    first = changed[0]
-    scale, is_by_norm = case.progress.scale_at(first.step), bool(first.is_uniform)
-    known, unknown, code = _Unscale.CHANGED, _Unscale.CHANGED_AT_UNKNOWN_SCALE, _Unscale.CLIP_VALUE
-    if is_by_norm:
-        known, unknown, code = _Unscale.CLIPPED, _Unscale.CLIPPED_AT_UNKNOWN_SCALE, _Unscale.CLIP_NORM
-    return Found(
-        known.when(scale) or unknown,
-        {"factor": first.factor, "is_uniform": is_by_norm, "loss_scale": scale, "measured_steps": len(changed)},
-        {"again": again(changed)},
-        _Unscale.UNSCALE_FIRST,
-        code,
-        step=first.step,
-    )
 
 
 def _changed(case: Case) -> list[ChangedWhileScaled]:
@@ -115,16 +89,16 @@ def _changed(case: Case) -> list[ChangedWhileScaled]:
 
 class _TooOften(Sentences):
     BY_HAND = (
-        "In step {step}{again} the loop divided all gradients by the loss scale{of} and the scaler divided them by it once "
+        "In step {step}{again} the loop divided all gradients by the loss scale{of_scale} and the scaler divided them by it once "
         "more: they are too small by that factor."
     )
     AGAIN = (
         "In step {step}{again} the scaler unscaled the same gradients {times:.0f} times while they were accumulated, which "
-        "divides the earlier micro-batches' gradients by the loss scale{of} again: only the last one counts."
+        "divides the earlier micro-batches' gradients by the loss scale{of_scale} again: only the last one counts."
     )
     NEVER_SCALED = (
         "In step {step}{again} the gradients of {modules} came from a loss that no scaler had multiplied, and the scaler "
-        "divided them by the loss scale{of}: they are too small by that factor."
+        "divided them by the loss scale{of_scale}: they are too small by that factor."
     )
     DIVIDE_NOTHING = "Let the scaler divide, and do not divide by hand."
     ONCE = "Unscale, clip, step and update once, after the last micro-batch."
@@ -143,42 +117,18 @@ def _unscaled_too_often(case: Case) -> Iterator[Found]:
     reported.
     """
     by_hand = _changed(case)
-    repeated, never = list(case.recorded(UnscaledAgain)), list(case.recorded(UnscaledNeverScaled))
-    if _is_divided_by_hand(case, by_hand):
-        yield from _too_often(case, by_hand, (_TooOften.BY_HAND, _TooOften.DIVIDE_NOTHING, _TooOften.CLIP), ())
-    elif repeated:
-        says = (_TooOften.AGAIN, _TooOften.ONCE, _TooOften.AFTER_LAST)
-        yield from _too_often(case, repeated, says, repeated[0].names)
-    elif never:
-        says = (_TooOften.NEVER_SCALED, _TooOften.SCALE_EACH, _TooOften.BOTH_LOSSES)
-        yield from _too_often(case, never, says, never[0].names)
-
-
-def _too_often(
-    case: Case,
-    found: Sequence[ChangedWhileScaled | UnscaledAgain | UnscaledNeverScaled],
-    says: tuple[_TooOften, _TooOften, _TooOften],
-    names: tuple[str, ...],
-) -> Iterator[Found]:
-    """Yield the finding with these three sentences (message, fix, code), unless the loss scale is 1 or less."""
-    first, scale = found[0], case.progress.scale_at(found[0].step)
-    if scale is not None and scale <= 1:
-        return
-    message, fix, code = says
-    yield Found(
-        message,
-        {"loss_scale": scale, "names": list(names[:20]), "measured_steps": len(found)},
-        {
-            **first.figures,
-            "again": again(found),
-            "of": filled(" of {}", scale and with_power(scale)),
-            "modules": grouped(names),
-        },
-        fix,
-        code,
-        layer=next(iter(names), ""),
-        step=first.step,
+    rows: tuple[tuple[list[Any], _TooOften, _TooOften, _TooOften], ...] = (
+        (by_hand * _is_divided_by_hand(case, by_hand), _TooOften.BY_HAND, _TooOften.DIVIDE_NOTHING, _TooOften.CLIP),
+        (list(case.recorded(UnscaledAgain)), _TooOften.AGAIN, _TooOften.ONCE, _TooOften.AFTER_LAST),
+        (list(case.recorded(UnscaledNeverScaled)), _TooOften.NEVER_SCALED, _TooOften.SCALE_EACH, _TooOften.BOTH_LOSSES),
     )
+    for found, says, fix, code in rows:
+        if found:
+            scale = case.progress.scale_at(found[0].step)
+            if scale is None or scale > 1:
+                layer = found[0].name * (says is not _TooOften.BY_HAND)
+                yield Found.of(case, found, says, fix, code, evidence={"loss_scale": scale}, layer=layer)
+            return
 
 
 def _is_divided_by_hand(case: Case, changed: Sequence[ChangedWhileScaled]) -> bool:
@@ -237,13 +187,14 @@ def _divided_by_another_scale(case: Case) -> Iterator[Found]:
     if not other or 2 * len(other) > len(changed) or not all(_is_power(error) for _, error in other):
         return
     first, error = other[0]
-    yield Found(
+    yield Found.of(
+        case,
+        [each for each, _ in other],
         _OtherScale.TOO_SMALL,
-        {"multiplied_by": first.multiplied_by, "divided_by": 1 / first.factor, "measured_steps": len(other)},
-        {"again": again([each for each, _ in other]), "error": error},
         _OtherScale.SAME_SCALE,
         _OtherScale.ORDER,
-        step=first.step,
+        words={"error": error},
+        evidence={"divided_by": 1 / first.factor},
     )
 
 
@@ -252,8 +203,108 @@ def _is_power(number: float) -> bool:
     return abs(math.log2(number) - round(math.log2(number))) <= _SAME
 
 
+# -- sums of different powers -------------------------------------------------------------------------------------------
+
+#: Measured of all gradients, these say more of a step with gradients at a wrong scale.
+_MEASURED_TOO = (ChangedBeforeStep, ChangedWhileScaled, SteppedWhileScaled, UnscaledAgain, UnscaledNeverScaled)
+
+
+class _Mixed(Sentences):
+    ACCUMULATED = (
+        "In step {step} two backwards added their gradients in {parameters:some}: the loss of one was multiplied by the loss "
+        "scale of {loss_scale:scale}, the other's was not. The scaler divides the sum, so the unscaled loss counts "
+        "{loss_scale:factor} times too little."
+    )
+    DIVIDED = (
+        "In step {step} a backward added gradients that are multiplied by the loss scale of {loss_scale:scale} to the gradients "
+        "in {parameters:some} that had been divided by it already. The next division makes the earlier ones "
+        "{loss_scale:factor} times too small."
+    )
+    GRADIENT = (
+        "In step {step} ({line}) a value that is not multiplied by the loss scale is added to the gradient of {parameters:some}, "
+        "which is still multiplied by it. After the scaler's division the value counts {loss_scale:factor} times too little."
+    )
+    TOO_LARGE = (
+        "In step {step} the optimizer takes a gradient of {parameters:some} that is still multiplied by the loss scale of "
+        "{loss_scale:scale}: the scaler divided it less often than its loss was multiplied."
+    )
+    TOO_SMALL = (
+        "In step {step} the optimizer takes a gradient of {parameters:some} that is too small by the loss scale of "
+        "{loss_scale:scale}: the scaler divided it, and had not multiplied its loss."
+    )
+    NUMBER = (
+        "In step {step}, in {place}, a number is added to a value that is still multiplied by the loss scale of "
+        "{loss_scale:scale}, or subtracted from it: gradients of a scaled output go into a loss undivided."
+    )
+    VALUES = (
+        "In step {step}, in {place}, values that are multiplied by the loss scale of {loss_scale:scale} are added to values "
+        "that are not."
+    )
+    DIVIDE_ONCE = "Divide the gradients once, after the last backward of the step."
+    SCALE_EACH = "Scale each loss."
+    UNSCALE_FIRST = "Unscale the gradients before anything is added to them."
+    DIVIDE = "Divide the gradients by the loss scale before the penalty, and scale the whole loss once."
+    SCALE_WHOLE = "Add the losses first, and scale their sum."
+    ONCE = "Scale each loss once, and let the scaler divide and step."
+    UNSCALE_ONCE = (
+        "for micro_batch in micro_batches:\n"
+        "    scaler.scale(loss_of(micro_batch)).backward()\n"
+        "scaler.unscale_(optimizer)  # once, before clipping\n"
+        "scaler.step(optimizer)"
+    )
+    BOTH_LOSSES = "scaler.scale(loss).backward()\nscaler.scale(other_loss).backward()"
+    THEN_ADD = "scaler.unscale_(optimizer)\nadd_noise_or_weight_decay(model)\nscaler.step(optimizer)"
+    PENALTY = (
+        "(scaled,) = torch.autograd.grad(scaler.scale(output.sum()), inputs, create_graph=True)\n"
+        "gradient = scaled / scaler.get_scale()\n"
+        "scaler.scale(loss + penalty(gradient)).backward()"
+    )
+    SUM = "scaler.scale(loss + other_loss).backward()"
+    STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
+
+
+_VARIANTS = {
+    "accumulated": (_Mixed.ACCUMULATED, _Mixed.SCALE_EACH, _Mixed.BOTH_LOSSES),
+    "divided": (_Mixed.DIVIDED, _Mixed.DIVIDE_ONCE, _Mixed.UNSCALE_ONCE),
+    "gradient": (_Mixed.GRADIENT, _Mixed.UNSCALE_FIRST, _Mixed.THEN_ADD),
+    "optimizer": (_Mixed.TOO_LARGE, _Mixed.ONCE, _Mixed.STEP),
+    "number": (_Mixed.NUMBER, _Mixed.DIVIDE, _Mixed.PENALTY),
+    "values": (_Mixed.VALUES, _Mixed.SCALE_WHOLE, _Mixed.SUM),
+}
+
+
+def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
+    """A sum of values that carry different powers of the loss scale, in a backward, a loss, a gradient or an optimizer.
+
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step with a GradScaler.
+
+    False alarms: None is known: an operator whose effect on the power is not certain makes it unknown.
+    """
+    for mixed in case.recorded(MixedPowers):
+        if mixed.text in ("optimizer", "accumulated") and case.has(*_MEASURED_TOO):
+            continue
+        operator, line, *parameters = mixed.names
+        says, fix, code = _VARIANTS[mixed.text]
+        if mixed.text == "optimizer" and (mixed.second or mixed.first) < 0:
+            says, fix, code = _Mixed.TOO_SMALL, _Mixed.SCALE_EACH, _Mixed.BOTH_LOSSES
+        module = module_named(mixed.name) if mixed.name else ""
+        place = f"{module} ({line})" if module and line else module or line or "code outside of modules"
+        words = {"place": place, "parameters": parameters or [mixed.name]}
+        evidence = {"operator": operator, "line": line}
+        yield Found.of(case, [mixed], says, fix, code, words=words, evidence=evidence, layer=mixed.name)
+        return
+
+
 FAULTS = (
     Fault("divided-by-another-scale", "error", _divided_by_another_scale, (_OtherScale,)),
     Fault("unscale-missing", "warning", _unscale_missing, (_Unscale,)),
     Fault("unscaled-too-often", "error", _unscaled_too_often, (_TooOften,)),
+    Fault(
+        "scaled-plus-unscaled",
+        "error",
+        _scaled_plus_unscaled,
+        (_Mixed,),
+        ("initial-scale-too-high", "scale-too-high", "overflow-recurs", "non-finite-event"),
+        is_of_every_step=True,
+    ),
 )

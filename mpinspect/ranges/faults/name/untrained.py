@@ -11,60 +11,41 @@ from mpinspect.ranges.analysis.precision import damped_by_epsilon, run_format
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.visibility import always_zero
 from mpinspect.ranges.faults.name.case import Case, grouped, quoted
-from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import MissingGradients, NotOptimized
 from mpinspect.ranges.session import FROZEN
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import as_power, by_number, with_power
+from mpinspect.reporting.words import as_power, by_number, filled, with_power
 
 #: A loss scale that may be raised by this factor is to be raised before anything else is tried.
 _MUCH_ROOM = 256.0
-#: How many names the evidence lists.
-_MOST_NAMES = 20
 
 
 # -- no gradient --------------------------------------------------------------------------------------------------------
 
 
 class _Missing(Sentences):
-    ONE_NOT_CALLED = (
-        "{names[0]!r} is in the optimizer but never got a gradient: the module did not run in the steps that "
-        "were checked."
+    ONE = "{names[0]!r} is in the optimizer but never got a gradient."
+    MANY = "The {parameters} parameters of {modules} are in the optimizer but never got a gradient."
+    NOT_CALLED = "The code that uses {it} did not run in the steps that were checked."
+    WITHOUT_GRAPH = (
+        "The forward that uses {it} built no graph. It ran under torch.no_grad(), or in a reentrant checkpoint whose inputs need "
+        "no gradient."
     )
-    MANY_NOT_CALLED = (
-        "The {parameters} parameters of {modules} are in the optimizer but never got a gradient: their modules did not run in "
-        "the steps that were checked."
-    )
-    ONE_WITHOUT_GRAPH = (
-        "{names[0]!r} is in the optimizer but never got a gradient: the forward that uses it built no graph. It ran under "
-        "torch.no_grad(), or in a reentrant checkpoint whose inputs need no gradient."
-    )
-    MANY_WITHOUT_GRAPH = (
-        "The {parameters} parameters of {modules} are in the optimizer but never got a gradient: the forward that uses them "
-        "built no graph. It ran under torch.no_grad(), or in a reentrant checkpoint whose inputs need no gradient."
-    )
-    ONE_NOT_REACHED = (
-        "{names[0]!r} is in the optimizer but never got a gradient: the loss does not reach it. A result is detached, converted "
-        "to a number or computed under no_grad, or not used."
-    )
-    MANY_NOT_REACHED = (
-        "The {parameters} parameters of {modules} are in the optimizer but never got a gradient: the loss does not reach them. "
-        "A result is detached, converted to a number or computed under no_grad, or not used."
+    NOT_REACHED = (
+        "The loss does not reach {it}. A result is detached, converted to a number or computed under no_grad, or not "
+        "used."
     )
     FROZEN_BY_PREFIX = (
         "{frozen_with_it}, while all other blocks are trained: it looks as if names that begin with {prefixes} were frozen, "
         "without the trailing dot."
     )
     CALL_WITH_GRADIENTS = "Call these modules with gradients enabled, and checkpoint without reentry."
-    LOOK_FOR_ONE = (
-        "Look for detach(), .data, .item(), argmax or torch.no_grad() in the code that uses these modules' outputs; freeze it "
-        "if it is not meant to learn."
-    )
-    LOOK_FOR_MANY = (
-        "Look for detach(), .data, .item(), argmax or torch.no_grad() in the code that uses these modules' outputs; freeze them "
-        "if they are not meant to learn."
+    LOOK_FOR = (
+        "Look for detach(), .data, .item(), argmax or torch.no_grad() in the code that uses these modules' outputs; freeze {it} "
+        "if not meant to learn."
     )
     COMPARE_WITH_DOT = "Compare with the trailing dot: names that begin with {dotted}."
     NOT_REENTRANT = (
@@ -94,17 +75,16 @@ def _gradients_missing(case: Case) -> Iterator[Found]:
 
 def _without_gradient(measured: MissingGradients, names: Sequence[str]) -> Found:
     """Return the finding on parameters without gradients, by how their modules were called."""
-    one, many, code = _Missing.ONE_NOT_REACHED, _Missing.MANY_NOT_REACHED, None
-    fix: _Missing | None = by_number(len(names), _Missing.LOOK_FOR_ONE, _Missing.LOOK_FOR_MANY)
+    why: _Missing = _Missing.NOT_REACHED
+    fix, code = _Missing.LOOK_FOR.when(not measured.not_called), None
     if measured.not_called:
-        one, many, fix = _Missing.ONE_NOT_CALLED, _Missing.MANY_NOT_CALLED, None
+        why = _Missing.NOT_CALLED
     elif measured.without_graph:
-        one, many = _Missing.ONE_WITHOUT_GRAPH, _Missing.MANY_WITHOUT_GRAPH
-        fix, code = _Missing.CALL_WITH_GRADIENTS, _Missing.NOT_REENTRANT
+        why, fix, code = _Missing.WITHOUT_GRAPH, _Missing.CALL_WITH_GRADIENTS, _Missing.NOT_REENTRANT
     return Found(
-        by_number(len(names), one, many),
-        {"parameters": len(names), "names": names[:_MOST_NAMES], **measured.figures},
-        {"modules": grouped(names)},
+        (by_number(len(names), _Missing.ONE, _Missing.MANY), why),
+        {"parameters": len(names), "names": names[:MOST_NAMES], **measured.figures},
+        {"modules": grouped(names), "it": by_number(len(names), "it", "them")},
         fix,
         code,
         layer=names[0],
@@ -191,7 +171,7 @@ def _never_fired(case: Case) -> Iterator[Found]:
     if names and is_trained and not case.precision.optimizers:
         yield Found(
             by_number(len(names), _NeverFired.ONE, _NeverFired.MANY),
-            {"names": names[:_MOST_NAMES], "count": len(names)},
+            {"names": names[:MOST_NAMES], "count": len(names)},
             layer=names[0],
         )
 
@@ -206,11 +186,7 @@ class _Zero(Sentences):
     )
     ZERO = (
         "Every weight gradient of {modules} was zero in all sampled steps: these weights do not learn. FP16 flushes gradients "
-        "up to 2^-25; whether that made the zeros is not known."
-    )
-    ZERO_AT_SCALE = (
-        "Every weight gradient of {modules} was zero in all sampled steps: these weights do not learn. FP16 flushes gradients "
-        "up to {edge} at the loss scale of {loss_scale:scale}; whether that made the zeros is not known."
+        "up to {edge}{at_scale}; whether that made the zeros is not known."
     )
     RAISE = (
         "Raise the loss scale to {raised:scale}, where nothing seen overflows. If the zeros stay, take the gradients of one "
@@ -245,7 +221,7 @@ def _gradients_all_zero(case: Case) -> Iterator[Found]:
     elif zero:
         yield Found(
             _Zero.REPLACED,
-            {"parameters": len(zero), "names": zero[:_MOST_NAMES]},
+            {"parameters": len(zero), "names": zero[:MOST_NAMES]},
             {"modules": grouped(zero)},
             layer=zero[0],
             severity="info",
@@ -261,11 +237,12 @@ def _all_zero(names: Sequence[str], case: Case) -> Found:
     if advice.highest and not has_room:
         limit = f" rather than raise the loss scale for all: above {with_power(advice.highest)} the other layers may overflow"
     return Found(
-        _Zero.ZERO_AT_SCALE.when(scale) or _Zero.ZERO,
-        {"parameters": len(names), "names": names[:_MOST_NAMES], "loss_scale": scale},
+        _Zero.ZERO,
+        {"parameters": len(names), "names": names[:MOST_NAMES], "loss_scale": scale},
         {
             "modules": grouped(names),
             "edge": as_power(2.0**-25 / (scale or 1.0)),
+            "at_scale": filled(" at the loss scale of {}", scale and with_power(scale)),
             "raised": recommended,
             "limit": limit,
             "damped": damped,
@@ -283,12 +260,8 @@ def _all_zero(names: Sequence[str], case: Case) -> Found:
 class _NotOptimized(Sentences):
     ONE = "{names[0]!r} gets gradients but is in no optimizer that was seen: it never changes."
     MANY = "The {parameters} parameters of {modules} get gradients but are in no optimizer that was seen: they never change."
-    ONE_IDLE = (
-        "The optimizer holds 1 tensor that never got a gradient and is not in the model: it was made before parameters were "
-        "replaced."
-    )
-    MANY_IDLE = (
-        "The optimizer holds {idle} tensors that never got a gradient and are not in the model: it was made before parameters "
+    IDLE = (
+        "The optimizer holds {idle:count tensor} outside of the model that never got a gradient: it was made before parameters "
         "were replaced."
     )
     MAKE_LAST = (
@@ -314,13 +287,13 @@ def _parameters_not_optimized(case: Case) -> Iterator[Found]:
         yield Found(
             (
                 by_number(len(measured.names), _NotOptimized.ONE, _NotOptimized.MANY),
-                by_number(idle, _NotOptimized.ONE_IDLE, _NotOptimized.MANY_IDLE).when(idle),
+                _NotOptimized.IDLE.when(idle),
             ),
             {
                 "parameters": len(measured.names),
                 "fraction": share,
                 "idle": idle,
-                "names": list(measured.names[:_MOST_NAMES]),
+                "names": list(measured.names[:MOST_NAMES]),
             },
             {"modules": grouped(measured.names), "module": quoted(min(modules, default=""))},
             _NotOptimized.MAKE_LAST,

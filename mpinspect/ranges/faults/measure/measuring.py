@@ -1,0 +1,114 @@
+"""The base of the observers that measure for diagnoses, and small results that travel to the host by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
+from mpinspect.ranges.capture.layers import Layer, WatchedParameter
+from mpinspect.ranges.capture.observations import Observer
+from mpinspect.ranges.capture.optimizers import ModelOptimizers
+from mpinspect.ranges.capture.recording import Recording
+from mpinspect.ranges.capture.steps import StepClock
+from mpinspect.ranges.faults.measure.masters import Masters
+from mpinspect.ranges.records import Record
+
+#: The dtypes whose sums lose terms.
+NARROW = (torch.float16, torch.bfloat16)
+#: Maximum number of names in one record.
+_MOST_NAMES = 200
+
+
+class Run(NamedTuple):
+    """The parts of a run that observers read.
+
+    Args:
+        layers: the model's modules.
+        parameters: the model's parameters.
+        optimizers: the optimizers of the parameters.
+        masters: finds the copies of the weights that optimizers step in their place.
+        clock: the run's step clock.
+        recording: receives the records, and holds the events.
+    """
+
+    layers: Sequence[Layer]
+    parameters: Sequence[WatchedParameter]
+    optimizers: ModelOptimizers
+    masters: Masters
+    clock: StepClock
+    recording: Recording
+
+
+class Measuring(Observer):
+    """An observer that is at work in measured steps, and waits for no device: what it reads is judged once it has arrived.
+
+    Args:
+        run: the parts of the run.
+    """
+
+    #: Maximum number of records of one class.
+    most_records = 10
+
+    def __init__(self, run: Run) -> None:
+        self._layers, self._parameters, self._optimizers, self._masters, self._clock, self._recording = run
+        #: Judgements that wait for values, in the order of the steps.
+        self._arrivals = Arrivals()
+        self._recorded: Counter[type[Record]] = Counter()
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Activate this observer in measured steps."""
+        self.at_work = self._clock.measured
+
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Judge the values that have reached the host."""
+        self._arrivals.take()
+
+    def run_ends(self) -> None:
+        """Judge all values; waits for the device."""
+        self._arrivals.take(wait=True)
+
+    def _record(self, record: Record) -> None:
+        """Record the first few of each class."""
+        self._recorded[type(record)] += 1
+        if self._recorded[type(record)] <= self.most_records:
+            self._recording.record(replace(record, names=record.names[:_MOST_NAMES]))
+
+    def _record_names(self, record: Record) -> None:
+        """Record it under the first of its names; it must have at least one."""
+        self._record(replace(record, name=record.names[0]))
+
+
+class Sent(NamedTuple):
+    """Small results by name, being copied to the host: one copy for each device and dtype."""
+
+    names: list[list[str]]
+    copies: list[HostCopy]
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        stacked: Callable[[list[torch.Tensor]], torch.Tensor] = torch.stack,
+    ) -> Sent:
+        """Send a result for each tensor; never waits.
+
+        Args:
+            tensors: the tensors by name.
+            stacked: returns the results of several tensors of one device and dtype, stacked along the first dimension.
+        """
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[str], list[torch.Tensor]]] = {}
+        for name, tensor in tensors:
+            names, found = groups.setdefault((tensor.device, tensor.dtype), ([], []))
+            names.append(name)
+            found.append(tensor)
+        return cls([names for names, _ in groups.values()], [HostCopy(stacked(found)) for _, found in groups.values()])
+
+    def read(self) -> dict[str, Any]:
+        """Return each name's number, or list of numbers. Waits for the device if the copies are not complete."""
+        rows = zip(self.names, self.copies, strict=True)
+        return {name: row for names, copy in rows for name, row in zip(names, copy.values().tolist(), strict=True)}
