@@ -210,6 +210,21 @@ class ReplacedBeforeStep(Record, kind="replaced-before-step"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DividedByAnother(Record, kind="divided-by-another-scale"):
+    """Gradients that a scaler divides by another scale than the scale that multiplied their loss.
+
+    Args:
+        of: the number of the optimizer's gradients.
+        other_scaler: whether another scaler multiplied the loss; else the scaler was updated in between.
+        repeated: whether the scaler had divided them already, before the update.
+    """
+
+    of: float
+    other_scaler: bool = False
+    repeated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnscaledNeverScaled(Record, kind="unscaled-never-scaled"):
     """Gradients that a scaler divided although no scaler had multiplied their loss. ``of``: the number of gradients."""
 

@@ -13,7 +13,7 @@ import torch
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.ranges.capture.graph import walk
-from mpinspect.ranges.capture.optimizers import stands_still
+from mpinspect.ranges.capture.optimizers import skips_on_device, stands_still
 from mpinspect.runtime.guard import Guarded, entrance
 from mpinspect.runtime.outputs import tensors_in
 from mpinspect.runtime.torch_calls import AUTOCAST_CACHE_CLEARED, AUTOCAST_MADE, BACKWARD, CLIP_WITH_NORM
@@ -136,6 +136,8 @@ class Listener(Guarded):
         """Record that ``scaler.step(optimizer)`` begins."""
         self._waiting.finish_left_behind()
         self._optimizers.scaler_steps(optimizer)
+        if skips_on_device(optimizer):
+            self._scaler_divides(scaler, optimizer)
 
     @entrance
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -154,8 +156,14 @@ class Listener(Guarded):
     def scaler_unscales(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Notify the observers that a scaler is about to unscale an optimizer's gradients."""
         if self._dispatcher.at_work and self._optimizers.owns(optimizer):
+            self._scaler_divides(scaler, optimizer)
             for observer in self._dispatcher.at_work:
                 observer.unscaling(optimizer)
+
+    def _scaler_divides(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        if self._optimizers.owns(optimizer):
+            for observer in self._dispatcher.at_work:
+                observer.scaler_divides(scaler, optimizer)
 
     @entrance
     def scaler_unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:

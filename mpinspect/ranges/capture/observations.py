@@ -212,6 +212,9 @@ class Observer:
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Handle losses that a scaler has multiplied; ``scaled`` are the products that have a backward."""
 
+    def scaler_divides(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Handle that a scaler is about to divide the optimizer's gradients, itself or within a fused optimizer's step."""
+
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare for a scaler to divide the optimizer's gradients by the scale, in ``unscale_`` or in its ``step``."""
 

@@ -22,7 +22,7 @@ from mpinspect.ranges.faults.measure.ledger import Ledger
 from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
 from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.faults.measure.measuring import Run
-from mpinspect.ranges.faults.measure.new_scalers import NewScalers
+from mpinspect.ranges.faults.measure.new_scalers import NewScalers, ScalesUsed
 from mpinspect.ranges.faults.measure.overflowed_norms import OverflowedNorms
 
 
@@ -38,7 +38,18 @@ def diagnosing_observers(
     asked = (RecipeLosses(recipes, recording),) if recipes else ()
     run = Run(layers, parameters, optimizers, Masters(parameters, optimizers), clock, recording)
     kinds = (
-        *(Ledger, NewScalers, MasterGradients, HandedOver, Averages, Averaged, Accumulation, Buffers, Autocasts),
+        *(
+            Ledger,
+            NewScalers,
+            ScalesUsed,
+            MasterGradients,
+            HandedOver,
+            Averages,
+            Averaged,
+            Accumulation,
+            Buffers,
+            Autocasts,
+        ),
         *(Examination, OverflowedNorms),
     )
     return (*(kind(run) for kind in kinds), *asked)

@@ -11,6 +11,7 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     ChangedBeforeStep,
     ChangedWhileScaled,
+    DividedByAnother,
     MixedPowers,
     SteppedWhileScaled,
     UnscaledAgain,
@@ -154,7 +155,7 @@ def _is_average(changed: Sequence[ChangedWhileScaled]) -> bool:
     return is_whole and is_one and all(each.is_uniform for each in changed)
 
 
-# -- scales by hand -----------------------------------------------------------------------------------------------------
+# -- divided by another scale -----------------------------------------------------------------------------------------------------
 
 
 class _OtherScale(Sentences):
@@ -162,6 +163,24 @@ class _OtherScale(Sentences):
         "In step {step}{again} the loop multiplied the loss by {multiplied_by:factor} and divided the gradients by "
         "{divided_by:factor}: the optimizer got {error:.3g} times the true gradients. In other steps both were equal."
     )
+    UPDATED = (
+        "In step {step}{again} scaler.update() was called between the backward of {modules} and the division of their gradients. "
+        "In each step in which the scale changes there, they are divided by the new scale: halved where it doubles, doubled "
+        "where it halves."
+    )
+    CHANGED = "The scale changed {changes} times in this run."
+    TWICE = (
+        "In step {step}{again} scaler.update() was called between unscale_() and step() of the optimizer of {modules}. After it "
+        "the scaler divides these gradients by the loss scale{of_scale} once more: they are too small by that factor."
+    )
+    OTHER_SCALER = (
+        "In step {step}{again} one GradScaler multiplied the loss of {modules}, and another one divided the gradients, by a "
+        "scale of its own."
+    )
+    UPDATE_LAST = "Call scaler.update() once a step, after the last scaler.step()."
+    ONE_SCALER = "Scale a loss, and step its optimizer, with the same GradScaler."
+    ONE_UPDATE = "scaler.step(optimizer)\nscaler.step(other_optimizer)\nscaler.update()"
+    WITH_ITS_SCALER = "scaler.scale(loss).backward()\nscaler.step(optimizer)"
     SAME_SCALE = "Divide by the scale with which the backward was run; change the scale after the optimizer's step."
     ORDER = (
         "(loss * scale).backward()\n"
@@ -173,10 +192,13 @@ class _OtherScale(Sentences):
 
 
 def _divided_by_another_scale(case: Case) -> Iterator[Found]:
-    """Gradients that a loop with a scale of its own divided by another scale than it had multiplied the loss by.
+    """Gradients that were divided by another loss scale than the scale that multiplied their loss.
 
-    False alarms: It is reported only if both are equal in most of the measured steps, and where they differ, by a power of two.
+    False alarms: An update between the backward and the division is reported in runs whose scale never changes, too. Of a loop
+    with a scale of its own it is reported only if both are equal in most of the measured steps, and where they differ, by a
+    power of two.
     """
+    yield from _updated_before(list(case.recorded(DividedByAnother)), case)
     changed = [
         each
         for each in case.recorded(ChangedBeforeStep)
@@ -196,6 +218,25 @@ def _divided_by_another_scale(case: Case) -> Iterator[Found]:
         words={"error": error},
         evidence={"divided_by": 1 / first.factor},
     )
+
+
+def _updated_before(found: Sequence[DividedByAnother], case: Case) -> Iterator[Found]:
+    """Yield the gradients that a GradScaler divided by another scale, as its calls show."""
+    if not found:
+        return
+    known = [change.scale for change in case.progress.scales if change.scale]
+    changes = len(known) - 1
+    says, fix, code = (_OtherScale.UPDATED, _OtherScale.CHANGED.when(changes > 0)), *_UPDATE_LAST
+    if found[0].repeated:
+        says = (_OtherScale.TWICE,)
+    elif found[0].other_scaler:
+        says, fix, code = (_OtherScale.OTHER_SCALER,), _OtherScale.ONE_SCALER, _OtherScale.WITH_ITS_SCALER
+    is_mild = says[0] is _OtherScale.UPDATED and changes < 1
+    words = {"changes": changes}
+    yield Found.of(case, found, says, fix, code, words=words, layer=found[0].name, is_mild=is_mild)
+
+
+_UPDATE_LAST = (_OtherScale.UPDATE_LAST, _OtherScale.ONE_UPDATE)
 
 
 def _is_power(number: float) -> bool:
