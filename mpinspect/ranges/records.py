@@ -136,6 +136,13 @@ class ExaminedArgument(Examined, kind="examined-argument"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BrokenWeights(Record, kind="broken-weights"):
+    """Weights that held infinities or NaNs when a loss was made that was not finite. ``of``: the number of weights read."""
+
+    of: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightGrowth(Record, kind="weight-growth"):
     """A parameter whose norm grew out of proportion.
 
@@ -237,6 +244,28 @@ class UnscaledAgain(Record, kind="unscaled-again"):
 
     of: float
     times: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedInHalf(Record, kind="divided-in-half"):
+    """FP16 gradients that the loop multiplies by ``factor`` (None: unknown) in FP16, where elements become zero.
+
+    Its text is the line. ``lost``: the share of the non-zero elements of all gradients, 0..1.
+    """
+
+    lost: float
+    factor: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientsUnderflow(Record, kind="gradients-underflow"):
+    """Gradients from ``torch.autograd.grad`` that crowd at FP16's lower end. Its text is the line.
+
+    Args:
+        lost: the share of the sum of magnitudes that was likely flushed, 0..1.
+    """
+
+    lost: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -616,18 +645,25 @@ class ChangedIntegers(Record, kind="second-integers"):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPowers(Record, kind="mixed-powers"):
-    """A sum of two terms that carry different powers of the loss scale.
+    """A sum of two terms that carry different powers of the loss scale, or a number that limits a scaled value.
 
-    Its text says where: "accumulated" (by two backwards), "gradient", "optimizer", "number" (one term is a number), "values".
-    Its names are the operator, the line, and the parameters in which gradients were accumulated.
+    Its text says where: "accumulated" (by two backwards), "gradient", "optimizer", "number" (one term is a number), "values",
+    "limit". Its names are the operator, the line, and the parameters in which gradients were accumulated.
 
     Args:
         first, second: the powers of the two terms.
+        share: the share of the elements that the limit concerns, 0..1.
     """
 
     loss_scale: float
     first: float
     second: float
+    share: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenByLoop(Record, kind="written-by-loop"):
+    """A weight that other code than an optimizer's step or a forward writes. Its names are the operator and the line."""
 
 
 @dataclass(frozen=True, kw_only=True)

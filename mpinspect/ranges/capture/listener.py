@@ -16,7 +16,7 @@ from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.capture.optimizers import skips_on_device, stands_still
 from mpinspect.runtime.guard import Guarded, entrance
 from mpinspect.runtime.outputs import tensors_in
-from mpinspect.runtime.torch_calls import AUTOCAST_CACHE_CLEARED, AUTOCAST_MADE, BACKWARD, CLIP_WITH_NORM
+from mpinspect.runtime.torch_calls import AUTOCAST_CACHE_CLEARED, AUTOCAST_MADE, BACKWARD, CLIP_WITH_NORM, GRADIENTS
 
 if TYPE_CHECKING:
     from mpinspect.ranges.capture.dispatcher import Dispatcher
@@ -51,6 +51,7 @@ class Listener(Guarded):
         scaler_watch.listen(self)
         BACKWARD.listen(self.backward_called)
         CLIP_WITH_NORM.listen(self.clipping)
+        GRADIENTS.listen(self.gradients_returned)
         AUTOCAST_MADE.listen(self.autocast_made)
         AUTOCAST_CACHE_CLEARED.listen(self.autocast_cache_cleared)
 
@@ -58,6 +59,7 @@ class Listener(Guarded):
         """Receive no more calls."""
         AUTOCAST_CACHE_CLEARED.unlisten(self.autocast_cache_cleared)
         AUTOCAST_MADE.unlisten(self.autocast_made)
+        GRADIENTS.unlisten(self.gradients_returned)
         CLIP_WITH_NORM.unlisten(self.clipping)
         BACKWARD.unlisten(self.backward_called)
         scaler_watch.unlisten(self)
@@ -116,6 +118,20 @@ class Listener(Guarded):
             self._waiting.finish_left_behind()
             for observer in self._dispatcher.at_work:
                 observer.clipping(watched, norm)
+
+    @entrance
+    def gradients_returned(self, outputs: Any, inputs: Any, gradients: Any) -> None:
+        """Pass the results of ``torch.autograd.grad`` to the observers: for this model's parameters, or no model's at all."""
+        if not self._dispatcher.at_work:
+            return
+        given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        pairs = [pair for pair in zip(given, gradients, strict=False) if isinstance(pair[1], torch.Tensor)]
+        of_none = not any(isinstance(each, torch.nn.Parameter) for each, _ in pairs)
+        if self._optimizers.watched(each for each, _ in pairs) or (
+            of_none and self._reaches_model(tensors_in(outputs))
+        ):
+            for observer in self._dispatcher.at_work:
+                observer.gradients_returned(*map(list, zip(*pairs, strict=True)))
 
     def _reaches_model(self, losses: Iterable[torch.Tensor]) -> bool:
         """Return whether the losses' graph leads to an output of this step's modules; True if that can't be known."""

@@ -233,6 +233,11 @@ class Observer:
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Handle a call of ``backward`` or ``torch.autograd.backward`` with these losses, before the backward begins."""
 
+    def gradients_returned(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Handle the gradients of the outputs that ``torch.autograd.grad`` has returned, one for each input."""
+
     def graph_read(self, formats: list[str]) -> None:
         """Handle the dtypes of the values in the losses' graph ("": some could not be read), where calls were not seen."""
 

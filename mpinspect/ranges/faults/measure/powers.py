@@ -2,7 +2,8 @@
 
 A loss that a scaler has multiplied carries the scale to the power 1, and so do its gradients, until the scaler divides them. A
 sum of terms with different powers is a fault: a penalty on gradients that were never divided, weight decay on scaled gradients,
-one backward scaled and another not. Only operators are read, never a tensor's values. Powers belong to storages, so that views
+one backward scaled and another not. A number that limits a scaled value is one too, if it changes any element: there alone
+values are read. Powers belong to storages, so that views
 need no bookkeeping. Where an operator's effect on the power is not certain, the power is unknown, and nothing is reported.
 """
 
@@ -19,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
-from mpinspect.ranges.records import MixedPowers
+from mpinspect.ranges.records import MixedPowers, Record, WrittenByLoop
 from mpinspect.runtime.user_line import innermost_line
 
 #: A power; None if it is unknown, and ZERO for zeros, which may be added to anything.
@@ -32,6 +33,9 @@ _SUMS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("index_add", "scatter_add"), (3,)),
     **dict.fromkeys(("addmm", "addmv", "addr", "addbmm", "baddbmm", "addcmul"), (1, 2)),
 }
+#: Operators that compare a value with the bounds in their other arguments, or keep it within these.
+_COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
+_LIMITS = _COMPARISONS | {"clamp", "clamp_min", "clamp_max"}
 _PRODUCTS = frozenset({"mul", "mm", "bmm", "mv", "dot", "vdot", "convolution"})
 _EXPONENTS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "var": 2.0, "std": 1.0}
 #: Operators whose result has the power of their first tensor.
@@ -80,6 +84,7 @@ class PowersOfScale:
         #: Numbers that the loop has multiplied by since.
         self._numbers: set[float] = set()
         self._found: MixedPowers | None = None
+        self._written: WrittenByLoop | None = None
         #: Sums in gradients, by storage: they do no harm until a scaler divides the gradient or an optimizer takes it.
         self._in_gradients: dict[int, MixedPowers | None] = {}
         #: Storages whose values the step has divided by the scale.
@@ -116,10 +121,14 @@ class PowersOfScale:
         in_optimizer: bool,
     ) -> None:
         """Follow one operator; ``frame`` is its caller's."""
-        if self._is_ours or self._found is not None:
-            # Later sums follow from the first.
+        if self._is_ours:
             return
         name = func.overloadpacket.__name__
+        if self._written is None and func._schema.is_mutable and not in_optimizer:
+            self._write(name, args, frame)
+        if self._found is not None:
+            # Later sums follow from the first.
+            return
         if in_optimizer or name == "_amp_foreach_non_finite_check_and_unscale_":
             self._takes(_tensors(args))
         if name == "_local_scalar_dense":
@@ -135,9 +144,9 @@ class PowersOfScale:
         elif not _is_view(func):
             self._one(name, args, result, frame, in_optimizer)
 
-    def records(self) -> list[MixedPowers]:
-        """Return the first sum of terms with different powers, if there was one."""
-        return list(filter(None, [self._found]))
+    def records(self) -> list[Record]:
+        """Return the first sum of terms with different powers, if any, and the loop's first own write to a weight."""
+        return list(filter(None, [self._found, self._written]))
 
     # -- operators --------------------------------------------------------------------------------------------------
 
@@ -145,6 +154,8 @@ class PowersOfScale:
         is_in_place = name.endswith("_")
         name = name.rstrip("_")
         results = _tensors(result)
+        if name in _LIMITS and not in_optimizer and self._power(args[0]) == 1.0:
+            self._limited(name, args, results[0], frame)
         terms = self._terms(name, args)
         power = _merged(*terms) if terms else self._result(name, args)
         if is_in_place and power == 0.0 and name in ("mul", "div"):
@@ -228,6 +239,41 @@ class PowersOfScale:
                 self._found = self._mixed(name, (0.0, power - by), frame, "optimizer", (parameter, gradient))
                 return
 
+    def _write(self, name: str, args: tuple[Any, ...], frame: FrameType) -> None:
+        """Record the loop's own write to a weight; a module's forward may write its weights as well."""
+        written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        if torch._C._current_autograd_node() is not None or self._module():
+            return
+        keys = {_key(each) for each in written if isinstance(each, torch.Tensor) and _has_storage(each)}
+        found = (path for path, weight in self._parameters if _has_storage(weight) and _key(weight) in keys)
+        path = next(found, None)
+        if path is not None:
+            self._written = WrittenByLoop(name=path, names=(name, innermost_line(frame)))
+
+    # -- limits -----------------------------------------------------------------------------------------------------
+
+    def _limited(self, name: str, args: tuple[Any, ...], result: torch.Tensor, frame: FrameType) -> None:
+        """Handle a limit of a scaled value, such as a gradient's clamp in a hook; waits for the GPU."""
+        lower = args[1]
+        bounds = [each for each in args[1:3] if each is not None and self._is_constant(each)]
+        if name.startswith("clamp") and name != "clamp_max" and bounds == [lower] and _is_epsilon(lower):
+            return
+        shares = [0.0]
+        for bound in bounds:
+            differs = result == bound
+            if name in _COMPARISONS:
+                differs = result != getattr(torch, name)(args[0] / self._scale, bound)
+            shares.append(float(differs.float().mean()))
+        if max(shares) > 0:
+            mixed = self._mixed(name, (1.0, 0.0), frame, "limit", args[:1])
+            self._found = mixed and replace(mixed, share=max(shares))
+
+    def _is_constant(self, bound: Any) -> bool:
+        """Return whether a bound is certainly not multiplied by the loss scale, and neither zero nor infinite."""
+        if isinstance(bound, torch.Tensor):
+            return self._power(bound) == 0.0
+        return 0 < abs(bound) < math.inf and not (self._is_read and abs(bound) >= _EPSILON * self._scale)
+
     # -- sums -------------------------------------------------------------------------------------------------------
 
     def _terms(self, name: str, args: tuple[Any, ...]) -> tuple[Power, Power] | None:
@@ -241,9 +287,7 @@ class PowersOfScale:
 
     def _term(self, value: Any) -> Power:
         """Return the power of a term, which may be a number."""
-        if isinstance(value, (int, float)) and abs(value) < _EPSILON:
-            return ZERO
-        return self._factor(value, None)
+        return ZERO if _is_epsilon(value) else self._factor(value, None)
 
     def _differ(
         self,
@@ -319,6 +363,10 @@ class PowersOfScale:
             if power == ZERO or known is None or known[0].expired():  # type: ignore[no-untyped-call]
                 self._in_gradients.pop(storage._cdata, None)
             self._known[storage._cdata] = (StorageWeakRef(storage), power)  # type: ignore[no-untyped-call]
+
+
+def _is_epsilon(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < _EPSILON
 
 
 def _key(tensor: torch.Tensor) -> int:

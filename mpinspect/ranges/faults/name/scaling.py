@@ -18,7 +18,7 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, period, was_in_half, where_to_inspect
 from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
-from mpinspect.ranges.records import ChangedBeforeStep, MastersGivenSmaller, NewScalers
+from mpinspect.ranges.records import ChangedBeforeStep, DividedInHalf, MastersGivenSmaller, NewScalers
 from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, TensorKey, module_named
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import and_more, filled, number_or_power
@@ -846,6 +846,9 @@ def divisors(case: Case) -> tuple[float, float] | None:
     of_masters = next(case.recorded(MastersGivenSmaller), None)
     if of_masters is not None:
         return of_masters.least, of_masters.most
+    in_half = next(case.recorded(DividedInHalf), None)
+    if in_half is not None and in_half.factor:
+        return 1 / in_half.factor, 1 / in_half.factor
     found = [each for each in case.recorded(ChangedBeforeStep) if not each.masters]
     shared = [1 / each.factor for each in found if each.is_uniform and 0 < each.factor < 1]
     if len(shared) < max(len(found), 2):
@@ -869,8 +872,9 @@ FAULTS = (
         "warning",
         _scaler_missing,
         (_Missing, _Scaler, FP32Weights),
-        ("scale-unknown", "gradients-all-zero", "gradients-already-flushed"),
+        ("scale-unknown", "gradients-all-zero", "gradients-already-flushed", "asked-gradients-flushed"),
         explains_from="warning",
+        is_of_every_step=True,
     ),
     Fault("scale-too-low", "warning", _scale_too_low, (_Low, _Scaler), ("gradients-all-zero",), explains_from="info"),
     # A scaler skips these steps, so that a warning explains them.

@@ -12,6 +12,8 @@ from mpinspect.ranges.records import (
     ChangedBeforeStep,
     ChangedWhileScaled,
     DividedByAnother,
+    DividedInHalf,
+    GradientsUnderflow,
     MixedPowers,
     SteppedWhileScaled,
     UnscaledAgain,
@@ -19,11 +21,14 @@ from mpinspect.ranges.records import (
 )
 from mpinspect.ranges.session import module_named
 from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import filled
 
 #: Ratios that differ by at most this relative amount count as equal.
 _SAME = 0.01
 #: A gradient of at most this multiple of the true one has been divided by the scale by other code.
 _UNSCALED_BY_HAND = 2.0
+#: The share of the non-zero elements whose loss leaves no training.
+_HALF = 0.5
 #: Division by a whole number up to this is taken for averaging over micro-batches, which may happen before unscaling.
 _MOST_MICRO_BATCHES = 1024
 
@@ -81,11 +86,34 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
             says, fix, code = _Unscale.STEPPED, _Unscale.LET_SCALER_STEP, _Unscale.SCALER_STEP
             yield Found.of(case, [stepped], says, fix, code, evidence={"loss_scale": scale}, is_grave=True)
             return
+    if not changed:
+        yield from _limit_of_scaled(case)
 
 
 def _changed(case: Case) -> list[ChangedWhileScaled]:
     """Return the measured changes of gradients before they were unscaled."""
     return [each for each in case.recorded(ChangedWhileScaled) if not math.isnan(each.factor)]
+
+
+class _Limit(Sentences):
+    CONSTANT = (
+        "In step {step}, in {line}, {operator} holds {share:percent} of a gradient to a number, or compares it with one, while "
+        "it is still multiplied by the loss scale of {loss_scale:scale}. The number was meant for the true gradient, smaller by "
+        "that scale."
+    )
+    AFTER_UNSCALING = (
+        "Unscale first, and limit gradients after the backward instead of in a hook; a limit within the backward is to be "
+        "multiplied by the loss scale."
+    )
+
+
+def _limit_of_scaled(case: Case) -> Iterator[Found]:
+    """Yield a number that limits scaled gradients, within the backward or after it."""
+    for mixed in case.recorded(MixedPowers):
+        if mixed.text == "limit":
+            words = {"operator": mixed.names[0].strip("_"), "line": mixed.names[1] or "code outside of modules"}
+            fix, code = _Limit.AFTER_UNSCALING, _Unscale.CLIP_VALUE
+            yield Found.of(case, [mixed], _Limit.CONSTANT, fix, code, words=words, layer=mixed.name)
 
 
 class _TooOften(Sentences):
@@ -155,7 +183,7 @@ def _is_average(changed: Sequence[ChangedWhileScaled]) -> bool:
     return is_whole and is_one and all(each.is_uniform for each in changed)
 
 
-# -- divided by another scale -----------------------------------------------------------------------------------------------------
+# -- divided by another scale -------------------------------------------------------------------------------------------
 
 
 class _OtherScale(Sentences):
@@ -226,22 +254,85 @@ def _updated_before(found: Sequence[DividedByAnother], case: Case) -> Iterator[F
         return
     known = [change.scale for change in case.progress.scales if change.scale]
     changes = len(known) - 1
-    says, fix, code = (_OtherScale.UPDATED, _OtherScale.CHANGED.when(changes > 0)), *_UPDATE_LAST
+    says, fix, code = _OtherScale.UPDATED, _OtherScale.UPDATE_LAST, _OtherScale.ONE_UPDATE
     if found[0].repeated:
-        says = (_OtherScale.TWICE,)
+        says = _OtherScale.TWICE
     elif found[0].other_scaler:
-        says, fix, code = (_OtherScale.OTHER_SCALER,), _OtherScale.ONE_SCALER, _OtherScale.WITH_ITS_SCALER
-    is_mild = says[0] is _OtherScale.UPDATED and changes < 1
+        says, fix, code = _OtherScale.OTHER_SCALER, _OtherScale.ONE_SCALER, _OtherScale.WITH_ITS_SCALER
+    is_updated = says is _OtherScale.UPDATED
     words = {"changes": changes}
-    yield Found.of(case, found, says, fix, code, words=words, layer=found[0].name, is_mild=is_mild)
-
-
-_UPDATE_LAST = (_OtherScale.UPDATE_LAST, _OtherScale.ONE_UPDATE)
+    also, is_mild = _OtherScale.CHANGED.when(is_updated and changes > 0), is_updated and changes < 1
+    yield Found.of(case, found, (says, also), fix, code, words=words, layer=found[0].name, is_mild=is_mild)
 
 
 def _is_power(number: float) -> bool:
     """Return whether a positive number is a power of two, up to rounding."""
     return abs(math.log2(number) - round(math.log2(number))) <= _SAME
+
+
+# -- divided too early, or not multiplied --------------------------------------------------------------------------------
+
+
+class _InHalf(Sentences):
+    DIVIDED = (
+        "In step {step}{again}, in {line}, the loop multiplies the gradients of {modules} by {by} in FP16: {lost:percent} of all "
+        "non-zero elements become zero there. In the backward the loss scale had kept them."
+    )
+    FP32_FIRST = "Convert the gradients to FP32 first, and divide them there."
+    CONVERT = "master.grad = p.grad.float() / scale  # in place of p.grad.div_(scale)"
+
+
+def _divided_in_float16(case: Case) -> Iterator[Found]:
+    """FP16 gradients that the loop divides in FP16, so that elements become zero.
+
+    False alarms: It is measured, from 1% of the non-zero elements on. It is a warning below half of them.
+    """
+    found = list(case.recorded(DividedInHalf))
+    if found:
+        first = found[0]
+        by = filled("{}", first.factor and f"{first.factor:.3g}") or "a factor"
+        words = {"by": by, "line": first.text or "code outside of modules"}
+        fix, code = _InHalf.FP32_FIRST, _InHalf.CONVERT
+        is_grave = max(each.lost for each in found) >= _HALF
+        yield Found.of(
+            case, found, _InHalf.DIVIDED, fix, code, words=words, evidence={"line": first.text}, is_grave=is_grave
+        )
+
+
+class _Asked(Sentences):
+    FLUSHED = (
+        "In step {step}{again} torch.autograd.grad ({line}) returned gradients{whose} that crowd at FP16's lower end, 2^-24: the "
+        "output was not multiplied by a loss scale, and some of the zeros were values. A norm, a ratio or a penalty made of them "
+        "is rounding noise."
+    )
+    MULTIPLY = "Multiply the output by the loss scale before torch.autograd.grad, and divide its result in FP32."
+    BY_THE_SCALE = (
+        "scale = scaler.get_scale()\n"
+        "(scaled,) = torch.autograd.grad(output * scale, inputs)\n"
+        "gradient = scaled.float() / scale"
+    )
+
+
+def _asked_gradients_flushed(case: Case) -> Iterator[Found]:
+    """Gradients from torch.autograd.grad whose output was not scaled, and that FP16 flushed.
+
+    False alarms: That values were flushed is inferred from the crowd of values just above the flush edge.
+    """
+    found = list(case.recorded(GradientsUnderflow))
+    if found:
+        words = {"line": found[0].text or "code outside of modules", "whose": filled(" of {!r}", found[0].name or None)}
+        fix, code, evidence = _Asked.MULTIPLY, _Asked.BY_THE_SCALE, {"line": found[0].text}
+        yield Found.of(
+            case,
+            found,
+            _Asked.FLUSHED,
+            fix,
+            code,
+            words=words,
+            evidence=evidence,
+            layer=found[0].name,
+            is_inferred=True,
+        )
 
 
 # -- sums of different powers -------------------------------------------------------------------------------------------
@@ -322,6 +413,8 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
     False alarms: None is known: an operator whose effect on the power is not certain makes it unknown.
     """
     for mixed in case.recorded(MixedPowers):
+        if mixed.text == "limit":
+            continue
         if mixed.text in ("optimizer", "accumulated") and case.has(*_MEASURED_TOO):
             continue
         operator, line, *parameters = mixed.names
@@ -338,7 +431,9 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
 
 FAULTS = (
     Fault("divided-by-another-scale", "error", _divided_by_another_scale, (_OtherScale,)),
-    Fault("unscale-missing", "warning", _unscale_missing, (_Unscale,)),
+    Fault("divided-in-float16", "warning", _divided_in_float16, (_InHalf,), ("gradients-zeroed", "gradients-all-zero")),
+    Fault("asked-gradients-flushed", "warning", _asked_gradients_flushed, (_Asked,)),
+    Fault("unscale-missing", "warning", _unscale_missing, (_Unscale, _Limit)),
     Fault("unscaled-too-often", "error", _unscaled_too_often, (_TooOften,)),
     Fault(
         "scaled-plus-unscaled",
