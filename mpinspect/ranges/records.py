@@ -262,7 +262,7 @@ class GradientsUnderflow(Record, kind="gradients-underflow"):
     """Gradients from ``torch.autograd.grad`` that crowd at FP16's lower end. Its text is the line.
 
     Args:
-        lost: the share of the sum of magnitudes that was likely flushed, 0..1.
+        lost: the share of the sum of magnitudes that was likely flushed, 0..1; 1 if all are zero.
     """
 
     lost: float

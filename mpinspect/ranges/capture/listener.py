@@ -127,11 +127,10 @@ class Listener(Guarded):
         given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         pairs = [pair for pair in zip(given, gradients, strict=False) if isinstance(pair[1], torch.Tensor)]
         of_none = not any(isinstance(each, torch.nn.Parameter) for each, _ in pairs)
-        if self._optimizers.watched(each for each, _ in pairs) or (
-            of_none and self._reaches_model(tensors_in(outputs))
-        ):
+        made = list(tensors_in(outputs))
+        if self._optimizers.watched(each for each, _ in pairs) or (of_none and pairs and self._reaches_model(made)):
             for observer in self._dispatcher.at_work:
-                observer.gradients_returned(*map(list, zip(*pairs, strict=True)))
+                observer.gradients_returned(made, *map(list, zip(*pairs, strict=True)))
 
     def _reaches_model(self, losses: Iterable[torch.Tensor]) -> bool:
         """Return whether the losses' graph leads to an output of this step's modules; True if that can't be known."""

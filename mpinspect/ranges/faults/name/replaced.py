@@ -81,7 +81,9 @@ class _Broken(Sentences):
         "{overflowed} overflowed at the loss scale {loss_scale:scale}, and the loop's own code{line} writes to the weights. A "
         "GradScaler skips its optimizer's step alone."
     )
-    CHECK_FIRST = "Before the loop computes anything from gradients, unscale them, and leave out a step whose gradients are not finite."
+    CHECK_FIRST = (
+        "Unscale gradients before anything is computed from them, and leave out a step whose gradients are not finite."
+    )
     UNSCALE_AND_CHECK = (
         "scaler.scale(loss).backward()\n"
         "scaler.unscale_(optimizer)\n"

@@ -29,6 +29,8 @@ _SAME = 0.01
 _UNSCALED_BY_HAND = 2.0
 #: The share of the non-zero elements whose loss leaves no training.
 _HALF = 0.5
+#: Fewest measured steps with zeros alone that count as flushed.
+_FEWEST_SILENT = 3
 #: Division by a whole number up to this is taken for averaging over micro-batches, which may happen before unscaling.
 _MOST_MICRO_BATCHES = 1024
 
@@ -96,10 +98,13 @@ def _changed(case: Case) -> list[ChangedWhileScaled]:
 
 
 class _Limit(Sentences):
-    CONSTANT = (
-        "In step {step}, in {line}, {operator} holds {share:percent} of a gradient to a number, or compares it with one, while "
-        "it is still multiplied by the loss scale of {loss_scale:scale}. The number was meant for the true gradient, smaller by "
-        "that scale."
+    CLAMPED = (
+        "In step {step}, in {line}, {operator} sets {share:percent} of a gradient to its bounds while it is still multiplied by "
+        "the loss scale of {loss_scale:scale}. They were meant for the true gradient, smaller by that scale."
+    )
+    COMPARED = (
+        "In step {step}, in {line}, a gradient or its norm, still multiplied by the loss scale of {loss_scale:scale}, is compared "
+        "with a number that was meant for the true one, smaller by that scale: {share:percent} of the results differ."
     )
     AFTER_UNSCALING = (
         "Unscale first, and limit gradients after the backward instead of in a hook; a limit within the backward is to be "
@@ -111,9 +116,11 @@ def _limit_of_scaled(case: Case) -> Iterator[Found]:
     """Yield a number that limits scaled gradients, within the backward or after it."""
     for mixed in case.recorded(MixedPowers):
         if mixed.text == "limit":
-            words = {"operator": mixed.names[0].strip("_"), "line": mixed.names[1] or "code outside of modules"}
+            operator, line = mixed.names[0].strip("_"), mixed.names[1]
+            words = {"operator": operator, "line": line or "code outside of modules"}
+            says = _Limit.CLAMPED.when(operator.startswith(("clamp", "_foreach_clamp"))) or _Limit.COMPARED
             fix, code = _Limit.AFTER_UNSCALING, _Unscale.CLIP_VALUE
-            yield Found.of(case, [mixed], _Limit.CONSTANT, fix, code, words=words, layer=mixed.name)
+            yield Found.of(case, [mixed], says, fix, code, words=words, evidence={"line": line}, layer=mixed.name)
 
 
 class _TooOften(Sentences):
@@ -301,9 +308,12 @@ def _divided_in_float16(case: Case) -> Iterator[Found]:
 
 class _Asked(Sentences):
     FLUSHED = (
-        "In step {step}{again} torch.autograd.grad ({line}) returned gradients{whose} that crowd at FP16's lower end, 2^-24: the "
-        "output was not multiplied by a loss scale, and some of the zeros were values. A norm, a ratio or a penalty made of them "
-        "is rounding noise."
+        "In step {step}{again} torch.autograd.grad ({line}) returned gradients{whose} that were all zero, or that crowd at FP16's "
+        "lower end, 2^-24: its output was not multiplied by a loss scale. A norm, a ratio or a penalty made of them is noise."
+    )
+    ALL_ZERO = (
+        "In step {step}{again} torch.autograd.grad ({line}) returned gradients{whose} that were all zero. FP16 flushes gradients "
+        "up to 2^-25, and its output was not multiplied by a loss scale; whether that made the zeros is not known."
     )
     MULTIPLY = "Multiply the output by the loss scale before torch.autograd.grad, and divide its result in FP32."
     BY_THE_SCALE = (
@@ -316,23 +326,16 @@ class _Asked(Sentences):
 def _asked_gradients_flushed(case: Case) -> Iterator[Found]:
     """Gradients from torch.autograd.grad whose output was not scaled, and that FP16 flushed.
 
-    False alarms: That values were flushed is inferred from the crowd of values just above the flush edge.
+    False alarms: That values were flushed is inferred from the crowd of values just above the flush edge. Gradients that are all
+    zero are reported from three measured steps on, though they may be zero in FP32 too.
     """
     found = list(case.recorded(GradientsUnderflow))
-    if found:
-        words = {"line": found[0].text or "code outside of modules", "whose": filled(" of {!r}", found[0].name or None)}
-        fix, code, evidence = _Asked.MULTIPLY, _Asked.BY_THE_SCALE, {"line": found[0].text}
-        yield Found.of(
-            case,
-            found,
-            _Asked.FLUSHED,
-            fix,
-            code,
-            words=words,
-            evidence=evidence,
-            layer=found[0].name,
-            is_inferred=True,
-        )
+    is_crowded = any(each.lost < 1 for each in found)
+    if is_crowded or len({each.step for each in found}) >= _FEWEST_SILENT:
+        line, name = found[0].text, found[0].name
+        words = {"line": line or "code outside of modules", "whose": filled(" of {!r}", name or None)}
+        says, fix = _Asked.FLUSHED.when(is_crowded) or _Asked.ALL_ZERO, (_Asked.MULTIPLY, _Asked.BY_THE_SCALE)
+        yield Found.of(case, found, says, *fix, words=words, evidence={"line": line}, layer=name, is_inferred=True)
 
 
 # -- sums of different powers -------------------------------------------------------------------------------------------
