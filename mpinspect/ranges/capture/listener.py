@@ -13,6 +13,7 @@ import torch
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.ranges.capture.graph import walk
+from mpinspect.ranges.capture.observations import out_of_reach
 from mpinspect.ranges.capture.optimizers import skips_on_device, stands_still
 from mpinspect.runtime.guard import Guarded, entrance
 from mpinspect.runtime.outputs import tensors_in
@@ -122,7 +123,7 @@ class Listener(Guarded):
     @entrance
     def gradients_returned(self, outputs: Any, inputs: Any, gradients: Any) -> None:
         """Pass the results of ``torch.autograd.grad`` to the observers: for this model's parameters, or no model's at all."""
-        if not self._dispatcher.at_work:
+        if not self._dispatcher.at_work or out_of_reach() is not None:
             return
         given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         pairs = [pair for pair in zip(given, gradients, strict=False) if isinstance(pair[1], torch.Tensor)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -61,8 +61,9 @@ class DividedGradients(Measuring):
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Begin to watch operators."""
-        if self._mode is None and not obstacle(()):
-            self._thread, self._mode = threading.get_ident(), _Products(self._ran)
+        if self._mode is None and self._left > 0 and not obstacle(()):
+            self._left -= 1
+            self._thread, self._mode = threading.get_ident(), _Products(self._ran, self._recording.note)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def backward_ends(self) -> None:
@@ -95,7 +96,6 @@ class DividedGradients(Measuring):
         self._leave()
         before, products = self._before, self._products
         if products:
-            self._left -= 1
             after = Sent.of((str(number), count) for number, (*_, count) in enumerate(products))
             copies = [*before.copies, *after.copies]
             self._arrivals.call(copies, partial(self._judge, self._clock.step, before, products, after))
@@ -146,9 +146,9 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, ran: Any) -> None:
+    def __init__(self, ran: Callable[..., None], note: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ran, self._process = ran, os.getpid()
+        self._ran, self._note, self._process = ran, note, os.getpid()
         self.is_over = False
 
     @classmethod
@@ -162,7 +162,11 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         # A forked child has the mode on its stack as well.
         if not self.is_over and getattr(func, "_schema", None) is not None and os.getpid() == self._process:
-            self._ran(func, args, result, sys._getframe(1))
+            try:
+                self._ran(func, args, result, sys._getframe(1))
+            except Exception as error:
+                self.is_over = True
+                self._note(f"mpinspect failed in watching the loop's own products of gradients ({error!r})")
         return result
 
 

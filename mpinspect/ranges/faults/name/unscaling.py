@@ -103,8 +103,8 @@ class _Limit(Sentences):
         "the loss scale of {loss_scale:scale}. They were meant for the true gradient, smaller by that scale."
     )
     COMPARED = (
-        "In step {step}, in {line}, a gradient or its norm, still multiplied by the loss scale of {loss_scale:scale}, is compared "
-        "with a number that was meant for the true one, smaller by that scale: {share:percent} of the results differ."
+        "In step {step}, in {line}, a gradient or its norm is compared with a number while it is still multiplied by the loss "
+        "scale of {loss_scale:scale}: for the true values {share:percent} of the results would differ."
     )
     AFTER_UNSCALING = (
         "Unscale first, and limit gradients after the backward instead of in a hook; a limit within the backward is to be "
@@ -308,7 +308,7 @@ def _divided_in_float16(case: Case) -> Iterator[Found]:
 
 class _Asked(Sentences):
     FLUSHED = (
-        "In step {step}{again} torch.autograd.grad ({line}) returned gradients{whose} that were all zero, or that crowd at FP16's "
+        "In step {step}{again} torch.autograd.grad ({line}) returned gradients{whose} that were all zero or crowd at FP16's "
         "lower end, 2^-24: its output was not multiplied by a loss scale. A norm, a ratio or a penalty made of them is noise."
     )
     ALL_ZERO = (
