@@ -227,11 +227,7 @@ def compare(findings: Iterable[Finding], baseline: Baseline) -> Comparison:
 
 
 def read_baseline(path: str) -> Baseline:
-    """Read a baseline file.
-
-    Raises:
-        UnusableError: the file is missing, damaged, or no baseline.
-    """
+    """Read a baseline file. Raises UnusableError if the file is missing, damaged, or no baseline."""
     try:
         document = json_of(Path(path))
     except FileNotFoundError as error:

@@ -65,9 +65,7 @@ def add_output_options(
 def print_text(report: RendersItself, **options: bool) -> None:
     """Print a report as text: in colour on a terminal or with FORCE_COLOR, without colour with NO_COLOR.
 
-    Args:
-        report: a report of any kind.
-        options: keyword arguments for the report's document, such as ``everything``.
+    The options are those of the report's document, such as ``everything``.
     """
     from mpinspect.reporting.forms import document
     from mpinspect.reporting.text import colour_console, print_to, render
@@ -80,13 +78,7 @@ def print_text(report: RendersItself, **options: bool) -> None:
 
 
 def show(report: RendersItself, options: argparse.Namespace, **document: bool) -> None:
-    """Save a report as the options of ``add_output_options`` ask, then print it as JSON or text.
-
-    Args:
-        report: a report of any kind.
-        options: the command's parsed options.
-        document: keyword arguments for the report's document, such as ``everything``.
-    """
+    """Save a report as the options of ``add_output_options`` ask, then print it as JSON, or as ``print_text`` does."""
     # Save before printing, so that an error from a picture does not follow a printed report.
     save_to(report, getattr(options, "png", None), options.md, options.html)
     if options.json:

@@ -25,11 +25,7 @@ def apart(work: Callable[[], Result], slow: str = "") -> Result:
 
     Compilers raise and catch many exceptions, and leave some in reference cycles with stack frames. Frames hold their callers'
     frames and local variables, so in the caller's thread a model and its optimizer would stay in memory until the garbage
-    collector runs.
-
-    Args:
-        work: the function to run.
-        slow: a line to print on stderr if ``work`` takes more than two seconds.
+    collector runs. ``slow`` is printed on stderr if ``work`` takes more than two seconds.
     """
     try:
         with ThreadPoolExecutor(1, thread_name_prefix="mpinspect-compile") as executor:

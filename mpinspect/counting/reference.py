@@ -160,12 +160,7 @@ _MAGNITUDES_16 = 0x7FFF
 
 
 def count_codes(chunks: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return the NARROW row of values of a 16-bit or 8-bit floating dtype.
-
-    Args:
-        chunks: one-dimensional CPU tensors of the values' codes, int16 or uint8.
-        dtype: the floating dtype of the codes.
-    """
+    """Return the NARROW row of values of a 16-bit or 8-bit dtype, whose codes (int16, uint8) one-dimensional CPU chunks hold."""
     magnitudes, slots = _tables(dtype)
     counts = torch.zeros(len(slots), dtype=torch.int64, device="cpu")
     for chunk in chunks:
@@ -190,11 +185,9 @@ def _tables(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def float32_bits(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the int32 bits of the codes' values in float32, which represents all values of the narrower dtypes.
+    """Return the bits in float32, as int32, of a narrower dtype's codes (int16 or uint8), of any shape and on any device.
 
-    Args:
-        codes: int16 or uint8, any shape, any device.
-        dtype: the floating dtype of the codes.
+    float32 represents all values of the narrower dtypes.
     """
     if dtype == torch.bfloat16:
         # Shift the bits: a conversion may flush bfloat16's subnormals, which are subnormal in float32 too.

@@ -82,7 +82,6 @@ class Device:
     vendor: str = ""
     major: int | None = None
     minor: int | None = None
-    multiprocessors: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,10 @@ class KernelTrace:
         devices: the GPUs that ran a kernel of this trace, by id; a GPU that the trace does not describe has no name.
         kernels: the kernels, by start time.
         copies_us: total time of memory copies and memsets, which do not count as kernels.
-        window_us: (start, end) of the recording; GPU idle time is computed over the kernels' own span.
         busy_us: time with at least one kernel or copy running, by device id.
         span_us: from the first start to the last end of a kernel or copy, by device id.
         operators: number of operators recorded; 0 for a trace of the GPU alone.
-        has_shapes, has_strides: whether any operator has shapes or strides.
         launches: number of launches recorded.
-        external_id_is_correlation: whether the kernels' External ids are correlations, as some torch versions write them.
         notes: sentences on missing or unreadable parts of the trace, and the consequences.
         cut_short: whether the file ends before its events do; the first of ``notes`` gives the place.
         accelerator: words for the accelerator that torch used, if it is not a GPU; else "".
@@ -115,14 +111,10 @@ class KernelTrace:
     devices: tuple[Device, ...]
     kernels: tuple[Kernel, ...]
     copies_us: float
-    window_us: tuple[float, float]
     busy_us: dict[int, float]
     span_us: dict[int, float]
     operators: int
-    has_shapes: bool
-    has_strides: bool
     launches: int
-    external_id_is_correlation: bool = False
     notes: tuple[str, ...] = ()
     cut_short: bool = False
     accelerator: str = ""

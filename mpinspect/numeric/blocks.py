@@ -64,11 +64,7 @@ class BlockCounts:
     cut_elements: int = 0
 
     def __add__(self, other: BlockCounts) -> BlockCounts:
-        """Return the counts of both tensors.
-
-        Raises:
-            ValueError: the blocks have different sizes.
-        """
+        """Return the counts of both tensors. Raises ValueError if the blocks have different sizes."""
         if self.block != other.block:
             raise ValueError(f"blocks of {self.block} and {other.block} can't be added: count both with one size")
         return BlockCounts(

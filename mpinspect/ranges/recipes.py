@@ -68,12 +68,22 @@ def compare_recipes(
             "no batch called a torch.nn.Linear as a module, nor another that multiplies its input by its weight: there is no "
             "product to judge"
         )
+    return _report(model, chosen, layers, measuring, number)
+
+
+def _report(
+    model: torch.nn.Module,
+    recipes: tuple[TrainingRecipe, ...],
+    layers: dict[str, torch.nn.Module],
+    measuring: OperandLosses,
+    batches: int,
+) -> RecipeReport:
     losses = measuring.losses
     return RecipeReport(
         type(model).__name__,
-        chosen,
-        product_rows(losses, measuring.shapes, chosen),
-        number,
+        recipes,
+        product_rows(losses, measuring.shapes, recipes),
+        batches,
         tuple(dict.fromkeys(module for (module, *_), found in losses.items() if found.broken)),
         tuple(
             path for path, each in layers.items() if isinstance(each, torch.nn.Linear) and path not in measuring.shapes

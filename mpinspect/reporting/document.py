@@ -15,8 +15,9 @@ from typing import Literal, NamedTuple, TypeVar
 from mpinspect.reporting.finding import Finding, Lines
 from mpinspect.reporting.words import NOT_APPLICABLE, and_more
 
-#: How a line or a cell is emphasised; "" is plain. A form without colour shows the text alone.
-Tone = Literal["", "strong", "dim", "good", "warning", "error", "unknown", "legend"]
+#: How a line or a cell is emphasised; "" is plain, "lead" stresses the words before the first colon on a page. A form without
+#: colour shows the text alone.
+Tone = Literal["", "lead", "strong", "dim", "good", "warning", "error", "unknown", "legend"]
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,7 @@ _TEXTS = {
 
 
 def document(report: Any, **options: Any) -> Document:
-    """Return a report's document, which every form renders.
-
-    Args:
-        report: a report of any kind.
-        options: passed to the kind's ``document`` function.
-    """
+    """Return a report's document, which every form renders; the options are those of the kind's ``document``."""
     built: Document = importlib.import_module(KINDS[report.kind].document).document(report, **options)
     return built
 

@@ -205,7 +205,7 @@ def _heading(title: str, level: int) -> str:
 
 def _block(block: Block, level: int) -> Iterator[str]:
     if isinstance(block, Line):
-        yield _tagged("p", block.text, block.tone)
+        yield _lead(block.text) if block.tone == "lead" else _tagged("p", block.text, block.tone)
     elif isinstance(block, Code):
         yield _code(block.text)
     elif isinstance(block, Section):
@@ -244,6 +244,12 @@ def _widget(block: Widget, level: int) -> Iterator[str]:
 
 def _tagged(tag: str, text: str, *classes: str) -> str:
     return f"<{tag}{_class(*classes)}>{escape(text)}</{tag}>"
+
+
+def _lead(text: str) -> str:
+    """Return a paragraph whose words before the first colon are strong; a text without a colon as it is."""
+    start, colon, rest = text.partition(": ")
+    return f"<p><b>{escape(start + colon)}</b>{escape(rest)}</p>" if colon else _tagged("p", text)
 
 
 def _class(*names: str) -> str:

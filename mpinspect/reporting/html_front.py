@@ -16,15 +16,19 @@ main>.mpinspect.front{padding:0}
 background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .bar h1{font-size:1.08em;margin:0;max-width:34em;overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
 .mpinspect .state{border:1px solid currentColor;border-radius:3px;padding:0 .5em;font-weight:600;white-space:nowrap}
-.mpinspect .fact{color:var(--soft)}
+.mpinspect .state.good::before{content:var(--good-mark)}
+.mpinspect .state.warning::before,.mpinspect .panel .warning>summary b::before{content:var(--warning-mark)}
+.mpinspect .state.error::before,.mpinspect .panel .error>summary b::before{content:var(--error-mark)}
+.mpinspect .facts{color:var(--soft);display:flex;gap:1em;white-space:nowrap;overflow-x:auto;scrollbar-width:none;min-width:9em}
 .mpinspect .screen{display:grid;grid-template-columns:minmax(0,1fr) clamp(20em,23.5vw,27em);position:relative}
 .mpinspect .panel{grid-column:2;grid-row:1;padding:.7em 1em 1em;border-left:1px solid var(--line);overflow:auto;min-width:0}
 .mpinspect .picture{grid-column:1;grid-row:1;padding:.4em 0 0 1em;min-width:0}
 .mpinspect .panel h2{font-size:1em;margin:1em 0 .3em}.mpinspect .panel>:first-child{margin-top:0}
-.mpinspect .panel p.alarm{padding:.3em .6em;border-left-width:3px;font-weight:400}
+.mpinspect .panel p.alarm{padding:.3em .6em;color:var(--error);font-size:1.05em}.mpinspect .panel pre{margin-bottom:.7em}
 .mpinspect .panel ul{list-style:none;padding:0;margin:0}.mpinspect .panel li{margin:.15em 0}
 .mpinspect .panel .dim{font-size:.93em}
-.mpinspect .panel .finding{border-left:3px solid currentColor;padding:.2em .6em;margin:.25em 0;background:var(--raised)}
+.mpinspect .finding.warning{border-left-style:double}.mpinspect .panel .finding summary::marker{color:var(--soft)}
+.mpinspect .panel .finding{border-left-width:4px;padding:.2em .6em;margin:.25em 0;background:var(--raised)}
 .mpinspect .panel .finding summary{cursor:pointer}.mpinspect .panel .finding .place{color:var(--soft);margin-left:.5em}
 .mpinspect .panel .finding .id{margin-left:.4em}
 .mpinspect a{color:var(--info)}
@@ -44,13 +48,13 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 @supports not selector(:has(a)){.mpinspect .tab{grid-row:auto}}
 .mpinspect .panel .notes>summary{margin:.7em 0 .3em;cursor:pointer;font-weight:600}
 @media (min-width:1001px){.mpinspect .bar{flex-wrap:nowrap;height:42px}.mpinspect .bar>*{flex:none}
-.mpinspect .bar h1{flex:0 1 auto;min-width:3em}
-.mpinspect .fact:nth-last-child(-n+3){flex:0 99 auto;min-width:0;overflow:hidden;text-overflow:ellipsis}
-.mpinspect .fact{white-space:nowrap}.mpinspect .screen:has(.explorer,.tab){height:calc(100vh - 42px);min-height:34em}
+.mpinspect .bar h1{flex:0 1 auto;min-width:3em}.mpinspect .bar .facts{flex:0 999 auto}
+.mpinspect .screen:has(.explorer,.tab){height:calc(100vh - 42px);min-height:34em}
 .mpinspect .screen:has(.explorer,.tab)>*{min-height:0;height:100%;box-sizing:border-box}}
-/* One column: the verdict's sentence, the picture, then the rest of the panel. */
+/* One column: the verdict with its change, the picture, then the rest of the panel. */
 @media screen and (max-width:1000px){.mpinspect .screen{display:flex;flex-direction:column}.mpinspect .panel{display:contents}
-.mpinspect .panel>*{order:2;margin-inline:1em!important}.mpinspect .panel>:is(.alarm,.error,.warning,.good,.strong){order:0}
+.mpinspect .panel>*{margin-inline:1em!important}.mpinspect .panel>:is(.dim,h2,ul,section,details){order:2}
+.mpinspect .bar .facts{flex:1}
 .mpinspect .panel>:first-child{margin-top:.7em}.mpinspect .panel>:last-child{margin-bottom:1em}
 .mpinspect .picture,.mpinspect .tab{order:1;padding:.4em 1em 0;min-height:0}}
 @media print{.mpinspect .tabs{display:none}
@@ -83,7 +87,11 @@ def front(
     yield f'<h1 title="{html.escape(document.title)}">{escape(shown.name)}</h1>'
     yield f'<span class="state {shown.tone}">{escape(shown.state)}</span>'
     yield from _switch(shown, escape)
-    yield from (f'<span class="fact">{escape(fact)}</span>' for fact in shown.facts)
+    if shown.facts:
+        # A keyboard can scroll only elements that take the focus.
+        yield '<span class="facts" tabindex="0">'
+        yield from (f"<span>{escape(fact)}</span>" for fact in shown.facts)
+        yield "</span>"
     yield "</header>"
     yield '<div class="screen">'
     yield '<section class="panel" tabindex="0" aria-label="Verdict, change and findings">'

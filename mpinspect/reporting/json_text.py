@@ -32,6 +32,11 @@ def fields(record: Any, *, also: tuple[str, ...] = (), but: tuple[str, ...] = ()
     return {name: getattr(record, name) for name in (*names, *also)}
 
 
+def named(record: Any, names: str) -> dict[str, Any]:
+    """Return the attributes of a record whose names are given, separated by spaces, in that order."""
+    return {name: getattr(record, name) for name in names.split()}
+
+
 def plain(value: Any, special: Special | None = None, *, digits: int | None = None) -> Any:
     """Return ``value`` as JSON can hold it: dicts, lists, strings, numbers, booleans and None.
 

@@ -2,8 +2,8 @@
 
 Every colour has a name for its meaning, a light variant, and a dark one for pages in a dark scheme. Text colours have a contrast
 of at least 4.5:1 against both grounds of their scheme. No colour is the only sign of anything: a format's regions (flushed,
-subnormal, overflow) differ in hatching too, kinds in line style, verdicts in words. The sets follow Okabe and Ito, "Color
-Universal Design" (2008), whose hues stay apart for protanopes, deuteranopes and tritanopes.
+subnormal, overflow) differ in hatching too, kinds in line style, verdicts in words and in their marks. The sets follow Okabe and
+Ito, "Color Universal Design" (2008), whose hues stay apart for protanopes, deuteranopes and tritanopes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PALETTE = {
     "line": Colour("#d8dde3", "#363d45"),
     # Severities and verdicts.
     "good": Colour("#116b35", "#5fcf8a"),
-    "warning": Colour("#8a5a00", "#e3b341"),
-    "error": Colour("#b3261e", "#ff8a80"),
+    "warning": Colour("#8f5f00", "#f2cc60"),
+    "error": Colour("#a01e17", "#ff7b72"),
     "unknown": Colour("#8a3f80", "#e29bd6"),
     "info": Colour("#1f5fa8", "#7fb8f5"),
     # The values of a histogram, and the regions of a format beneath them.
@@ -54,6 +54,8 @@ PALETTE = {
     "other": _same("#d0d0d0"),
     "communication": _same("#555555"),
 }
+#: Signs before verdicts of each colour, whose shapes differ where the colours look alike.
+MARKS = {"good": "✓", "warning": "▲", "error": "■"}
 #: The names of the colours of a page.
 _TEXT = ("ink", "soft", "good", "warning", "error", "unknown", "info")
 _OF_PAGE = ("ground", "raised", "line", *_TEXT, "fill", "flushed", "subnormal", "overflow")
@@ -77,5 +79,6 @@ def tint_rgb(name: str, strength: float) -> tuple[int, int, int]:
 
 
 def css_variables(*, is_dark: bool = False) -> str:
-    """Return the declarations of a page's colours as CSS custom properties: "--ground:#ffffff;..."."""
-    return "".join(f"--{name}:{PALETTE[name].dark if is_dark else PALETTE[name].light};" for name in _OF_PAGE)
+    """Return the declarations of a page's colours and marks as CSS custom properties: "--ground:#ffffff;..."."""
+    colours = (f"--{name}:{PALETTE[name].dark if is_dark else PALETTE[name].light};" for name in _OF_PAGE)
+    return "".join((*colours, *(f'--{name}-mark:"{mark}\\a0";' for name, mark in MARKS.items())))

@@ -198,11 +198,7 @@ def drawn(height: float, draw: Callable[[Figure], None]) -> Figure:
 
 
 def write(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as PNG, whole or not at all, and return its path.
-
-    Raises:
-        OSError: the file can't be written.
-    """
+    """Write a figure as PNG, whole or not at all, and return its path. Raises OSError if the file can't be written."""
     drawing, picture, target = BytesIO(), BytesIO(), Path(path)
     with matplotlib.rc_context(RC):
         figure.savefig(drawing, format="png", dpi=DPI)

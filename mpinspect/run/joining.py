@@ -172,9 +172,7 @@ def with_others(report: RunReport, others: Iterable[Path], added: Collection[Pat
     """Return the report with the failures that other processes have recorded so far; do not wait for those processes.
 
     Args:
-        report: the report of this process.
-        others: the other processes' directories.
-        added: the processes whose models are in the report.
+        others: the other processes' directories; ``added``: of those, the ones whose models are in the report.
     """
     others = list(others)
     errors = [f"{process_name(path)} ended by {error}" for path in others if (error := _error(path))]

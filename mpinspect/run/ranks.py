@@ -47,12 +47,7 @@ class ModelsOfRanks:
         self.notes: list[str] = []
 
     def process(self, process: str, record: ProcessRecord) -> None:
-        """Register a process before its models are added.
-
-        Args:
-            process: its directory in the run directory: "rank1", "rank0/process-0"; "" for the run itself.
-            record: the contents of its run.json.
-        """
+        """Register a process by its directory in the run ("rank1", "rank0/process-0"; "" for the run itself) and run.json."""
         self._records[process] = record
         if found := early_end(process, record):
             self._ended_early.append(found)
@@ -60,13 +55,7 @@ class ModelsOfRanks:
             self._world = max(self._world, record.world_size)
 
     def add(self, process: str, name: str, session: Session) -> None:
-        """Add a process's session of one model.
-
-        Args:
-            process: the process's directory, as in ``process``.
-            name: the model's name.
-            session: the record; without a rank of its own it gets the process's rank.
-        """
+        """Add a registered process's session of the model ``name``; without a rank of its own it gets the process's."""
         record = self._records.get(process, ProcessRecord())
         alone = f"{process}/{name}" if process else name
         found = _with_rank(session, process, record.world_size)

@@ -191,11 +191,7 @@ _LAST_OF_OURS = frozenset(function.__code__ for function in (load, _run_code, _r
 
 
 def show_without_our_frames(afterwards: Callable[[], None]) -> None:
-    """Wrap sys.excepthook, so that the exception that ends the script is shown without our frames.
-
-    Args:
-        afterwards: called after the exception has been shown.
-    """
+    """Wrap sys.excepthook, so that the exception that ends the script is shown without our frames; then call ``afterwards``."""
     # The script may have deleted sys.excepthook.
     is_missing = not hasattr(sys, "excepthook")
     shown_by = sys.__excepthook__ if is_missing else sys.excepthook

@@ -65,12 +65,8 @@ class OneOf(typing.NamedTuple):
 def bytes_of(path: Path, most: int) -> bytes:
     """Return the content of a file.
 
-    Args:
-        path: of the file.
-        most: largest allowed size in bytes; the rest of a larger file is not read.
-
     Raises:
-        DecodingError: the file is larger.
+        DecodingError: the file has more than ``most`` bytes; the rest is not read.
         OSError: the file can't be read, or is a pipe or a device.
     """
     check_is_file(path)
@@ -89,14 +85,10 @@ def check_is_file(path: Path) -> None:
 
 
 def inflated(data: bytes, most: int) -> bytes:
-    """Return the decompressed data of a zlib stream; ignore bytes after its end.
-
-    Args:
-        data: the whole stream.
-        most: largest allowed size of the decompressed data, in bytes; the rest is not decompressed.
+    """Return the decompressed data of a whole zlib stream; ignore bytes after its end.
 
     Raises:
-        DecodingError: ``data`` is no zlib stream, is cut short, or decompresses to more.
+        DecodingError: ``data`` is no zlib stream, is cut short, or has more than ``most`` bytes, which are not decompressed.
     """
     stream = zlib.decompressobj()
     try:

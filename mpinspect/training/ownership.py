@@ -66,11 +66,7 @@ def _check_held(model: torch.nn.Module, optimizer: torch.optim.Optimizer, held: 
 
 
 def take_scaler(owner: object, scaler: LossScaler) -> None:
-    """Make ``owner`` the owner of this scaler.
-
-    Raises:
-        ValueError: the scaler has another owner.
-    """
+    """Make ``owner`` the owner of this scaler. Raises ValueError if the scaler has another owner."""
     other = _owners.get(scaler)
     if other is not None and other() not in (None, owner):
         raise ValueError(

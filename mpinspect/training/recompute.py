@@ -18,12 +18,7 @@ from torch.overrides import TorchFunctionMode
 def recomputed(function: Callable[..., torch.Tensor], *tensors: torch.Tensor | None) -> torch.Tensor:
     """Return ``function(*tensors)``, saving only the tensors and recomputing the function in the backward; no autocast.
 
-    Args:
-        function: a deterministic function of the tensors only, without side effects.
-        tensors: the function's positional arguments, None allowed.
-
-    Returns:
-        The function's result; it can be differentiated twice.
+    The function must depend on the tensors alone and have no side effects. Its result can be differentiated twice.
     """
     result: torch.Tensor = _Recomputed.apply(function, *tensors)  # type: ignore[no-untyped-call]
     return result

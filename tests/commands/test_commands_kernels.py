@@ -114,12 +114,6 @@ def test_unreadable_input_is_a_sentence_and_status_2(make, tmp_path, capsys):
     assert str(path) in err
 
 
-def test_a_file_that_can_not_be_written_is_status_2(tmp_path, capsys):
-    (tmp_path / "file").write_text("in the way")
-    assert cli.main(["kernels", BERT, "--md", str(tmp_path / "file" / "k.md")]) == 2
-    assert "can't be written" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -28,21 +28,6 @@ def hostile():
     return analyse_kernels([trace(*runs, device=made.A100, source="/tmp/<b>|.json", notes=(name,))])
 
 
-def strict(text):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-@pytest.mark.parametrize("width", [40, 60, 100, 160])
-@pytest.mark.parametrize("make", [everything, hostile, lambda: analyse_kernels([]), lambda: analyse_kernels([trace()])])
-def test_no_line_is_wider_than_the_terminal(make, width):
-    rendered = render(make(), ".txt", width=width)
-    assert max(map(len, rendered.splitlines())) <= width
-    assert "\x1b" not in rendered
-
-
 def test_text_names_the_denominators():
     text = render(everything(), ".txt", width=140)
     assert "71% of the matrix products' time (140 us); unknown for another 14%" in text
@@ -63,24 +48,9 @@ def test_measured_estimated_and_unknown_look_different():
     assert any("at most, by the roofline" in line for line in lines)
 
 
-def test_html_is_escaped():
-    html = render(hostile(), ".html")
-    assert "<script" not in html
-    assert "&lt;script&gt;" in html
-
-
-def test_markdown_is_escaped():
-    text = render(hostile(), ".md")
-    assert "<script" not in text
-    assert "\x1b" not in text
-    # One row per kernel and per module: names added neither rows nor columns.
-    rows = [line for line in text.splitlines() if "evil" in line and line.startswith("| ")]
-    assert [len(re.findall(r"(?<!\\)\|", line)) for line in rows] == [7, 7, 5]
-
-
-def test_json_is_strict_and_adds_up():
+def test_json_adds_up():
     report = everything()
-    document = strict(report.to_json())
+    document = json.loads(report.to_json())
     assert (document["schema"], document["schema_version"]) == ("mpinspect.kernels", 1)
     assert document["tensor_core_fraction"] == report.tensor_core_fraction
     assert sum(row["time_us"] for row in document["kernels"]) == pytest.approx(200)
@@ -94,17 +64,18 @@ def test_json_is_strict_and_adds_up():
 
 def test_json_puts_equal_runs_together():
     runs = [kernel(made.ADD, time) for time in (1, 3, 2)]
-    (row,) = strict(analyse_kernels([trace(*runs)]).to_json())["kernels"]
+    (row,) = json.loads(analyse_kernels([trace(*runs)]).to_json())["kernels"]
     assert (row["calls"], row["time_us"], row["min_time_us"], row["max_time_us"]) == (3, 6, 1, 3)
 
 
 def test_json_has_no_nan():
-    assert strict(analyse_kernels([trace(kernel(made.ADD, float("nan")))]).to_json())["kernels"][0]["time_us"] == "nan"
+    text = analyse_kernels([trace(kernel(made.ADD, float("nan")))]).to_json()
+    assert json.loads(text, parse_constant=pytest.fail)["kernels"][0]["time_us"] == "nan"
 
 
 def test_the_schema_page_names_every_key():
     documented = set(re.findall(r"`([\w.]+)`", SCHEMA.read_text(encoding="utf-8")))
-    assert set(_keys(strict(everything().to_json()))) - documented == set()
+    assert set(_keys(json.loads(everything().to_json()))) - documented == set()
 
 
 def _keys(plain, *, free=("evidence", "verdict_time_us", "verdict_calls", "tensor_core_tflops", "cuda_core_tflops")):
@@ -195,10 +166,3 @@ def test_short_names(name, short):
 def test_a_shortened_name_has_at_most_the_requested_length(length):
     assert len(shortened(clean_name(made.LAYOUT), length, "middle")) <= length
     assert len(shortened("encoder.layers.0.self_attention.out_proj" * 3, length, "start")) <= length
-
-
-def test_save_refuses_a_suffix_that_names_no_form(tmp_path):
-    with pytest.raises(ValueError, match=r"'report.pdf' has the suffix '.pdf'.*\.txt \.md \.html \.json \.png"):
-        everything().save(tmp_path / "report.pdf")
-    with pytest.raises(ValueError, match="has no suffix"):
-        everything().save(tmp_path / "report")

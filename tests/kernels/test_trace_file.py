@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mpinspect.kernels.records import KernelTrace
+from mpinspect.kernels.records import Device, KernelTrace
 from mpinspect.kernels.trace import TraceError, read_trace_file, read_trace_files
 
 DATA = Path(__file__).parents[1] / "data" / "traces"
@@ -106,14 +106,13 @@ def test_operators_match_external_ids_where_torch_writes_them_correctly(name):
     expected = {(event["ts"], event["name"]): by_id[event["args"]["External id"]] for event in events(name, "kernel")}
     read = {(kernel.start_us, kernel.name): kernel.op.name for kernel in trace(name).kernels}
     assert read == expected
-    assert not trace(name).external_id_is_correlation
+    assert not any("External id" in note for note in trace(name).notes)
 
 
 def test_no_kernel_is_credited_by_an_external_id_that_is_a_correlation():
     """In these traces External ids equal correlations, which are also ids of unrelated operators."""
     name = "a100_switch_transformer_fp32.json.gz"
     read = trace(name)
-    assert read.external_id_is_correlation
     assert any("External id equals their correlation" in note for note in read.notes)
     by_id = {event["args"]["External id"]: event["name"] for event in events(name, "cpu_op")}
     lie = {(event["ts"], event["name"]): by_id.get(event["args"]["External id"]) for event in events(name, "kernel")}
@@ -195,18 +194,14 @@ def test_kernels_from_before_the_window():
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        ("h100_vit.json.gz", [(0, "NVIDIA H100 80GB HBM3", "NVIDIA", 9, 0, 132)]),
-        ("gp100_no_tensor_cores.json.gz", [(0, "Quadro GP100", "NVIDIA", 6, 0, 56)]),
-        ("ranks/worker1.json.gz", [(1, "Tesla V100-SXM2-32GB", "NVIDIA", 7, 0, 80)]),
+        ("h100_vit.json.gz", [(0, "NVIDIA H100 80GB HBM3", "NVIDIA", 9, 0)]),
+        ("gp100_no_tensor_cores.json.gz", [(0, "Quadro GP100", "NVIDIA", 6, 0)]),
+        ("ranks/worker1.json.gz", [(1, "Tesla V100-SXM2-32GB", "NVIDIA", 7, 0)]),
         ("edge_cpu_only.json.gz", []),
     ],
 )
 def test_only_devices_that_ran_kernels(name, devices):
-    read = [
-        (device.id, device.name, device.vendor, device.major, device.minor, device.multiprocessors)
-        for device in trace(name).devices
-    ]
-    assert read == devices
+    assert trace(name).devices == tuple(Device(*device) for device in devices)
 
 
 @pytest.mark.parametrize("name", ["h100_vit.json.gz", "ranks/worker0.json.gz"])
@@ -223,7 +218,7 @@ def test_busy_time_is_the_union_over_streams(name):
     (device,) = read.devices
     assert read.busy_us[device.id] == pytest.approx(busy, rel=1e-6)
     assert read.span_us[device.id] == pytest.approx(moments[-1] - moments[0])
-    assert read.busy_us[device.id] <= read.span_us[device.id] <= read.window_us[1] - read.window_us[0]
+    assert read.busy_us[device.id] <= read.span_us[device.id]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torchao_here import to_float8, to_mxfp8, torchao
 
 from mpinspect import Inspector
 from mpinspect.numeric.recipes import RECIPES, Product, Products, recipe_of
-from mpinspect.ranges.analysis.products import layers_line, modules_named, narrow_fraction
+from mpinspect.ranges.analysis.products import layers_line, modules_named
 from mpinspect.ranges.capture.layers import Selection, find_layers
 from mpinspect.ranges.faults.measure.converted import asked_for, converted_layers
 from mpinspect.ranges.session import CONVERTER_CALLED, LayersRecord, Precision, Progress, RunInfo, Session
@@ -208,13 +208,6 @@ def test_emulation_and_several_recipes_are_in_the_line():
     )
     precision = Precision(layers=found)
     assert layers_line(precision, "BF16") == "2 of 4 Linear in MXFP8 (emulated), 1 in FP8 tensorwise, 1 in BF16"
-    assert narrow_fraction(precision) == 4 / 5
-
-
-def test_a_product_that_is_kept_wide_counts_as_wide():
-    half = LayersRecord(("a",), "Linear", (32, 32), replace(MXFP8, wgrad=Product()), "torchao")
-    assert narrow_fraction(Precision(layers=(half,))) == 2 / 3
-    assert narrow_fraction(Precision(layers=(replace(half, shape=()),))) is None
 
 
 @pytest.mark.parametrize(

@@ -393,14 +393,14 @@ def test_the_curves_and_what_happened(browser: Any, tmp_path: Path) -> None:
     page.click("text=show the curve")
     words = page.text_content(".explorer figure.losses figcaption")
     assert f"safe window {power(low)} .. {power(high)}" in words
-    assert "(the run's last: 16384 (2¹⁴))" in page.text_content(".explorer .said")
+    assert "(the run's, as last sampled: 16384 (2¹⁴))" in page.text_content(".explorer .said")
     assert page.locator(".explorer svg .window").count() == 1
     page.select_option(".explorer select >> nth=1", "float8_e4m3")
     assert "no safe window is known for" in page.text_content(".explorer figure.losses figcaption")
     assert page.locator(".explorer svg .window").count() == 0
     assert page.locator(".explorer svg .fall").count() == 3
     assert page.locator(".explorer svg .event").count() == len(session.events)
-    assert "3 skipped steps" in page.text_content(".explorer figure.steps figcaption")
+    assert "3 updates skipped" in page.text_content(".explorer figure.steps figcaption")
     # An event leads to its step and its layer, which lies in another kind's table.
     page.select_option(".explorer select >> nth=0", "weight_gradient")
     page.click(".explorer .events summary")

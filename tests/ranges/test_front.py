@@ -31,6 +31,7 @@ from mpinspect.runtime import gpus
 from mpinspect.shapes.analysis import analyse_shapes
 
 SCREEN = {"width": 1440, "height": 900}
+PHONE = {"width": 390, "height": 844}
 
 
 def part(page: str, tag: str, name: str) -> str:
@@ -510,7 +511,9 @@ def test_a_switch_leads_to_the_maps_of_each_model_of_two_runs(browser: Any, tmp_
         "Critic: A, B and their difference",
     ]
     switch.select_option(index=1)
-    page.wait_for_selector(".explorer .said:text('6 tensors that did not move are hidden')")
+    # The Critic's did not move: they are shown all the same.
+    page.wait_for_selector(".explorer .said:text('None moved by more than it does by itself; all are shown.')")
+    assert page.locator(".compared tbody tr").count() == 6
     # A finding leads to its model.
     page.click(".panel .finding summary >> nth=0")
     page.wait_for_selector(".explorer tr[data-name]")
@@ -523,7 +526,17 @@ def test_a_culprit_that_was_not_counted_has_the_only_coloured_row(browser: Any, 
     rows = page.locator(".explorer tbody tr:not([aria-hidden])")
     names = [row.locator("th").text_content() for row in rows.all()]
     assert names == ["embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1", "blocks.1.fc1", "blocks.1.fc2", "head"]
-    assert page.locator(".explorer tr.marked").all_text_contents() == ["blocks.1first NaN: step 5, forward"]
+    (culprit,) = page.locator(".explorer tr.marked").all()
+    assert culprit.text_content() == "blocks.1first NaN: step 5, forward; shown: the activation gradients of its parts"
+    # Its strip has the values of its parts.
+    strips = [row.locator("canvas") for row in rows.all()[3:6]]
+    filled = """canvas => {
+      const { data } = canvas.getContext("2d").getImageData(0, canvas.height / 2, canvas.width, 1);
+      return Array.from({ length: canvas.width }, (_, x) => data[4 * x + 3] > 200);
+    }"""
+    whole, *parts = (strip.evaluate(filled) for strip in strips)
+    assert any(whole)
+    assert all(each for each, *several in zip(whole, *parts, strict=True) if any(several))
     assert [row.get_attribute("data-name") for row in page.locator(".explorer tr.near").all()] == names[4:6]
     # Keys pass over it, and after the event its consequences have no colour.
     page.focus(".explorer .rows")
@@ -540,7 +553,7 @@ def test_the_curve_is_folded_where_no_scale_would_help(browser: Any, tmp_path: P
     page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
     assert page.locator(".explorer .losses .curve").count() == 0
     assert page.locator(".explorer .losses .grip").count() == 1
-    assert "at loss scale 2048 (2¹¹), that of step 4 (the run's last)" in page.text_content(".explorer .said")
+    assert "at loss scale 2048 (2¹¹), that of step 4: " in page.text_content(".explorer .said")
     folded = page.locator(".explorer .rows").bounding_box()["height"]
     page.click("text=show the curve")
     assert page.locator(".explorer .losses .curve.flushes").count() == 1
@@ -551,13 +564,110 @@ def test_the_curve_is_folded_where_no_scale_would_help(browser: Any, tmp_path: P
     assert page.troubles == []
 
 
-def test_in_one_column_the_picture_follows_the_verdicts_sentence(browser: Any, tmp_path: Path) -> None:  # noqa: F811
-    path = of_run(broken()).save(tmp_path / "a.html")
-    page = opened(browser, path, viewport={"width": 390, "height": 844})
-    parts = [".panel .alarm", ".panel p.error", ".picture", ".panel p:text('Change: ')", ".panel .finding"]
-    tops = [page.locator(each).first.bounding_box()["y"] for each in parts]
-    assert tops == sorted(tops)
-    assert tops[2] < 400
+def test_on_a_phone_the_first_screen_has_the_change_and_the_culprit(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    report = of_run(broken())
+    verdict = replace(
+        report.parts[0].ranges.verdict, code="with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
+    )
+    report = replace(report, parts=(ModelPart("Net", replace(report.parts[0].ranges, verdict=verdict)),))
+    page = opened(browser, report.save(tmp_path / "a.html"), viewport=PHONE)
+    parts = [
+        ".state",
+        ".panel .alarm",
+        ".panel p:has-text('In trouble:')",
+        ".panel p:has-text('Change:')",
+        ".panel pre",
+    ]
+    parts += [".explorer tr.marked", ".explorer figure.steps", ".explorer .said", ".panel .finding"]
+    boxes = [page.locator(each).first.bounding_box() for each in parts]
+    assert [box["y"] for box in boxes] == sorted(box["y"] for box in boxes)
+    assert boxes[5]["y"] + boxes[5]["height"] < PHONE["height"]
+    # Names, strips and one figure have room without scrolling.
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert page.locator(".explorer .rows").evaluate("rows => rows.scrollWidth <= rows.clientWidth")
+    assert page.locator(".explorer tr.marked th").evaluate("name => name.scrollHeight <= name.clientHeight")
+    assert page.troubles == []
+
+
+def test_the_headline_says_where_and_when_it_began():
+    from mpinspect.ranges.report.front import began
+    from mpinspect.reporting.finding import Finding
+
+    report = analysing.analyse(replace(broken(nan_from=99), events=()))
+    finding = Finding("scale-too-low", "warning", "blocks.0.fc2", "It is.", {}, step=1200)
+    assert began(report) == ""
+    assert began(replace(report, findings=(finding,))) == "In 'blocks.0.fc2', from step 1,200 on"
+    assert began(replace(report, findings=(replace(finding, layer=""),))) == "In no single layer, from step 1,200 on"
+    # Of an event the alarm says it.
+    assert began(analyse(broken())) == ""
+
+
+def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():
+    healthy = replace(broken(nan_from=99), events=())
+    change = analyse(broken()).verdict.change
+    for first, second, name in ((healthy, broken(), "B"), (broken(), healthy, "A"), (broken(), broken(), "B")):
+        report = diff(first, second)
+        panel = " ".join(part(render(report, ".html"), "section", "panel").split())
+        assert f"Change in {name}: {change}" in panel
+        assert f"Change in {name}: " in render(report, ".txt")
+        assert ("B has no such trouble. Settings that differ: none that was recorded." in panel) is (name == "A")
+    other = replace(healthy, precision=replace(healthy.precision, autocast=("bfloat16",)))
+    named = part(render(diff(broken(), other), ".html"), "section", "panel")
+    settings = [change.name for change in diff(broken(), other).models[0].ranges.settings]
+    assert settings
+    assert f"Settings that differ: {', '.join(settings)}." in named
+    alike = diff(broken(), broken())
+    assert "Both in trouble" in part(render(alike, ".html"), "header", "bar")
+    assert "Both are in trouble, in the same way: step 5, " in part(render(alike, ".html"), "section", "panel")
+    assert "Change in" not in render(diff(healthy, healthy), ".html")
+
+
+def test_the_culprit_of_the_one_broken_run_is_marked_in_a_comparison(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    healthy = replace(broken(nan_from=99), events=())
+    for name, runs in (("A", (broken(), healthy)), ("B", (healthy, broken()))):
+        page = browser.new_context(offline=True, viewport=SCREEN).new_page()
+        page.goto(f"file://{diff(*runs).save(tmp_path / 'a.html')}")
+        page.wait_for_selector(".compared tbody tr.near")
+        assert page.locator(".compared tr.near th button").first.get_attribute("title") == "blocks.1.fc1"
+        assert f"▷: of blocks.1.fc1, the culprit in {name}." in page.text_content(".explorer .said")
+
+
+def test_severities_differ_in_shape_and_luminance_not_in_hue_alone(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    grave = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
+    from mpinspect.reporting.finding import Finding
+
+    ranges = analysing.analyse(replace(broken(nan_from=99), events=()))
+    finding = Finding("scale-too-low", "warning", "blocks.0.fc2", "It is.", {}, step=1)
+    ranges = replace(ranges, findings=(finding,), verdict=replace(ranges.verdict, healthy=False))
+    mild = opened(
+        browser, RunReport("a.py", "ended", (ModelPart("N", ranges),)).save(tmp_path / "b.html"), viewport=SCREEN
+    )
+    sign = "element => getComputedStyle(element, '::before').content.trim()"
+    for page, expected in ((grave, "■"), (mild, "▲")):
+        for place in (".state", ".panel .finding summary b", ".explorer tr.marked th"):
+            assert expected in page.locator(place).first.evaluate(sign), place
+    border = "element => getComputedStyle(element).borderLeftStyle"
+    assert [page.locator(".panel .finding").first.evaluate(border) for page in (grave, mild)] == ["solid", "double"]
+    # In the strip the two lines differ in their dashes.
+    dashes = "line => getComputedStyle(line).strokeDasharray"
+    lines = [grave.locator(f".explorer .steps .curve.{name}").evaluate(dashes) for name in ("scales", "lost-share")]
+    assert len(set(lines)) == 2
+
+
+def test_the_curve_has_a_bounded_share_and_is_folded_where_it_says_little(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = opened(browser, of_run(replace(broken(nan_from=99), events=())).save(tmp_path / "a.html"), viewport=SCREEN)
+    curve, rows = (page.locator(f".explorer {each}").bounding_box()["height"] for each in ("figure.losses", ".rows"))
+    assert page.locator(".explorer .losses .curve.flushes").count() == 1
+    assert curve < 0.5 * rows
+    # FP32 has a scale, whose edges are far from every value.
+    page.select_option(".explorer select >> nth=1", "bfloat16")
+    assert page.locator(".explorer .losses .curve").count() == 0
+    assert page.troubles == []
+
+
+def test_the_first_screen_of_a_broken_run_names_the_time_lost():
+    panel = part(render(with_speed(ModelPart("Net", analyse(broken()))), ".html"), "section", "panel")
+    assert "kernels: time lost: 92% (gpu-idle); " in " ".join(panel.split())
 
 
 def test_documents_without_a_front_have_none():

@@ -82,44 +82,49 @@ def test_a_culprit_of_a_kind_that_was_not_counted_shows_the_nearest_kind_and_say
         (
             {"module": "blocks.1", "tensor": "blocks.1"},
             ["blocks.1.fc1", "blocks.1.fc2"],
-            ("blocks.1", False),
+            ("blocks.1", "shown: the activation gradients of its parts", False),
             "Marked: 'blocks.1',",
         ),
         (
             {"module": "", "what": "loss", "tensor": ""},
             ["head"],
-            ("the loss", True),
+            ("the loss", "shown: the activation gradients of 'head'", True),
             "Marked: the loss, the first NaN of the run (step 5, forward). The nearest row is 'head'.",
         ),
         (
             {"module": "", "tensor": "", "given": True},
             ["embed"],
-            ("the model's input", False),
+            ("the model's input", "shown: the activation gradients of 'embed'", False),
             "The nearest row is 'embed'",
         ),
-        ({"module": "", "tensor": ""}, [], ("the model itself", False), "Marked: the model itself"),
+        (
+            {"module": "", "tensor": ""},
+            [],
+            ("the model itself", "no tensor of it was counted", False),
+            "Marked: the model itself",
+        ),
         (
             {"module": "dropout", "tensor": "dropout"},
             ["head"],
-            ("dropout", False),
+            ("dropout", "shown: the activation gradients of 'head'", False),
             "The nearest row is 'head'.",
         ),
         (
             {"module": "blocks.1.fc2", "tensor": "blocks.1.fc2", "after": True},
             ["blocks.1.fc2"],
-            ("after 'blocks.1.fc2'", True),
+            ("after 'blocks.1.fc2'", "shown: the activation gradients of 'blocks.1.fc2'", True),
             "Marked: after 'blocks.1.fc2',",
         ),
     ],
 )
 def test_a_culprit_without_a_tensor_of_its_own_has_a_row_and_marks_no_other(
-    fields: dict[str, Any], near: list[str], row: tuple[str, bool], words: str
+    fields: dict[str, Any], near: list[str], row: tuple[str, str, bool], words: str
 ):
     shown = opened(broken(**fields))
     assert shown["marked"] == []
     assert shown["near"] == near
-    assert shown["row"] == [row[0], "first NaN: step 5, forward"]
-    assert shown["after"] is row[1]
+    assert shown["row"] == [row[0], "first NaN: step 5, forward", row[1]]
+    assert shown["after"] is row[2]
     assert words in shown["words"]
     assert shown["block"] == 4
 
@@ -160,7 +165,7 @@ def test_a_finding_without_a_layer_says_that_no_single_layer_is_to_blame():
     finding = Finding("clip-before-unscale", "warning", "", "It is.", {}, step=3)
     given = data(replace(report, findings=(finding,)))["opening"]
     assert (given["kind"], given["marked"], given["near"]) == ("", [], [])
-    assert given["row"] == ["no single layer", "clip-before-unscale, from step 3 on"]
+    assert given["row"] == ["no single layer", "clip-before-unscale, from step 3 on", ""]
     assert given["words"] == "No single layer is to blame (clip-before-unscale, from step 3 on)."
 
 

@@ -103,7 +103,7 @@ def test_rows_that_became_zero_are_counted_and_their_norm_is_reported(formula):
     assert 0 < zeros < ROWS
     assert (finding.severity, finding.layer, finding.step) == ("error", "norm", 0)
     assert (finding.evidence["elements"], finding.evidence["of"]) == (zeros, ROWS)
-    assert f"in {zeros} of {ROWS} rows the values divided by that root became zero" in finding.message
+    assert f"In {zeros} of {ROWS} rows the values divided by that root became zero" in finding.message
     assert report.verdict.healthy is False
     assert not report.events
     compile(finding.code, "fix", "exec")
@@ -132,12 +132,12 @@ def test_a_variance_that_overflows_is_reported():
 def test_a_root_without_rows_is_reported_by_its_elements():
     (finding,) = norm_findings(train(lambda x: x * torch.rsqrt((x * x).mean(-1) + EPS)[:, None]))
     zeros = zero_rows(NORMS["rsqrt of a product"])
-    assert f"the values divided by {zeros} of that root's {ROWS} elements became zero" in finding.message
+    assert f"The values divided by {zeros} of that root's {ROWS} elements became zero" in finding.message
 
 
 def test_a_scalar_infinite_root_is_reported_as_zeroing_everything():
     (finding,) = norm_findings(train(lambda x: x * torch.rsqrt((x * x).mean() + EPS)))
-    assert "everything that is divided by that root became zero" in finding.message
+    assert "All values that are divided by that root became zero" in finding.message
 
 
 def test_a_root_in_a_custom_function_is_ignored():

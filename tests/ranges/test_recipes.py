@@ -377,17 +377,14 @@ def test_a_layer_is_named_once_above_its_three_products(width: int) -> None:
         assert sum(product in row.split() for row in table) == 2
 
 
-def test_the_report_has_every_form(tmp_path: object) -> None:
+def test_text_and_json_have_every_recipe() -> None:
     report = mpinspect.compare_recipes(_net(), _loss, [_batch()])
     found = json.loads(report.to_json())
     assert found["schema"] == "mpinspect.recipes"
     assert found["recipes"] == [recipe.name for recipe in report.recipes]
     cell = found["rows"][0]["cells"][0]
     assert cell["operands"][0]["loss"]["flushed_fraction"] == report.rows[0].cells[0].operands[0].loss.flushed_fraction
-    for suffix in (".txt", ".md", ".html", ".json"):
-        path = tmp_path / f"recipes{suffix}"  # type: ignore[operator]
-        report.save(path)
-        assert "mxfp8" in path.read_text(encoding="utf-8").lower()
+    assert "MXFP8" in str(report)
     assert "Not simulated of NVFP4: a random Hadamard transform" in " ".join(str(report).split())
 
 

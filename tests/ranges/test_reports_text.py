@@ -171,7 +171,10 @@ def test_a_missing_figure_has_a_mark_and_a_missing_clause_is_empty():
 
 def test_the_number_of_backwards_is_shown_if_it_differs_from_the_steps():
     progress = sessions.everything().progress
-    for backwards, words in ((500, "40 sampled, 2 skipped;"), (2000, "40 sampled, 2 skipped, 2,000 backwards;")):
+    for backwards, words in (
+        (500, "40 of them sampled, 2 updates skipped;"),
+        (2000, "40 of them sampled, 2 updates skipped, 2,000 backwards;"),
+    ):
         progress = dataclasses.replace(progress, backwards=backwards)
         rendered = render(sessions.report_by_hand(dataclasses.replace(sessions.everything(), progress=progress)), 200)
         assert words in rendered

@@ -130,7 +130,7 @@ def test_all_buffers_of_the_first_broken_module_are_named():
     assert both.message.endswith("gives NaN.")
     variance = found("statistics-broken", broken[1])
     assert variance.message.startswith("running_var of '1' (FP32) has not been finite since step 5: ")
-    assert variance.message.endswith("gives the same output for every input, one with NaN gives NaN.")
+    assert variance.message.endswith("gives one output for all inputs, one with NaN gives NaN.")
 
 
 @pytest.mark.parametrize(("backoff", "is_static"), [(0.9999999, True), (0.5, False), (None, False)])
@@ -198,7 +198,7 @@ def test_the_subject_of_the_sentence_is_the_operations_place(broken, words):
     )
     message = found("argument-out-of-range", measured, events=(happened,)).message
     assert message.startswith(
-        f"In step 8 {words} (1 element, row 5 of the batch): the loss is finite, but its gradient is not."
+        f"In step 8 {words} (1 element, row 5 of the batch). The loss is finite, but its gradient is not."
     )
 
 
@@ -255,6 +255,21 @@ def test_a_logarithm_of_a_softmax_is_recognised(argument, is_softmax):
     found = singular(argument().log().grad_fn)
     assert found is not None
     assert found.what == ("of zero, the result of a softmax" if is_softmax else "of zero")
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: torch.asinh(x),
+        lambda x: torch.acosh(-x),
+        lambda x: torch.logcumsumexp(x, 0),
+        lambda x: torch.logaddexp(x, x),
+    ],
+    ids=["asinh", "acosh", "logcumsumexp", "logaddexp"],
+)
+def test_an_operation_whose_name_begins_like_anothers_has_a_domain_of_its_own(operator):
+    given = torch.tensor([-1.5, -3.0], requires_grad=True)
+    assert singular(operator(given).grad_fn) is None
 
 
 def test_log_softmax_is_suggested_for_a_logarithm_of_a_softmax():

@@ -110,12 +110,18 @@ REPORTS = {
     "probe hostile": lambda: probe(HOSTILE, "decoder.weight"),
     "recipes empty": recipes,
     "recipes hostile": lambda: recipes(HOSTILE, "decoder"),
+    "shapes small": shape_records.small,
     "shapes empty": lambda: analyse_shapes(shape_records.recording(backward=False), gpus.named("hopper")),
     "shapes hostile": lambda: shapes(HOSTILE),
+    "kernels everything": made_kernels.everything,
     "kernels empty": lambda: analyse_kernels([]),
+    "kernels without any in a trace": lambda: analyse_kernels([made_kernels.trace()]),
     "kernels hostile": lambda: kernels(HOSTILE),
     "diff empty": lambda: DiffReport(Side("", ""), Side("", ""), ()),
     "diff hostile": hostile_diff,
+    "run of everything": lambda: dataclasses.replace(
+        run(), parts=(ModelPart("Net", sessions.report_by_hand(sessions.everything())),)
+    ),
     "run empty": lambda: RunReport("a.py", "ended"),
     "run hostile": lambda: RunReport(
         HOSTILE,
@@ -311,6 +317,30 @@ def test_json(name, reports):
     assert found["schema"].startswith("mpinspect.")
     assert render(reports[name], ".json").isascii()
     assert reports[name].to_json() == render(reports[name], ".json")
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_suffix_chooses_the_form_of_a_saved_report(name, reports, tmp_path):
+    for suffix in (".txt", ".md", ".html", ".json", ".JSON"):
+        path = reports[name].save(tmp_path / "deep" / "er" / f"report{suffix}")
+        assert path.read_text("utf-8") == render(reports[name], suffix.lower())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_suffix_is_refused_before_anything_is_written(kind, reports, tmp_path):
+    forms, refused = (
+        ".txt .md .html .json",
+        {"a.pdf": "the suffix '.pdf'", "a.txt.gz": "the suffix '.gz'", "a": "no suffix"},
+    )
+    if kind in ("ranges", "kernels", "run"):
+        forms += " .png"
+    else:
+        refused["a.png"] = "the suffix '.png'"
+    for name, what in refused.items():
+        sentence = f"{name!r} has {what}, which names no form of report; there are {forms}"
+        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+            reports[f"{kind} empty"].save(tmp_path / "new" / name)
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name", REPORTS)

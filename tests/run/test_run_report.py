@@ -363,34 +363,20 @@ def test_equal_precisions_of_several_models_are_shown_once():
 # -- every form -----------------------------------------------------------------------------------------------------------
 
 
-def reports():
-    everything, empty = ranges("everything"), analyse(Session())
-    hostile = tuple(ModelPart(name, empty) for name in sessions.HOSTILE_NAMES)
+def whole():
     kernels = analyse_kernels([made_kernels.trace(made_kernels.kernel("sgemm_128x128x8_NN"))], None, None)
-    return {
-        "nothing": RunReport("a.py", "ended", saw=("torch was never imported: there was nothing to inspect",)),
-        "whole": RunReport("a.py -x", "ended", (ModelPart("Net", everything),), shapes(), kernels, ("one",), "runs/a"),
-        "hostile": RunReport("\x1b[31m.py\n", "<b>", hostile, saw=sessions.HOSTILE_NAMES, log_dir="\u202e[red]"),
-    }
+    parts = (ModelPart("Net", ranges("everything")),)
+    return RunReport("a.py -x", "ended", parts, shapes(), kernels, ("one",), "runs/a")
 
 
-@pytest.mark.parametrize("name", reports())
-def test_every_format(name, tmp_path):
-    report = reports()[name]
-    for text in (render(report, ".txt", width=60), render(report, ".txt", width=160), render(report, ".md")):
-        text.encode("utf-8")
-        assert all(c.isprintable() or c == "\n" for c in text)
-    assert "<script>" not in report._repr_html_()
-    document = json.loads(report.to_json())
-    assert document["schema"] == "mpinspect.run"
-    assert [model["name"] for model in document["models"]] == [part.name for part in report.parts]
-    assert document["saw"] == list(report.saw)
-    for suffix in (".txt", ".md", ".html", ".json"):
-        assert report.save(tmp_path / f"report{suffix}").stat().st_size > 0
+def test_json_holds_names_as_they_are():
+    parts = tuple(ModelPart(name, analyse(Session())) for name in sessions.HOSTILE_NAMES)
+    document = json.loads(RunReport("a.py", "ended", parts, saw=sessions.HOSTILE_NAMES).to_json())
+    assert [model["name"] for model in document["models"]] == document["saw"] == list(sessions.HOSTILE_NAMES)
 
 
 def test_the_parts_in_json_equal_their_separate_reports():
-    report = reports()["whole"]
+    report = whole()
     document = json.loads(report.to_json())
     assert document["models"][0]["ranges"] == json.loads(report.parts[0].ranges.to_json())
     assert document["shapes"] == json.loads(report.shapes.to_json())
@@ -398,7 +384,7 @@ def test_the_parts_in_json_equal_their_separate_reports():
 
 
 def test_nested_markdown_has_one_title():
-    lines = render(reports()["whole"], ".md").splitlines()
+    lines = render(whole(), ".md").splitlines()
     assert [line for line in lines if line.startswith("# ")] == ["# mpinspect run a.py -x"]
     assert sum(line.startswith("## ") for line in lines) >= 5
 
@@ -417,7 +403,7 @@ def test_a_page_names_the_failure_once_below_its_top():
 
 
 def test_findings_of_all_parts_are_in_order_of_severity():
-    report = reports()["whole"]
+    report = whole()
     parts = [*report.parts[0].ranges.findings, *report.shapes.findings, *report.kernels.findings]
     assert sorted(finding.id for finding in report.findings) == sorted(finding.id for finding in parts)
     ranks = [("info", "warning", "error").index(finding.severity) for finding in report.findings]
@@ -425,7 +411,7 @@ def test_findings_of_all_parts_are_in_order_of_severity():
 
 
 def test_the_summary_is_last():
-    text = render(reports()["whole"], ".txt", width=140)
+    text = render(whole(), ".txt", width=140)
     last = text[text.index("In brief") :]
     assert "a.py -x: ended" in last
     assert "Suggested loss scale" in last

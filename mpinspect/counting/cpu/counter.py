@@ -96,11 +96,7 @@ def threads_for(length: int) -> tuple[int, tuple[int, int]]:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's first value.
-
-    Raises:
-        ValueError: the tensor has values but no memory.
-    """
+    """Return the address of a tensor's first value. Raises ValueError if the tensor has values but no memory."""
     found = tensor.data_ptr()
     if not found and tensor.numel():
         raise ValueError(

@@ -29,6 +29,7 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
+from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import (
     NOT_APPLICABLE,
     UNKNOWN,
@@ -109,11 +110,7 @@ def _gpus(report: KernelReport) -> Iterator[str]:
 
 def _lost(report: KernelReport) -> Tables:
     """Return the time that each finding costs, as a bar of the time from the first to the last kernel; an idle GPU first."""
-    # Kernels with unknown names may be as fast as they can.
-    findings = (finding for finding in report.findings if finding.id != "unknown-kernels")
-    found = [(finding, time) for finding in findings if (time := cost_us(finding))]
-    found.sort(key=lambda pair: (pair[0].id != "gpu-idle", -pair[1]))
-    span = max(report.limits.span_us, *(time for _, time in found), 1e-9)
+    found, span = _costs(report)
     rows = [
         (
             Cell(percent(time / span), "warning" if finding.is_alarm else "", bar=time / span),
@@ -128,6 +125,22 @@ def _lost(report: KernelReport) -> Tables:
         Column("finding", is_left=True),
     )
     return table(columns, rows)
+
+
+def _costs(report: KernelReport) -> tuple[list[tuple[Finding, float]], float]:
+    """Return the findings with the time that each costs, an idle GPU first, and the time of which that is a part, in us."""
+    # Kernels with unknown names may be as fast as they can.
+    findings = (finding for finding in report.findings if finding.id != "unknown-kernels")
+    found = [(finding, time) for finding in findings if (time := cost_us(finding))]
+    found.sort(key=lambda pair: (pair[0].id != "gpu-idle", -pair[1]))
+    return found, max(report.limits.span_us, *(time for _, time in found), 1e-9)
+
+
+def time_lost(report: KernelReport) -> Iterator[str]:
+    """Yield the costliest finding and its share of the time in words; nothing if no time is lost."""
+    found, span = _costs(report)
+    for finding, time in found[:1]:
+        yield f"time lost: {percent(time / span)} ({finding.id})"
 
 
 def _totals(report: KernelReport) -> Iterator[str]:

@@ -6,17 +6,14 @@ Runs that differ only in time form one entry, with their number and total time.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpinspect.kernels.analysis.losses import Loss
 from mpinspect.kernels.analysis.ranks import DeviceTime
 from mpinspect.kernels.analysis.report import KernelReport
 from mpinspect.kernels.analysis.rows import KernelRow, tflops
 from mpinspect.kernels.analysis.shares import Shares
-from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
-
-if TYPE_CHECKING:
-    from mpinspect.shapes.records import Matmul
+from mpinspect.reporting.json_text import Layout, Special, fields, headed, named, plain
 
 #: Each member of a list has its own line.
 LAYOUT = Layout(2)
@@ -24,12 +21,11 @@ LAYOUT = Layout(2)
 
 def to_plain(report: KernelReport) -> dict[str, Any]:
     """Return the report as plain dicts, lists, strings, numbers, booleans and None."""
-    names = (
-        *("rules_version", "tensor_core_fraction", "tensor_core_fraction_of_all", "tensor_core_fraction_of_compute"),
-        *("attributed_fraction", "phrase", "gpus", "shares", "coverage", "limits", "findings", "losses"),
-        *("by_name", "by_module", "ranks"),
+    body = named(
+        report,
+        "rules_version tensor_core_fraction tensor_core_fraction_of_all tensor_core_fraction_of_compute attributed_fraction "
+        "phrase gpus shares coverage limits findings losses by_name by_module ranks",
     )
-    body = {name: getattr(report, name) for name in names}
     return headed("mpinspect.kernels", 1, plain(body | {"kernels": _kernels(report)}, _SPECIAL))
 
 
@@ -51,39 +47,23 @@ def _kernel(group: list[KernelRow]) -> dict[str, Any]:
     row, times = group[0], [row.time_us for row in group]
     flops = row.flops and row.flops * len(group)
     return {
-        "name": row.name,
-        "verdict": row.verdict,
-        "reason": row.reason,
-        "basis": row.basis,
+        **named(row, "name verdict reason basis"),
         "time_us": sum(times),
         "calls": len(group),
         "min_time_us": min(times),
         "max_time_us": max(times),
-        "op": row.op,
-        "module": row.module,
+        **named(row, "op module"),
         "module_is_path": row.kernel.module_is_path,
-        "phase": row.phase,
-        "trace": row.trace,
-        "device": row.device,
-        "architecture": row.architecture,
-        "dtypes": row.dtypes,
-        "dtype": row.dtype,
-        "kind": row.kind,
+        **named(row, "phase trace device architecture dtypes dtype kind"),
         "rule": row.named.rule,
         "flops": row.flops,
         "tflops": tflops(flops, sum(times)),
-        "matmul": row.matmul and _matmul(row.matmul),
+        "matmul": row.matmul and named(row.matmul, "op kind role m n k batch dtype flops bytes"),
         "shape_verdict": getattr(row.shape, "verdict", None),
         "shape_reason": getattr(row.shape, "reason", None),
         "multiples_of_8": getattr(row.shape, "multiples_of_8", None),
-        "unattributed": row.kernel.unattributed,
-        "is_graph": row.kernel.is_graph,
+        **named(row.kernel, "unattributed is_graph"),
     }
-
-
-def _matmul(matmul: Matmul) -> dict[str, Any]:
-    names = ("op", "kind", "role", "m", "n", "k", "batch", "dtype", "flops", "bytes")
-    return {name: getattr(matmul, name) for name in names}
 
 
 _SHARES = (

@@ -74,11 +74,7 @@ def kernels(report: KernelReport) -> Figure:
 
 
 def save(report: KernelReport, path: str | Path) -> Path:
-    """Write the figure as PNG and return the path.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the figure as PNG and return the path. Raises OSError if the file cannot be written."""
     return write(kernels(escaped(report)), path)
 
 

@@ -82,9 +82,7 @@ def _device(number: int, properties: dict[str, Any] | None, hip: bool) -> Device
         return Device(number, "", "AMD" if hip else "")
     name = word(properties.get("name") or "")
     vendor = _vendor(name, integer(properties.get("warpSize")), hip)
-    return Device(
-        number, name, vendor, *(_known(properties.get(key)) for key in ("computeMajor", "computeMinor", "numSms"))
-    )
+    return Device(number, name, vendor, _known(properties.get("computeMajor")), _known(properties.get("computeMinor")))
 
 
 def _known(value: object, least: int = 0) -> int | None:

@@ -27,9 +27,6 @@ def read_trace_file(path: str | PathLike[str]) -> KernelTrace:
     Takes about 100 bytes of memory per event. For a truncated or damaged file, returns the readable part; ``notes`` of the result
     names the missing parts.
 
-    Args:
-        path: path of the file.
-
     Raises:
         TraceError: the file does not exist, cannot be read, or is not a trace.
     """
@@ -62,28 +59,14 @@ def _read(path: Path) -> KernelTrace:
         devices=gpus,
         kernels=attributed(recording, launches),
         copies_us=float(recording.copies.duration.sum()),
-        window_us=_window(recording),
         busy_us=busy_us,
         span_us=span_us,
         operators=len(recording.operators),
-        has_shapes=recording.has_shapes,
-        has_strides=recording.has_strides,
         launches=_launch_count(recording),
-        external_id_is_correlation=wrong_ids,
         notes=notes(stream, recording, launches, gpus, wrong_ids),
         cut_short=stream.is_cut,
         accelerator=accelerator,
     )
-
-
-def _window(recording: Recording) -> tuple[float, float]:
-    """Return the time from the first event or profiler mark to the last; (0, 0) without any."""
-    columns = (recording.operators, recording.launches, recording.kernels, recording.copies, recording.modules)
-    starts = [recording.window[0], *(float(column.start.min()) for column in columns if len(column))]
-    ends = [recording.window[1], *(float(column.end.max()) for column in columns if len(column))]
-    if min(starts) > max(ends):
-        return 0.0, 0.0
-    return min(starts), max(ends)
 
 
 def _launch_count(recording: Recording) -> int:
@@ -115,7 +98,8 @@ def read_trace_files(paths: Sequence[str | PathLike[str]]) -> tuple[KernelTrace,
         else:
             traces.append(read_trace_file(path))
     traces.sort(key=lambda trace: (trace.rank is None, trace.rank or 0, _natural(trace.source)))
-    return tuple(_with_duplicates_noted(traces))
+    claims = Counter(trace.rank for trace in traces)
+    return tuple(_noted(trace, claims[trace.rank]) for trace in traces)
 
 
 def _folder(folder: Path) -> list[KernelTrace]:
@@ -144,13 +128,8 @@ def _natural(name: str) -> list[tuple[str, int]]:
     return [(text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d*)", name)]
 
 
-def _with_duplicates_noted(traces: list[KernelTrace]) -> list[KernelTrace]:
-    """Add a note to traces with the same rank: they are from several runs, or from several windows of one run."""
-    counted = Counter(trace.rank for trace in traces)
-    return [_noted(trace, counted[trace.rank]) for trace in traces]
-
-
 def _noted(trace: KernelTrace, claims: int) -> KernelTrace:
+    """Add a note if several traces have this rank: they are from several runs, or from several windows of one run."""
     if trace.rank is None or claims == 1:
         return trace
     note = f"{claims} traces are of rank {trace.rank}: of several runs, or of several windows of one. All are counted."

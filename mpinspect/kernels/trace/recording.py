@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import marshal
-import math
 from collections.abc import Callable, Iterator
 from operator import itemgetter
 from typing import Any
@@ -64,7 +63,6 @@ class Recording:
         frames: nn.Module frames of the Python stack.
         steps, optimizers: torch's annotations.
         flow_starts, flow_ends: arrows from forward to backward: id (number in ``flows``), thread.
-        window: the profiler's own marks of start and end; infinities without marks.
         unreadable, without_duration, pairs, without_phase: numbers of events that were left out or repaired.
     """
 
@@ -80,9 +78,8 @@ class Recording:
         self.steps = Columns("name", "thread", "id")
         self.optimizers = Columns("name", "thread", "id")
         self.flow_starts, self.flow_ends = Columns("id", "thread"), Columns("id", "thread")
-        self.window = (math.inf, -math.inf)
         self.unreadable = self.without_duration = self.pairs = self.without_phase = 0
-        self.has_shapes = self.has_strides = False
+        self.has_shapes = False
         self._operator_names: dict[object, int] = {}
         self._marks: set[str] = set()
         runtimes = (
@@ -163,7 +160,6 @@ class Recording:
             return -1
         described = [args.get(key) for key in _ARGUMENTS]
         self.has_shapes |= described[0] is not None
-        self.has_strides |= described[1] is not None
         return self.arguments[marshal.dumps(described, _MARSHAL)]
 
     def _launch(self, event: dict[str, Any]) -> None:
@@ -229,14 +225,10 @@ class Recording:
             columns.add((time, 0.0, flow, self.threads[event.get("pid"), event.get("tid")]))
 
     def _mark(self, event: dict[str, Any]) -> None:
-        """Add Kineto's marks at the start and end of its window; other events here name processes and threads."""
-        if event.get("ph") in ("i", "I"):
-            name, time = word(event.get("name")), number(event.get("ts"))
-            if time is not None and name.startswith(("Iteration Start", "Record Window End")):
-                self.window = (min(self.window[0], time), max(self.window[1], time))
-        elif "ph" not in event:
+        """Add the marks of an event that names a process or thread; Kineto's instants (phase i) mark its window."""
+        if "ph" not in event:
             self.without_phase += 1
-        elif len(self._marks) < _MOST_MARKS:
+        elif event["ph"] not in ("i", "I") and len(self._marks) < _MOST_MARKS:
             self._marks.update(_marks(event))
 
     def producer(self) -> Producer | None:

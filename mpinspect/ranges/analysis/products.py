@@ -40,11 +40,6 @@ class ConvertedLayer:
         return self.products.bits is not None
 
     @property
-    def own_name(self) -> str:
-        """The last part of its path that is no number."""
-        return _own_name(self.module)
-
-    @property
     def pattern(self) -> str:
         """Its path with the numbers of blocks as "{}"."""
         return pattern_of(self.module)
@@ -56,6 +51,7 @@ class ConvertedLayer:
 
 
 def _own_name(module: str) -> str:
+    """Return the last part of a path that is no number."""
     return next((part for part in reversed(module.split(".")) if not part.isdigit()), module)
 
 
@@ -121,21 +117,6 @@ def _kinds(records: Iterable[LayersRecord]) -> str:
     if all(record.type in ("Linear", "Float8Linear", "MXFP8Linear") for record in records):
         return "Linear"
     return "layers"
-
-
-def narrow_fraction(precision: Precision) -> float | None:
-    """Return the share of the layers' multiplications by weights that are narrow, 0..1; None if a size is unknown.
-
-    Every layer counts as called with as many rows.
-    """
-    if not precision.layers or not all(len(record.shape) == 2 for record in precision.layers):
-        return None
-    work = [
-        (len(record.modules) * record.shape[0] * record.shape[1], 3 - len(record.products.wide))
-        for record in precision.layers
-    ]
-    total = sum(3 * size for size, _ in work)
-    return sum(size * narrow for size, narrow in work) / total if total else None
 
 
 def alike(layers: Iterable[ConvertedLayer]) -> list[list[ConvertedLayer]]:

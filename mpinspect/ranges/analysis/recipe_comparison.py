@@ -325,7 +325,6 @@ def product_rows(
     Args:
         losses: by module, recipe, product and tensor; a product without an entry for both of its tensors was not computed.
         shapes: input and output features by module, in order.
-        recipes: the recipes, in order.
     """
     recipes = tuple(recipes)
     rows = []

@@ -5,6 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+
+
+def operator_of(node: Any) -> str:
+    """Return a node's operator as autograd names it: "MseLoss", "ToCopy"."""
+    name: str = node.name().partition("Backward")[0]
+    return name.lstrip("_")
+
+
+def dtype_of(node: Any) -> Any:
+    """Return the dtype of a node's first result; None if unknown."""
+    return next((made.dtype for made in getattr(node, "_input_metadata", ())), None)
+
+
+def numel_of(node: Any) -> int:
+    """Return the number of elements of a node's first result; 0 if unknown."""
+    try:
+        return next((torch.Size(made.shape).numel() for made in getattr(node, "_input_metadata", ())), 0)
+    except (TypeError, RuntimeError, AttributeError):  # a nested tensor has no such shape
+        return 0
+
 
 def receivers(node: Any) -> Iterator[Any]:
     """Yield the nodes that receive a node's gradients."""

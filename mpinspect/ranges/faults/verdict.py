@@ -26,7 +26,7 @@ from mpinspect.ranges.session import (
 )
 from mpinspect.reporting.finding import SEVERITIES, Finding, inferred
 from mpinspect.reporting.sentences import Said, Sentences, text
-from mpinspect.reporting.words import as_power, by_number, filled, format_name, lower_first, number_of
+from mpinspect.reporting.words import as_power, by_number, filled, format_name, lower_first, number_of, with_power
 
 _INFO, _WARNING, _ERROR = SEVERITIES
 _OPENINGS = {_ERROR: "In trouble", _WARNING: "Needs fixing"}
@@ -352,11 +352,8 @@ class _Next(Sentences):
     NOTHING = "Nothing to do."
     TRY_BF16 = "To train in 16 bits, try BF16 autocast."
     TRY_EITHER = (
-        "To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler, which skips a step that overflows."
-    )
-    TRY_EITHER_FROM = (
-        "To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler from {start:scale}, which skips a step "
-        "that overflows."
+        "To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler{start_at}, which skips a step that "
+        "overflows."
     )
     IN_WHAT_WAS_SEEN = "No problems in the observed part."
     COUNT_IN_FP32 = (
@@ -373,7 +370,8 @@ def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -
     """Return what to do after a healthy run, in one line; ``fp16``: the advice for FP16."""
     # A GradScaler begins at 2^16 by itself.
     start = (fp16.needed and fp16.recommended) or min(fp16.highest or _INITIAL, _INITIAL)
-    figures = {"recommended": fp16.recommended, "used": session.last_scale, "start": start}
+    start_at = f" from {with_power(start)}" * bool(fp16.needed or start != _INITIAL)
+    figures = {"recommended": fp16.recommended, "used": session.last_scale, "start_at": start_at}
     if format == FLOAT16:
         return text(_next_in_float16(session, fp16), figures)
     says = _Next.NOTHING
@@ -382,7 +380,7 @@ def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -
     elif format is None and is_hidden(session):
         says = _Next.SHOW_FORMAT
     elif format == FLOAT32:
-        says = _Next.TRY_EITHER_FROM.when(fp16.needed or start != _INITIAL) or _Next.TRY_EITHER
+        says = _Next.TRY_EITHER
         if not _takes_scaler(session) or not fp16.available or fp16.needed is None or fp16.serves_none:
             says = _Next.TRY_BF16
     return text(says, figures)

@@ -11,6 +11,7 @@ from mpinspect.ranges.analysis.parting import LEAST_BEYOND
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import kind_named, phrase
+from mpinspect.ranges.report.document import change_blocks
 from mpinspect.ranges.report.explorer import Mapped, has_map, widget
 from mpinspect.ranges.report.scale_line import scale_in_brief
 from mpinspect.reporting.document import (
@@ -71,20 +72,31 @@ _FAR = 0.1
 
 
 def headline(diff: RangeDiff) -> str:
-    """Return in one or two sentences which run alone is in trouble, and whether and where the runs part."""
+    """Return in one or two sentences which run is in trouble, and whether and where the runs part."""
     said = trouble(diff)
     events = [event for event in map(what_broke, (diff.first, diff.second)) if said and event is not None]
-    if said and (diff.moved is None or any(event.step <= diff.moved.last_step for event in events)):
+    if (
+        said
+        and not is_alike(diff)
+        and (diff.moved is None or any(event.step <= diff.moved.last_step for event in events))
+    ):
         # A run that broke moves all its ranges.
         return said
     return f"{said} {_parting(diff)}".lstrip()
 
 
+def is_alike(diff: RangeDiff) -> bool:
+    """Return whether both runs have the same grave finding, or none."""
+    return _grave(diff.first)[0] == _grave(diff.second)[0]
+
+
 def trouble(diff: RangeDiff) -> str:
-    """Return a sentence on grave findings of one run alone; "" without any."""
-    (which, one), (that, other) = _grave(diff.first), _grave(diff.second)
-    if which == that:
+    """Return a sentence on the grave findings; "" without any."""
+    one, other = _grave(diff.first)[1], _grave(diff.second)[1]
+    if not one and not other:
         return ""
+    if is_alike(diff):
+        return f"Both are in trouble, in the same way: {other}."
     if one and other:
         return f"Both are in trouble. A: {one}; B: {other}."
     return f"{'A' if one else 'B'} alone is in trouble: {one or other}."
@@ -97,6 +109,25 @@ def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
         return (event.step, event.phase, event.module), first_line(event)
     errors = (finding for finding in report.findings if finding.severity == SEVERITIES[-1])
     return next((((error.id, error.layer), error.message.rstrip(".")) for error in errors), ((), ""))
+
+
+def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
+    """Yield the change that the broken run needs, B's if both are broken; if A alone is, first the settings that differ.
+
+    Args:
+        above: the headline, whose sentences are not repeated.
+    """
+    for name, report in (("B", diff.second), ("A", diff.first)):
+        verdict = report.verdict
+        if verdict.healthy is not False:
+            continue
+        if name == "A":
+            names = ", ".join(change.name for change in diff.settings) or "none that was recorded"
+            yield Line(f"B has no such trouble. Settings that differ: {names}.")
+        said = (sentence for sentence in verdict.sentences if sentence.partition(": ")[2].rstrip(".") not in above)
+        yield from (Line(f"{name}: {sentence}", "lead") for sentence in said)
+        yield from change_blocks(verdict, f" in {name}")
+        return
 
 
 def _parting(diff: RangeDiff) -> str:

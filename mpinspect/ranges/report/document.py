@@ -126,9 +126,12 @@ _LEGEND = (
 )
 
 
-def title(report: RangeReport) -> str:
-    """Return the report's title: the model's name and the format it is judged against."""
-    return f"{report.session.info.model or 'A model'} against {report.format}"
+def title(report: RangeReport, name: str = "") -> str:
+    """Return the report's title: the model's class, after the name that it has in a run, and the format it is judged against."""
+    model = report.session.info.model or "A model"
+    if name not in ("", model):
+        model = f"{name} ({model})"
+    return f"{model} against {report.format}"
 
 
 def document(
@@ -189,7 +192,7 @@ def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
 
 def change_blocks(verdict: Verdict, where: str = "") -> tuple[Block, ...]:
     """Return the change that a verdict asks for, with its code; () if it asks for none."""
-    return nonempty(Line(verdict.change and f"Change{where}: {verdict.change}"), Code(verdict.code))
+    return nonempty(Line(verdict.change and f"Change{where}: {verdict.change}", "lead"), Code(verdict.code))
 
 
 def _totals(report: RangeReport) -> str:

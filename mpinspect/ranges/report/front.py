@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS
+from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS, what_broke
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
 from mpinspect.ranges.report.scale_line import steps_and_samples
+from mpinspect.ranges.session import module_named
 from mpinspect.reporting.document import Block, Code, Front, Line, Listed, Tone, nonempty
 from mpinspect.reporting.finding import SEVERITIES
-from mpinspect.reporting.words import time_taken
+from mpinspect.reporting.words import filled, time_taken
 
 _DOCS = "https://github.com/mpinspect/mpinspect/blob/main/docs/"
 #: The pages that explain findings, and the ids on each.
@@ -70,14 +71,28 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     verdict = report.verdict
     first, *more = verdict.sentences or ("",)
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
+    place = began(report)
     yield from nonempty(
         Line(verdict.ended, "error"),
-        Line(first, tone),
+        Line(place, tone),
+        # The alarm, or the place, is the headline.
+        Line(first, "lead" if place or what_broke(report) else tone),
         *map(Line, more),
-        Line(verdict.change and f"Change: {verdict.change}"),
+        Line(verdict.change and f"Change: {verdict.change}", "lead"),
         Code(verdict.code),
         Line(verdict.precision, "dim"),
     )
+
+
+def began(report: RangeReport) -> str:
+    """Return where and at which step the gravest finding began; "" if unknown, or if a page's alarm says so."""
+    finding = next((each for each in report.findings if each.is_alarm), None)
+    if finding is None or what_broke(report) is not None:
+        return ""
+    when = filled(", from step {:,} on", finding.step)
+    if finding.layer:
+        return f"In {module_named(finding.layer)}{when}"
+    return when and f"In no single layer{when}"
 
 
 def listed(report: RangeReport, thing: str = "") -> Iterator[Listed]:

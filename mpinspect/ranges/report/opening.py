@@ -31,7 +31,7 @@ class Culprit(NamedTuple):
         kind: the kind of tensor; "" if no tensor is to blame, which leaves the choice to the map.
         marked: names of the tensors of that kind that are the culprit's own.
         near: if there are none, names of those that are part of it, or of the nearest one.
-        row: its name and what happened there, for a row of its own; None if ``marked`` has rows.
+        row: its name, what happened there and whose values the row shows, for a row of its own; None if ``marked`` has rows.
         is_after: whether that row stands after the ones that are near.
         words: sentences on the place.
     """
@@ -39,7 +39,7 @@ class Culprit(NamedTuple):
     kind: str
     marked: tuple[str, ...]
     near: tuple[str, ...] = ()
-    row: tuple[str, str] | None = None
+    row: tuple[str, str, str] | None = None
     is_after: bool = False
     words: str = ""
 
@@ -145,13 +145,13 @@ def _culprit(
         return Culprit("", ())
     place, step = finding.layer, filled(", from step {:,} on", finding.step)
     if not place:
-        row = ("no single layer", f"{finding.id}{step}")
+        row = ("no single layer", f"{finding.id}{step}", "")
         return Culprit("", (), row=row, words=f"No single layer is to blame ({finding.id}{step}).")
     kind, near, is_own = _nearest(place, "", place, layers, watched)
     if is_own:
         return Culprit(kind, near, words=f"Marked: {module_named(place)} ({finding.id}{step}).")
     words = f"Marked: {module_named(place)} ({finding.id}{step}).{_beside(place, near, layers)}"
-    return Culprit(kind, (), near, (place, f"{finding.id}{step}"), words=words)
+    return Culprit(kind, (), near, (place, f"{finding.id}{step}", _stand_in(kind, near)), words=words)
 
 
 def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[LayerReport]) -> Culprit:
@@ -173,7 +173,7 @@ def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[Lay
     name = event.place
     if name == repr(event.module):
         name = event.module
-    row = (name, f"first {first}: step {event.step:,}, {event.phase}")
+    row = (name, f"first {first}: step {event.step:,}, {event.phase}", _stand_in(kind, near))
     return Culprit(kind, (), near, row, event.after or is_loss, f"{words}{_beside(event.module, near, layers)}")
 
 
@@ -183,6 +183,14 @@ def _beside(path: str, near: Sequence[str], layers: Sequence[LayerReport]) -> st
     if not near or near[0] in parts:
         return ""
     return f" The nearest row is {near[0]!r}."
+
+
+def _stand_in(kind: str, near: Sequence[str]) -> str:
+    """Return whose values the row of a place shows of which nothing was counted; "" for none."""
+    if not near:
+        return "no tensor of it was counted"
+    of = repr(near[0]) if len(near) == 1 else "its parts"
+    return f"shown: the {kind_named(kind).title.lower()} of {of}"
 
 
 def _nearest(

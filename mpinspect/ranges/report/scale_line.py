@@ -25,7 +25,7 @@ _FINITE = {True: "finite", False: "not finite"}
 
 
 def steps_and_samples(progress: Progress, state: str = "") -> str:
-    """Return the counts in words: "1,000 steps, 100 sampled, 3 skipped, 4,000 backwards".
+    """Return the counts in words: "1,000 steps, 100 of them sampled, 3 updates skipped, 4,000 backwards".
 
     Backwards are named only if there are more than steps.
 
@@ -34,11 +34,13 @@ def steps_and_samples(progress: Progress, state: str = "") -> str:
     """
     # A step that never ended counts as a sample if there is no other.
     sampled = "begun and sampled" if progress.sampled_steps > progress.steps else "sampled"
+    if progress.sampled_steps < progress.steps:
+        sampled = "of them sampled"
     words = [f"{number_of(progress.steps, 'step')}{state}", f"{progress.sampled_steps:,} {sampled}"]
     if progress.eager_steps is not None and (progress.compiled or progress.eager_steps):
         words[-1] += f" ({progress.eager_steps:,} of them run eagerly instead of compiled)"
     if progress.skipped_steps:
-        words.append(f"{progress.skipped_steps:,} skipped")
+        words.append(f"{number_of(progress.skipped_steps, 'update')} skipped")
     if progress.backwards > progress.steps + 1:
         words.append(f"{progress.backwards:,} backwards")
     return ", ".join(words)

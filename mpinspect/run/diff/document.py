@@ -10,7 +10,7 @@ from typing import Any
 from mpinspect.ranges.analysis.comparison import RangeDiff
 from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.report.comparison import BESIDE, ROWS, blocks, headline, maps, matters, trouble
+from mpinspect.ranges.report.comparison import BESIDE, ROWS, advice, blocks, headline, maps, matters, trouble
 from mpinspect.ranges.report.front import NO_MAP
 from mpinspect.ranges.session import LostUpdates
 from mpinspect.reporting.document import (
@@ -44,7 +44,7 @@ def document(report: DiffReport, *, everything: bool = False) -> Document:
     return Document(
         verdict(report),
         tuple(_blocks(report, everything)),
-        verdict=(_sides(report),),
+        verdict=(*_advice(report), _sides(report)),
         front=_front(report) if report.models else None,
     )
 
@@ -62,6 +62,11 @@ def _blocks(report: DiffReport, everything: bool) -> Iterator[Block]:
     yield from section("Notes", bullets(_notes(report), _NOTES))
 
 
+def _advice(report: DiffReport) -> Iterator[Block]:
+    for model in sorted(report.models, key=_urgency)[:1]:
+        yield from advice(model.ranges, verdict(report))
+
+
 def _sides(report: DiffReport) -> Items:
     return Items((_side(report.first, "A"), _side(report.second, "B")))
 
@@ -77,6 +82,7 @@ def _front(report: DiffReport) -> Front:
     beside: tuple[Block, ...] = (
         Line(verdict(report), "strong" if tone == "good" else tone),
         *(Line(f"{model.name}: {headline(model.ranges)}") for model in models[1 : _MODELS.terminal]),
+        *_advice(report),
         *section("Settings that differ", Items(tuple(settings), BESIDE)),
         _sides(report),
     )
@@ -110,7 +116,7 @@ def _state(diff: RangeDiff) -> tuple[str, Tone]:
 
 
 def verdict(report: DiffReport) -> str:
-    """Return a few sentences: which run alone is in trouble, whether anything relevant differs, and the first difference."""
+    """Return a few sentences: which run is in trouble, whether anything relevant differs, and the first difference."""
     first, words = min(report.models, key=_urgency, default=None), "Nothing was compared."
     if first:
         words = headline(first.ranges)
@@ -124,7 +130,7 @@ def verdict(report: DiffReport) -> str:
 
 
 def _urgency(model: ModelDiff) -> tuple[bool, bool, bool, int]:
-    """Return a sort key: models with trouble in one run alone first, then relevant differences, by the step of the parting."""
+    """Return a sort key: models in trouble first, then relevant differences, by the step of the parting."""
     diff = model.ranges
     parting = diff.moved or diff.differs
     return not trouble(diff), not matters(diff), parting is None, parting.first_step if parting else 0

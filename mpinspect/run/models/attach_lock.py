@@ -27,11 +27,7 @@ class AttachLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock.
-
-        Raises:
-            TimeoutError: another thread has held it for 20 s.
-        """
+        """Hold the lock. Raises TimeoutError if another thread has held it for 20 s."""
         if not self._lock.acquire(timeout=_PATIENCE_S):
             raise TimeoutError(f"another thread has been attaching for {_PATIENCE_S:g} s")
         try:
@@ -53,10 +49,8 @@ class AttachLock:
 def is_unsafe_to_detach(frame: FrameType | None) -> bool:
     """Return whether any thread is inside our own code, or torch is tracing, compiling or capturing a graph.
 
-    Weakref callbacks need this check: they run wherever the garbage collector does, inside any code.
-
-    Args:
-        frame: the innermost frame of this thread's stack to check.
+    Weakref callbacks need this check: they run wherever the garbage collector does, inside any code. ``frame`` is the
+    innermost frame of this thread's stack to check.
     """
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True

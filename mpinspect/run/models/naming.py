@@ -57,10 +57,7 @@ def label(model: nn.Module, holders: Holders, variables: Mapping[int, str]) -> L
 def free_name(model: nn.Module, known: Label, taken: Mapping[str, Label]) -> str:
     """Return a unique name for a model and its directory: its path in a larger model, its class or its variable.
 
-    Args:
-        model: the model to name.
-        known: the model's label.
-        taken: labels of the models named before, by name.
+    ``known``: the model's label; ``taken``: labels of the models named before, by name.
     """
     wanted = [_plain(name) for name in _wanted(model, known) if name] or ["Model"]
     for name in wanted:

@@ -8,11 +8,12 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import PurePath
 
+from mpinspect.kernels.report.document import time_lost
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.report.document import TERMS, change_blocks, title, verdict_blocks
 from mpinspect.ranges.report.explorer import Mapped, picture
-from mpinspect.ranges.report.front import NO_MAP, facts, listed, state_of, verdict_of
+from mpinspect.ranges.report.front import NO_MAP, began, facts, listed, state_of, verdict_of
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
 from mpinspect.reporting import forms
 from mpinspect.reporting.document import (
@@ -152,7 +153,7 @@ def _models(report: RunReport, everything: bool) -> Parts:
     return Parts(
         tuple(
             Part(
-                f"ranges: {label or title(part.ranges)}",
+                f"ranges: {label or title(part.ranges, part.name)}",
                 forms.document(_without_end(part.ranges), everything=everything, verdict=bool(label)),
             )
             for label, part in zip(report.labels, parts, strict=True)
@@ -222,9 +223,12 @@ def _panel(report: RunReport) -> Iterator[Block]:
 
 def _verdict_of_several(gravest: list[ModelPart]) -> Iterator[Block]:
     """Yield the models' verdicts, the change of the worst, and below them the models' precisions."""
-    tone: Tone = "good" if all(part.ranges.verdict.healthy for part in gravest) else "strong"
+    tone: Tone = "good" if all(part.ranges.verdict.healthy for part in gravest) else "lead"
+    worst = gravest[0]
+    place = began(worst.ranges)
+    yield from lines(place and f"{worst.name}: {place}", tone=state_of(worst.ranges)[1])
     yield from lines(*_openings(gravest), tone=tone)
-    yield from change_blocks(gravest[0].ranges.verdict, f" in {gravest[0].name}")
+    yield from change_blocks(worst.ranges.verdict, f" in {worst.name}")
     yield from lines(*_precisions(gravest), tone="dim")
 
 
@@ -374,7 +378,7 @@ def _kernels(report: RunReport) -> str:
     if used is None:
         return "no matrix product ran on a GPU in the profiled step"
     words = f"{percent(used)} of the matrix products' time ran on Tensor Cores"
-    return words + filled("; {}", kernels.phrase)
+    return "; ".join(filter(None, (*time_lost(kernels), words, kernels.phrase)))
 
 
 # -- module by module -----------------------------------------------------------------------------------------------

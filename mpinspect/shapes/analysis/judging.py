@@ -7,6 +7,7 @@ torch/_meta_registrations.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from mpinspect.reporting.words import filled
 from mpinspect.runtime.gpus import Gpu
@@ -18,7 +19,7 @@ from mpinspect.shapes.analysis.alignment import (
     up_to,
 )
 from mpinspect.shapes.analysis.todays_rule import attention_reading, convolution_reading, gemm_reading
-from mpinspect.shapes.analysis.verdict import Reading, ShapeVerdict, multiples_of_8
+from mpinspect.shapes.analysis.verdict import ShapeVerdict, multiples_of_8
 from mpinspect.shapes.records import Matmul, Operand, contiguous_strides
 
 _BY_KIND = {"convolution": convolution_reading, "attention": attention_reading}
@@ -41,20 +42,12 @@ def judge(matmul: Matmul, gpu: Gpu, *, tf32: bool | None = None) -> ShapeVerdict
         remarks.append("strides unknown: taken as contiguous")
     if reading.verdict == "native" and _wants_more(reading, gpu):
         remarks.append(f"aligned to {reading.alignment_bytes} bytes; A100 and later prefer {PREFERRED_ALIGNMENT}")
-    return ShapeVerdict(
-        verdict=reading.verdict,
-        reason=reading.reason,
-        multiples_of_8=multiples_of_8(matmul),
-        stride_bytes={layout.name: layout.stride_bytes for layout in reading.layouts},
-        alignment_bytes=reading.alignment_bytes,
-        cause=reading.cause,
-        remarks=tuple(remarks),
-        layouts=reading.layouts,
-    )
+    strides = {layout.name: layout.stride_bytes for layout in reading.layouts}
+    return replace(reading, multiples_of_8=multiples_of_8(matmul), stride_bytes=strides, remarks=tuple(remarks))
 
 
-def _reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading:
-    """Return the reading of the first rule that applies."""
+def _reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> ShapeVerdict:
+    """Return the verdict by today's rule: of the first rule that applies."""
     raising = _raising_reading(matmul, gpu)
     if raising and matmul.raises:
         # If torch refused a product during recording, no GPU computes it.
@@ -68,24 +61,24 @@ def _reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading:
     )
 
 
-def _nothing_to_multiply(matmul: Matmul) -> Reading | None:
+def _nothing_to_multiply(matmul: Matmul) -> ShapeVerdict | None:
     """Return "off" for products that no Tensor Core speeds up at any size: empty, matrix-vector, depthwise."""
     if 0 in (matmul.m, matmul.n, matmul.k, matmul.batch):
-        return Reading("off", "an empty product: nothing is computed", "empty")
+        return ShapeVerdict("off", "an empty product: nothing is computed", "empty")
     if matmul.convolution is not None:
         if matmul.convolution.is_depthwise:
-            return Reading(
+            return ShapeVerdict(
                 "off",
                 "a depthwise convolution has no matrix product in it: memory-bound, no change expected",
                 "depthwise",
             )
         return None
     if matmul.attention is None and matmul.k == 1:
-        return Reading(
+        return ShapeVerdict(
             "off", "an outer product (K 1): bound by writing its result, no change expected", "matrix-vector"
         )
     if matmul.attention is None and 1 in (matmul.m, matmul.n):
-        return Reading(
+        return ShapeVerdict(
             "off",
             f"matrix-vector (M {matmul.m:,}, N {matmul.n:,}): memory-bound, a gemv or a Tensor Core kernel takes "
             "equally long; no change expected",
@@ -94,28 +87,30 @@ def _nothing_to_multiply(matmul: Matmul) -> Reading | None:
     return None
 
 
-def _of_the_gpu(gpu: Gpu) -> Reading | None:
+def _of_the_gpu(gpu: Gpu) -> ShapeVerdict | None:
     if gpu.has_tensor_cores is None:
         vendor = filled(" ({})", gpu.vendor.replace("NVIDIA", ""))
-        return Reading("unknown", f"whether {gpu.name or 'the GPU'}{vendor} has Tensor Cores is unknown", "gpu-unknown")
+        return ShapeVerdict(
+            "unknown", f"whether {gpu.name or 'the GPU'}{vendor} has Tensor Cores is unknown", "gpu-unknown"
+        )
     if not gpu.has_tensor_cores:
-        return Reading("off", f"{gpu.name or 'this GPU'} has no Tensor Cores", "gpu-without")
+        return ShapeVerdict("off", f"{gpu.name or 'this GPU'} has no Tensor Cores", "gpu-without")
     return None
 
 
-def _wants_more(reading: Reading, gpu: Gpu) -> bool:
+def _wants_more(reading: ShapeVerdict, gpu: Gpu) -> bool:
     alignment = reading.alignment_bytes
     return gpu.architecture in PREFERRING_ARCHITECTURES and alignment is not None and alignment < PREFERRED_ALIGNMENT
 
 
-def _raising_reading(matmul: Matmul, gpu: Gpu) -> Reading | None:
+def _raising_reading(matmul: Matmul, gpu: Gpu) -> ShapeVerdict | None:
     """Return "off" for a product that torch refuses on this GPU because of its sizes, layouts or dtypes; else None."""
     why = matmul.raises
     if faults := list(_faults(matmul, gpu)):
         why = f"{matmul.op.removeprefix('aten::')} needs {'; '.join(faults)}"
     if not why:
         return None
-    return Reading("off", f"torch raises: {why}", "raises")
+    return ShapeVerdict("off", f"torch raises: {why}", "raises")
 
 
 def _faults(matmul: Matmul, gpu: Gpu) -> Iterator[str]:
@@ -161,26 +156,26 @@ def _has_unit_stride(operand: Operand, dimension: int) -> bool:
     return strides[dimension] == 1 or operand.shape[dimension] == 1
 
 
-def _precision_reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> Reading | None:
+def _precision_reading(matmul: Matmul, gpu: Gpu, tf32: bool | None) -> ShapeVerdict | None:
     """Return "off" or "unknown" if Tensor Cores are not known to multiply the product's dtype; None if they multiply it."""
     if matmul.dtype.startswith("complex"):
-        return Reading("unknown", "complex products: the kernel that computes them is unknown", "complex")
+        return ShapeVerdict("unknown", "complex products: the kernel that computes them is unknown", "complex")
     multiplies = gpu.multiplies(matmul.dtype)
     name = gpu.name or "this GPU"
     if multiplies is None:
-        return Reading("unknown", f"the dtypes that {name}'s Tensor Cores multiply are unknown", "gpu-unknown")
+        return ShapeVerdict("unknown", f"the dtypes that {name}'s Tensor Cores multiply are unknown", "gpu-unknown")
     if matmul.dtype == "float32":
         return _float32(matmul, multiplies, name, tf32)
     if multiplies:
         return None
     if matmul.dtype == "float64":
-        return Reading("off", f"{name} multiplies FP64 on CUDA cores", "float64")
-    return Reading("off", f"{name}'s Tensor Cores do not multiply {matmul.dtype}", "dtype")
+        return ShapeVerdict("off", f"{name} multiplies FP64 on CUDA cores", "float64")
+    return ShapeVerdict("off", f"{name}'s Tensor Cores do not multiply {matmul.dtype}", "dtype")
 
 
-def _float32(matmul: Matmul, multiplies: bool, name: str, tf32: bool | None) -> Reading | None:
+def _float32(matmul: Matmul, multiplies: bool, name: str, tf32: bool | None) -> ShapeVerdict | None:
     if not multiplies:
-        return Reading("off", f"FP32, and {name} has no TF32", "float32")
+        return ShapeVerdict("off", f"FP32, and {name} has no TF32", "float32")
     if matmul.attention is not None and matmul.attention.backend != "math":
         # torch's memory-efficient kernels compute FP32 attention as 3xTF32 from Ampere on, whatever the TF32 switch.
         return None
@@ -189,4 +184,4 @@ def _float32(matmul: Matmul, multiplies: bool, name: str, tf32: bool | None) -> 
         tf32, default = _TF32_BY_DEFAULT.get(matmul.kind, False), " (torch's default)"
     if tf32:
         return None
-    return Reading("off", f"FP32, and TF32 is not allowed{default}: CUDA cores", "tf32-off")
+    return ShapeVerdict("off", f"FP32, and TF32 is not allowed{default}: CUDA cores", "tf32-off")

@@ -10,10 +10,12 @@ from mpinspect.reporting.rendering import RendersItself
 from mpinspect.runtime.decoding import Between
 from mpinspect.runtime.gpus import ASSUMED, Gpu
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
-from mpinspect.shapes.records import Matmul, Size
+from mpinspect.shapes.records import Matmul, Size, Work
 
 #: The evidence of a finding whose fix has no measurable effect: a report counts such findings and does not list them.
 CHANGES_NOTHING = "changes_nothing"
+#: An estimated time in microseconds, or a share of one, in reports that are read from files.
+Estimate = Annotated[float, Between(0, 1e30)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,16 +216,16 @@ class ShapeReport(RendersItself):
     matmuls: tuple[ShapeRow, ...]
     findings: tuple[Finding, ...]
     padding: tuple[Padding, ...]
-    flops: int
-    flops_by_verdict: dict[str, int]
-    calls: int
+    flops: Work
+    flops_by_verdict: dict[str, Work]
+    calls: Size
     calls_by_talk: dict[bool | None, int]
-    estimated_us: float | None
-    layout_copy_bytes: int
-    dtype_copy_bytes: int
-    notes: tuple[str, ...] = ()
-    complete: bool = True
-    estimated_partial_tiles_fraction: float | None = None
+    estimated_us: Estimate | None
+    layout_copy_bytes: Work
+    dtype_copy_bytes: Work
+    notes: tuple[str, ...]
+    complete: bool
+    estimated_partial_tiles_fraction: Estimate | None = None
 
     @property
     def is_gpu_assumed(self) -> bool:

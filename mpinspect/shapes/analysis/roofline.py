@@ -135,7 +135,7 @@ def size_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | Non
     """Return the times with the cost of a size; for a product in a slow dtype, the size's cost once the dtype is fixed."""
     if not is_latent(row):
         return time
-    return call_time(once_mended(row, autocast_dtype), ShapeVerdict("degraded", "", cause="alignment"), gpu)
+    return call_time(once_mended(row, autocast_dtype), ShapeVerdict("degraded", "", "alignment"), gpu)
 
 
 def fused_time(row: ShapeRow, time: CallTime, gpu: Gpu, autocast_dtype: str | None) -> CallTime:

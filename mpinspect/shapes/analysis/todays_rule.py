@@ -16,7 +16,7 @@ from functools import partial
 from mpinspect.reporting.words import filled, number_of
 from mpinspect.runtime.gpus import Gpu
 from mpinspect.shapes.analysis.alignment import FULL_ALIGNMENT, PREFERRED_ALIGNMENT, Layout, layout_of, layouts
-from mpinspect.shapes.analysis.verdict import Reading
+from mpinspect.shapes.analysis.verdict import ShapeVerdict
 from mpinspect.shapes.records import ITEM_SIZES, Attention, Convolution, Matmul, Operand
 
 #: Maximum number of input channels of cuDNN's special first-layer kernels.
@@ -30,14 +30,14 @@ _FLASH, _EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product
 # -- matrix products -------------------------------------------------------------------------------------------------------
 
 
-def gemm_reading(matmul: Matmul, gpu: Gpu) -> Reading:
+def gemm_reading(matmul: Matmul, gpu: Gpu) -> ShapeVerdict:
     """Return whether A, B and output are aligned (base pointers, row and batch strides); the reason names the worst one."""
     found = layouts(matmul)
     remarks = tuple(
         f"{layout.name} has no dimension of stride 1: torch copies it first" for layout in found if layout.is_copied
     )
     alignment = min((layout.alignment_bytes for layout in found), default=None)
-    reading = partial(Reading, alignment_bytes=alignment, layouts=found, remarks=remarks)
+    reading = partial(ShapeVerdict, alignment_bytes=alignment, layouts=found, remarks=remarks)
     if matmul.dtype == "float64":
         # DMMA kernels load 8 bytes at a time in any case: their align1 variant runs at full speed.
         return reading("native", "FP64 Tensor Core kernels need no more than 8 bytes")
@@ -68,19 +68,19 @@ def _what(layout: Layout) -> str:
 # -- convolutions ----------------------------------------------------------------------------------------------------------
 
 
-def convolution_reading(matmul: Matmul, gpu: Gpu) -> Reading:
+def convolution_reading(matmul: Matmul, gpu: Gpu) -> ShapeVerdict:
     """Return whether the input and output channels of each group are multiples of 16 bytes."""
     convolution = matmul.convolution
     item = ITEM_SIZES.get(matmul.dtype)
     if convolution is None or item is None:
-        return Reading("unknown", "the convolution's geometry is not known", "unknown")
+        return ShapeVerdict("unknown", "the convolution's geometry is not known", "unknown")
     channels = convolution.group_channels
     offsets = [operand.offset or 0 for operand in (matmul.a, matmul.b, matmul.out) if operand is not None]
     alignment = math.gcd(PREFERRED_ALIGNMENT, *(size * item for size in (*channels.values(), *offsets)))
     remarks: tuple[str, ...] = ()
     if is_nchw(matmul):
         remarks = ("stored NCHW: cuDNN transposes to NHWC and back, at the cost of memory traffic",)
-    reading = partial(Reading, alignment_bytes=alignment, remarks=remarks)
+    reading = partial(ShapeVerdict, alignment_bytes=alignment, remarks=remarks)
     bad = {name: size for name, size in channels.items() if size * item % FULL_ALIGNMENT}
     if matmul.dtype == "float64" or not bad:
         return reading("native", "channels are multiples of 16 bytes")
@@ -138,17 +138,17 @@ def taken_on(matmul: Matmul, gpu: Gpu) -> Matmul:
     return replace(matmul, op=matmul.op.replace(_FLASH, _EFFICIENT), attention=replace(attention, backend="efficient"))
 
 
-def attention_reading(matmul: Matmul, gpu: Gpu) -> Reading:
+def attention_reading(matmul: Matmul, gpu: Gpu) -> ShapeVerdict:
     """Return whether the fused kernels accept the operands without a copy."""
     matmul = taken_on(matmul, gpu)
     attention = matmul.attention
     item = ITEM_SIZES.get(matmul.dtype)
     if attention is None or item is None:
-        return Reading("unknown", "the attention's sizes are not known", "unknown")
+        return ShapeVerdict("unknown", "the attention's sizes are not known", "unknown")
     found = tuple(_layouts(matmul))
     remarks = tuple(_remarks(matmul, attention))
     alignment = min((layout.alignment_bytes for layout in found), default=None)
-    reading = partial(Reading, alignment_bytes=alignment, layouts=found, remarks=remarks)
+    reading = partial(ShapeVerdict, alignment_bytes=alignment, layouts=found, remarks=remarks)
     if matmul.dtype == "float64":
         return reading("native", "FP64: no fused kernel; unfused products need 8 bytes")
     heads = [f"{name} {size}" for name, size in _head_sizes(attention).items() if size * item % FULL_ALIGNMENT]

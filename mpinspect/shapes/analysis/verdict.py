@@ -26,35 +26,23 @@ class ShapeVerdict:
     Args:
         verdict: one of VERDICTS, by today's rule (strides, dtypes) on the GPU being judged for.
         reason: the verdict's reason in one sentence.
+        cause: a word for the limit of the product ("alignment", "tf32-off", ...); "" without a limit.
         multiples_of_8: whether the product obeys the talk's rule (16 for INT8); None if the rule does not apply.
         stride_bytes: row stride of each operand ("A", "B", "output"); None for a vector. Empty for convolutions.
         alignment_bytes: the largest power of two, up to 128, that divides every base pointer and stride; None if no operand
             has any.
-        cause: a word for the limit of the product ("alignment", "tf32-off", ...); "" without a limit.
         remarks: further sentences on the product.
         layouts: the layouts of the operands in ``stride_bytes``.
     """
 
     verdict: Annotated[str, OneOf(VERDICTS)]
     reason: str
+    cause: str = ""
     multiples_of_8: bool | None = None
     stride_bytes: dict[str, int | None] = field(default_factory=dict, hash=False)
     alignment_bytes: int | None = None
-    cause: str = ""
     remarks: tuple[str, ...] = ()
     layouts: tuple[Layout, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The part of a ShapeVerdict that one of today's rules decides."""
-
-    verdict: str
-    reason: str
-    cause: str = ""
-    alignment_bytes: int | None = None
-    layouts: tuple[Layout, ...] = ()
-    remarks: tuple[str, ...] = ()
 
 
 def multiples_of_8(matmul: Matmul) -> bool | None:

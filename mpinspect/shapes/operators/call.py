@@ -68,11 +68,7 @@ class Call:
         return default if found is None else found
 
     def integer(self, place: int, default: int | None = None) -> int:
-        """Return the int at a position.
-
-        Raises:
-            UnknownSizesError: the value is not an int.
-        """
+        """Return the int at a position. Raises UnknownSizesError if the value is not an int."""
         found = self.value(place, default)
         if not isinstance(found, int):
             raise UnknownSizesError

@@ -182,7 +182,7 @@ class _Run:
                 parameters,
                 autocast=self.dtype is not None,
                 # A single call does not show the GPU's own autocast: 16-bit products count as cast.
-                lowers=_always if self.device == "cuda" else lowering,
+                lowers=(lambda: True) if self.device == "cuda" else lowering,
                 meta=self.device == "meta",
                 values=values,
             )
@@ -325,10 +325,6 @@ def _unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
             "the parameters are sharded (DTensor): recorded as one GPU would compute them, with their global shapes"
         )
     return model, notes
-
-
-def _always() -> bool:
-    return True
 
 
 def _is_compiled(model: torch.nn.Module) -> bool:

@@ -163,10 +163,8 @@ def _origin(hook: Any) -> str:
 #: Values nested deeper than this are assumed to belong to an object's internals.
 _MAX_DEPTH = 8
 
-Change = Callable[[torch.Tensor], torch.Tensor]
 
-
-def replaced(value: Any, change: Change, depth: int = 0) -> Any:
+def replaced(value: Any, change: MakeTensor, depth: int = 0) -> Any:
     """Return a copy of nested tuples, lists, mappings and dataclasses with ``change`` applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -189,7 +187,7 @@ def replaced(value: Any, change: Change, depth: int = 0) -> Any:
     return value
 
 
-def _mapping(value: Mapping[Any, Any], change: Change, depth: int) -> Any:
+def _mapping(value: Mapping[Any, Any], change: MakeTensor, depth: int) -> Any:
     items = {key: replaced(item, change, depth + 1) for key, item in value.items()}
     if type(value) is dict:
         return items
@@ -203,7 +201,7 @@ def _mapping(value: Mapping[Any, Any], change: Change, depth: int) -> Any:
     return made
 
 
-def _dataclass(value: Any, change: Change, depth: int) -> Any:
+def _dataclass(value: Any, change: MakeTensor, depth: int) -> Any:
     made = copy.copy(value)
     for field in dataclasses.fields(value):
         if hasattr(value, field.name):
@@ -234,12 +232,4 @@ def losses(output: Any) -> list[torch.Tensor]:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         return [loss]
-    return list(_once(tensor for tensor in tensors_in(output) if tensor.requires_grad))
-
-
-def _once(tensors: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    seen: set[int] = set()
-    for tensor in tensors:
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield tensor
+    return list({id(tensor): tensor for tensor in tensors_in(output) if tensor.requires_grad}.values())

@@ -64,7 +64,7 @@ def document(report: ShapeReport) -> Document:
         headline(report),
         (
             *lines(*totals(report)),
-            *_clean(report),
+            *lines(clean_sentence(report), tone="good" if is_clean(report) else "strong"),
             *section("Findings", Findings(report.listed), *_unchanging(report)),
             *section("Sizes to pad", _padding(report.padding)),
             *section("Products, worst first", _products(product_rows(report))),
@@ -117,7 +117,8 @@ def totals(report: ShapeReport) -> list[str]:
     lines = [
         f"{number_of(report.calls, 'product')}, {flops_words(report.flops)}; Tensor Cores by today's rule: {verdicts} (of the "
         "FLOPs)",
-        f"multiples of 8 (a requirement before cuBLAS 11 and cuDNN 7.6.3): {_with_verb(kept, kept + broken)} them",
+        f"multiples of 8 (a requirement before cuBLAS 11 and cuDNN 7.6.3): {kept:,} of "
+        f"{number_of(kept + broken, 'product')} {by_number(kept, 'has', 'have')} them",
     ]
     if report.estimated_us is not None:
         lines.append(
@@ -133,17 +134,6 @@ def _partial(report: ShapeReport, estimated_us: float) -> str:
     if added < _WORTH_MENTIONING:
         return ""
     return f", {duration(estimated_us * (1 + added))} with tiles and waves that are not full"
-
-
-def _with_verb(kept: int, total: int) -> str:
-    """Return the count with its verb: "3 of 5 products have", "1 of 1 product has"."""
-    return f"{kept:,} of {number_of(total, 'product')} {by_number(kept, 'has', 'have')}"
-
-
-def _clean(report: ShapeReport) -> Iterator[Line]:
-    sentence = clean_sentence(report)
-    if sentence:
-        yield Line(sentence, "good" if is_clean(report) else "strong")
 
 
 def clean_sentence(report: ShapeReport) -> str:

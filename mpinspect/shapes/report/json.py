@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
-from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.json_text import Layout, fields, headed, plain
-from mpinspect.runtime.decoding import Between, DecodingError, each, typed
-from mpinspect.runtime.gpus import Gpu
-from mpinspect.shapes.analysis.report import CallTime, Padding, ShapeReport, ShapeRow
+from mpinspect.reporting.json_text import Layout, headed, named, plain
+from mpinspect.runtime.decoding import DecodingError, each, typed
+from mpinspect.shapes.analysis.report import CallTime, Estimate, Padding, ShapeReport, ShapeRow
 from mpinspect.shapes.analysis.verdict import ShapeVerdict
-from mpinspect.shapes.records import Matmul, Size, Work
+from mpinspect.shapes.records import Matmul, Size
 
 #: The schema's version, which rises when an older reader would misread the file.
 _VERSION = 1
@@ -25,21 +23,10 @@ def to_plain(report: ShapeReport) -> dict[str, Any]:
     body = {
         "model": report.model,
         "gpu": {"name": gpu.name, "architecture": gpu.architecture, "has_tensor_cores": gpu.has_tensor_cores},
-        "dtype": report.dtype,
-        "autocast_dtype": report.autocast_dtype,
-        "device": report.device,
-        "backward": report.backward,
-        "complete": report.complete,
-        "flops": report.flops,
-        "flops_by_verdict": report.flops_by_verdict,
-        "calls": report.calls,
+        **named(report, "dtype autocast_dtype device backward complete flops flops_by_verdict calls"),
         "calls_multiples_of_8": report.calls_by_talk.get(True, 0),
         "calls_not_multiples_of_8": report.calls_by_talk.get(False, 0),
-        "estimated_us": report.estimated_us,
-        "estimated_partial_tiles_fraction": report.estimated_partial_tiles_fraction,
-        "layout_copy_bytes": report.layout_copy_bytes,
-        "dtype_copy_bytes": report.dtype_copy_bytes,
-        "findings": report.findings,
+        **named(report, "estimated_us estimated_partial_tiles_fraction layout_copy_bytes dtype_copy_bytes findings"),
         "padding": [_padding(padding) for padding in report.padding],
         "matmuls": [_row(row) for row in report.matmuls],
         "notes": report.notes,
@@ -53,33 +40,12 @@ def _row(row: ShapeRow) -> dict[str, Any]:
         times = [row.time.low_us, row.time.high_us]
         time = {"estimated_us": times, "roofline_us": row.time.best_us, "roofline_bound": row.time.bound}
     return {
-        "module": row.module,
-        "module_type": row.module_type,
-        "parameter": row.parameter,
-        "role": row.role,
-        "op": row.op,
-        "kind": row.kind,
-        "m": row.m,
-        "n": row.n,
-        "k": row.k,
-        "batch": row.batch,
-        "dtype": row.dtype,
-        "calls": row.calls,
-        "flops": row.flops,
-        "bytes": row.bytes,
+        **named(row.matmul, "module module_type parameter role op kind m n k batch dtype calls flops bytes"),
         "flops_fraction": row.share,
-        "multiples_of_8": row.multiples_of_8,
-        "verdict": row.verdict,
-        "reason": row.reason,
-        "cause": row.judged.cause,
-        "remarks": row.remarks,
-        "stride_bytes": row.stride_bytes,
-        "alignment_bytes": row.alignment_bytes,
+        **named(row.judged, "multiples_of_8 verdict reason cause remarks stride_bytes alignment_bytes"),
         **time,
         "finding": row.finding,
-        "block": row.matmul.block,
-        "convolution": row.matmul.convolution,
-        "attention": row.matmul.attention,
+        **named(row.matmul, "block convolution attention"),
     }
 
 
@@ -112,48 +78,31 @@ def from_plain(value: Any) -> ShapeReport:
     stored = typed(_Stored, value)
     if stored.schema_version > _VERSION:
         raise DecodingError(f"is {stored.schema_version}, of a newer mpinspect: upgrade it", "schema_version")
+    report = typed(ShapeReport, value | {"matmuls": [], "padding": [], "calls_by_talk": {}})
     try:
         rows = _rows(list(stored.matmuls))
     except DecodingError as error:
         raise error.below("matmuls") from None
     kept, broken = stored.calls_multiples_of_8, stored.calls_not_multiples_of_8
-    differing = ("schema_version", "matmuls", "padding", "calls_multiples_of_8", "calls_not_multiples_of_8")
-    return ShapeReport(
-        **fields(stored, but=differing),
+    return replace(
+        report,
         matmuls=rows,
         padding=tuple(typed(Padding, _renamed(each)) for each in stored.padding),
-        calls_by_talk={True: kept, False: broken, None: max(stored.calls - kept - broken, 0)},
+        calls_by_talk={True: kept, False: broken, None: max(report.calls - kept - broken, 0)},
     )
 
 
-_Time = Annotated[float, Between(0, 1e30)]
 _Object = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """The fields of the JSON; a field of ShapeReport has the same type here."""
+    """The fields of the JSON that ShapeReport lacks, or holds in another form."""
 
-    model: str
-    gpu: Gpu
-    dtype: str
-    autocast_dtype: str | None
-    device: str
-    backward: bool
     matmuls: tuple[_Object, ...]
-    findings: tuple[Finding, ...]
     padding: tuple[_Object, ...]
-    flops: Work
-    flops_by_verdict: dict[str, Work]
-    calls: Size
     calls_multiples_of_8: Size
     calls_not_multiples_of_8: Size
-    estimated_us: _Time | None
-    layout_copy_bytes: Work
-    dtype_copy_bytes: Work
-    notes: tuple[str, ...]
-    complete: bool
-    estimated_partial_tiles_fraction: Annotated[float, Between(0, 1e30)] | None = None
     schema_version: Size = 1
 
 
@@ -161,8 +110,8 @@ class _Stored:
 class _Rest:
     """A product's fields that neither its record nor its verdict has."""
 
-    estimated_us: tuple[_Time, ...] | None
-    roofline_us: _Time | None
+    estimated_us: tuple[Estimate, ...] | None
+    roofline_us: Estimate | None
     roofline_bound: str | None = None
     finding: str = ""
 

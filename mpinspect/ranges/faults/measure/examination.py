@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from mpinspect.numeric.exponents import ratio
-from mpinspect.ranges.capture.graph import graph
+from mpinspect.ranges.capture.graph import graph, numel_of, operator_of
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
 from mpinspect.ranges.capture.tally import dtype_name
@@ -188,7 +188,11 @@ class Examination(Measuring):
             self._may_wait = False
         starts = [loss.grad_fn for loss in losses]
         if all(map(_is_finite, losses)):
-            near = [node for node in graph(starts, _NEAREST_NODES) if may_be_singular(node) and _is_small(node)]
+            near = [
+                node
+                for node in graph(starts, _NEAREST_NODES)
+                if may_be_singular(node) and numel_of(node) <= _MOST_ELEMENTS
+            ]
             self._candidate = self._earliest(near)
             if any(map(applies_mask, near)):
                 self._infinite = min(
@@ -352,7 +356,7 @@ class Examination(Measuring):
             return
         for loss in losses:
             if loss.dtype in NARROW and loss.numel() == 1:
-                operators = [node.name().partition("Backward")[0] for node in graph([loss.grad_fn], 12)]
+                operators = map(operator_of, graph([loss.grad_fn], 12))
                 self._told_loss = True
                 self._record(
                     WholeLoss(
@@ -455,12 +459,3 @@ def _is_finite(loss: torch.Tensor) -> bool:
     if loss.numel() == 1 and not loss.is_complex():
         return math.isfinite(loss.item())
     return bool(loss.isfinite().all())
-
-
-def _is_small(node: object) -> bool:
-    """Return whether a node's result is small, judged by the shape of the gradient that the node expects."""
-    shape = getattr(node, "_input_metadata", None)
-    try:
-        return not shape or torch.Size(shape[0].shape).numel() <= _MOST_ELEMENTS
-    except Exception:
-        return True

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.graph import receivers, walk
+from mpinspect.ranges.capture.graph import dtype_of, numel_of, operator_of, receivers, walk
 from mpinspect.runtime.emulation.autocast_lists import FLOAT32, FLOAT32_BY_DEFAULT
 
 #: Maximum number of nodes read in the loss's own code, and in one term.
@@ -65,13 +65,13 @@ def operations(starts: Iterable[Any], ends: Collection[int], products: Collectio
         products: the sequence numbers of the nodes that multiplied losses by a scale, which are left out.
     """
     code = _code([each for each in starts if each is not None], ends, _MOST_NODES)
-    nodes = [node for node in code if _dtype(node) and node._sequence_nr() not in products]
-    in_half = any(_dtype(node) is torch.float16 for node in nodes)
-    functions = [node for node in nodes if "Loss" in _operator(node) or _operator(node) in _FUNCTIONS]
-    telling = [node for node in nodes if _operator(node) not in _MOVING | _LINEAR]
-    named = functions[:1] or telling or [node for node in nodes if _operator(node) not in _MOVING]
-    names = tuple(dict.fromkeys(map(_operator, named)))[:_MOST_NAMED]
-    return Operations(names, next(map(_dtype, named), None), in_half)
+    nodes = [node for node in code if dtype_of(node) and node._sequence_nr() not in products]
+    in_half = any(dtype_of(node) is torch.float16 for node in nodes)
+    functions = [node for node in nodes if "Loss" in operator_of(node) or operator_of(node) in _FUNCTIONS]
+    telling = [node for node in nodes if operator_of(node) not in _MOVING | _LINEAR]
+    named = functions[:1] or telling or [node for node in nodes if operator_of(node) not in _MOVING]
+    names = tuple(dict.fromkeys(map(operator_of, named)))[:_MOST_NAMED]
+    return Operations(names, next(map(dtype_of, named), None), in_half)
 
 
 def is_wide_on_cuda(start: Any) -> bool:
@@ -82,9 +82,9 @@ def is_wide_on_cuda(start: Any) -> bool:
     """
     queue = list(filter(None, [start]))
     for node in queue:
-        if _dtype(node) not in _DTYPES or _operator(node) in _NARROWING:
+        if dtype_of(node) not in _DTYPES or operator_of(node) in _NARROWING:
             continue
-        if _operator(node).lower() in _wide_operators():
+        if operator_of(node).lower() in _wide_operators():
             return True
         queue += [each for each, _ in node.next_functions if each not in (None, *queue)][: _MOST_OF_A_TERM - len(queue)]
     return False
@@ -102,18 +102,18 @@ def _summed(starts: list[Any]) -> Iterator[Any]:
     queue = list(dict.fromkeys(starts))
     seen = set(queue)
     for node in queue:
-        if _numel(node) != 1:
+        if numel_of(node) != 1:
             continue
-        name = _operator(node)
+        name = operator_of(node)
         below = list(receivers(node))
-        is_collected = name in ("Sum", "Mean") and all(_operator(each) in _COLLECTING for each in below)
+        is_collected = name in ("Sum", "Mean") and all(operator_of(each) in _COLLECTING for each in below)
         if name in _REDUCING and not is_collected:
-            if _dtype(node) in _DTYPES:
+            if dtype_of(node) in _DTYPES:
                 yield node
         elif name in _PASSING or is_collected:
             # A stack of scalars is no scalar.
             for each in below:
-                parts = [part for part, _ in each.next_functions] if _operator(each) in _COLLECTING else [each]
+                parts = [part for part, _ in each.next_functions] if operator_of(each) in _COLLECTING else [each]
                 for part in parts:
                     if part is not None and part not in seen and len(seen) < _MOST_NODES:
                         seen.add(part)
@@ -123,29 +123,29 @@ def _summed(starts: list[Any]) -> Iterator[Any]:
 def _term(node: Any, ends: Collection[int]) -> Term:
     operators = _operators(node, ends)
     cancels = "NllLoss" not in operators and not _CANCELLING.isdisjoint(operators)
-    return Term(_dtype(node), operators, cancels, is_wide_on_cuda(node))
+    return Term(dtype_of(node), operators, cancels, is_wide_on_cuda(node))
 
 
 def _operators(node: Any, ends: Collection[int]) -> tuple[str, ...]:
     below = _code([node], ends, _MOST_OF_A_TERM)
-    return tuple(_operator(each) for each in below if _dtype(each) in _DTYPES)
+    return tuple(operator_of(each) for each in below if dtype_of(each) in _DTYPES)
 
 
 def _code(starts: list[Any], ends: Collection[int], most: int) -> list[Any]:
     """Return at most ``most`` nodes of the loss's own code, the nearest first. It ends at modules' outputs, except scalars."""
-    return list(walk(starts, most, lambda node: node._sequence_nr() not in ends or _numel(node) == 1))
+    return list(walk(starts, most, lambda node: node._sequence_nr() not in ends or numel_of(node) == 1))
 
 
 def _log_ratio(node: Any) -> Term | None:
     """Return a difference of two log-probabilities that were rounded to 16 bits, or of one and a constant, in any dtype."""
-    name = _operator(node)
+    name = operator_of(node)
     if name not in ("Sub", "Rsub") or len(node.next_functions) < 2:
         return None
     rounded: list[torch.dtype] = []
     for side in (following for following, _ in node.next_functions[:2] if following is not None):
         way = _way_to_source(side)
-        narrow = [dtype for each in way if (dtype := _dtype(each)) in _DTYPES]
-        if _operator(way[-1]) != "LogSoftmax" or not narrow:
+        narrow = [dtype for each in way if (dtype := dtype_of(each)) in _DTYPES]
+        if operator_of(way[-1]) != "LogSoftmax" or not narrow:
             return None
         rounded.append(narrow[-1])
     # Both sides are log-softmaxes, which are on CUDA's list.
@@ -155,30 +155,12 @@ def _log_ratio(node: Any) -> Term | None:
 def _way_to_source(node: Any) -> list[Any]:
     """Return the nodes that select, move or add up values, and the node that computed them last."""
     way = [node]
-    while len(way) <= 8 and _operator(way[-1]) in _SELECTING:
+    while len(way) <= 8 and operator_of(way[-1]) in _SELECTING:
         following = way[-1].next_functions[0][0]
         if following is None:
             break
         way.append(following)
     return way
-
-
-def _operator(node: Any) -> str:
-    name: str = node.name().partition("Backward")[0]
-    return name.lstrip("_")
-
-
-def _dtype(node: Any) -> Any:
-    """Return the dtype of a node's result; None if unknown."""
-    return next((made.dtype for made in getattr(node, "_input_metadata", ())), None)
-
-
-def _numel(node: Any) -> int:
-    """Return the number of elements of a node's result; 0 if unknown."""
-    try:
-        return next((torch.Size(made.shape).numel() for made in getattr(node, "_input_metadata", ())), 0)
-    except (TypeError, RuntimeError, AttributeError):  # a nested tensor has no such shape
-        return 0
 
 
 #: Operators with 16-bit results under CUDA's autocast, for any input: matrix products and casts.

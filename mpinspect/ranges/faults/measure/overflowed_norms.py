@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.graph import graph
+from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of, receivers
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
-from mpinspect.ranges.faults.measure.measuring import Measuring, Run
-from mpinspect.ranges.faults.measure.module_spans import ModuleSpans
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
 from mpinspect.ranges.faults.measure.singularities import SAME_VALUES, is_packed
 from mpinspect.ranges.records import OverflowedNorm
 
-#: Maximum number of graph nodes searched, and of nodes before a root searched for a square or a sum.
-_MOST_NODES, _MOST_BEFORE = 20_000, 12
+#: Maximum number of graph nodes searched in all and within one module, and of nodes before a root that are searched for a square
+#: or a sum.
+_MOST_NODES, _MOST_WITHIN, _MOST_BEFORE = 20_000, 2_000, 12
 #: Maximum number of elements read from a root, and of recorded modules.
 _MOST_ELEMENTS, _MOST_RECORDS = 1 << 20, 3
 #: The argument or result that a root saves, its exponent (a power saves its own), and the saved number of an infinite argument.
@@ -52,12 +52,47 @@ class _Root(NamedTuple):
     elements: torch.Tensor
 
 
+class _ModuleSpans:
+    """Remembers the range of graph nodes that each module's own code made. Modules of torch.nn are left out."""
+
+    def __init__(self) -> None:
+        #: For each call: the largest sequence number of its inputs, the largest of its outputs, the module's path.
+        self._spans: list[tuple[int, int, str]] = []
+
+    def remember(self, call: Call) -> None:
+        """Remember the span of a completed call."""
+        ends = [output.grad_fn._sequence_nr() for output in call.outputs if output.grad_fn is not None]
+        if ends and not type(call.layer.module).__module__.startswith("torch.nn."):
+            begun = [given.grad_fn._sequence_nr() for given in call.inputs() if given.grad_fn is not None]
+            self._spans.append((max(begun, default=-1), max(ends), call.layer.path))
+
+    def module_of(self, node: Any, nodes: list[Any]) -> str | None:
+        """Return the innermost module whose code made a node; "" for the model, None if that is uncertain.
+
+        Args:
+            node: a node of the graph.
+            nodes: the graph, which holds the nodes that made the modules' outputs.
+        """
+        place = node._sequence_nr()
+        around = sorted((end - begin, begin, end, path) for begin, end, path in self._spans if begin < place <= end)
+        for _, begin, end, path in around[:4]:
+            # A module may have run after unrelated code: its output must depend on the node.
+            made = [each for each in nodes if each._sequence_nr() == end]
+            if node in graph(made, _MOST_WITHIN, since=begin):
+                return path
+        return None
+
+    def clear(self) -> None:
+        """Forget all spans."""
+        self._spans.clear()
+
+
 class OverflowedNorms(Measuring):
     """Reads the roots in the graph of a finite loss, in measured steps with FP16 inputs or outputs of a module."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._spans = ModuleSpans()
+        self._spans = _ModuleSpans()
         #: Whether any module's input or output in this step was FP16.
         self._is_narrow = False
         self._told: set[str] = set()
@@ -83,7 +118,7 @@ class OverflowedNorms(Measuring):
             return
         nodes = graph([loss.grad_fn for loss in losses], _MOST_NODES)
         nodes.sort(key=lambda node: int(node._sequence_nr()))
-        roots: dict[torch.device, list[tuple[_Root, Callable[[], str | None]]]] = {}
+        roots: list[tuple[_Root, Callable[[], str | None]]] = []
         for node in nodes:
             # A saved tensor that was changed since can't be read, and a custom function may save other attributes.
             with suppress(RuntimeError, AttributeError):
@@ -93,13 +128,12 @@ class OverflowedNorms(Measuring):
                     if not root.elements.is_cpu:
                         # The graph is freed before the elements have reached the host.
                         where = partial(_same, where())
-                    roots.setdefault(root.elements.device, []).append((root, where))
-        if not roots:
-            return
-        finite = [loss.isfinite().all() for loss in losses]
-        for found in roots.values():
-            copies = [HostCopy(torch.stack([root.elements for root, _ in found])), *map(HostCopy, finite)]
-            self._arrivals.call(copies, partial(self._judge, self._clock.step, found, copies))
+                    roots.append((root, where))
+        if roots:
+            finite = [HostCopy(loss.isfinite().all()) for loss in losses]
+            elements = Sent.of((str(place), root.elements) for place, (root, _) in enumerate(roots))
+            judge = partial(self._judge, self._clock.step, roots, elements, finite)
+            self._arrivals.call([*elements.copies, *finite], judge)
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Forget the step's modules; record the roots that have reached the host."""
@@ -112,12 +146,15 @@ class OverflowedNorms(Measuring):
         self._is_narrow = False
         self._spans.clear()
 
-    def _judge(self, step: int, roots: list[tuple[_Root, Callable[[], str | None]]], copies: list[HostCopy]) -> None:
+    def _judge(
+        self, step: int, roots: list[tuple[_Root, Callable[[], str | None]]], elements: Sent, finite: list[HostCopy]
+    ) -> None:
         """Record the roots of infinity, unless a loss is not finite."""
-        elements, *finite = (copy.values() for copy in copies)
-        if not all(map(bool, finite)):
+        if not all(bool(copy.values()) for copy in finite):
             return
-        for (root, where), number in zip(roots, elements.tolist(), strict=True):
+        numbers = elements.read()
+        for place, (root, where) in enumerate(roots):
+            number = numbers[str(place)]
             # The graph may contain another model's code, which belongs to that model's record.
             if number and (module := where()) is not None:
                 self._tell(step, module, root, float(number))
@@ -145,7 +182,7 @@ def _same(module: str | None) -> str | None:
 
 def _root_of_infinity(node: Any, nodes: Sequence[Any]) -> _Root | None:
     """Return a node's root if its argument is an FP16 square or sum that may have overflowed and if it divides other values."""
-    operator = node.name().partition("Backward")[0].lower()
+    operator = operator_of(node).lower()
     if operator not in _ROOTS or is_packed(node) or not _is_of_a_sum_in_float16(node):
         return None
     saved, exponent, edge = _ROOTS[operator]
@@ -169,27 +206,18 @@ def _root_of_infinity(node: Any, nodes: Sequence[Any]) -> _Root | None:
 
 def _is_of_a_sum_in_float16(root: Any) -> bool:
     """Return whether a root's argument is a square or a sum that was computed in FP16 or cast to FP16 afterwards."""
-    is_narrow, node = _is_float16(root), _first_edge(root)
+    is_narrow, node = dtype_of(root) is torch.float16, next(receivers(root), None)
     for _ in range(_MOST_BEFORE):
         if node is None:
             return False
-        is_narrow = is_narrow or _is_float16(node)
+        is_narrow = is_narrow or dtype_of(node) is torch.float16
         grows = node.name().startswith(_GROWING) or _is_product_with_itself(node)
         if grows and is_narrow:
             return True
         if not grows and not node.name().startswith(_BETWEEN):
             return False
-        node = _first_edge(node)
+        node = next(receivers(node), None)
     return False
-
-
-def _is_float16(node: Any) -> bool:
-    made: Any = getattr(node, "_input_metadata", ())
-    return bool(made) and made[0].dtype is torch.float16
-
-
-def _first_edge(node: Any) -> Any:
-    return next((following for following, _ in node.next_functions if following is not None), None)
 
 
 def _is_product_with_itself(node: Any) -> bool:

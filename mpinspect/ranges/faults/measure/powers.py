@@ -14,12 +14,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
+from mpinspect.ranges.faults.measure.twins import storage_key
 from mpinspect.ranges.records import MixedPowers, Record, WrittenByLoop
 from mpinspect.runtime.user_line import innermost_line
 
@@ -64,6 +65,15 @@ _INDEPENDENT: dict[str, Power] = {
 _EPSILON = 1e-3
 #: A number may be a loss scale, or its reciprocal, from this scale on; smaller ones are too common.
 _LEAST_SCALE = 128.0
+
+
+class _Operator(NamedTuple):
+    """An operator that has run, by its name without the underscore of those in place, and its caller's frame."""
+
+    name: str
+    args: tuple[Any, ...]
+    frame: FrameType
+    in_optimizer: bool
 
 
 class PowersOfScale:
@@ -137,12 +147,12 @@ class PowersOfScale:
             for gradient in args[0]:
                 self._set(gradient, _times(self._power(gradient), self._power(args[2])))
         elif name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
-            self._fused(name, args, kwargs, frame)
+            self._fused(_Operator(name, args, frame, in_optimizer), kwargs)
         elif name.startswith("_foreach_"):
             for row, each in _rows(args, result):
-                self._one(name.removeprefix("_foreach_"), row, each, frame, in_optimizer)
+                self._one(_Operator(name.removeprefix("_foreach_"), row, frame, in_optimizer), each)
         elif not _is_view(func):
-            self._one(name, args, result, frame, in_optimizer)
+            self._one(_Operator(name, args, frame, in_optimizer), result)
 
     def records(self) -> list[Record]:
         """Return the first sum of terms with different powers, if any, and the loop's first own write to a weight."""
@@ -150,16 +160,19 @@ class PowersOfScale:
 
     # -- operators --------------------------------------------------------------------------------------------------
 
-    def _one(self, name: str, args: tuple[Any, ...], result: Any, frame: FrameType, in_optimizer: bool) -> None:
-        is_in_place = name.endswith("_")
-        name = name.rstrip("_")
+    def _one(self, operator: _Operator, result: Any) -> None:
+        is_in_place = operator.name.endswith("_")
+        operator = operator._replace(name=operator.name.rstrip("_"))
+        name, args = operator.name, operator.args
         results = _tensors(result)
-        if name in _LIMITS and not in_optimizer and self._power(args[0]) == 1.0:
-            self._limited(name, args, results[0], frame)
+        if name in _LIMITS and not operator.in_optimizer and self._power(args[0]) == 1.0:
+            self._limited(operator, results[0])
         terms = self._terms(name, args)
         power = _merged(*terms) if terms else self._result(name, args)
         if is_in_place and power == 0.0 and name in ("mul", "div"):
-            self._divided.update(_key(each) for each in results if _has_storage(each) and self._power(each) == 1.0)
+            self._divided.update(
+                storage_key(each) for each in results if _has_storage(each) and self._power(each) == 1.0
+            )
         for each in results:
             if not (each.is_floating_point() or each.is_complex()):
                 self._set(each, 0.0)
@@ -168,7 +181,7 @@ class PowersOfScale:
             else:
                 self._set(each, power)
         if terms and power is None and None not in terms:
-            self._differ(name, terms, args[:2], results, frame, in_optimizer)
+            self._differ(operator, terms, results)
 
     def _result(self, name: str, args: tuple[Any, ...]) -> Power:
         """Return the power of an operator's result."""
@@ -229,14 +242,14 @@ class PowersOfScale:
                 return None
         return 0.0
 
-    def _fused(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> None:
+    def _fused(self, operator: _Operator, kwargs: dict[str, Any]) -> None:
         """Follow an optimizer's fused step, which divides the gradients itself."""
         divided_by = kwargs.get("grad_scale")
         by = 0.0 if divided_by is None else self._power(divided_by)
-        for parameter, gradient in zip(args[0], args[1], strict=False):
+        for parameter, gradient in zip(*operator.args[:2], strict=False):
             power = self._power(gradient)
             if by is not None and power is not None and power not in (ZERO, by):
-                self._found = self._mixed(name, (0.0, power - by), frame, "optimizer", (parameter, gradient))
+                self._found = self._mixed(operator, (0.0, power - by), "optimizer", (parameter, gradient))
                 return
 
     def _write(self, name: str, args: tuple[Any, ...], frame: FrameType) -> None:
@@ -244,16 +257,17 @@ class PowersOfScale:
         written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
         if torch._C._current_autograd_node() is not None or self._module():
             return
-        keys = {_key(each) for each in written if isinstance(each, torch.Tensor) and _has_storage(each)}
-        found = (path for path, weight in self._parameters if _has_storage(weight) and _key(weight) in keys)
+        keys = {storage_key(each) for each in written if isinstance(each, torch.Tensor) and _has_storage(each)}
+        found = (path for path, weight in self._parameters if _has_storage(weight) and storage_key(weight) in keys)
         path = next(found, None)
         if path is not None:
             self._written = WrittenByLoop(name=path, names=(name, innermost_line(frame)))
 
     # -- limits -----------------------------------------------------------------------------------------------------
 
-    def _limited(self, name: str, args: tuple[Any, ...], result: torch.Tensor, frame: FrameType) -> None:
+    def _limited(self, operator: _Operator, result: torch.Tensor) -> None:
         """Handle a limit of a scaled value, such as a gradient's clamp in a hook; waits for the GPU."""
+        name, args = operator.name, operator.args
         lower = args[1]
         bounds = [each for each in args[1:3] if each is not None and self._is_constant(each)]
         if name.startswith("clamp") and name != "clamp_max" and bounds == [lower] and _is_epsilon(lower):
@@ -265,7 +279,7 @@ class PowersOfScale:
                 differs = result != getattr(torch, name)(args[0] / self._scale, bound)
             shares.append(float(differs.float().mean()))
         if max(shares) > 0:
-            mixed = self._mixed(name, (1.0, 0.0), frame, "limit", args[:1])
+            mixed = self._mixed(operator, (1.0, 0.0), "limit", args[:1])
             self._found = mixed and replace(mixed, share=max(shares))
 
     def _is_constant(self, bound: Any) -> bool:
@@ -289,32 +303,24 @@ class PowersOfScale:
         """Return the power of a term, which may be a number."""
         return ZERO if _is_epsilon(value) else self._factor(value, None)
 
-    def _differ(
-        self,
-        name: str,
-        powers: tuple[Power, Power],
-        terms: tuple[Any, ...],
-        results: list[torch.Tensor],
-        frame: FrameType,
-        in_optimizer: bool,
-    ) -> None:
+    def _differ(self, operator: _Operator, powers: tuple[Power, Power], results: list[torch.Tensor]) -> None:
         """Handle a sum whose terms have different powers."""
-        node = torch._C._current_autograd_node()
-        mixed = functools.partial(self._mixed, name, powers, frame)
-        if in_optimizer:
+        node, terms = torch._C._current_autograd_node(), operator.args[:2]
+        mixed = functools.partial(self._mixed, operator, powers)
+        if operator.in_optimizer:
             self._found = mixed("optimizer", terms)
         elif node is not None and "AccumulateGrad" in node.name():
-            kind = "divided" if _key(results[0]) in self._divided else "accumulated"
-            self._in_gradients[_key(results[0])] = mixed(kind, (getattr(node, "variable", None),))
+            kind = "divided" if storage_key(results[0]) in self._divided else "accumulated"
+            self._in_gradients[storage_key(results[0])] = mixed(kind, (getattr(node, "variable", None),))
         elif self._name(terms[0]):
-            self._in_gradients[_key(results[0])] = mixed("gradient", terms)
+            self._in_gradients[storage_key(results[0])] = mixed("gradient", terms)
         elif node is not None or any(isinstance(each, torch.Tensor) and each.requires_grad for each in terms):
             # Any other sum may be of a log.
             is_number = not all(isinstance(each, torch.Tensor) for each in terms)
             self._found = mixed("number" if is_number else "values", terms)
 
     def _mixed(
-        self, name: str, powers: tuple[Power, Power], frame: FrameType, kind: str, terms: tuple[Any, ...]
+        self, operator: _Operator, powers: tuple[Power, Power], kind: str, terms: tuple[Any, ...]
     ) -> MixedPowers | None:
         first, second = powers
         if self._scale <= 1.0 or first is None or second is None:
@@ -323,7 +329,7 @@ class PowersOfScale:
         return MixedPowers(
             name=named or self._module(),
             text=kind,
-            names=(name, innermost_line(frame)),
+            names=(operator.name, innermost_line(operator.frame)),
             loss_scale=self._scale,
             first=first,
             second=second,
@@ -331,7 +337,7 @@ class PowersOfScale:
 
     def _takes(self, tensors: list[torch.Tensor]) -> None:
         """Record the sums in gradients that a scaler divides or an optimizer takes."""
-        taken = [self._in_gradients.get(_key(each)) for each in tensors if _has_storage(each)]
+        taken = [self._in_gradients.get(storage_key(each)) for each in tensors if _has_storage(each)]
         found = [each for each in taken if each is not None]
         if found:
             self._found = replace(found[0], names=(*found[0].names, *dict.fromkeys(each.name for each in found)))
@@ -348,7 +354,7 @@ class PowersOfScale:
     def _power(self, tensor: Any) -> Power:
         if not isinstance(tensor, torch.Tensor) or not _has_storage(tensor):
             return None
-        known = self._known.get(_key(tensor))
+        known = self._known.get(storage_key(tensor))
         if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
             return known[1]
         if torch._C._current_autograd_node() is not None:
@@ -367,11 +373,6 @@ class PowersOfScale:
 
 def _is_epsilon(value: Any) -> bool:
     return isinstance(value, (int, float)) and abs(value) < _EPSILON
-
-
-def _key(tensor: torch.Tensor) -> int:
-    """Return the key of a tensor's storage, unique while the storage lives."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _times(first: Power, second: Power) -> Power:

@@ -114,6 +114,7 @@ class Pending(NamedTuple):
         dtype: of its first argument, if that is a tensor.
         is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
         node: the sequence number of its autograd node; None if it has none.
+        frame: its caller's, once it has run.
     """
 
     func: Any
@@ -124,6 +125,7 @@ class Pending(NamedTuple):
     dtype: torch.dtype | None
     is_cast: bool
     node: int | None
+    frame: Any = None
 
 
 class SecondComputation:
@@ -235,7 +237,7 @@ class SecondComputation:
 
     def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
         """Run the operator again on the twins of its arguments, and compare the results."""
-        func = pending.func
+        func, pending = pending.func, pending._replace(frame=frame)
         name = func.overloadpacket.__name__
         results = _plain(result)
         self._kept.ran(func, pending.given[0], results)
@@ -245,15 +247,15 @@ class SecondComputation:
             return
         try:
             if func.overloadpacket is aten._to_copy and not results:
-                self._compare_integers(pending, result, frame)
+                self._compare_integers(pending, result)
                 return
             if _is_decision(result):
                 self._keep_decision(pending, result)
                 return
-            if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0], frame):
+            if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0]):
                 return
             if func.overloadpacket is aten.topk:
-                self._compare_choice(pending, frame)
+                self._compare_choice(pending)
             args, kwargs = pending.arguments
             twins = _plain(_run(func, args, kwargs))
             given = {storage_key(each) for each in _leaves(args) if isinstance(each, torch.Tensor)}
@@ -261,7 +263,7 @@ class SecondComputation:
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
                     if not place:
                         # Further results serve the backward only, and may be written partially.
-                        self._compare(pending, value, twin, frame)
+                        self._compare(pending, value, twin)
                     self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
                     given.add(storage_key(twin))
         except Exception:
@@ -295,57 +297,49 @@ class SecondComputation:
 
     # -- comparing --------------------------------------------------------------------------------------------------
 
-    def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
+    def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         operator = pending.func.overloadpacket
         if not is_finite(value):
-            self._compare_broken(pending, value, value.float(), twin, _local(pending, twin), frame)
+            self._compare_broken(pending, value, twin, _local(pending, twin))
         elif operator in _SUMS and value.dtype in _NARROW:
-            self._compare_sum(pending, value, _local(pending, twin), frame)
+            self._compare_sum(pending, value, _local(pending, twin))
         elif operator in _AMPLIFYING:
             if operator in _ADDING and value.dtype in _NARROW and torch._C._current_autograd_node() is None:
-                self._compare_addition(pending, value, twin, frame)
+                self._compare_addition(pending, value, twin)
             if value.numel() >= _FEWEST:
-                self._compare_errors(pending, value, twin, frame)
+                self._compare_errors(pending, value, twin)
 
-    def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor, frame: FrameType) -> None:
+    def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor) -> None:
         """Record a sum that has lost terms."""
         wide = value.float()
         error = ratio(float((wide - local).norm()), float(local.norm()))
         if error >= _LOST:
             worst = int((wide - local).abs().argmax())
             given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
-            self._add(LostSum, pending, value, frame, wide - local, error=error, value=given, exact=exact)
+            self._add(LostSum, pending, value, wide - local, error=error, value=given, exact=exact)
 
-    def _compare_broken(
-        self,
-        pending: Pending,
-        value: torch.Tensor,
-        wide: torch.Tensor,
-        twin: torch.Tensor,
-        local: torch.Tensor,
-        frame: FrameType,
-    ) -> None:
+    def _compare_broken(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: torch.Tensor) -> None:
         """Record infinities and NaNs: which are of the precision, and which the exact computation has too."""
-        broken = ~wide.isfinite()
+        broken, of = ~value.isfinite(), float(value.numel())
         born, of_precision = broken & local.isfinite(), broken & twin.isfinite()
         if bool(born.any()) and value.dtype in _NARROW:
             largest = float(local[born].abs().max())
-            figures = {"elements": float(born.sum()), "of": float(value.numel()), "largest": largest}
-            self._add(BornInfinite, pending, value, frame, None, **figures)
-        elif bool(of_precision.any()) and not self._found.get(BornInfinite):
-            figures = {"elements": float(of_precision.sum()), "of": float(value.numel()), "largest": 0.0}
-            self._add(BornInfinite, pending, value, frame, None, **figures)
-        elif not self._found.get(BornInfinite):
+            self._add(BornInfinite, pending, value, elements=float(born.sum()), of=of, largest=largest)
+        elif self._found.get(BornInfinite):
+            return
+        elif bool(of_precision.any()):
+            self._add(BornInfinite, pending, value, elements=float(of_precision.sum()), of=of, largest=0.0)
+        else:
             # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take.
-            broken &= wide != -torch.inf
+            broken &= value != -torch.inf
             if bool(broken.any()):
-                figures = {"elements": float(broken.sum()), "of": float(value.numel())}
                 # An operator that overwrote its input can't show it.
                 is_seen = not pending.func._schema.is_mutable
                 from_finite = is_seen and all(map(is_finite, _plain(pending.given[0])))
-                self._add(BrokenAlike, pending, value, frame, None, **figures, from_finite=from_finite)
+                elements = float(broken.sum())
+                self._add(BrokenAlike, pending, value, elements=elements, of=of, from_finite=from_finite)
 
-    def _compare_addition(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
+    def _compare_addition(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
         is_in_place = pending.func._schema.is_mutable
         given = pending.given[0][:2]
@@ -358,7 +352,7 @@ class SecondComputation:
         local, wide = _local(pending, twin), value.float()
         operands = _operands(pending, local)
         if is_kept and len(operands) == 2:
-            describe = partial(self._record, pending=pending, result=value, frame=frame)
+            describe = partial(self._record, pending=pending, result=value)
             if is_in_place:
                 self._kept.added_in_place(value, operands[0], operands[1], describe)
                 return
@@ -376,13 +370,12 @@ class SecondComputation:
         unchanged = float((local != 0).logical_and(_equals_one(wide, operands)).float().mean())
         figures = {"error": error / least, "unchanged": unchanged, "size": least / value.numel() ** 0.5}
         if value.numel() >= _FEWEST:
-            self._add(AbsorbedOperand, pending, value, frame, wide - local, **figures)
+            self._add(AbsorbedOperand, pending, value, wide - local, **figures)
         else:
-            self._repeated[innermost_line(frame)].append(
-                self._record(AbsorbedOperand, pending, value, frame, **figures)
-            )
+            record = self._record(AbsorbedOperand, pending, value, **figures)
+            self._repeated[record.names[1]].append(record)
 
-    def _compare_choice(self, pending: Pending, frame: FrameType) -> None:
+    def _compare_choice(self, pending: Pending) -> None:
         """Record a top k whose last score ties, in enough rows, with one that is left out, where the exact scores differ."""
         scores, k, dim, largest, _ = (*pending.given[0], -1, True, True)[:5]
         twin = self.twin(scores)
@@ -399,10 +392,10 @@ class SecondComputation:
         is_tied = (last == best[..., 1]) & (exact[..., 0] != exact[..., 1]) & (last != 0) & last.isfinite()
         share = float(is_tied.float().mean())
         if share >= _LEAST_TIED:
-            record = self._record(Ties, pending, scores, frame, fraction=share, k=k, scores=scores.shape[dim])
+            record = self._record(Ties, pending, scores, fraction=share, k=k, scores=scores.shape[dim])
             self._found[Ties].append(replace(record, text=str(self._narrow).removeprefix("torch.")))
 
-    def _compare_integers(self, pending: Pending, value: Any, frame: FrameType) -> None:
+    def _compare_integers(self, pending: Pending, value: Any) -> None:
         """Record whole numbers that were rounded before they are made integers."""
         exact = pending.arguments[0][0]
         is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
@@ -413,9 +406,9 @@ class SecondComputation:
             worst = int(differ.argmax())
             given, wanted = float(value.flatten()[worst]), float(exact.flatten()[worst])
             changed, of = float(differ.count_nonzero()), float(value.numel())
-            self._add(ChangedIntegers, pending, value, frame, None, changed=changed, of=of, given=given, exact=wanted)
+            self._add(ChangedIntegers, pending, value, changed=changed, of=of, given=given, exact=wanted)
 
-    def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, frame: FrameType) -> None:
+    def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         """Record a result that is mostly the error of its inputs."""
         inherited = _relative(value, twin)
         if not inherited >= _CANCELLED:
@@ -423,18 +416,18 @@ class SecondComputation:
         before = self._errors_of(_leaves(pending.given[0])) if pending.before is None else pending.before
         if before <= _UNCANCELLED:
             off = value.float() - twin
-            self._add(AmplifiedError, pending, value, frame, off, before=before, after=inherited)
+            self._add(AmplifiedError, pending, value, off, before=before, after=inherited)
 
     def _add(
         self,
         kind: type[Any],
         pending: Pending,
         result: torch.Tensor,
-        frame: FrameType,
-        off: torch.Tensor | None,
+        off: torch.Tensor | None = None,
         **figures: float,
     ) -> None:
-        record = self._record(kind, pending, result, frame, **figures)
+        """Record an operator's result; ``off``: its error, if the error's effect on the loss may become known."""
+        record = self._record(kind, pending, result, **figures)
         self._found[kind].append(record)
         if off is not None and pending.node is not None and self._errors_bytes + off.nbytes <= _MOST_ERRORS:
             self._errors[pending.node] = off
@@ -459,15 +452,13 @@ class SecondComputation:
         """Return how much a record's error changes the loss, to first order; None if that is unknown."""
         return self._effects.get(self._nodes.get(id(record), -1))
 
-    def _record(
-        self, kind: type[Any], pending: Pending, result: torch.Tensor, frame: FrameType, **figures: float
-    ) -> Any:
+    def _record(self, kind: type[Any], pending: Pending, result: torch.Tensor, **figures: float) -> Any:
         node = torch._C._current_autograd_node()
         if node is None:
             module, phase = self._module(), "forward"
         else:
             module, phase = self._modules.get(node._sequence_nr(), ""), "backward"
-        names = (pending.func.overloadpacket.__name__, innermost_line(frame), phase)
+        names = (pending.func.overloadpacket.__name__, innermost_line(pending.frame), phase)
         # The dtype in which numbers were rounded before they became integers.
         rounded = result.dtype if result.is_floating_point() else pending.dtype
         dtype = str(rounded).removeprefix("torch.")
@@ -556,13 +547,13 @@ class SecondComputation:
         elif not is_equal(value, twin):
             self._twins.add(value, twin, is_cast, is_ours)
 
-    def _keep_cast(self, pending: Pending, value: torch.Tensor, frame: FrameType) -> bool:
+    def _keep_cast(self, pending: Pending, value: torch.Tensor) -> bool:
         """Let the result of a cast have the FP32 values of its argument. Return False if it needs a copy."""
         source, twin = pending.given[0][0], pending.arguments[0][0]
         is_exact = not _is_plain(source) or (source.dtype in _NARROW and self.twin(source) is None)
         if is_exact or not value.numel() or not have_one_layout(value, twin):
             return False
-        self._compare(pending, value, twin, frame)
+        self._compare(pending, value, twin)
         if not is_equal(value, twin):
             self._twins.share(value, source, twin, pending.is_cast)
         return True

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.graph import graph
+from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of
 from mpinspect.ranges.session import MOST_ROWS
 
 
@@ -75,7 +75,7 @@ def singular(node: Any) -> Singular | None:
 def may_be_singular(node: Any) -> bool:
     """Return whether ``singular``, ``infinite_operand`` or ``applies_mask`` may find anything in a node, by its name."""
     name = node.name()
-    return _FINDERS[name] is not None or _INFINITE[name] is not None or _plain(name) in _MAY_MASK
+    return _FINDERS[name] is not None or _INFINITE[name] is not None or operator_of(node) in _MAY_MASK
 
 
 def infinite_operand(node: Any) -> Singular | None:
@@ -102,7 +102,8 @@ def _found(node: Any, finders: _Finders) -> Singular | None:
         return None
     kind, operator, what, where = found
     of = _minuend(node.next_functions[0][0]) if kind == "difference" else None
-    bits = sum(8 * made.dtype.itemsize for made in getattr(node, "_input_metadata", ())[:1])
+    dtype = dtype_of(node)
+    bits = 8 * dtype.itemsize if dtype is not None else 0
     return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits)
 
 
@@ -129,6 +130,7 @@ def saved_dim(node: Any) -> int:
 
 
 _Found = tuple[str, str, str, torch.Tensor] | None
+_Finder = Callable[[Any, str], _Found]
 
 
 def _argument(operator: str, what: str, where: torch.Tensor, kind: str = "argument") -> _Found:
@@ -136,6 +138,23 @@ def _argument(operator: str, what: str, where: torch.Tensor, kind: str = "argume
     if not bool(where.any()):
         return None
     return kind, operator, what, where
+
+
+def _at_edge(operator: str, saved: str, *edges: tuple[str, Callable[[torch.Tensor], torch.Tensor]]) -> _Finder:
+    """Return a finder of elements of the argument, or of the result, that show an edge of an operation's domain.
+
+    Args:
+        operator: the operation in words.
+        saved: the attribute of the node that holds the elements.
+        edges: for each edge the words, and the function that returns where the elements show it.
+    """
+
+    def find(node: Any, name: str) -> _Found:
+        kept = getattr(node, saved)
+        found = (_argument(operator, what or _negative(node), where(kept)) for what, where in edges)
+        return next(filter(None, found), None)
+
+    return find
 
 
 def _log(node: Any, name: str) -> _Found:
@@ -152,7 +171,7 @@ def _negative(node: Any) -> str:
     """Return a negative argument in words: it may be left of a difference, such as |a|^2 + |b|^2 - 2 ab, with rounded terms."""
     below = graph([node], _NEARBY)[1:]
     is_difference = any(each.name().startswith(("Sub", "Rsub")) for each in below)
-    is_rounded = any(made[0].dtype.itemsize == 2 for each in below if (made := getattr(each, "_input_metadata", None)))
+    is_rounded = any(dtype.itemsize == 2 for each in below if (dtype := dtype_of(each)) is not None)
     return "of a negative number" + ", a difference of terms rounded to 16 bits" * (is_difference and is_rounded)
 
 
@@ -161,22 +180,6 @@ def _is_softmax(node: Any) -> bool:
     while node is not None and node.name().startswith((*SAME_VALUES, *_SOME_VALUES)):
         node = node.next_functions[0][0]
     return node is not None and node.name().startswith("Softmax")
-
-
-def _sqrt(node: Any, name: str) -> _Found:
-    result = node._saved_result
-    return _argument("a square root", _negative(node), result.isnan()) or _argument(
-        "a square root", "of zero, where the root's derivative is infinite", result == 0
-    )
-
-
-def _rsqrt(node: Any, name: str) -> _Found:
-    result = node._saved_result
-    return _argument("1 / sqrt", "of zero or less", ~result.isfinite())
-
-
-def _reciprocal(node: Any, name: str) -> _Found:
-    return _argument("1 / x", "of zero", node._saved_result.isinf())
 
 
 def _divide(node: Any, name: str) -> _Found:
@@ -252,18 +255,6 @@ def _power(node: Any, name: str) -> _Found:
     )
 
 
-def _exp(node: Any, name: str) -> _Found:
-    return _argument("exp", "of a number too large for its result", node._saved_result.isinf())
-
-
-def _inverse(node: Any, name: str) -> _Found:
-    given = node._saved_self
-    edge = given.abs() >= 1
-    return _argument(
-        name.partition("Backward")[0].lower(), "of a magnitude of 1 or more, where its derivative is infinite", edge
-    )
-
-
 def _constant(node: Any, name: str) -> _Found:
     """Find a non-finite constant factor of a product."""
     for place, kept in enumerate((node._saved_self, node._saved_other)):
@@ -324,14 +315,10 @@ def _softmax(node: Any, name: str) -> _Found:
 
 def applies_mask(node: Any) -> bool:
     """Return whether a node replaces scores by a constant, or adds a constant to them, as a mask does."""
-    name = _plain(node.name())
+    name = operator_of(node)
     if name not in _MAY_MASK:
         return False
     return name in _MASKING or any(following is None for following, _ in node.next_functions)
-
-
-def _plain(name: str) -> str:
-    return name.partition("Backward")[0]
 
 
 def _is_finite(node: Any) -> bool:
@@ -375,9 +362,6 @@ _MASKING = ("MaskedFill", "Where", "MaskedScatter", "CopySlices", "IndexPut")
 _MAY_MASK = frozenset((*_MASKING, "Add", "Sub"))
 
 
-_Finder = Callable[[Any, str], _Found]
-
-
 class _Finders(dict[str, _Finder | None]):
     """The finder for each name of a node, or None.
 
@@ -393,25 +377,29 @@ class _Finders(dict[str, _Finder | None]):
         return found
 
 
+_BEYOND_ONE = ("of a magnitude of 1 or more, where its derivative is infinite", lambda given: given.abs() >= 1)
 _INFINITE = _Finders(("Mul", _infinite_factor), ("Div", _infinite_numerator))
 _FINDERS = _Finders(
-    # Other operations, whose names begin like a logarithm's.
-    ("LogsumexpBackward0", None),
-    ("LogSigmoidBackward0", None),
-    ("LogicalAndBackward0", None),
     ("LogSoftmax", _softmax),
     ("Softmax", _softmax),
     ("SafeSoftmax", _softmax),
-    ("Log", _log),
-    ("Sqrt", _sqrt),
-    ("Rsqrt", _rsqrt),
-    ("Reciprocal", _reciprocal),
+    # Other operations' names begin alike: logaddexp, acosh.
+    *((f"{name}Backward", _log) for name in ("Log", "Log1p", "Log2", "Log10", "Logit")),
+    (
+        "Sqrt",
+        _at_edge(
+            "a square root",
+            "_saved_result",
+            ("", torch.isnan),
+            ("of zero, where the root's derivative is infinite", torch.logical_not),
+        ),
+    ),
+    ("Rsqrt", _at_edge("1 / sqrt", "_saved_result", ("of zero or less", lambda root: ~root.isfinite()))),
+    ("Reciprocal", _at_edge("1 / x", "_saved_result", ("of zero", torch.isinf))),
     ("Div", _divide),
     ("Pow", _power),
-    ("Exp", _exp),
-    ("Acos", _inverse),
-    ("Asin", _inverse),
-    ("Atanh", _inverse),
+    ("Exp", _at_edge("exp", "_saved_result", ("of a number too large for its result", torch.isinf))),
+    *((f"{name}Backward", _at_edge(name.lower(), "_saved_self", _BEYOND_ONE)) for name in ("Acos", "Asin", "Atanh")),
     ("ScaledDotProduct", _attention),
     ("NllLoss", _loss),
     ("BinaryCrossEntropy", _loss),

@@ -17,27 +17,17 @@ from mpinspect.reporting.words import bracketed, by_number, filled
 
 
 class _Running(Sentences):
-    MEAN_IS_NAN = (
-        "running_mean of {module} ({dtype:format}) has not been finite since step {step}: training uses the batch's own "
-        "statistics and continues, but evaluation uses the running statistics and gives NaN."
+    NOT_FINITE = (
+        "{buffers} of {module} ({dtype:format}) {have} not been finite since step {step}: training uses the batch's own "
+        "statistics and continues, but evaluation uses the running statistics."
     )
-    BOTH_ARE_NAN = (
-        "{buffers} of {module} ({dtype:format}) have not been finite since step {step}: training uses the batch's own "
-        "statistics and continues, but evaluation uses the running statistics and gives NaN."
+    GIVES_NAN = "Evaluation gives NaN."
+    GIVES_A_CONSTANT = (
+        "There a channel with an infinite variance gives one output for all inputs, one with NaN gives NaN."
     )
-    VARIANCE_IS_INFINITE = (
-        "{buffers} of {module} ({dtype:format}) has not been finite since step {step}: training uses the batch's own statistics "
-        "and continues, but evaluation uses the running statistics: a channel whose variance is infinite gives the same output "
-        "for every input, one with NaN gives NaN."
-    )
-    WRITTEN_ONE = "A forward that was not finite wrote it; skipping its step does not undo that."
-    WRITTEN_BOTH = "A forward that was not finite wrote them; skipping its step does not undo that."
-    STUCK_ONE = (
-        "{names:some} was written {writes:.0f} times and never moved: {dtype:format} rounds its updates away, "
-        "or they are zero."
-    )
-    STUCK_MANY = (
-        "{names:some} were written {writes:.0f} times and never moved: {dtype:format} rounds their updates away, or they are "
+    WRITTEN = "A forward that was not finite wrote {them}; skipping its step does not undo that."
+    STUCK = (
+        "{names:some} {were} written {writes:.0f} times and never moved: {dtype:format} rounds the updates away, or they are "
         "zero."
     )
 
@@ -77,12 +67,13 @@ def _not_finite(broken: Sequence[Statistics], case: Case) -> Found:
     buffers = [buffer for path, _, buffer in places if path == module]
     origin = next((event for event in case.events if event.step <= first.step and event.phase == "forward"), None)
     # Division by an infinite variance gives zero, and leaves the layer's bias.
-    says = _Running.VARIANCE_IS_INFINITE
-    if "running_mean" in buffers:
-        says = by_number(len(buffers), _Running.MEAN_IS_NAN, _Running.BOTH_ARE_NAN)
-    written = by_number(len(buffers), _Running.WRITTEN_ONE, _Running.WRITTEN_BOTH)
+    is_of_mean, number = "running_mean" in buffers, len(buffers)
     return Found(
-        (says, written.when(origin)),
+        (
+            _Running.NOT_FINITE,
+            _Running.GIVES_NAN.when(is_of_mean) or _Running.GIVES_A_CONSTANT,
+            _Running.WRITTEN.when(origin),
+        ),
         {"buffers": [each.name for each in broken]},
         {
             "module": module_named(module),
@@ -93,6 +84,8 @@ def _not_finite(broken: Sequence[Statistics], case: Case) -> Found:
             "why": origin and bracketed(origin.explanation),
             "why_fp32": " (a variance exceeds 65504 long before the values do)" * (dtype == FLOAT16.name),
             "buffers": " and ".join(buffers),
+            "have": by_number(number, "has", "have"),
+            "them": by_number(number, "it", "them"),
         },
         (_repair(dtype, origin), _Running.COMPUTE_AGAIN),
         (_Running.TO_FP32.when(dtype != "float32"), _Running.RESET),
@@ -114,10 +107,11 @@ def _stuck(stuck: Sequence[Statistics]) -> Found:
     names = list(dict.fromkeys(each.name for each in stuck))
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
     return Found(
-        by_number(len(names), _Running.STUCK_ONE, _Running.STUCK_MANY),
+        _Running.STUCK,
         {"buffers": names},
         {
             "names": names,
+            "were": by_number(len(names), "was", "were"),
             "writes": stuck[0].writes,
             "dtype": stuck[0].dtype,
             "paths": ", ".join(map(quoted, modules[:MOST_ROWS])),
@@ -137,26 +131,15 @@ class _Loss(Sentences):
         "inside it exceeds {largest:g}{although}."
     )
     CANCELS = (
-        "The loss is computed in {dtype:format} (autograd's {made_by}): each of its terms is rounded to {bits} bits (a relative "
+        "{what} is computed in {dtype:format}{made_by}: each of its terms is rounded to {bits} bits (a relative "
         "2^-{bits}), so that where they nearly cancel only rounding error is left."
     )
-    ROUNDED_ONCE = "The loss is computed in {dtype:format}: its value and first gradient have {bits} bits."
-    TERM_CANCELS = (
-        "A term of the loss is computed in {dtype:format} (autograd's {made_by}): each of its own terms is rounded to {bits} "
-        "bits (a relative 2^-{bits}), so that where they nearly cancel only rounding error is left, whatever the dtype of the "
-        "loss that it is added to."
-    )
-    TERM_ROUNDED_ONCE = (
-        "A term of the loss is computed in {dtype:format} (autograd's {made_by}): its value and first gradient have {bits} "
-        "bits."
-    )
+    ROUNDED_ONCE = "{what} is computed in {dtype:format}{made_by}: its value and first gradient have {bits} bits."
+    OF_ANY_LOSS = "That is so whatever the dtype of the loss that it is added to."
     ON_A_CPU_ONLY = "Within autocast this is so on a CPU only: CUDA's autocast computes it in FP32."
 
     IN_FP32 = "Compute the loss in FP32: cast the model's output to FP32 before the loss."
-    IN_FP32_WITH_TARGET = (
-        "Compute the loss in FP32: cast the model's output to FP32 before the loss; if the target is a softmax, cast its logits "
-        "first, too."
-    )
+    TARGET_IN_FP32 = "If the target is a softmax, cast its logits first, too."
     TERMS_IN_FP32 = (
         "Compute every term of the loss in FP32: cast the logits, and a reference's, before the log-softmax, and keep the "
         "log-probabilities, and sums of them, in FP32."
@@ -201,15 +184,18 @@ def _whole_loss(loss: WholeLoss, case: Case) -> Found:
         says, severity, although = _Loss.OVERFLOWED, "error", "; the gradients are still finite" * (not broke)
     elif is_harmless:
         says, severity = _Loss.ROUNDED_ONCE, "info"
-    fix, code = _Loss.IN_FP32, _Loss.CAST
-    if with_target:
-        fix, code = _Loss.IN_FP32_WITH_TARGET, _Loss.CAST_WITH_TARGET
     return Found(
         (says, _on_a_cpu_only(loss, case)),
         {"value": value if loss.is_known else None, "dtype": loss.text, "operators": list(loss.names)},
-        {**_rounding(loss), "value": value, "largest": FORMATS[loss.text].max_finite, "although": although},
-        fix.when(not is_harmless),
-        code.when(not is_harmless),
+        {
+            **_rounding(loss),
+            "what": "The loss",
+            "value": value,
+            "largest": FORMATS[loss.text].max_finite,
+            "although": although,
+        },
+        (_Loss.IN_FP32.when(not is_harmless), _Loss.TARGET_IN_FP32.when(with_target and not is_harmless)),
+        (_Loss.CAST_WITH_TARGET.when(with_target) or _Loss.CAST).when(not is_harmless),
         severity=severity,
         step=loss.step,
     )
@@ -217,9 +203,13 @@ def _whole_loss(loss: WholeLoss, case: Case) -> Found:
 
 def _term(term: LossTerm, case: Case) -> Found:
     return Found(
-        (_Loss.TERM_CANCELS.when(term.cancels) or _Loss.TERM_ROUNDED_ONCE, _on_a_cpu_only(term, case)),
+        (
+            _Loss.CANCELS.when(term.cancels) or _Loss.ROUNDED_ONCE,
+            _Loss.OF_ANY_LOSS.when(term.cancels),
+            _on_a_cpu_only(term, case),
+        ),
         {"dtype": term.text, "operators": list(term.names)},
-        _rounding(term),
+        {**_rounding(term), "what": "A term of the loss"},
         _Loss.TERMS_IN_FP32.when(term.cancels),
         _Loss.CAST_TERMS.when(term.cancels),
         is_mild=not term.cancels,
@@ -228,7 +218,8 @@ def _term(term: LossTerm, case: Case) -> Found:
 
 
 def _rounding(loss: WholeLoss | LossTerm) -> dict[str, object]:
-    return {"bits": SIGNIFICAND_BITS[loss.text], "made_by": " of ".join(loss.names[:4]).lower()}
+    made_by = bracketed(filled("autograd's {}", " of ".join(loss.names[:4]).lower()))
+    return {"bits": SIGNIFICAND_BITS[loss.text], "made_by": made_by}
 
 
 def _is_rounded_once(loss: WholeLoss) -> bool:
@@ -249,15 +240,7 @@ class _Norm(Sentences):
     INFINITE = (
         "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite."
     )
-    ALL_ZERO = "Everything that is divided by that root became zero. It is finite, so no infinity or NaN shows it."
-    ROWS_ZERO = (
-        "In {elements} of {of} rows the values divided by that root became zero. They are finite, so no infinity or "
-        "NaN shows it."
-    )
-    ELEMENTS_ZERO = (
-        "The values divided by {elements} of that root's {of} elements became zero. They are finite, so no infinity or NaN shows "
-        "it."
-    )
+    ZERO = "{which} became zero: they are finite, so no infinity or NaN shows it."
     ELSEWHERE = "The same was found in {others}."
     IN_FP32 = (
         "Compute the normalisation in FP32 and cast its result back: in FP16 the square of a value of 256 or "
@@ -283,20 +266,20 @@ def _norm_overflows(case: Case) -> Iterator[Found]:
         return
     first, others = found[0], [each.name for each in found[1:]]
     elements, of = int(first.elements), int(first.of)
-    says = _Norm.ELEMENTS_ZERO
+    which = f"The values divided by {elements} of that root's {of} elements"
     if elements == of:
-        says = _Norm.ALL_ZERO
+        which = "All values that are divided by that root"
     elif first.is_by_row:
-        says = _Norm.ROWS_ZERO
+        which = f"In {elements} of {of} rows the values divided by that root"
     yield Found(
-        (_Norm.INFINITE, says, _Norm.ELSEWHERE.when(others)),
+        (_Norm.INFINITE, _Norm.ZERO, _Norm.ELSEWHERE.when(others)),
         {
             "elements": elements,
             "of": of,
             "operator": first.operator,
             "modules": [each.name for each in found],
         },
-        {"module": module_named(first.name), "others": " and in ".join(map(module_named, others))},
+        {"module": module_named(first.name), "which": which, "others": " and in ".join(map(module_named, others))},
         _Norm.IN_FP32,
         _Norm.WIDE,
         layer=first.name,

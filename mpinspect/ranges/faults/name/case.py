@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from mpinspect.reporting.words import filled, some
 MOST_LAYERS_LISTED = 20
 #: If at least this share of the parameters has gradients that are zero or left over, all count as such.
 MOST_LEFT_OVER = 0.9
+#: Powers of two by which a measured factor may differ from one.
+_ALIKE = 0.01
 #: Bits of the significand, including the hidden one: 8 in BF16, 11 in FP16.
 SIGNIFICAND_BITS = {format.name: format.mantissa_bits + 1 for format in (BFLOAT16, FLOAT16)}
 
@@ -104,6 +107,11 @@ class FP32Weights(Sentences):
     def of(cls, dtype: str) -> FP32Weights:
         """Return the code for a 16-bit dtype; BF16's for any other."""
         return cls.IN_FP16.when(dtype == FLOAT16.name) or cls.IN_BF16
+
+
+def is_power_of_two(number: float) -> bool:
+    """Return whether a positive number is a power of two, up to the rounding of a measured factor."""
+    return abs(math.log2(number) - round(math.log2(number))) <= _ALIKE
 
 
 def quoted(name: str) -> str:

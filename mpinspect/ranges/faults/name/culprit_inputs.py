@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.precision import run_format
@@ -22,7 +23,7 @@ from mpinspect.ranges.records import (
     WeightGrowth,
 )
 from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Said, Sentences
 from mpinspect.reporting.words import bracketed, filled, number_of
 
 #: Ids of the findings that follow from a forward or a loss that was not finite.
@@ -58,11 +59,6 @@ def _module(case: Case, measured: Examined) -> str:
     return event.module
 
 
-def _when(step: int, module: str) -> str:
-    """Return the step and, if it is known, the module, to begin a sentence."""
-    return f"In step {step}{filled(', in {!r},', module)}"
-
-
 def _rows(measured: Examined, one: str = "row", several: str = "rows", of: str = "the batch") -> str:
     """Return the positions along the first dimension in words: "row 5 of the batch", "all 32 rows of the batch"."""
     names, number = measured.names, measured.rows
@@ -79,6 +75,28 @@ def _rows(measured: Examined, one: str = "row", several: str = "rows", of: str =
 
 def _elements(measured: Examined) -> str:
     return number_of(round(measured.elements), "element")
+
+
+def _examined(
+    case: Case,
+    measured: Examined,
+    says: Sequence[Sentences],
+    fix: Said,
+    code: Said,
+    words: Mapping[str, object],
+    **more: Any,
+) -> Found:
+    """Return the occurrence that an examination shows, in the module of the operation, with the harm to the weights."""
+    module, event = _module(case, measured), _event_at(case, measured.step)
+    when = f"In step {measured.step}{filled(', in {!r},', module)}"
+    return Found(
+        (*says, _aftermath(case, event)),
+        {"elements": measured.elements, "rows": list(measured.names)},
+        {"when": when, "places": bracketed(_elements(measured), _rows(measured)), **words},
+        fix,
+        code,
+        **{"layer": module, "step": measured.step, **more},
+    )
 
 
 # -- the batch ----------------------------------------------------------------------------------------------------------
@@ -108,15 +126,16 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
         if event is not None and event.rank != measured.rank:
             # Another rank may have made it first and sent it to this one.
             continue
-        yield Found(
-            (_Batch.TARGETS.when(of_targets) or _Batch.BATCH, _aftermath(case, event)),
-            {"elements": measured.elements, "rows": list(measured.names)},
-            {"places": bracketed(_elements(measured), _rows(measured))},
+        yield _examined(
+            case,
+            measured,
+            [_Batch.TARGETS.when(of_targets) or _Batch.BATCH],
             _Batch.LOOK,
             _Batch.CHECK_TARGETS.when(of_targets) or _Batch.CHECK_BATCH,
+            {},
+            layer="",
             is_mild=event is None,
             is_inferred=isinstance(measured, ExaminedDifference),
-            step=measured.step,
         )
         return
 
@@ -148,18 +167,12 @@ def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
     another reason are not reported.
     """
     for measured in case.recorded(ExaminedMask):
-        module, elements = _module(case, measured), measured.elements
-        in_16_bits = " (float32's becomes -inf in 16 bits)" * (run_format(case.session) in (FLOAT16, BFLOAT16))
-        places = bracketed(_rows(measured, "index", "indices", "the first dimension"))
-        yield Found(
-            (_Mask.ROWS, _aftermath(case, _event_at(case, measured.step))),
-            {"elements": elements, "rows": list(measured.names)},
-            {"when": _when(measured.step, module), "count": int(elements), "places": places, "in_16_bits": in_16_bits},
-            (_Mask.KEEP_A_KEY, _Mask.CAUSES),
-            _Mask.UNMASK,
-            layer=module,
-            step=measured.step,
-        )
+        words = {
+            "count": int(measured.elements),
+            "places": bracketed(_rows(measured, "index", "indices", "the first dimension")),
+            "in_16_bits": " (float32's becomes -inf in 16 bits)" * (run_format(case.session) in (FLOAT16, BFLOAT16)),
+        }
+        yield _examined(case, measured, [_Mask.ROWS], (_Mask.KEEP_A_KEY, _Mask.CAUSES), _Mask.UNMASK, words)
         return
 
 
@@ -181,17 +194,9 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
     division, and the finding is inferred.
     """
     for measured in case.recorded(ExaminedZeroRow):
-        module = _module(case, measured)
-        yield Found(
-            (_ZeroRow.DIVIDED, _aftermath(case, _event_at(case, measured.step))),
-            {"rows": list(measured.names)},
-            {"when": _when(measured.step, module), "places": bracketed(_rows(measured))},
-            _ZeroRow.ADD_EPSILON,
-            _ZeroRow.CLAMP,
-            layer=module,
-            is_inferred=bool(measured.name),
-            step=measured.step,
-        )
+        words, is_inferred = {"places": bracketed(_rows(measured))}, bool(measured.name)
+        fix, code = _ZeroRow.ADD_EPSILON, _ZeroRow.CLAMP
+        yield _examined(case, measured, [_ZeroRow.DIVIDED], fix, code, words, is_inferred=is_inferred)
         return
 
 
@@ -199,14 +204,10 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
 
 
 class _Argument(Sentences):
-    NO_HARM = (
-        "In step {step} {place} computes {operator}{line}{places}: the loss is not finite, but its gradients are: the step did "
-        "no harm."
-    )
-    GRADIENT_BROKEN = (
-        "In step {step} {place} computes {operator}{line}{places}: the loss is finite, but its gradient is not."
-    )
-    ALL_BROKEN = "In step {step} {place} computes {operator}{line}{places}: the values computed from it are not finite."
+    COMPUTES = "In step {step} {place} computes {operator}{line}{places}."
+    NO_HARM = "The loss is not finite, but its gradients are: the step did no harm."
+    GRADIENT_BROKEN = "The loss is finite, but its gradient is not."
+    ALL_BROKEN = "The values computed from it are not finite."
 
     AT_AN_EDGE = (
         "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the "
@@ -297,26 +298,26 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
     forward; its gradient is not.
     """
     for measured in case.recorded(ExaminedArgument):
-        module, event = _module(case, measured), _event_at(case, measured.step)
+        event = _event_at(case, measured.step)
         fix, code = next(
             (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
         )
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
-        yield Found(
-            (_effect(measured, event), _aftermath(case, event)),
-            {"operator": measured.text, "elements": measured.elements, "rows": list(measured.names)},
-            {
-                "place": _place(module, event),
-                "line": filled(" in {}", _line(case, measured)),
-                "places": bracketed(_elements(measured), _rows(measured)),
-                "expression": code and code.value,
-            },
+        words = {
+            "operator": measured.text,
+            "place": _place(_module(case, measured), event),
+            "line": filled(" in {}", _line(case, measured)),
+            "expression": code and code.value,
+        }
+        yield _examined(
+            case,
+            measured,
+            [_Argument.COMPUTES, _effect(measured, event)],
             (fix, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
             _Argument.WITHOUT_AUTOCAST.when(code and is_narrow) or code,
-            layer=module,
+            words,
             is_mild=event is None,
-            step=measured.step,
         )
         return
 

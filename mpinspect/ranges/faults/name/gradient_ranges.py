@@ -22,7 +22,7 @@ from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_G
 from mpinspect.ranges.records import WeightGrowth
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import by_number, scale_of, some, steps_named, with_power
+from mpinspect.reporting.words import by_number, filled, scale_of, some, steps_named, with_power
 
 
 class _Spared(Sentences):
@@ -199,14 +199,12 @@ def _weight_gradients_fine(case: Case) -> Iterator[Found]:
 
 
 class _Before(Sentences):
-    SOME_WERE_VALUES = (
+    FLUSHED = (
         "Of {tensor} up to {already_flushed_fraction_high:percent} were flushed before they could be counted, being no larger "
-        "than 2^{floor_exponent}; the counts crowd just above that, so some of the zeros were values."
+        "than 2^{floor_exponent}."
     )
-    UNKNOWN = (
-        "Of {tensor} up to {already_flushed_fraction_high:percent} were flushed before they could be counted, being no larger "
-        "than 2^{floor_exponent}; how many of them is not known."
-    )
+    SOME_WERE_VALUES = "The counts crowd just above that, so some of the zeros were values."
+    UNKNOWN = "How many of the zeros were values is not known."
     TAKE_OR_SCALE = "Take the gradients of a few batches in FP32 to see them, or scale the loss."
     TAKE = "Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them."
     TAKE_OR_RUN_AT = (
@@ -250,7 +248,7 @@ def _were_flushed(
 ) -> Found:
     """Return the finding on the worst of the layers whose values may have been flushed before counting."""
     return Found(
-        _Before.SOME_WERE_VALUES.when(is_likely) or _Before.UNKNOWN,
+        (_Before.FLUSHED, _Before.SOME_WERE_VALUES.when(is_likely) or _Before.UNKNOWN),
         {
             "floor_exponent": layer.floor_exponent,
             "already_flushed_fraction_high": (layer.already_flushed_fraction or Interval(0.0, 0.0, 0.0)).high,
@@ -270,12 +268,8 @@ def _were_flushed(
 
 class _Overflow(Sentences):
     LARGEST = (
-        "Without loss scaling {tensor} would overflow {format:format}: the largest is {largest:.3g}, the format's maximum "
+        "Without loss scaling {tensor} would overflow {format:format}: the largest{seen} is {largest:.3g}, the format's maximum "
         "is {end:g}."
-    )
-    LARGEST_FINITE = (
-        "Without loss scaling {tensor} would overflow {format:format}: the largest finite value seen is {largest:.3g}, the "
-        "format's maximum is {end:g}."
     )
     MORE = "So would {more} more."
     SMALLER_LOSS = (
@@ -297,10 +291,10 @@ def _gradients_overflow(case: Case) -> Iterator[Found]:
     if not over:
         return
     worst = max(over, key=_largest)
-    is_finite = worst.histogram is not None and worst.histogram.nonfinite
+    has_broken = worst.histogram is not None and worst.histogram.nonfinite > 0
     spared, words = _spared_by(decision, over, case)
     yield Found(
-        (_Overflow.LARGEST_FINITE.when(is_finite) or _Overflow.LARGEST, _Overflow.MORE.when(len(over) > 1), spared),
+        (_Overflow.LARGEST, _Overflow.MORE.when(len(over) > 1), spared),
         {
             "overflowed": worst.overflowed,
             "max_log2_scale": worst.max_log2_scale,
@@ -312,6 +306,7 @@ def _gradients_overflow(case: Case) -> Iterator[Found]:
             "tensor": phrase(worst.name, worst.kind),
             "format": decision.rules.format.name,
             "largest": _largest(worst),
+            "seen": " finite value seen" * has_broken,
             "end": decision.rules.format.max_finite,
             "more": len(over) - 1,
             "wanted": scale_of(decision.log2_scale),
@@ -338,25 +333,17 @@ def _spared_by(decision: Decision, over: Sequence[LayerReport], case: Case) -> t
 
 
 class _Window(Sentences):
-    TWO_LAYERS = (
-        "In {format:format} {large!r} needs a loss scale of at least 2^{lowest}, but {small!r} overflows above 2^{highest}: no "
-        "one loss scale serves both."
-    )
-    ONE_LAYER = (
-        "In {format:format} {large!r} needs a loss scale of at least 2^{lowest}, but gradients overflow above 2^{highest}: no "
-        "one loss scale serves the whole run."
+    NONE_SERVES = (
+        "In {format:format} {large!r} needs a loss scale of at least 2^{lowest}, but {small} above 2^{highest}: no one loss "
+        "scale serves {all}."
     )
     AT_LAST_SCALE = (
         "At the run's last scale, {last_scale:scale}, {flushed:percent} of the non-zero elements of "
         "{neediest} are flushed."
     )
     IN_FP32 = (
-        "Compute {needing} in FP32, clip the large gradients where they arise, scale each branch by itself, or use BF16, which "
-        "needs no scale."
-    )
-    EITHER_IN_FP32 = (
-        "Compute {needing} in FP32 (or {overflowing} instead), clip the large gradients where they arise, scale each branch by "
-        "itself, or use BF16, which needs no scale."
+        "Compute {needing} in FP32{or_others}, clip the large gradients where they arise, scale each branch by itself, or use "
+        "BF16, which needs no scale."
     )
     WEIGH_MORE = "In any case let the part of the loss that trains {needing} weigh more: {damped}."
 
@@ -374,25 +361,29 @@ def _scale_window_empty(case: Case) -> Iterator[Found]:
     needs, scale = decision.neediest, session.last_scale
     damped = damped_by_epsilon(session, needs.gradient.histogram.max_abs or math.inf)
     needing, overflowing = _modules(decision.needing_more), _modules(decision.overflowing_first)
-    in_fp32 = _Window.EITHER_IN_FP32.when(overflowing and overflowing != needing) or _Window.IN_FP32
+    others = overflowing * (overflowing != needing)
+    whose, whom = "gradients overflow", "the whole run"
+    if small != large:
+        whose, whom = f"{small!r} overflows", "both"
     yield Found(
-        (_Window.TWO_LAYERS.when(small != large) or _Window.ONE_LAYER, spared or _Window.AT_LAST_SCALE.when(scale)),
+        (_Window.NONE_SERVES, spared or _Window.AT_LAST_SCALE.when(scale)),
         {"conflicts": [asdict(conflict) for conflict in decision.conflicts]},
         {
             **words,
             "format": decision.rules.format.name,
             "large": large,
-            "small": small,
+            "small": whose,
+            "all": whom,
             "lowest": lowest,
             "highest": highest,
             "last_scale": scale,
             "flushed": needs.gradient.histogram.flushed_fraction(decision.rules.format, floor_log2(scale or 1.0)),
             "neediest": phrase(*needs.key),
             "needing": needing,
-            "overflowing": overflowing,
+            "or_others": filled(" (or {} instead)", others),
             "damped": damped,
         },
-        (in_fp32.when(not spared), _Window.WEIGH_MORE.when(damped and not spared)),
+        (_Window.IN_FP32.when(not spared), _Window.WEIGH_MORE.when(damped and not spared)),
         layer=large,
         is_mild=bool(spared),
     )
@@ -456,21 +447,13 @@ class _Noise(Sentences):
         "The gradients of {names:some} look like the rounding noise of gradients that are zero in theory: ignore them when "
         "choosing a loss scale."
     )
-    ONE_BIAS = (
-        "{names:some} has no effect (a normalisation, a softmax or a difference that follows cancels it): leave it out "
+    BIASES = (
+        "{names:some} {have} no effect (a normalisation, a softmax or a difference that follows cancels {it}): leave {it} out "
         "(bias=False)."
     )
-    ALL_BIASES = (
-        "{names:some} have no effect (a normalisation, a softmax or a difference that follows cancels them): leave them out "
-        "(bias=False)."
-    )
-    ONE = (
+    MAY_BE_BIASES = (
         "Nothing needs to be done. A bias among them has no effect (a normalisation, a softmax or a difference that follows "
         "cancels it) and can be left out."
-    )
-    MANY = (
-        "Nothing needs to be done. A bias among them has no effect (a normalisation, a softmax or a difference that follows "
-        "cancels them) and can be left out."
     )
 
 
@@ -482,14 +465,12 @@ def _rounding_noise(case: Case) -> Iterator[Found]:
     names = [layer.name for layer in _gradients(case) if layer.rounding_noise]
     if not names or case.advised.diverged:
         return
-    fix = by_number(len(names), _Noise.ONE, _Noise.MANY)
-    if all(name.rpartition(".")[2] == "bias" for name in names):
-        fix = by_number(len(names), _Noise.ONE_BIAS, _Noise.ALL_BIASES)
+    are_biases, number = all(name.rpartition(".")[2] == "bias" for name in names), len(names)
     yield Found(
         _Noise.LIKE_NOISE,
         {"layers": names[:MOST_LAYERS_LISTED], "layers_count": len(names)},
-        {"names": names},
-        fix,
+        {"names": names, "have": by_number(number, "has", "have"), "it": by_number(number, "it", "them")},
+        _Noise.BIASES.when(are_biases) or _Noise.MAY_BE_BIASES,
         layer=names[0],
     )
 

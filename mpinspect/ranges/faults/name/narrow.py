@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from mpinspect.numeric.recipes import recipe_of
 from mpinspect.ranges.analysis.products import (
@@ -18,7 +19,7 @@ from mpinspect.ranges.analysis.products import (
 from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case, quoted
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.session import CONVERTER_CALLED
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Said, Sentences
 
 #: The layers of one block that compute from one input; a conversion that takes some of them has missed the others.
 _TOGETHER = (
@@ -31,6 +32,21 @@ _TOGETHER = (
 )
 #: The divisor that kernels ask of sizes, for products of an unknown recipe.
 _MULTIPLE = 16
+
+
+def _of(
+    modules: Sequence[str], says: Said, fix: Said, code: Said = (), *, severity: str = "", **words: object
+) -> Found:
+    """Return the occurrence in these modules, which the sentences may name."""
+    return Found(
+        says,
+        {"modules": list(modules[:MOST_LAYERS_LISTED]), "of": len(modules)},
+        {"names": modules_named(modules), **words},
+        fix,
+        code,
+        layer=modules[0],
+        severity=severity,
+    )
 
 
 class _Nothing(Sentences):
@@ -112,27 +128,16 @@ def _narrow_router(case: Case) -> Iterator[Found]:
 def _keep_wide(says: _Wide, layers: Sequence[ConvertedLayer]) -> Found:
     names = [layer.module for layer in layers]
     keep = ", ".join(map(quoted, names[:MOST_LAYERS_LISTED]))
-    return Found(
-        says,
-        {"modules": names[:MOST_LAYERS_LISTED], "of": len(names)},
-        {
-            "name": names[0],
-            "names": modules_named(names),
-            "recipe": products_named(layers[0].products),
-            "keep": f"{{{keep}}}",
-        },
-        _Wide.LEAVE_OUT,
-        _Wide.CODE,
-        layer=names[0],
-    )
+    recipe = products_named(layers[0].products)
+    return _of(names, says, _Wide.LEAVE_OUT, _Wide.CODE, name=names[0], recipe=recipe, keep=f"{{{keep}}}")
 
 
 class _Unlike(Sentences):
     SIBLINGS = (
-        "Only some of the layers that take one input are converted: {narrow} in {recipe}, {wide} not. A filter by names has "
+        "Only some of the layers that take one input are converted: {narrow} in {recipe}, {names} not. A filter by names has "
         "probably missed the others."
     )
-    BLOCKS = "{which} are not converted, and the same layers of other blocks are."
+    BLOCKS = "{names} are not converted, and the same layers of other blocks are."
     CONVERT_ALIKE = "Let the filter treat them in one way, or change nothing if the difference is intended."
 
 
@@ -155,14 +160,7 @@ def _converted_in_part(case: Case) -> Iterator[Found]:
         if not layer.is_narrow
     ]
     if wide:
-        yield Found(
-            _Unlike.BLOCKS,
-            {"modules": [layer.module for layer in wide[:MOST_LAYERS_LISTED]], "of": len(wide)},
-            {"which": modules_named(layer.module for layer in wide)},
-            _Unlike.CONVERT_ALIKE,
-            layer=wide[0].module,
-            severity="info",
-        )
+        yield _of([layer.module for layer in wide], _Unlike.BLOCKS, _Unlike.CONVERT_ALIKE, severity="info")
 
 
 def _is_edge(members: Sequence[ConvertedLayer]) -> bool:
@@ -186,17 +184,9 @@ def _siblings(layers: Sequence[ConvertedLayer]) -> Iterator[Found]:
     for families in found.values():
         narrow = [each for family in families for each in family if each.is_narrow]
         wide = [each for family in families for each in family if not each.is_narrow]
-        yield Found(
-            _Unlike.SIBLINGS,
-            {"modules": [each.module for each in wide[:MOST_LAYERS_LISTED]], "of": len(wide)},
-            {
-                "narrow": modules_named(each.module for each in narrow),
-                "wide": modules_named(each.module for each in wide),
-                "recipe": products_named(narrow[0].products),
-            },
-            _Unlike.CONVERT_ALIKE,
-            layer=wide[0].module,
-        )
+        modules = [each.module for each in wide]
+        converted, recipe = modules_named(each.module for each in narrow), products_named(narrow[0].products)
+        yield _of(modules, _Unlike.SIBLINGS, _Unlike.CONVERT_ALIKE, narrow=converted, recipe=recipe)
 
 
 class _Sizes(Sentences):
@@ -218,18 +208,11 @@ def _refused_sizes(case: Case) -> Iterator[Found]:
         if record.products.bits is None or record.library != "torchao" or len(record.shape) != 2:
             continue
         if any(size % multiple for size in record.shape):
-            yield Found(
-                _Sizes.REFUSED,
-                {"modules": list(record.modules[:MOST_LAYERS_LISTED]), "shape": list(record.shape)},
-                {
-                    "names": modules_named(record.modules),
-                    "shapes": " x ".join(map(str, record.shape)),
-                    "recipe": products_named(record.products),
-                    "multiple": multiple,
-                },
-                _Sizes.LEAVE_OUT,
-                layer=record.modules[0],
+            shapes, computed = " x ".join(map(str, record.shape)), products_named(record.products)
+            found = _of(
+                record.modules, _Sizes.REFUSED, _Sizes.LEAVE_OUT, shapes=shapes, recipe=computed, multiple=multiple
             )
+            yield replace(found, evidence={**found.evidence, "shape": list(record.shape)})
 
 
 class _Bias(Sentences):
@@ -253,14 +236,8 @@ def _bias_left_out(case: Case) -> Iterator[Found]:
     ]
     names = [module for record in records for module in record.modules]
     if names:
-        yield Found(
-            _Bias.LOST,
-            {"modules": names[:MOST_LAYERS_LISTED], "of": len(names)},
-            {"names": modules_named(names), "recipe": products_named(records[0].products)},
-            _Bias.LEAVE_OUT,
-            _Bias.CODE,
-            layer=names[0],
-        )
+        recipe = products_named(records[0].products)
+        yield _of(names, _Bias.LOST, _Bias.LEAVE_OUT, _Bias.CODE, recipe=recipe)
 
 
 FAULTS = (

@@ -230,13 +230,9 @@ def _rank_replicas_unequal(case: Case) -> Iterator[Found]:
 
 
 class _Elsewhere(Sentences):
-    HIGHER = (
+    ELSEWHERE = (
         "On rank {rank} {tensors:.0f} of {of:.0f} tensors lie in other powers of two than on the other ranks, by more than they "
-        "change by themselves: {tensor} is {distance:.1f} powers higher on average{others}."
-    )
-    LOWER = (
-        "On rank {rank} {tensors:.0f} of {of:.0f} tensors lie in other powers of two than on the other ranks, by more than they "
-        "change by themselves: {tensor} is {distance:.1f} powers lower on average{others}."
+        "change by themselves: {tensor} is {distance:.1f} powers {way} on average{others}."
     )
     LOOK = "Check whether this rank gets other data, another batch size or another loss."
 
@@ -252,11 +248,12 @@ def _rank_ranges_differ(case: Case) -> Iterator[Found]:
     worst = max(found, key=lambda each: (each.figures["tensors"], each.figures["beyond"]))
     others = [each.rank for each in found if each is not worst and each.rank is not None]
     yield Found(
-        _Elsewhere.HIGHER.when(worst.figures["powers"] > 0) or _Elsewhere.LOWER,
+        _Elsewhere.ELSEWHERE,
         {"ranks": [each.rank for each in found[:_MOST_RANKS]], **worst.figures},
         {
             "rank": worst.rank,
             "tensor": phrase(worst.name, worst.text),
+            "way": ("lower", "higher")[worst.figures["powers"] > 0],
             "distance": abs(worst.figures["powers"]),
             "others": filled("; so do {}", others and ranks_named(others)),
         },

@@ -13,7 +13,7 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility, always_zero
-from mpinspect.ranges.faults.name.case import Case, FP32Weights, grouped
+from mpinspect.ranges.faults.name.case import Case, FP32Weights, grouped, is_power_of_two
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, period, was_in_half, where_to_inspect
 from mpinspect.ranges.faults.name.replaced import replaced
@@ -104,8 +104,10 @@ class _Initial(Sentences):
         "The initial loss scale, {init_scale:scale}, is at least {times} times ({powers_of_two} powers of two) too large{whom}: "
         "{opened} skipped."
     )
-    SETTLED = "The scaler then had lowered the scale to {at_most:scale}."
-    SETTLED_TOO_HIGH = "The scaler then had lowered the scale to {at_most:scale}; step {again} overflowed at that too."
+    SETTLED = "By then the scaler had lowered the scale to {at_most:scale}."
+    SETTLED_TOO_HIGH = (
+        "By then the scaler had lowered the scale to {at_most:scale}; step {again} overflowed at that too."
+    )
     NOT_SETTLED = "The scale is at most {at_most:scale}, and not settled."
     BEGIN = "Begin at {start:scale}."
     BEGIN_OR_LOWER = "Begin at {start:scale} or lower."
@@ -697,10 +699,8 @@ class _Missing(Sentences):
     ZEROS = "The weight gradients of {zeros} were zero in all sampled steps."
     CROWD = "Gradients of {crowd:some 3} crowd just above 2^-25, so that some of the zeros were values."
     GIVE_SCALE = "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
+    FP32_WEIGHTS = "Keep FP32 weights."
     IN_BF16 = "Compute in BF16, where such gradients are finite and nothing has to be scaled."
-    FP32_WEIGHTS_IN_BF16 = (
-        "Keep FP32 weights, and compute in BF16, where such gradients are finite and nothing has to be scaled."
-    )
     SKIP_BY_HAND = (
         "If the loop scales the loss by hand, give the inspector the scale (loss_scale=; mpinspect run: --loss-scale), and let "
         "the loop skip steps that are not finite."
@@ -709,10 +709,7 @@ class _Missing(Sentences):
         "Scale the loss{room}; if the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: "
         "--loss-scale)."
     )
-    FP32_WEIGHTS_AND_SCALE = (
-        "Keep FP32 weights (GradScaler refuses FP16 gradients), and scale the loss{room}; if the loop does so by hand, give the "
-        "inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
-    )
+    FOR_SCALER = "Keep FP32 weights: GradScaler refuses FP16 gradients."
     AUTOCAST_BF16 = "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = ..."
     SCALED_STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
 
@@ -761,7 +758,7 @@ def _scaled_by_hand(divisors: tuple[float, float], dropped: Event | None, case: 
     times, clips = least, ""
     if least != most:
         times = f"{least} to {most}"
-        clips = ", which it changes" if all(map(_is_power, divisors)) else ", and may clip"
+        clips = ", which it changes" if all(map(is_power_of_two, divisors)) else ", and may clip"
     return Found(
         (_Missing.NO_SCALER, _Missing.BY_HAND),
         {"backwards": case.progress.backwards, "least": divisors[0], "most": divisors[1]},
@@ -777,7 +774,7 @@ def _scaled_by_hand(divisors: tuple[float, float], dropped: Event | None, case: 
 
 def _rounded(divisor: float) -> float:
     """Return the nearest power of two if the number is one up to rounding, else four significant digits of it."""
-    if _is_power(divisor):
+    if is_power_of_two(divisor):
         return 2.0 ** round(math.log2(divisor))
     return float(f"{divisor:.4g}")
 
@@ -790,7 +787,7 @@ def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
         (_Missing.NO_SCALER, _Missing.STEPPED_ON_OVERFLOW.when(is_stepped) or _Missing.OVERFLOWED),
         _evidence(case),
         {"broken_step": first.step},
-        _Missing.FP32_WEIGHTS_IN_BF16.when(in_half) or _Missing.IN_BF16,
+        (_Missing.FP32_WEIGHTS.when(in_half), _Missing.IN_BF16),
         FP32Weights.IN_BF16.when(in_half) or _Missing.AUTOCAST_BF16,
     )
 
@@ -820,7 +817,7 @@ def _unscaled(dropped: Event | None, case: Case) -> Found:
         says,
         _evidence(case),
         {**words, "room": room, "log2_start": log2},
-        _Missing.FP32_WEIGHTS_AND_SCALE.when(in_half) or _Missing.SCALE,
+        (_Missing.FOR_SCALER.when(in_half), _Missing.SCALE),
         (FP32Weights.IN_FP16.when(in_half), _Scaler.BEGINNING_AT.when(has_start) or _Scaler.NEW, _Missing.SCALED_STEP),
     )
 
@@ -830,11 +827,6 @@ def _room(case: Case) -> int | None:
     gradients = [window.histogram for key, window in case.totals.items() if key.kind in GRADIENT_KINDS]
     highest = [k for histogram in gradients if (k := histogram.max_log2_scale(FLOAT16)) is not None]
     return min(highest, default=None)
-
-
-def _is_power(number: float) -> bool:
-    """Return whether a positive number is a power of two, up to rounding."""
-    return abs(math.log2(number) - round(math.log2(number))) <= _ALIKE
 
 
 def divisors(case: Case) -> tuple[float, float] | None:
@@ -855,7 +847,7 @@ def divisors(case: Case) -> tuple[float, float] | None:
         return None
     least, most = min(shared), max(shared)
     is_one = most - least <= _ALIKE * least
-    are_powers = all(map(_is_power, shared))
+    are_powers = all(map(is_power_of_two, shared))
     batches = math.ceil(case.progress.backwards / max(case.progress.steps, 1))
     if least <= batches * (1 + _ALIKE) or not (is_one or are_powers):
         return None

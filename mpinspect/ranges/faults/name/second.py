@@ -369,12 +369,8 @@ def _sum_stops(case: Case) -> Iterator[Found]:
 
 
 class _Left(Sentences):
-    CANCELS = (
-        "In step {measured}, in {place}, {operator} leaves mostly rounding error: its operands were off by {before:percent}, its "
-        "result is off by {off}."
-    )
-    AMPLIFIES = (
-        "In step {measured}, in {place}, {operator} leaves mostly rounding error: its input was off by {before:percent}, its "
+    ERROR_IS_LEFT = (
+        "In step {measured}, in {place}, {operator} leaves mostly rounding error: its {inputs} off by {before:percent}, its "
         "result is off by {off}."
     )
     BREAKS = (
@@ -404,9 +400,9 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
         off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "far more than itself"
         yield _found(
             cancelled,
-            (_Left.CANCELS.when(is_difference) or _Left.AMPLIFIES, also, _Left.BREAKS.when(born)),
+            (_Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
             (_Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32).when(not is_mild),
-            words={**words, "off": off},
+            words={**words, "off": off, "inputs": ("input was", "operands were")[is_difference]},
             is_grave=born is not None,
             is_mild=is_mild,
             step=step,

@@ -13,7 +13,7 @@ from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import by_number, number_of
+from mpinspect.reporting.words import by_number, filled, number_of
 
 #: The optimizer's setting that is the share of a state that each step keeps, by the state's name.
 _KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}
@@ -46,16 +46,12 @@ class _Updates(Sentences):
         "If the weights were stored in {format:format}, rounding would lose {lost_fraction:percent} of the updates{sampled}; "
         "{worst_lost_fraction:percent} in {worst:some 3}."
     )
-    ALL_LOSE = (
-        "The weights are stored in {format:format}, and rounding loses {lost_fraction:percent} of the updates{sampled}; "
+    LOSE = (
+        "{which} are stored in {format:format}, and rounding loses {lost_fraction:percent} of the updates{sampled}; "
         "{worst_lost_fraction:percent} in {worst:some 3}."
     )
     ONE_LOSES = (
         "{worst:some} is stored in {format:format}, and rounding loses {lost_fraction:percent} of its updates{sampled}."
-    )
-    MANY_LOSE = (
-        "{layers} of the weights are stored in {format:format}, and rounding loses {lost_fraction:percent} of the "
-        "updates{sampled}; {worst_lost_fraction:percent} in {worst:some 3}."
     )
     FP32_WEIGHTS = "Keep all weights in FP32: autocast casts the operands of each product."
     FP32_WEIGHTS_OR_MASTERS = (
@@ -103,8 +99,9 @@ def _updates_lost(case: Case) -> Iterator[Found]:
         ordered = sorted(told, key=lambda name: (told[name].fraction, told[name].nonzero), reverse=True)
         highest = told[ordered[0]].fraction
         fix, code = _kept_wide(lost, case)
+        says, which = _who_loses(lost, case)
         yield Found(
-            _who_loses(lost, case),
+            says,
             {
                 "format": lost.storage,
                 "lost_fraction": sum(part.lost for part in told.values()) / sum(part.nonzero for part in told.values()),
@@ -112,7 +109,11 @@ def _updates_lost(case: Case) -> Iterator[Found]:
                 "layers": len(told),
                 "measured": all(part.measured for part in told.values()),
             },
-            {"worst": [name for name in ordered if told[name].fraction == highest], "sampled": _sampled(case)},
+            {
+                "which": which,
+                "worst": [name for name in ordered if told[name].fraction == highest],
+                "sampled": _sampled(case),
+            },
             fix,
             code,
             layer=ordered[0],
@@ -146,12 +147,13 @@ def _is_stored_in(storage: str, name: str, lost: LostUpdates, case: Case) -> boo
     return lost.measured or storage in dtypes
 
 
-def _who_loses(lost: _LostInFormat, case: Case) -> _Updates:
+def _who_loses(lost: _LostInFormat, case: Case) -> tuple[_Updates, str]:
+    """Return the sentence, and the weights that are its subject."""
     if not lost.stored:
-        return _Updates.WOULD_LOSE
+        return _Updates.WOULD_LOSE, ""
     if not set(case.precision.weights) > {lost.storage}:
-        return _Updates.ALL_LOSE
-    return by_number(len(lost.told), _Updates.ONE_LOSES, _Updates.MANY_LOSE)
+        return _Updates.LOSE, "The weights"
+    return by_number(len(lost.told), _Updates.ONE_LOSES, _Updates.LOSE), f"{len(lost.told)} of the weights"
 
 
 def _sampled(case: Case) -> str:
@@ -229,12 +231,7 @@ def _moment(optimizer: OptimizerRecord, state: str, dtype: str) -> Iterator[Foun
 class _Decay(Sentences):
     DOES_NOTHING = (
         "{optimizer} multiplies the {dtype:format} weights by 1 - lr * weight_decay = {factor:.12g} a step, and the product "
-        "rounds back to the weight: the weight decay of {weight_decay:g} does nothing."
-    )
-    DOES_NOTHING_UNLESS_KEPT = (
-        "{optimizer} multiplies the {dtype:format} weights by 1 - lr * weight_decay = {factor:.12g} a step, and the product "
-        "rounds back to the weight: the weight decay of {weight_decay:g} does nothing (if {compensation!r} keeps only the "
-        "updates, as is usual)."
+        "rounds back to the weight: the weight decay of {weight_decay:g} does nothing{unless}."
     )
     FP32_WEIGHTS = "Keep the weights that the optimizer steps in FP32 and compute in 16 bits by autocast."
 
@@ -251,15 +248,15 @@ def _weight_decay_lost(case: Case) -> Iterator[Found]:
         dtype = max(optimizer.steps, key=lambda dtype: optimizer.steps[dtype], default="")
         if not decay * rate > 0 or optimizer.type not in _DECOUPLED or not never_decays(dtype, 1 - decay * rate):
             continue
-        is_kept = bool(optimizer.compensation)
+        unless = filled(" (if {!r} keeps only the updates, as is usual)", optimizer.compensation)
         yield Found(
-            _Decay.DOES_NOTHING_UNLESS_KEPT.when(is_kept) or _Decay.DOES_NOTHING,
+            _Decay.DOES_NOTHING,
             {"optimizer": optimizer.type, "dtype": dtype, "lr": rate, "weight_decay": decay},
-            {"factor": 1 - decay * rate, "compensation": optimizer.compensation},
+            {"factor": 1 - decay * rate, "unless": unless},
             _Decay.FP32_WEIGHTS,
             FP32Weights.of(dtype),
             is_mild=decay <= _DEFAULT_DECAY,
-            is_inferred=is_kept,
+            is_inferred=bool(optimizer.compensation),
         )
 
 
@@ -349,13 +346,8 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
 
 
 class _Average(Sentences):
-    COPY = (
-        "The {dtype:format} copy of {copies_of:some 2} was written in place, yet {unmoved_fraction:percent} of the elements "
-        "that differ from the weights have not moved since step {since}, when the watch began: each update was below half a unit "
-        "in the last place."
-    )
-    COPIES = (
-        "The {dtype:format} copies of {copies_of:some 2} were written in place, yet {unmoved_fraction:percent} of the "
+    STUCK = (
+        "The {dtype:format} {copies} of {copies_of:some 2} {were} written in place, yet {unmoved_fraction:percent} of the "
         "elements that differ from the weights have not moved since step {since}, when the watch began: each update was below "
         "half a unit in the last place."
     )
@@ -374,9 +366,13 @@ def _average_lost(case: Case) -> Iterator[Found]:
     """
     for measured in case.recorded(Average):
         yield Found(
-            by_number(measured.tensors, _Average.COPY, _Average.COPIES),
+            _Average.STUCK,
             {"dtype": measured.text, "copies_of": list(measured.names), **measured.figures},
-            {"since": measured.step},
+            {
+                "since": measured.step,
+                "copies": by_number(measured.tensors, "copy", "copies"),
+                "were": by_number(measured.tensors, "was", "were"),
+            },
             _Average.IN_FP32,
             _Average.WIDE,
             layer=measured.name,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.name.case import Case, is_power_of_two
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     ChangedBeforeStep,
@@ -241,7 +241,7 @@ def _divided_by_another_scale(case: Case) -> Iterator[Found]:
     ]
     errors = [each.factor * (each.multiplied_by or 1.0) for each in changed]
     other = [(each, error) for each, error in zip(changed, errors, strict=True) if abs(error - 1) > _SAME]
-    if not other or 2 * len(other) > len(changed) or not all(_is_power(error) for _, error in other):
+    if not other or 2 * len(other) > len(changed) or not all(is_power_of_two(error) for _, error in other):
         return
     first, error = other[0]
     yield Found.of(
@@ -270,11 +270,6 @@ def _updated_before(found: Sequence[DividedByAnother], case: Case) -> Iterator[F
     words = {"changes": changes}
     also, is_mild = _OtherScale.CHANGED.when(is_updated and changes > 0), is_updated and changes < 1
     yield Found.of(case, found, (says, also), fix, code, words=words, layer=found[0].name, is_mild=is_mild)
-
-
-def _is_power(number: float) -> bool:
-    """Return whether a positive number is a power of two, up to rounding."""
-    return abs(math.log2(number) - round(math.log2(number))) <= _SAME
 
 
 # -- divided too early, or not multiplied --------------------------------------------------------------------------------

@@ -26,13 +26,15 @@ export class Comparison {
     this.views = data.map((each) => new View(each, undefined));
     this.painters = this.views.map((view) => new Painter(view, root));
     const [first, second] = this.views;
-    const { marked, near, row } = second.data.opening;
-    /** Names of the tensors, and of the module, that broke in B. @type {string[]} */
+    /** The run whose culprit is marked: B, unless only A has one. */
+    this.broken = !second.data.opening.kind && first.data.opening.kind ? "A" : "B";
+    const { marked, near, row } = (this.broken === "A" ? first : second).data.opening;
+    /** Names of the tensors, and of the module, to blame there. @type {string[]} */
     this.culprits = row ? [row[0], ...near] : [...marked];
     const kinds = second.kinds.filter((/** @type {any} */ kind) => first.kinds.some((/** @type {any} */ other) => other.name === kind.name));
     const asked = wanted(data[1], "kind");
     const moved = data[1].changes.find((/** @type {any} */ [,,, from]) => from !== null);
-    const opens = [asked, moved?.[0], kinds[0]?.name].find((name) => kinds.some((/** @type {any} */ kind) => kind.name === name));
+    const opens = [asked, moved?.[0], second.data.opening.kind, kinds[0]?.name].find((name) => kinds.some((/** @type {any} */ kind) => kind.name === name));
     for (const view of this.views) Object.assign(view.state, { kind: opens, scale: view.data.own, block: -1, layer: null, isOwn: false });
     this.kind = element("select", {}, ...kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, `${each.title} (${this.movedOf(each.name)} moved)`)));
     this.format = element("select", { className: "narrow" }, ...second.data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
@@ -103,12 +105,12 @@ export class Comparison {
     return this.views[1].data.changes.filter((/** @type {any} */ [of,,, from]) => of === kind && from !== null).length;
   }
 
-  /** Whether a tensor belongs to the place that broke in B. @param {Pair} pair */
+  /** Whether a tensor belongs to the culprit. @param {Pair} pair */
   isOfCulprit({ second }) {
     return this.culprits.some((name) => second.name === name || second.name.startsWith(`${name}.`));
   }
 
-  /** The tensors of the kind shown: those of B's culprit, then the most moved. @returns {Pair[]} */
+  /** The tensors of the kind shown: those of the culprit, then the most moved. @returns {Pair[]} */
   pairs() {
     const [first, second] = this.views;
     const { kind } = second.state;
@@ -127,10 +129,11 @@ export class Comparison {
     this.format.value = format.name;
     this.take(Number(this.block.value));
     const all = this.pairs();
-    const shown = this.all.checked ? all : all.filter((pair) => pair.from !== null);
-    const words = shown.some((pair) => this.isOfCulprit(pair)) ? `▷: of ${this.culprits[0]}, where B broke. ` : "";
+    const moved = all.filter((pair) => pair.from !== null);
+    const shown = this.all.checked || !moved.length ? all : moved;
+    const words = shown.some((pair) => this.isOfCulprit(pair)) ? `▷: of ${this.culprits[0]}, the culprit in ${this.broken}. ` : "";
     this.said.textContent = `${words}${all.length - shown.length ? `${numberOf(all.length - shown.length, "tensor")} that did not move ${all.length - shown.length === 1 ? "is" : "are"} hidden. ` : ""}`
-      + (shown.length > MOST ? `The ${MOST} that moved most of ${shown.length} are shown.` : shown.length ? "" : "None moved by more than it does by itself.");
+      + (shown.length > MOST ? `The ${MOST} that moved most of ${shown.length} are shown.` : moved.length ? "" : "None moved by more than it does by itself; all are shown.");
     this.lay(wide, shown.slice(0, MOST));
     const differences = shown.slice(0, MOST).map((pair) => this.differenceOf(pair));
     const most = Math.max(...differences.map(({ largest }) => largest), 1e-9);

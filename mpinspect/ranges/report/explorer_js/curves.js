@@ -15,6 +15,17 @@ import { SCALES } from "./view.js";
  * @property {boolean} hasValues
  */
 
+/** A share that is worth a curve. */
+const NOTABLE = 0.01;
+
+/** Whether more than a trifle is lost at some loss scale whose flush edge lies on the map. @param {import("./view.js").View} view */
+export function isNotable(view) {
+  const { places, low, high, hasValues } = curvesOf(view);
+  const [left, right] = view.span();
+  const { flush } = view.state.format;
+  return !hasValues || places.some((k, index) => left <= flush - k && flush - k <= right && Math.max(low[index], high[index]) > NOTABLE);
+}
+
 /** The curves of each view that were computed last. @type {WeakMap<import("./view.js").View, Curves>} */
 const computed = new WeakMap();
 

@@ -11,7 +11,7 @@ const AXIS = 22;
 const DECADES = 5;
 /** Pixels of a row from which on a larger share is also higher. */
 const TALL = 32;
-const COLOURS = ["ground", "fill", "soft", "ink", "info", "flushed", "subnormal", "overflow", "error"];
+const COLOURS = ["ground", "fill", "soft", "ink", "info", "flushed", "subnormal", "overflow", "error", "warning"];
 
 export class Painter {
   /** @param {import("./view.js").View} view @param {HTMLElement} root whose colours are used */
@@ -109,7 +109,7 @@ export class Painter {
       context.globalAlpha = 1;
     }
     this.limits(context, height);
-    if (h && h.infs + h.nans) this.marks(context, h, height, this.view.isAftermath(layer) ? "soft" : "error");
+    if (h && h.infs + h.nans) this.marks(context, h, height, this.view.toneOf(layer).replace("dim", "soft"));
   }
 
   /** Differences of shares as bars from the middle: up where there are more in B. @param {HTMLCanvasElement} canvas @param {Map<number, number>} shares by exponent @param {number} most the largest in any strip */

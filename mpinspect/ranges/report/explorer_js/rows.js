@@ -17,7 +17,7 @@ export function rowsOf(view) {
   if (!culprit || (kind && kind !== view.state.kind) || view.state.search) return rows;
   const isNear = (/** @type {any} */ { layer, members }) => (members ?? [layer]).some((/** @type {any} */ each) => view.isNear(each));
   const at = after ? rows.findLastIndex(isNear) + 1 : Math.max(rows.findIndex(isNear), 0);
-  return [...rows.slice(0, at), { culprit }, ...rows.slice(at)];
+  return [...rows.slice(0, at), { culprit, stand: view.stand }, ...rows.slice(at)];
 }
 
 /** @param {View} view @returns {any[]} */

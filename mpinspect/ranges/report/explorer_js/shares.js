@@ -3,8 +3,8 @@
 // @ts-check
 
 import { dragged } from "./chart.js";
-import { curvesOf } from "./curves.js";
-import { element, entry, key, svg } from "./dom.js";
+import { curvesOf, isNotable } from "./curves.js";
+import { element, entry, isNarrow, key, svg } from "./dom.js";
 import { clamp } from "./histogram.js";
 import { SCALES } from "./view.js";
 import { percent, power, scaleInWords } from "./words.js";
@@ -27,7 +27,7 @@ export class Shares {
     this.recommended = element("button", { type: "button", title: "the scale that suits these gradients best" });
     this.controls = element("span", { className: "scale" }, element("span", {}, "Loss scale "), this.words, ...(format ? [this.recommended] : []));
     this.fold = element("button", { type: "button", title: "the share lost at each loss scale" });
-    this.fold.addEventListener("click", () => change({ hasCurve: !view.state.hasCurve }));
+    this.fold.addEventListener("click", () => change({ hasCurve: !this.hasCurve }));
     this.picture = element("div", { className: "drag" });
     this.legend = element("figcaption", { className: "legend" });
     this.readout = element("p", { className: "readout" });
@@ -45,10 +45,14 @@ export class Shares {
     }, keep);
   }
 
+  /** Whether the curve is shown: as the reader chose, or where it says something and has room. */
+  get hasCurve() {
+    return this.view.state.hasCurve ?? (!isNarrow() && isNotable(this.view));
+  }
+
   /** Pixels of the figure if its curve is folded; null where it is shown. */
   get foldedHeight() {
-    const { isMoved, state } = this.view;
-    if (isMoved) return state.hasCurve ? null : ABOVE + HANDLE + BELOW;
+    if (this.view.isMoved) return this.hasCurve ? null : ABOVE + HANDLE + BELOW;
     return this.heightOfZones + (this.view.isScaled() ? SENTENCE : 0);
   }
 
@@ -84,8 +88,8 @@ export class Shares {
     const of = view.chosen ? "of the chosen layer" : "of the worst layer";
     const tall = isMoved ? height : this.heightOfZones;
     this.picture.replaceChildren(...(tall ? [this.chart(wide, tall, of, curves)] : []));
-    this.fold.textContent = view.state.hasCurve ? "hide the curve" : "show the curve";
-    this.legend.replaceChildren(...(isMoved && view.state.hasCurve ? this.legendOf(of, curves) : []), ...(isMoved ? [this.fold] : []));
+    this.fold.textContent = this.hasCurve ? "hide the curve" : "show the curve";
+    this.legend.replaceChildren(...(isMoved && this.hasCurve ? this.legendOf(of, curves) : []));
     // Below it lies the table.
     this.legend.style.maxHeight = `${height - BELOW}px`;
     this.legend.style.width = `${Math.max(painter.left - 40, 60)}px`;
@@ -102,15 +106,15 @@ export class Shares {
       return [`${format.label} flushes only below ${power(format.flush - scale)}, left of all that is shown: nothing is lost${this.view.hasScale ? " near this loss scale" : ""}. `,
         ...(format.name === "float16" ? [] : [this.otherwise])];
     }
-    if (!hasValues) return state.hasCurve ? [] : [this.unknown];
+    if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, this.unknown)])];
     const [lost, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
-    return [element("b", {}, `at ${power(scale)}`), `${lost} flushed${state.hasCurve ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow`];
+    return [element("b", {}, `at ${power(scale)}`), this.fold, element("span", {}, `${lost} flushed${this.hasCurve ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow`)];
   }
 
   /** @param {number} wide @param {number} height @param {string} of @param {import("./curves.js").Curves} curves */
   chart(wide, height, of, curves) {
     const { view, painter } = this;
-    const { scale, format, hasCurve } = view.state;
+    const { scale, format } = view.state;
     const { left, width } = painter;
     const at = scale - SCALES[0];
     const words = curves.hasValues ? `At ${power(scale)} ${percent(curves.low[at])} of the elements are flushed, and ${percent(curves.mass[at])} of the sum of magnitudes` : `Unknown: ${this.unknown}`;
@@ -120,7 +124,7 @@ export class Shares {
     const field = svg("svg", { x: left, y: 0, width, height, overflow: "hidden" });
     picture.append(field);
     const x = (/** @type {number} */ place) => painter.place(format.flush - place);
-    if (view.isMoved && hasCurve) this.drawCurves(picture, field, x, height, curves);
+    if (view.isMoved && this.hasCurve) this.drawCurves(picture, field, x, height, curves);
     field.append(...(view.isMoved ? this.uprights(x, ABOVE, height) : []), ...this.zones(height));
     if (view.isMoved) picture.append(...this.scaleTicks(x), ...this.handle(x(scale), ABOVE));
     return picture;
@@ -203,7 +207,7 @@ export class Shares {
       key("weighs", "flushed, by magnitude", "share of the sum of their magnitudes, estimated: small elements are many and weigh little"),
       key("overflows", "overflowed", "share of the non-zero elements beyond the format's largest value")];
     const window = safe && key("window", `safe window ${power(safe[0])} .. ${power(safe[1])}`, "loss scales at which nothing overflows, and at most 1% of the sum of magnitudes is flushed in every layer");
-    const own = this.isOwnApart ? [key("own", `the run's last scale${data.collapsed ? " before it collapsed" : ""}, ${power(data.own)}`)] : [];
+    const own = this.isOwnApart ? [key("own", `the run's scale, ${data.collapsed ? "before it collapsed" : "as last sampled"}, ${power(data.own)}`)] : [];
     return [...curves, window ?? entry(none), ...own];
   }
 }

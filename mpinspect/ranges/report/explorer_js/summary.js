@@ -25,8 +25,9 @@ function scaleOf(view) {
   const { own, collapsed, opening } = data;
   if (!view.isScaled() || !(view.isMoved || view.hasScale)) return `, ${stepsInWords}`;
   const isTheirs = opening.block >= 0 && state.block === opening.block && state.scale === opening.scale;
-  const last = `the run's last${collapsed ? " before it collapsed" : ""}${state.scale === own ? "" : `: ${scaleInWords(own)}`}`;
-  return ` at loss scale ${scaleInWords(state.scale)}${isTheirs ? `, that of ${stepsInWords}` : ""}${view.hasScale ? ` (${last})` : ""}${isTheirs ? "" : `, ${stepsInWords}`}`;
+  if (isTheirs) return ` at loss scale ${scaleInWords(state.scale)}, that of ${stepsInWords}`;
+  const last = `the run's, ${collapsed ? "before it collapsed" : "as last sampled"}${state.scale === own ? "" : `: ${scaleInWords(own)}`}`;
+  return ` at loss scale ${scaleInWords(state.scale)}${view.hasScale ? ` (${last})` : ""}, ${stepsInWords}`;
 }
 
 /** @param {any[]} own @param {any[]} valued */

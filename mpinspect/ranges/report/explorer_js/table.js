@@ -2,9 +2,9 @@
 // @ts-check
 
 import { columnsOf, figureCells } from "./columns.js";
-import { element } from "./dom.js";
+import { element, isNarrow } from "./dom.js";
 import { clamp } from "./histogram.js";
-import { BESIDE, LETTER } from "./layout.js";
+import { BESIDE, letters } from "./layout.js";
 import { rowsOf } from "./rows.js";
 import { percent } from "./words.js";
 
@@ -51,15 +51,15 @@ export class Table {
     const meanings = this.columns.filter(({ meaning }) => meaning).map(({ words, meaning }) => `${words}: ${meaning}.`);
     const said = ["A row is a tensor, a column a power of two; the darker (in tall rows also the higher), the larger the share of the non-zero elements.",
       "Hatched on the left: flushed to zero. From there to the dotted line: subnormal. Hatched on the right: overflow.",
-      "▶ and its colour: the culprit. ▷: part of a culprit without a tensor of its own, or the nearest to it. ✕ holds infinities, ○ holds NaNs.", ...meanings, "Shares are of what was counted in the sampled steps.",
+      "■ (an error) or ▲ (a warning): the culprit. ▷: part of a culprit without a tensor of its own, or the nearest to it. ✕ holds infinities, ○ holds NaNs.", ...meanings, "Shares are of what was counted in the sampled steps.",
       "Drag the handle of the curve, or the steps below. In the table arrow keys choose a layer; a click opens its own view, Escape closes it."];
     return element("ul", { tabIndex: 0 }, ...said.map((line) => element("li", {}, line)));
   }
 
-  /** The columns that say something of the kind shown: updates are of parameters. */
+  /** The columns that say something of the kind shown: updates are of parameters. A narrow page has room for one figure. */
   get visible() {
     const isOutput = (this.view.state.kind ?? "").startsWith("activation");
-    return this.columns.filter(({ name }) => name !== "lost" || !isOutput);
+    return this.columns.slice(0, isNarrow() ? 3 : undefined).filter(({ name }) => name !== "lost" || !isOutput);
   }
 
   /** @param {import("./columns.js").ColumnOf} column */
@@ -100,6 +100,7 @@ export class Table {
   lay(each, isCompact) {
     this.element.classList.toggle("compact", isCompact);
     this.element.classList.toggle("lossless", this.visible.length < this.columns.length);
+    this.element.classList.toggle("narrow", isNarrow());
     this.cols.forEach((col, place) => { col.style.width = `${each[place]}px`; });
     // Of a wider table the browser would widen the columns, and the strips would leave the curve's axis.
     /** @type {HTMLElement} */ (this.element.firstElementChild).style.width = `${each.reduce((sum, one) => sum + one, 0)}px`;
@@ -123,7 +124,8 @@ export class Table {
       this.known.set(this.nameOf(row), kept);
       // Rows above and below what is seen are there to be scrolled to, and are drawn then.
       const isSeen = isPrinted || Math.abs(first + offset - top - seen / 2) <= seen / 2 + 1;
-      if (isSeen && row.layer && kept.look !== look) this.painter.strip(kept.canvas, row.layer);
+      const layer = row.layer ?? row.stand;
+      if (isSeen && layer && kept.canvas && kept.look !== look) this.painter.strip(kept.canvas, layer);
       if (isSeen) kept.look = look;
       this.fill(kept, row, first + offset);
       return kept.row;
@@ -146,15 +148,19 @@ export class Table {
 
   /** @param {any} row */
   nameOf(row) {
-    if (row.culprit) return `culprit ${this.painter.left}`;
+    if (row.culprit) return `culprit ${this.painter.left} ${isNarrow()}`;
     return [row.layer.place, row.inside ?? "", row.members ? this.view.state.open.has(row.group) : "", this.painter.left].join();
+  }
+
+  canvas() {
+    return element("canvas", { width: 1, height: 1, "aria-hidden": "true", style: `width:${this.painter.width}px;height:${this.painter.row - 2}px` });
   }
 
   /** A row with its name and empty cells. @param {any} row */
   rowOf(row) {
-    if (row.culprit) return this.culpritRow(row.culprit);
+    if (row.culprit) return this.culpritRow(row.culprit, Boolean(row.stand) && !isNarrow());
     const { layer } = row;
-    const canvas = element("canvas", { width: 1, height: 1, "aria-hidden": "true", style: `width:${this.painter.width}px;height:${this.painter.row - 2}px` });
+    const canvas = this.canvas();
     const name = row.members ? row.name : layer.name || "(the model itself)";
     const title = row.members ? `${row.members.length} layers; the worst: ${layer.name}` : name;
     const head = element("th", { scope: "row", className: `left${row.inside ? " inside" : ""}`, title },
@@ -165,16 +171,21 @@ export class Table {
     return { row: made, canvas, cells, look: "" };
   }
 
-  /** The row of a culprit without a tensor of its own. @param {[string, string]} culprit its name, and what happened there */
-  culpritRow([name, words]) {
+  /**
+   * The row of a culprit without a tensor of its own.
+   * @param {[string, string, string]} culprit its name, what happened there, and whose values the strip shows
+   * @param {boolean} hasStrip else the words stand in its place
+   */
+  culpritRow([name, words, shown], hasStrip) {
     const head = element("th", { scope: "row", className: "left", title: name }, element("bdi", {}, this.shortened(name, 2)));
-    const cells = this.columns.slice(2).map((column) => element("td", { className: column.isWide ? "wide" : column.name }));
-    return { row: element("tr", { className: "marked culprit" }, head, element("td", { className: "map" }, words), ...cells), cells: [], look: "" };
+    const canvas = hasStrip ? this.canvas() : null;
+    const said = element("td", { className: `words${canvas ? "" : " map"}`, colSpan: this.columns.length - (canvas ? 2 : 1), title: `${words}; ${shown}` }, element("b", {}, words), canvas ? `; ${shown}` : "");
+    return { row: element("tr", { className: "marked culprit" }, head, ...(canvas ? [element("td", { className: "map" }, canvas)] : []), said), canvas, cells: [], look: "" };
   }
 
   /** The end of a long name, which distinguishes layers; the whole name is the title. @param {string} name @param {number} beside letters that stand before it */
   shortened(name, beside) {
-    const most = Math.max(Math.floor((this.painter.left - BESIDE) / LETTER) - beside, 6);
+    const most = Math.max(letters(this.painter.left - BESIDE) - beside, 6);
     return name.length > most ? `…${name.slice(1 - most)}` : name;
   }
 
@@ -200,7 +211,7 @@ export class Table {
     row.setAttribute("aria-rowindex", index + 1);
     if (!layer) return;
     const found = view.figures(layer);
-    const cells = [...figureCells(layer, found, view.isAftermath(layer) ? "dim" : "error"), ...this.lostCells(layer), ...this.noteCells(layer)];
+    const cells = [...figureCells(layer, found, view.toneOf(layer)), ...this.lostCells(layer), ...this.noteCells(layer)];
     row.classList.toggle("chosen", layer.name === view.state.layer);
     // Below a group its marked members stand by themselves.
     row.classList.toggle("marked", !of.members && view.isMarked(layer));

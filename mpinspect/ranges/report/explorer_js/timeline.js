@@ -106,7 +106,7 @@ export class Timeline {
     const { known } = this;
     const ends = /** @type {[number, number]} */ (known.length ? [Math.floor(Math.min(...known)) - 1, Math.ceil(Math.max(...known)) + 1] : [0, 1]);
     const drawn = chart(wide, high, `The loss scale over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps.`,
-      across, { ends, ticks: known.length ? ticks(ends[0], ends[1], 2) : ends, words: known.length ? power : (share) => `${100 * share}%` });
+      across, { ends, ticks: known.length ? [...new Set([Math.min(...known), Math.max(...known)])] : ends, words: known.length ? power : (share) => `${100 * share}%` });
     const { picture, x, y, bottom } = drawn;
     this.shade(drawn, bottom);
     const cross = (/** @type {number} */ at) => `M${at - 4} ${TOP - 2}l8 8m0 -8l-8 8`;
@@ -156,7 +156,7 @@ export class Timeline {
       this.known.length ? key("scales", "loss scale") : entry(this.view.hasScale ? "the loss scale is not known" : "no loss scale"),
       key("lost-share", `flushed, ${this.view.chosen ? "of the chosen layer" : "of the worst layer"} (0 to 100%)`),
       ...(this.falls.length ? [key("fall", "scale fell")] : []),
-      ...(data.skipped ? [entry(`${numberOf(data.skipped, "skipped step")}`)] : []),
+      ...(data.skipped ? [entry(`${numberOf(data.skipped, "update")} skipped`)] : []),
       ...(has("inf") ? [key("inf", "first infinity of a step")] : []),
       ...(has("nan") ? [key("nan", "first NaN of a step")] : []),
       ...(state.block < 0 || !hasScrubber ? [] : [key("shown", `shown, ${stepsInWords}`)]),

@@ -39,6 +39,7 @@ export class View {
     this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, each.name.length), (data.opening.row?.[0].length ?? 0) + 1);
     this.marked = new Set(data.opening.marked);
     this.near = new Set(data.opening.near);
+    this.stand = this.standIn();
     const [suggestedFormat, suggestedScale] = data.suggested ?? ["", 0];
     this.suggested = { format: this.formatNamed(suggestedFormat), scale: suggestedScale };
     /** @type {any} */
@@ -64,8 +65,8 @@ export class View {
       block: clamp(Number(asked("block") ?? (isAsked ? -1 : first.block)), -1, data.blocks.length - 1),
       /** The step of the chosen event. @type {number | null} */
       step: null,
-      /** Whether the curve of what is lost at each loss scale is shown. */
-      hasCurve: first.curve,
+      /** Whether the curve of what is lost at each loss scale is shown; undefined where that depends on the curve. */
+      hasCurve: first.curve ? undefined : false,
       /** Whether the chosen layer's own view is open. */
       isOwn: asked("layer") !== null && asked("beside") === null,
       search: "",
@@ -107,9 +108,20 @@ export class View {
     return layer.kind === this.data.opening.kind && this.near.has(layer.name);
   }
 
-  /** Whether infinities and NaNs in a layer follow from those of a culprit elsewhere. @param {any} layer */
-  isAftermath(layer) {
-    return Boolean(this.data.opening.kind) && !this.isMarked(layer);
+  /** The tone of a layer's infinities and NaNs: "dim" where they follow from those of a culprit elsewhere, or ask for no change. @param {any} layer */
+  toneOf(layer) {
+    const { kind, grave } = this.data.opening;
+    const isOwn = this.isMarked(layer) || layer === this.stand;
+    if (!isOwn && (kind || !grave)) return "dim";
+    return grave ? "error" : "warning";
+  }
+
+  /** The counts of the layers near a culprit of which nothing was counted, which its row shows; null without any. @returns {any} */
+  standIn() {
+    const near = this.layers.filter((/** @type {any} */ layer) => this.isNear(layer));
+    if (!near.length || !this.data.opening.row) return null;
+    const merged = (/** @type {any[]} */ several) => (several.some(Boolean) ? merge(several.filter(Boolean)) : null);
+    return { ...near[0], blocks: this.data.blocks.map((/** @type {any} */ _, /** @type {number} */ block) => merged(near.map((/** @type {any} */ layer) => layer.blocks[block]))), whole: merged(near.map((/** @type {any} */ layer) => layer.whole)) };
   }
 
   /** @param {any} layer */
