@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
@@ -22,6 +20,7 @@ from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
 from mpinspect.ranges.records import DividedInHalf, GradientsUnderflow
 from mpinspect.runtime.dispatch import obstacle
 from mpinspect.runtime.distributed import has_process_group
+from mpinspect.runtime.guard import OwnMode, hides_modes
 from mpinspect.runtime.user_line import innermost_line
 
 #: The most steps whose operators are watched.
@@ -45,7 +44,6 @@ class DividedGradients(Measuring):
         super().__init__(run)
         self._left = _MOST_STEPS
         self._mode: _Products | None = None
-        self._thread = 0
         #: The parameter of each gradient's memory, and the counts of its non-zero elements after the backward.
         self._names: dict[int, str] = {}
         self._before = Sent([], [])
@@ -61,10 +59,10 @@ class DividedGradients(Measuring):
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Begin to watch operators."""
-        if self._mode is None and self._left > 0 and not obstacle(()):
+        if self._mode is None and self._left > 0 and not hides_modes() and not obstacle(()):
             self._left -= 1
-            self._thread, self._mode = threading.get_ident(), _Products(self._ran, self._recording.note)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            self._mode = _Products(self._ran, self._recording.note)
+            self._mode.begin()
 
     def backward_ends(self) -> None:
         """Count the gradients' elements."""
@@ -102,12 +100,9 @@ class DividedGradients(Measuring):
         self._names, self._before, self._products = {}, Sent([], []), []
 
     def _leave(self) -> None:
-        """Exit the mode; while a mode of the script is above it on the stack, it stays there and passes everything on."""
-        if self._mode is not None and self._thread == threading.get_ident():
+        if self._mode is not None:
             self._mode.is_over = True
-            if _get_current_dispatch_mode() is self._mode:
-                self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._mode = None
+            self._mode = None
 
     def _ran(self, func: Any, args: tuple[Any, ...], result: Any, frame: FrameType) -> None:
         """Count what a product leaves of a gradient."""
@@ -141,20 +136,12 @@ class DividedGradients(Measuring):
             self._record_names(DividedInHalf(step=step, names=tuple(lost), text=line, lost=share, factor=factor))
 
 
-class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Products(OwnMode):  # type: ignore[no-untyped-call]
     """Calls a function after each operator, with the operator's caller."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, ran: Callable[..., None], note: Callable[[str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ran, self._note, self._process = ran, note, os.getpid()
-        self.is_over = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as compiled."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

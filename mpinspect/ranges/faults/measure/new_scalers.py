@@ -11,6 +11,7 @@ from mpinspect.ranges import records
 from mpinspect.ranges.capture.loss_scale import origin_of
 from mpinspect.ranges.capture.observations import Backward
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
+from mpinspect.runtime.guard import hides_modes
 
 #: Number of steps with a new scaler before the first record, which does not wait for the run's end: it may be killed.
 _MANY = 3
@@ -74,8 +75,6 @@ class ScalesUsed(Measuring):
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
         self.at_work = self.wants_backward_end = self._clock.measured
-        self._made.clear()
-        self._divided.clear()
 
     def backward_begins(self, backward: Backward) -> None:
         """Forget the gradients that the loop has changed or cleared since their backward."""
@@ -112,9 +111,13 @@ class ScalesUsed(Measuring):
         """Forget the optimizer's gradients, which are used up."""
         for watched in self._optimizers.parameters(optimizer):
             self._made.pop(watched.name, None)
+            self._divided.discard(watched.name)
 
     step_skipped = optimizer_stepped
 
     def _states(self) -> dict[str, tuple[int, int]]:
+        if hides_modes():
+            # Under a dispatch mode, foreach operators such as those of zero_grad raise no version.
+            return {}
         gradients = ((watched.name, watched.parameter.grad) for watched in self._parameters)
         return {name: (id(gradient), gradient._version) for name, gradient in gradients if gradient is not None}

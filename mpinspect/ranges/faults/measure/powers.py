@@ -286,7 +286,8 @@ class PowersOfScale:
         """Return whether a bound is certainly not multiplied by the loss scale, and neither zero nor infinite."""
         if isinstance(bound, torch.Tensor):
             return self._power(bound) == 0.0
-        return 0 < abs(bound) < math.inf and not (self._is_read and abs(bound) >= _EPSILON * self._scale)
+        # A multiple of the scale has more digits than its factor.
+        return 0 < abs(bound) < math.inf and _digits(bound) < _digits(bound / self._scale)
 
     # -- sums -------------------------------------------------------------------------------------------------------
 
@@ -369,6 +370,11 @@ class PowersOfScale:
             if power == ZERO or known is None or known[0].expired():  # type: ignore[no-untyped-call]
                 self._in_gradients.pop(storage._cdata, None)
             self._known[storage._cdata] = (StorageWeakRef(storage), power)  # type: ignore[no-untyped-call]
+
+
+def _digits(number: float) -> int:
+    """Return how many significant decimal digits a number has, up to 12."""
+    return len(f"{number:.11e}".partition("e")[0].rstrip("0").strip("-"))
 
 
 def _is_epsilon(value: Any) -> bool:

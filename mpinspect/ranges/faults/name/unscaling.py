@@ -277,7 +277,7 @@ def _updated_before(found: Sequence[DividedByAnother], case: Case) -> Iterator[F
 
 class _InHalf(Sentences):
     DIVIDED = (
-        "In step {step}{again}, in {line}, the loop multiplies the gradients of {modules} by {by} in FP16: {lost:percent} of all "
+        "In step {step}{again} the loop multiplies the gradients of {modules} by {by} in FP16 ({line}): {lost:percent} of all "
         "non-zero elements become zero there. In the backward the loss scale had kept them."
     )
     FP32_FIRST = "Convert the gradients to FP32 first, and divide them there."
