@@ -295,6 +295,7 @@ class Dispatcher(Guarded):
         """End the step in all observers, and begin the next step."""
         self.attempt("finish waiting", self.waiting.finish)
         step = self.clock.step
+        self.scale.step_ends()
         # A broken-off step is an incomplete sample: it is used only if the run has no other sample.
         sampled = self._pace.sampled and (finished or not self._recording.progress.sampled_steps)
         for observer in self.observing:
