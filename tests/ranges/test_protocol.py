@@ -338,3 +338,22 @@ def test_weights_that_the_loop_breaks_after_an_overflow_are_reported():
 @pytest.mark.parametrize("scale", [2.0**20, 1.0])
 def test_weights_that_the_loop_moves_after_a_check_are_not_reported(scale):
     assert "weights-broken-by-loop" not in perturbed(is_checked=True, scale=scale)
+
+
+def test_a_scaler_that_grows_after_each_step_is_to_grow_later():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
+    with Inspector(model) as inspector:
+        for _ in range(40):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(16, 8)).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = {finding.id: finding for finding in analyse(inspector.session()).findings}["non-finite-event"]
+    assert found.severity == "warning"
+    assert "doubles its scale after 1 step without an overflow" in found.message
+    assert found.fix == "Let the scaler grow after more steps: its default is growth_interval=2000."
