@@ -309,6 +309,17 @@ def test_a_negative_difference_of_rounded_terms_is_told_from_other_negative_numb
         dtype == torch.bfloat16
     )
     assert singular(other.grad_fn).what == "of a negative number"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_zero_is_said_to_be_a_rounded_difference_where_it_is_one(dtype):
+    narrow = torch.tensor([0.9999, 0.5], requires_grad=True).to(torch.bfloat16).to(dtype)
+    found = singular((2 - 2 * narrow)[:1].sqrt().grad_fn)
+    rounded = ", a difference of terms rounded to 16 bits" * (dtype == torch.bfloat16)
+    assert found.what == f"of zero{rounded}, where the root's derivative is infinite"
+    # The square of a difference may be zero in FP32 too.
+    square = singular((narrow - narrow).square().sum().sqrt().grad_fn)
+    assert square.what == "of zero, where the root's derivative is infinite"
     measured = Measurement("examined-argument", "", 8, {"elements": 1.0}, (), f"{found.operator} {found.what}")
     fix = globals()["found"]("argument-out-of-range", measured, events=(event(8),)).fix
     assert fix.startswith("Compute the terms of this difference in FP32") is (dtype == torch.bfloat16)
