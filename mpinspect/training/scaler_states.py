@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from mpinspect.reporting.json_text import named
 from mpinspect.training.scale_rules import ScaleRules, ScaleState, checked_scale, checked_window
 from mpinspect.training.skip_log import BACK_OFF, HOLD
 
@@ -42,23 +43,15 @@ def to_state_dict(saved: Saved) -> dict[str, Any]:
     rules, state = saved.rules, saved.state
     return {
         "scale": state.scale,
-        "growth_factor": rules.growth_factor,
-        "backoff_factor": rules.backoff_factor,
-        "growth_interval": rules.growth_interval,
+        **named(rules, "growth_factor backoff_factor growth_interval"),
         "_growth_tracker": state.clean_steps,
         OWN_KEY: {
             "version": VERSION,
-            "floor": rules.floor,
-            "ceiling": rules.ceiling,
-            "hysteresis": rules.hysteresis,
-            "tolerance": rules.tolerance,
+            **named(rules, "floor ceiling hysteresis tolerance"),
             "forward_nonfinite": saved.forward_nonfinite,
             "window": None if saved.window is None else list(saved.window),
-            "steps": saved.steps,
-            "skipped_steps": saved.skipped_steps,
-            "skipped_in_a_row": state.skipped_in_a_row,
-            "steps_since_move": state.steps_since_move,
-            "skips_since_move": state.skips_since_move,
+            **named(saved, "steps skipped_steps"),
+            **named(state, "skipped_in_a_row steps_since_move skips_since_move"),
         },
     }
 

@@ -110,6 +110,23 @@ def test_a_file_that_can_not_be_written_is_status_2(run_dir, tmp_path, capsys):
         ["report", "x", "--html", "x"],
         ["demo", "--steps", "0"],
         ["demo", "--curves", "--seeds", "0"],
+        ["kernels"],
+        ["kernels", "x", "--png", "x.jpg"],
+        ["kernels", "x", "--gpu", "3dfx"],
+        *(
+            ["kernels", "x", "--fail-on", condition]
+            for condition in (
+                "tensor-core share",
+                "tensor-core share = 60%",
+                "tensor-core share < 60 percent",
+                "tensor-core share < 160%",
+                "tensor-core share < 60",
+                "share < 60%",
+                "tensor-core share < 1e1",
+                "tensor-core share < 1e",
+                "tensor-core share < 1e400",
+            )
+        ),
     ],
 )
 def test_wrong_usage_is_status_2(arguments, capsys):
@@ -332,9 +349,13 @@ print(*sorted(set(sys.modules) - before), file=sys.stderr)
     }
 
 
-def test_fail_on_refuses_unknown_findings(run_dir, capsys):
+@pytest.mark.parametrize(
+    ("command", "rest"),
+    [("report", ["x"]), ("diff", ["x", "y"]), ("demo", []), ("lint", ["a:b"]), ("kernels", ["x"]), ("run", ["a.py"])],
+)
+def test_fail_on_refuses_unknown_findings(command, rest, capsys):
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["report", str(run_dir), "--fail-on", "warnings"])
+        cli.main([command, "--fail-on", "warnings", *rest])
     assert stopped.value.code == 2
     assert "'warnings' is neither a severity nor a finding" in capsys.readouterr().err
 

@@ -114,31 +114,6 @@ def test_unreadable_input_is_a_sentence_and_status_2(make, tmp_path, capsys):
     assert str(path) in err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["kernels"],
-        ["kernels", "x", "--png", "x.jpg"],
-        ["kernels", "x", "--gpu", "3dfx"],
-        ["kernels", "x", "--fail-on", "warnings"],
-        ["kernels", "x", "--fail-on", "tensor-core share"],
-        ["kernels", "x", "--fail-on", "tensor-core share = 60%"],
-        ["kernels", "x", "--fail-on", "tensor-core share < 60 percent"],
-        ["kernels", "x", "--fail-on", "tensor-core share < 160%"],
-        ["kernels", "x", "--fail-on", "tensor-core share < 60"],
-        ["kernels", "x", "--fail-on", "share < 60%"],
-        ["kernels", "x", "--fail-on", "tensor-core share < 1e1"],
-        ["kernels", "x", "--fail-on", "tensor-core share < 1e"],
-        ["kernels", "x", "--fail-on", "tensor-core share < 1e400"],
-    ],
-)
-def test_wrong_usage_is_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    assert stop.value.code == 2
-    assert "usage: mpinspect" in capsys.readouterr().err
-
-
 def test_the_error_for_a_wrong_comparison_lists_the_valid_ones(capsys):
     with pytest.raises(SystemExit):
         cli.main(["kernels", "x", "--fail-on", "tensorcore share < 60%"])

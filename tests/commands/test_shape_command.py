@@ -252,13 +252,6 @@ def test_fail_on_a_severity_an_id_and_none(models, capsys):
     assert small("--fail-on", "odd-vocabulary") == 0
 
 
-def test_fail_on_words_are_checked(models, capsys):
-    with pytest.raises(SystemExit) as exit:
-        small("--fail-on", "odd-sizes")
-    assert exit.value.code == 2
-    assert "neither a severity nor a finding" in capsys.readouterr().err
-
-
 def test_bad_gpu_and_dtype(models):
     assert "no GPU known here" in refused("shape_lint_models:Small", "--gpu", "hoper")
     refusal = refused("shape_lint_models:Small", "--dtype", "fp16x", "--input", "4,1023")
@@ -473,13 +466,12 @@ def linear_model():
         ({"dtype": "fp17"}, "autocast takes float16 or bfloat16"),
         ({"dtype": torch.int64}, "autocast takes float16 or bfloat16"),
         ({"args": torch.empty(4, 64)}, "args=(x,)"),
-        ({"args": 3}, "not a tuple"),
+        ({"args": 3}, "args is an int, not a tuple"),
         ({"kwargs": [1]}, "not a dict"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"model": torch.nn.Linear}, "is the class Linear"),
         ({"model": torch.relu}, "is a function"),
         ({"model": 3}, "is an int"),
-        ({"args": 3}, "args is an int"),
     ],
 )
 def test_bad_arguments_are_value_errors(arguments, words):
@@ -508,12 +500,3 @@ def test_auto_with_a_gpu_is_that_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     gpu, notes = choose_gpu("auto")
     assert (gpu.architecture, notes) == ("hopper", ())
-
-
-def test_the_model_is_unchanged():
-    model = linear_model()
-    before = model.weight.clone()
-    lint_shapes(model, (torch.empty(64, 64),), dtype=torch.float16, gpu="hopper")
-    assert torch.equal(model.weight, before)
-    assert model.weight.grad is None
-    assert not model.weight.is_meta

@@ -116,13 +116,6 @@ def test_fail_on(pair, fail_on, status, capsys):
     printed(*pair, *(word for name in fail_on for word in ("--fail-on", name)), capsys=capsys, status=status)
 
 
-def test_a_misspelt_finding_is_wrong_usage(pair, capsys):
-    with pytest.raises(SystemExit) as error:
-        cli.main(["diff", *map(str, pair), "--fail-on", "layer-moved"])
-    assert error.value.code == 2
-    assert "neither a severity nor a finding" in capsys.readouterr().err
-
-
 def test_in_python_sessions_and_paths_may_be_mixed(pair):
     report = mpinspect.diff(sessions.word_model(), pair[1])
     assert str(report).startswith("They part in steps 10-19: ")

@@ -362,7 +362,6 @@ def test_the_kinds_are_the_sessions():
         ["--max-overhead", "nan", "a.py"],
         ["--kinds", "gradients", "a.py"],
         ["--gpu", "nothing", "a.py"],
-        ["--fail-on", "typo", "a.py"],
         ["--bogus", "a.py"],
         ["--bogus=1", "a.py"],
     ],

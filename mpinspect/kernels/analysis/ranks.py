@@ -9,6 +9,7 @@ from pathlib import PurePath
 from mpinspect.kernels.analysis.rows import KernelRow
 from mpinspect.kernels.analysis.shares import Coverage, Shares, coverage, shares
 from mpinspect.kernels.records import KernelTrace
+from mpinspect.reporting.json_text import named
 
 
 @dataclass(frozen=True)
@@ -116,19 +117,10 @@ def _rank_report(trace: KernelTrace, rows: Sequence[KernelRow], label: str) -> R
     devices = sorted({device.id for device in trace.devices} | set(trace.span_us) | set(trace.busy_us))
     return RankReport(
         label=label,
-        source=trace.source,
-        rank=trace.rank,
-        world_size=trace.world_size,
-        job=trace.job,
-        operators=trace.operators,
-        launches=trace.launches,
         shares=shares(rows),
         coverage=coverage(rows),
-        copies_us=trace.copies_us,
         devices=tuple(_device(trace, rows, number) for number in devices),
-        notes=trace.notes,
-        cut_short=trace.cut_short,
-        accelerator=trace.accelerator,
+        **named(trace, "source rank world_size job operators launches copies_us notes cut_short accelerator"),
     )
 
 
